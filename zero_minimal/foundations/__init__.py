@@ -1,0 +1,1 @@
+"""What the lessons stand on: ranks, collectives, layout, backward, precision, optimizers, checkpoint."""

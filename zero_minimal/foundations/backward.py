@@ -1,0 +1,129 @@
+"""Backward: when are a bucket's gradients complete, so that its reduction can overlap with the rest of backward?
+
+Autograd tells when a parameter's gradient is there. A bucket is complete with the last of its parameters, and is then handed
+to the stage. Two things make this less simple than it sounds:
+
+- All ranks must start the same collectives in the same order. A parameter may get no gradient on one rank alone, so buckets
+  are handed over strictly in one order, and those that stay incomplete when backward ends: missing gradients are zero.
+- A parameter that never gets a gradient would hold up all buckets behind its own. So after the first backward pass
+  buckets are handed over in the order in which rank 0 saw them complete, the incomplete ones last.
+"""
+
+import contextlib
+import dataclasses
+
+import torch
+
+from zero_minimal.foundations import collectives
+
+
+class Backward:
+    """Watches the backward passes of a model, and calls the stage:
+
+        begins()                 a backward pass begins, nothing has been accumulated yet
+        arrived(bucket, param)   param.grad is there
+        complete(bucket)         the bucket's gradients are there; in the same order on every rank
+    """
+
+    def __init__(self, model, buckets, *, arrived, complete, begins=None, group=None):
+        self.buckets, self.group = list(buckets), group
+        self._arrived, self._complete, self._begins = arrived, complete, begins
+        self.reduced = False  # every bucket was handed over since zero_grad()
+        self._accumulating = self.running = self._ordered = False
+        self._task = None
+        self._reset()
+        model.register_forward_hook(self._watch_output)
+        for bucket in self.buckets:
+            for param in bucket.params:
+                param.register_post_accumulate_grad_hook(lambda param, bucket=bucket: self._gradient(bucket, param))
+
+    @contextlib.contextmanager
+    def accumulate(self):
+        """Backward passes inside hand over nothing: gradients add up."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def finish(self) -> None:
+        """Hand over what is left, in order. Autograd calls it when backward ends, `step()` if there was no backward here."""
+        while self._next < len(self.buckets):
+            self._hand_over()
+        self.reduced, self.running = True, False
+        if not self._ordered:
+            self._agree_on_order()
+        self._reset()
+
+    def forget(self) -> None:
+        """After zero_grad(), or a backward pass that failed half-way: start afresh."""
+        self.reduced = self.running = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._next, self._finished_order = 0, []
+        self._waiting = {bucket: set(bucket.params) for bucket in self.buckets}
+
+    def _watch_output(self, module, inputs, output) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._begin_at_output())
+
+    def _begin_at_output(self) -> None:
+        # A backward pass that failed half-way never ended: what it left must not be taken for this one's.
+        if self.running and self._task != torch._C._current_graph_task_id():
+            self.forget()
+        self._begin()
+
+    def _begin(self) -> None:
+        if self.running:
+            return
+        self.running, self._task = True, torch._C._current_graph_task_id()
+        if self._begins:
+            self._begins()
+        # Runs when this pass ends. Queued here and not at the first gradient, which may come from a pass within this one
+        # (a checkpoint that recomputes): that one's end would be too early.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self.running = False
+        if not self._accumulating:
+            self.finish()
+
+    def _gradient(self, bucket, param) -> None:
+        self._begin()  # in case the model's output was not used, only a part of the model
+        self._arrived(bucket, param)
+        if self._accumulating:
+            return
+        self._waiting[bucket].discard(param)
+        if not self._waiting[bucket]:
+            self._finished_order.append(bucket)
+        while self._next < len(self.buckets) and not self._waiting[self.buckets[self._next]]:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        bucket = self.buckets[self._next]
+        self._next += 1
+        self._complete(bucket)
+
+    def _agree_on_order(self) -> None:
+        self._ordered = True
+        seen = self._finished_order + [bucket for bucket in self.buckets if bucket not in self._finished_order]
+        order = torch.tensor([self.buckets.index(bucket) for bucket in seen], device=self.buckets[0].device)
+        collectives.broadcast(order, group=self.group)
+        self.buckets = [self.buckets[index] for index in order.tolist()]
+
+
+def tensors_in(value):
+    """The tensors in a module's output: alone, or in tuples, lists, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value):
+        for entry in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, entry.name))

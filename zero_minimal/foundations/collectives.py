@@ -1,0 +1,147 @@
+"""Collectives: the five operations in which all ranks exchange tensors.
+
+    reduce_scatter   [N·s] on every rank → rank r holds part r of the sum       [s]
+    all_gather       [s] on every rank → all parts in rank order, everywhere    [N·s]
+    all_reduce       = reduce_scatter, then all_gather: the sum, everywhere
+    reduce           the sum, on one rank
+    broadcast        one rank's tensor, everywhere
+
+Each rank must call the same ones in the same order. A ring sends (N−1)/N of the payload for the first two and twice
+that for an all_reduce (zero_minimal/foundations/ring.py shows how).
+
+Sums run in rank order, in fp32 also for 16-bit tensors, whatever the sizes. So an element's sum does not depend on the
+bucket it travels in, and all stages see the same gradient, bit for bit. (NCCL sums in the order of its own rings.)
+
+gloo's own reduce-scatter moves as much as an all-reduce, twice what it should. Ours is an all-to-all (each rank sends
+part r to rank r) and a sum of what arrived. A tensor on a GPU goes through host memory, since gloo runs on the CPU.
+"""
+
+import torch
+import torch.distributed as dist
+
+PIECE = 2**15  # elements summed at a time: a piece of every rank's part stays in the cache
+
+# torch 2.13 renamed both
+_native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+
+
+class Pending:
+    """A collective under way: `wait()` returns when its result is there. Its tensors must be left alone until then."""
+
+    def __init__(self, work, then=None):
+        self.work, self.then = work, then
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        if self.then is not None:
+            self.then()
+        self.work = self.then = None  # a second wait() finds nothing to do
+
+
+def reduce_scatter(output, input, *, op: str = "avg", group=None, async_op: bool = False):
+    """Sum or average `input` over the ranks; this rank's part of the result goes to `output`.
+
+    Args:
+        output: [s], any floating dtype. It may be this rank's own part of `input`.
+        input: [N·s], part r meant for rank r.
+        op: "avg" or "sum".
+    Returns: a `Pending` if async_op, else None with the result in place.
+    """
+    if output.numel() * dist.get_world_size(group) != input.numel():
+        raise ValueError(f"reduce_scatter: {input.numel()} elements are not {dist.get_world_size(group)} times "
+                         f"the output's {output.numel()}")
+    if dist.get_backend(group) != "gloo":
+        return _launched(_native_reduce_scatter(output, input, op=_OPS[op], group=group, async_op=True), None, async_op)
+    sent = _on_host(input, group)
+    received = torch.empty_like(sent)  # [N·s], part r is rank r's version of our part
+    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    return _launched(work, lambda: _sum_in_rank_order(received.view(-1, output.numel()), output, op), async_op)
+
+
+def all_gather(output, input, *, group=None, async_op: bool = False):
+    """Collect every rank's `input` [s] into `output` [N·s], in rank order. `input` may be its own part of `output`."""
+    if dist.get_backend(group) != "gloo" or not output.is_cuda:
+        return _launched(_native_all_gather(output, input, group=group, async_op=True), None, async_op)
+    host = torch.empty(output.shape, dtype=output.dtype)
+    work = _native_all_gather(host, input.cpu(), group=group, async_op=True)
+    return _launched(work, lambda: output.copy_(host), async_op)
+
+
+def all_reduce(tensor, *, op: str = "avg", group=None, async_op: bool = False):
+    """Sum ("sum"), average ("avg") or take the maximum ("max") of `tensor` over the ranks, in place."""
+    if dist.get_backend(group) != "gloo":
+        return _launched(dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True), None, async_op)
+    if op == "max":
+        host = _on_host(tensor, group)
+        work = dist.all_reduce(host, op=_OPS[op], group=group, async_op=True)
+        return _launched(work, lambda: tensor.copy_(host), async_op)
+
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    flat = _padded(tensor, world_size)
+    part = flat.view(world_size, -1)[rank]
+    scattered = reduce_scatter(part, flat, op=op, group=group, async_op=True)
+
+    def gather():
+        scattered.wait()
+        all_gather(flat, part, group=group)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
+
+    return _launched(None, gather, async_op)
+
+
+def reduce(tensor, root: int = 0, *, op: str = "avg", group=None, async_op: bool = False):
+    """Sum or average `tensor` over the ranks; the result is on rank `root` of the group, in place."""
+    host = _on_host(tensor, group)
+    work = dist.reduce(host, dist.get_global_rank(group or dist.group.WORLD, root), op=dist.ReduceOp.SUM,
+                       group=group, async_op=True)
+
+    def finish():
+        if dist.get_rank(group) == root:
+            tensor.copy_(host)
+            if op == "avg":
+                tensor.div_(dist.get_world_size(group))
+
+    return _launched(work, finish, async_op)
+
+
+def broadcast(tensor, root: int = 0, *, group=None, async_op: bool = False):
+    """Copy rank `root`'s tensor (its rank within the group) to all ranks, in place."""
+    host = _on_host(tensor, group).contiguous()
+    work = dist.broadcast(host, dist.get_global_rank(group or dist.group.WORLD, root), group=group, async_op=True)
+    return _launched(work, lambda: tensor.copy_(host), async_op)
+
+
+def _launched(work, then, async_op: bool):
+    pending = Pending(work, then)
+    return pending if async_op else pending.wait()
+
+
+def _on_host(tensor, group):
+    """Where gloo can read it."""
+    return tensor.cpu() if tensor.is_cuda and dist.get_backend(group) == "gloo" else tensor
+
+
+def _padded(tensor, world_size: int):
+    """The tensor as [N·s]: a view of it where that is possible, else a copy filled up with zeros."""
+    if tensor.is_contiguous() and tensor.numel() % world_size == 0:
+        return tensor.view(-1)
+    flat = tensor.new_zeros(-(-tensor.numel() // world_size) * world_size)
+    flat[: tensor.numel()] = tensor.reshape(-1)
+    return flat
+
+
+def _sum_in_rank_order(parts, output, op: str) -> None:
+    """Sum of parts [N, s] over the ranks → output [s], rank 0's first, piece by piece."""
+    world_size, size = parts.shape
+    for start in range(0, size, PIECE):
+        piece = parts[:, start : start + PIECE]
+        total = piece[0].float() if piece.element_size() < 4 else piece[0]  # 16 bit: sum in fp32, round once
+        for rank in range(1, world_size):
+            total.add_(piece[rank])
+        if op == "avg":
+            total.div_(world_size)
+        output[start : start + PIECE].copy_(total)

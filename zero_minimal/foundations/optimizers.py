@@ -1,0 +1,71 @@
+"""torch's own optimizers on shards.
+
+An optimizer is element-wise if what it does to one element depends on that element's gradient and history alone. Then it may
+be given any slice of the parameters: a shard. Adam, AdamW, SGD, RMSprop and Adagrad are; LBFGS, Adafactor, Muon and LAMB
+are not: they look at norms, rows or whole matrices.
+"""
+
+import torch
+from torch import nn
+
+
+def check_element_wise(optimizer_class, options: dict) -> None:
+    """Try the optimizer on a small matrix, whole and cut in two pieces that step by themselves: both must agree.
+
+    Raises: ValueError if they do not, or if the optimizer cannot step without a closure or on a flat tensor.
+    """
+    name = getattr(optimizer_class, "__name__", str(optimizer_class))
+    refusal = f"{name} is not element-wise, so it cannot update a shard: use AdamW, Adam, SGD or another element-wise one"
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(4, 8, generator=generator)
+    gradients = [torch.randn(4, 8, generator=generator) * 10**power for power in (-1, 0, 1)]
+    whole = nn.Parameter(start.clone())
+    pieces = [nn.Parameter(piece.clone()) for piece in start.view(-1).split(16)]
+    try:
+        on_whole = optimizer_class([whole], **options)
+        on_pieces = optimizer_class(pieces, **options)
+    except TypeError as error:
+        raise TypeError(f"{name} does not take these options: {error}") from None
+    try:
+        for gradient in gradients:
+            whole.grad = gradient.clone()
+            on_whole.step()
+            for piece, part in zip(pieces, gradient.view(-1).split(16), strict=True):
+                update(on_pieces, on_pieces.param_groups[0], piece, part.clone())
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{refusal} ({error})") from None
+    if not torch.allclose(whole.view(-1), torch.cat(pieces), rtol=1e-4, atol=1e-6):
+        raise ValueError(refusal)
+
+
+def on_shards(optimizer_class, options: dict, groups: list[dict], buckets):
+    """The user's optimizer over this rank's shards, with the user's groups and options."""
+    shards = [{**group, "params": [b.master for b in buckets if b.group_index == index]}
+              for index, group in enumerate(groups)]
+    return optimizer_class(shards, **options)
+
+
+def update_shard(optimizer, bucket, gradient_scale=None) -> None:
+    """Step on one bucket's shard alone, so that its parameters can be on their way while the next is updated.
+
+    16-bit gradients become fp32 for the step, one bucket at a time; the fp32 master is rounded to the parameters' dtype.
+    `gradient_scale` (clipping, loss scale) multiplies the gradient.
+    """
+    gradient = bucket.gradient_shard.to(bucket.master.dtype)
+    if gradient_scale is not None:
+        gradient = gradient * gradient_scale
+    update(optimizer, optimizer.param_groups[bucket.group_index], bucket.master, gradient)
+    if bucket.master.dtype != bucket.dtype:
+        bucket.parameter_shard.copy_(bucket.master.data)
+
+
+def update(optimizer, group: dict, param: nn.Parameter, gradient: torch.Tensor) -> None:
+    """optimizer.step() for one parameter of one group, with this gradient."""
+    groups, params = optimizer.param_groups, group["params"]
+    optimizer.param_groups, group["params"] = [group], [param]
+    param.grad = gradient
+    try:
+        optimizer.step()
+    finally:
+        param.grad = None
+        optimizer.param_groups, group["params"] = groups, params

@@ -1,0 +1,98 @@
+"""Precision: fp32 masters for 16-bit parameters, the global gradient norm, and the loss scale that fp16 needs.
+
+Mixed precision keeps 2 + 2 + 12 bytes a parameter (ZeRO, section 3.1): 16-bit parameter and gradient; fp32 master, momentum
+and variance. The master exists because an update is often smaller than the spacing of 16-bit numbers: added to a bf16
+parameter it would vanish. ZeRO shards it like all optimizer state.
+"""
+
+import torch
+from torch import nn
+
+from zero_minimal.foundations import collectives
+
+
+def master_of(shard: torch.Tensor) -> nn.Parameter:
+    """What the optimizer updates: the shard itself (same memory) if it is fp32 already, else an fp32 copy."""
+    return nn.Parameter(shard if shard.element_size() >= 4 else shard.float())
+
+
+def keep_changes(bucket) -> None:
+    """Carry a user's edit of the parameters (say, loaded weights) over to the fp32 master; elsewhere it stays precise."""
+    shard, master = bucket.parameter_shard, bucket.master.data
+    if master.dtype != shard.dtype:
+        master.copy_(torch.where(shard == master.to(shard.dtype), master, shard.float()))
+
+
+def global_norm(gradients, gradient_scale=None, *, sharded: bool = True, group=None) -> torch.Tensor:
+    """Euclidean norm of the whole model's gradient, [] in fp32, the same on every rank.
+
+    Shards add their squares, not their norms. `sharded=False`: every rank holds all of it already.
+    """
+    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
+    squares = norms.square().sum()
+    if sharded:
+        collectives.all_reduce(squares, op="sum", group=group)
+    norm = squares.sqrt()
+    return norm if gradient_scale is None else norm * gradient_scale
+
+
+def clip(gradient_scale, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The new gradient scale: times max_norm / norm, where the norm is larger."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return factor if gradient_scale is None else gradient_scale * factor
+
+
+class LossScaler:
+    """Dynamic loss scale for fp16, whose smallest number is 6e-8: the loss is multiplied, the gradients are divided again.
+
+    Gradients that overflow anywhere make *all* ranks skip the step and halve the scale; `growth_interval` good steps in a
+    row double it. Use it like torch.amp.GradScaler:
+
+        scaler.scale(loss).backward()
+        scaler.unscale_(zero)            # only needed before clipping
+        zero.clip_grad_norm_(1.0)
+        scaler.step(zero)                # False if the step was skipped
+        scaler.update()
+    """
+
+    def __init__(self, initial_scale: float = 2.0**16, growth_interval: int = 2000):
+        self.scale_value, self.growth_interval = float(initial_scale), growth_interval
+        self._good_steps, self._overflow, self._unscaled = 0, False, False
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self.scale_value
+
+    def unscale_(self, zero) -> None:
+        """Let the next update divide the gradients by the scale, in fp32: in fp16 the small ones would be lost."""
+        if not self._unscaled:
+            inverse = 1.0 / self.scale_value
+            zero.gradient_scale = inverse if zero.gradient_scale is None else zero.gradient_scale * inverse
+            self._unscaled = True
+
+    def step(self, zero) -> bool:
+        """zero.step(), unless a gradient is infinite or not a number on any rank. Returns whether it was taken."""
+        self.unscale_(zero)
+        # this rank sees its shards only: one rank's overflow must be everybody's
+        finite = torch.stack([torch.isfinite(gradient).all() for gradient in zero.reduced_gradients()]).all()
+        overflow = (~finite).float()
+        collectives.all_reduce(overflow, op="max", group=zero.group)
+        self._overflow = bool(overflow)
+        if not self._overflow:
+            zero.step()
+        return not self._overflow
+
+    def update(self) -> None:
+        """Choose the scale of the next step."""
+        if self._overflow:
+            self.scale_value, self._good_steps = self.scale_value / 2, 0
+        else:
+            self._good_steps += 1
+            if self._good_steps % self.growth_interval == 0:
+                self.scale_value *= 2
+        self._unscaled = False
+
+    def state_dict(self) -> dict:
+        return {"scale": self.scale_value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.scale_value, self._good_steps = state["scale"], state["good_steps"]

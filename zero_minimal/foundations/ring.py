@@ -1,0 +1,74 @@
+"""Ring algorithms from nothing but send and receive: what a collective costs, made visible.
+
+The ranks stand in a ring. In every step each rank sends one chunk to its right neighbour while it receives one from its
+left neighbour. A tensor of N chunks needs N−1 steps to be reduced or to be gathered, so each rank sends
+
+    reduce_scatter   (N−1)/N of the tensor        all_gather   (N−1)/N
+    all_reduce      2(N−1)/N  (one after the other)
+    broadcast        the whole tensor (the last rank in the ring: nothing), chunk by chunk down a pipeline
+
+and no rank sends more than another. These are the reference for lesson 0; the stages use `collectives`, whose sums run in
+rank order. A ring's sums start at another rank for each chunk, so both agree up to rounding. Tensors are flat, on the CPU.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def reduce_scatter(tensor, group=None):
+    """Sum [N·s] over the ranks; return this rank's part [s]. `tensor` is left as it was."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    chunks = list(tensor.clone().view(world_size, -1))
+    for step in range(world_size - 1):
+        # the chunk that starts at our right neighbour ends here, with everybody's part in it, after N−1 steps
+        outgoing = chunks[(rank - step - 1) % world_size]
+        incoming = torch.empty_like(outgoing)
+        _exchange(outgoing, incoming, group)
+        chunks[(rank - step - 2) % world_size] += incoming
+    return chunks[rank]
+
+
+def all_gather(part, group=None):
+    """Collect every rank's part [s]; return [N·s] in rank order."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    chunks = part.new_empty(world_size, part.numel())
+    chunks[rank] = part
+    for step in range(world_size - 1):
+        # pass on what arrived in the step before
+        _exchange(chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size], group)
+    return chunks.view(-1)
+
+
+def all_reduce(tensor, group=None):
+    """Sum [n] over the ranks, any n; return the sum [n] on every rank."""
+    world_size = dist.get_world_size(group)
+    padded = tensor.new_zeros(-(-tensor.numel() // world_size) * world_size)
+    padded[: tensor.numel()] = tensor
+    return all_gather(reduce_scatter(padded, group), group)[: tensor.numel()]
+
+
+def broadcast(tensor, root: int = 0, group=None, chunk_count: int = 4):
+    """Copy rank root's tensor [n] to all ranks, in place: while one chunk is passed on, the next one arrives."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    distance = (rank - root) % world_size  # steps from the root, along the ring
+    sends = []
+    for chunk in tensor.chunk(chunk_count):
+        if distance > 0:
+            dist.recv(chunk, _global(rank - 1, group), group=group)
+        if distance < world_size - 1:
+            sends.append(dist.isend(chunk, _global(rank + 1, group), group=group))
+    for send in sends:
+        send.wait()
+    return tensor
+
+
+def _exchange(outgoing, incoming, group) -> None:
+    """Send to the right, receive from the left, both at once: waiting for one first would lock the ring."""
+    rank = dist.get_rank(group)
+    sending = dist.isend(outgoing, _global(rank + 1, group), group=group)
+    dist.recv(incoming, _global(rank - 1, group), group=group)
+    sending.wait()
+
+
+def _global(rank: int, group) -> int:
+    return dist.get_global_rank(group or dist.group.WORLD, rank % dist.get_world_size(group))

@@ -1,0 +1,7 @@
+"""Imported once by the server that ranks are forked from, so that no rank imports torch itself."""
+
+import torch.distributed.fsdp  # noqa: F401
+import torch.nn.parallel  # noqa: F401
+import torch.optim  # noqa: F401
+import torch.utils.checkpoint  # noqa: F401
+import zero_minimal.foundations.ranks  # noqa: F401

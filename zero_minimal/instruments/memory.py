@@ -1,0 +1,365 @@
+"""Memory: a ledger of every tensor storage that lives on this rank, in categories, from outside.
+
+    ledger = Ledger()
+    with ledger:
+        model = GPT(config)
+        zero = Stage2(model, torch.optim.AdamW)
+        ledger.watch(model, zero)
+        ...                            # a training step or two
+        ledger.states()                # {category: bytes} now
+    ledger.peak                        # the highest moment: .total, .bytes by category, .what reached it
+
+Every operator passes torch's dispatcher. There the ledger looks at each tensor that goes in or comes out. A storage is
+born when it is first seen, and dies when the last tensor that uses it does, which a weak reference tells. In between it
+may be resized (stage 3 frees parameters that way). So what is measured is storage, not what the code believes: a view
+costs nothing, and a forgotten reference costs all of it. A fake tensor counts as what it stands for.
+
+The category of a storage goes by who owns it:
+
+    parameters    the model's, and whole buckets and shards of them
+    gradients     .grad of parameters, what autograd hands over to become that, buckets and shards of them
+    optimizer     fp32 masters, and the optimizer's state
+    scalars       0-dim step counters, and the one element that stands in for released parameters: a few bytes, named
+                  apart so that the three above equal the formula to the byte
+    buffers       the model's buffers, and temporary buffers in the paper's sense (§3.2): scratch of collectives, of
+                  the optimizer's update, of clipping; the flat copies that DDP and FSDP2 send
+    activations   what else is born in forward and backward, and outside of them with gradients enabled (loss, batch)
+    other         what was there before or came before watch(): a data set, the parameters before they were packed
+
+Not seen: memory that a kernel takes and gives back within one operator; memory that does not belong to a tensor (cuBLAS
+workspaces, NCCL's own); tensors made in Python threads of one's own; sparse tensors.
+"""
+
+import contextlib
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero_minimal.instruments.traffic import inside_collective, listening
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "scalars", "buffers", "activations", "other")
+UNOWNED = ("buffers", "activations", "other")  # guessed from the moment of birth, until an owner is found
+
+
+@dataclass(eq=False)
+class Storage:
+    """Memory that one or more tensors share. `number` counts births from 1; `bytes` is the size now."""
+
+    number: int
+    device: torch.device
+    category: str
+    bytes: int
+    reference: weakref.ref = field(repr=False)
+
+
+class Event(NamedTuple):
+    """An allocation (bytes > 0) or a free (bytes < 0), `seconds` after the trace began, and the operator that did it."""
+
+    seconds: float
+    storage: Storage
+    bytes: int
+    what: str
+
+
+class Moment(NamedTuple):
+    """What is alive after an event: bytes by category, and in total."""
+
+    seconds: float
+    what: str
+    bytes: dict[str, int]
+    total: int
+
+
+class Ledger(TorchDispatchMode):
+    """Counts storages while it is open. It may be opened again: what changed in between is found again, and added.
+
+    trace: the Events in order, since the first opening or the last reset(). A resize is a free, then an allocation.
+    device: count only what lies on this device ("cuda", "cuda:1"); None counts all but meta tensors. May be set anew.
+
+    Use: inside FakeTensorMode, not around it. Deterministic on the CPU as long as the program frees by reference counts.
+    """
+
+    def __init__(self, device: str | torch.device | None = None):
+        super().__init__()
+        self.device = device
+        self.trace: list[Event] = []
+        self._alive: dict[int, Storage] = {}  # by the address of the storage's C++ object
+        self._births = 0
+        self._owners: list[weakref.ref] = []
+        self._hooks = WeakTensorKeyDictionary()  # parameter → handle of our hook on its gradient
+        self._started = time.perf_counter()
+        self._open = False
+        self._forwards = 0  # how many modules' forward is running, one in another
+
+    # -------------------------------------------------------------------------------------------------------- reports
+
+    def states(self) -> dict[str, int]:
+        """Bytes alive by category: now or, if the ledger is closed, when it was closed."""
+        self._claim_all()
+        total = dict.fromkeys(CATEGORIES, 0)
+        for storage in self._counted():
+            total[storage.category] += storage.bytes
+        return total
+
+    @property
+    def total(self) -> int:
+        """Bytes alive."""
+        return self.rounded(1)
+
+    def rounded(self, unit: int = 512) -> int:
+        """Bytes alive, each storage rounded up to a multiple of `unit`: 512 bytes is what CUDA's allocator deals in."""
+        return sum(-(-storage.bytes // unit) * unit for storage in self._counted())
+
+    @property
+    def timeline(self) -> list[Moment]:
+        """The trace summed up: what is alive after each event."""
+        self._claim_all()
+        now, moments = dict.fromkeys(CATEGORIES, 0), []
+        for event in list(self.trace):
+            if self._counts(event.storage):
+                now[event.storage.category] += event.bytes
+                moments.append(Moment(event.seconds, event.what, dict(now), sum(now.values())))
+        return moments
+
+    @property
+    def peak(self) -> Moment:
+        """The moment of the timeline with the most bytes, the first of them if there are several."""
+        nothing = Moment(0.0, "nothing", dict.fromkeys(CATEGORIES, 0), 0)
+        return max(self.timeline, key=lambda moment: moment.total, default=nothing)
+
+    def highest(self) -> dict[str, int]:
+        """The most bytes that each category reached, each at its own moment."""
+        timeline = self.timeline
+        return {name: max((moment.bytes[name] for moment in timeline), default=0) for name in CATEGORIES}
+
+    def reset(self) -> None:
+        """Begin trace, timeline and peak anew, with what is alive."""
+        self._started = time.perf_counter()
+        self.trace = [Event(0.0, s, s.bytes, "alive already") for s in list(self._alive.values()) if s.bytes]
+
+    def _counted(self) -> list[Storage]:
+        return [storage for storage in list(self._alive.values()) if self._counts(storage)]
+
+    def _counts(self, storage: Storage) -> bool:
+        if self.device is None:
+            return storage.device.type != "meta"
+        wanted = torch.device(self.device)
+        return storage.device.type == wanted.type and wanted.index in (None, storage.device.index)
+
+    # ------------------------------------------------------------------------------------------- births, sizes, deaths
+
+    def __enter__(self):
+        if self._open:
+            raise RuntimeError("this ledger is open already: close it first, or use a second one")
+        with contextlib.ExitStack() as undo:
+            self._open, self._forwards = True, 0
+            undo.callback(self._close)
+            undo.enter_context(listening(lambda *call: self._claim_open_buckets()))
+            undo.enter_context(_resizes_reported(self._resized))
+            undo.callback(register_module_forward_pre_hook(lambda *call: self._forward(+1)).remove)
+            undo.callback(register_module_forward_hook(lambda *call: self._forward(-1), always_call=True).remove)
+            undo.callback(register_optimizer_step_pre_hook(lambda *call: self._claim_all()).remove)
+            self._take_stock()
+            super().__enter__()
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *error):
+        with self._undo:
+            super().__exit__(*error)
+            self._claim_all()
+
+    def _close(self):
+        self._open = False
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor: torch takes it apart, and comes back with the local tensors
+        kwargs = kwargs or {}
+        result = operator(*args, **kwargs)
+        for tensor in _tensors_in((args, kwargs, result)):
+            storage = self._look_at(tensor, str(operator))
+            if isinstance(tensor, nn.Parameter):
+                self._meet(tensor, storage)
+            elif operator.namespace in ("c10d", "fsdp") and storage.category in UNOWNED and self._watches_a_peer():
+                storage.category = "buffers"
+        return result
+
+    def _take_stock(self) -> None:
+        """Find what died and what was born while the ledger was closed."""
+        gc.collect()
+        for address, storage in list(self._alive.items()):
+            if storage.reference() is None:
+                self._die(address)
+        with torch._C.DisableTorchFunctionSubclass():  # lazy parameters answer nothing otherwise
+            for thing in gc.get_objects():
+                if issubclass(type(thing), torch.Tensor):  # isinstance() would ask objects for their class, and wake some
+                    for tensor in _tensors_in(thing):
+                        self._look_at(tensor, "alive already", "other")
+
+    def _look_at(self, tensor: torch.Tensor, what: str, category: str | None = None) -> Storage:
+        """Enter the tensor's storage if it is new, and its size if that has changed."""
+        handle = tensor.untyped_storage()
+        storage = self._find(handle)
+        if storage is None:
+            self._births += 1
+            address = handle._cdata
+            reference = weakref.ref(handle, lambda _: self._open and self._die(address))
+            storage = Storage(self._births, tensor.device, category or self._category_at_birth(), 0, reference)
+            self._alive[address] = storage
+        self._set_size(storage, handle.nbytes(), what)
+        return storage
+
+    def _find(self, handle: torch.UntypedStorage) -> Storage | None:
+        storage = self._alive.get(handle._cdata)
+        return storage if storage is not None and storage.reference() is handle else None
+
+    def _resized(self, handle: torch.UntypedStorage) -> None:
+        storage = self._find(handle)
+        if storage is not None:
+            self._set_size(storage, handle.nbytes(), "resize")
+
+    def _die(self, address: int) -> None:
+        self._set_size(self._alive.pop(address), 0, "free")
+
+    def _set_size(self, storage: Storage, size: int, what: str) -> None:
+        if size == storage.bytes:
+            return
+        seconds, what = time.perf_counter() - self._started, f"{what}, {self._phase()}"
+        if storage.bytes:
+            self.trace.append(Event(seconds, storage, -storage.bytes, what))
+        if size:
+            self.trace.append(Event(seconds, storage, size, what))
+        storage.bytes = size
+
+    def _phase(self) -> str:
+        if inside_collective():
+            return "collective"
+        if torch._C._current_graph_task_id() != -1:  # the autograd engine is at work, in this thread
+            return "backward"
+        return "forward" if self._forwards else "outside"
+
+    def _category_at_birth(self) -> str:
+        phase = self._phase()
+        if phase == "outside" and not self._owners:
+            return "other"
+        if phase in ("forward", "backward"):
+            return "activations"
+        return "activations" if phase == "outside" and torch.is_grad_enabled() else "buffers"
+
+    def _forward(self, step: int) -> None:
+        self._forwards += step
+
+    # ------------------------------------------------------------------------------------------------- who owns what
+
+    def watch(self, *owners) -> None:
+        """Name the owners by which the categories go, before or after the ledger is opened. They are held weakly.
+
+        Args:
+            owners: modules (also DDP's and FSDP2's), torch optimizers, objects with .model, .optimizer or .buckets
+        """
+        self._owners += [weakref.ref(owner) for owner in owners]
+        self._claim_all()
+
+    def claim(self, tensors, category: str) -> None:
+        """Say what the storages of these tensors are (a tensor, or any nesting of lists, tuples and dicts of them)."""
+        if category not in CATEGORIES:
+            raise ValueError(f"unknown category {category!r}: choose from {', '.join(CATEGORIES)}")
+        for tensor in _tensors_in(tensors):
+            storage = self._look_at(tensor, "claim") if self._open else self._find(tensor.untyped_storage())
+            if storage is not None:
+                storage.category = category
+
+    def _claim_all(self) -> None:
+        """Go through all that the owners hold. What comes later wins: an fp32 parameter may be its own master."""
+        owners, buckets = self._living_owners(), self._buckets()
+        modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+        optimizers = [owner for owner in owners if isinstance(owner, Optimizer)]
+        params = [param for module in modules for param in module.parameters()]
+        masters = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+        states = list(_tensors_in([optimizer.state for optimizer in optimizers]))
+
+        self.claim([list(module.buffers()) for module in modules], "buffers")
+        self.claim([masters, states], "optimizer")
+        self.claim([param.grad for param in params + masters], "gradients")
+        self.claim([(bucket.gradients, bucket.gradient_shard) for bucket in buckets], "gradients")
+        self.claim([params, [(bucket.parameters, bucket.parameter_shard) for bucket in buckets]], "parameters")
+        self.claim([state for state in states if state.dim() == 0], "scalars")
+        self.claim([param for param in params if _is_placeholder(param)], "scalars")
+
+    def _claim_open_buckets(self) -> None:
+        """Stages 2 and 3 have a bucket's whole gradients for a moment only: catch them in it."""
+        self.claim([bucket.gradients for bucket in self._buckets()], "gradients")
+
+    def _meet(self, param: nn.Parameter, storage: Storage) -> None:
+        """An operator was given a parameter, perhaps one that nobody named: FSDP2 makes some of its own."""
+        if storage.category in UNOWNED:
+            storage.category = "parameters"
+        if param.requires_grad and param not in self._hooks:
+            self._hooks[param] = param.register_hook(self._gradient_arrives)
+
+    def _gradient_arrives(self, gradient: torch.Tensor) -> None:
+        self.claim(gradient, "gradients")
+        self._claim_open_buckets()
+
+    def _living_owners(self) -> list:
+        """The owners that still live, and the models and optimizers inside them."""
+        owners = [owner for owner in (reference() for reference in self._owners) if owner is not None]
+        inner = [getattr(owner, name, None) for owner in owners for name in ("model", "optimizer", "optim")]
+        return owners + [part for part in inner if part is not None]
+
+    def _buckets(self) -> list:
+        return [bucket for owner in self._living_owners() for bucket in getattr(owner, "buckets", ())]
+
+    def _watches_a_peer(self) -> bool:
+        return not inside_collective() and not self._buckets()
+
+
+def _tensors_in(value) -> Iterator[torch.Tensor]:
+    """The plain tensors in nested lists, tuples and dicts; of a DTensor, its local tensor."""
+    if isinstance(value, torch.Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            for name in value.__tensor_flatten__()[0]:
+                yield from _tensors_in(getattr(value, name))
+        elif value.layout == torch.strided:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors_in(part)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+
+
+def _is_placeholder(param: torch.Tensor) -> bool:
+    """Whether a parameter has less storage than elements: stage 3 has released it."""
+    return all(t.untyped_storage().nbytes() < t.numel() * t.element_size() for t in _tensors_in(param))
+
+
+@contextlib.contextmanager
+def _resizes_reported(listener):
+    """While open, `listener(storage)` is told of every UntypedStorage.resize_. It does not pass torch's dispatcher."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage, size):
+        original(storage, size)
+        listener(storage)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original

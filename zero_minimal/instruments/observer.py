@@ -1,0 +1,127 @@
+"""Observer: measures a training run from outside, one thing in each of its phases.
+
+    steps 0 and 1    memory: the ledger sees every storage, and slows the run
+    steps 2 to 6     traffic: the collectives, and the counter of the loopback
+    the rest         time alone
+"""
+
+import statistics
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+
+from zero_minimal.instruments import theory
+from zero_minimal.instruments.memory import Ledger
+from zero_minimal.instruments.traffic import TrafficMeter, loopback_bytes
+
+MEMORY_STEPS = 2  # the optimizer makes its state in the first; the second is like all that follow
+TRAFFIC_STEPS = 5
+
+
+class Observer:
+    """Watches a stage, or a peer with the same API, through the steps of a run.
+
+        observer = Observer(zero, rank, settings)
+        for _ in range(settings.steps):
+            with observer.step():
+                ...
+        observer.report()
+    """
+
+    def __init__(self, zero, rank, settings):
+        self.zero, self.rank, self.settings = zero, rank, settings
+        self.ledger, self.meter = Ledger(rank.device.type), TrafficMeter()
+        # a run of one or two steps measures traffic in its last one, together with memory
+        self.traffic_from = min(MEMORY_STEPS, settings.steps - 1)
+        self.traffic_to = min(self.traffic_from + TRAFFIC_STEPS, settings.steps)
+        self.seconds: list[float] = []
+        self.states: dict[str, int] = {}  # bytes by category at the end of the last step that the ledger saw
+        self.wire_bytes: float | None = None
+
+    @contextmanager
+    def step(self):
+        """Around one optimizer step, which must leave the gradients there: the ledger counts what is alive at its end."""
+        number = len(self.seconds)
+        with ExitStack() as instruments:
+            if self.traffic_from <= number < self.traffic_to:
+                instruments.enter_context(self._watch_traffic())
+            if number < MEMORY_STEPS:
+                instruments.enter_context(self._watch_memory())
+            start = time.perf_counter()
+            yield
+            self.seconds.append(time.perf_counter() - start)
+
+    @contextmanager
+    def _watch_memory(self):
+        with self.ledger:
+            if not self.seconds:
+                self.ledger.watch(self.zero.model, self.zero)
+            yield
+            self.states = self.ledger.states()
+
+    @contextmanager
+    def _watch_traffic(self):
+        before = loopback_bytes(quiet=True)
+        with self.meter:
+            yield
+        after = loopback_bytes(quiet=True)
+        if before is not None:
+            self.wire_bytes = (self.wire_bytes or 0.0) + (after - before) / self.rank.world_size
+
+    # ---------------------------------------------------------------------------------------------------------- report
+
+    def report(self) -> dict:
+        """What was measured on this rank, beside the paper's formulas: what --json writes, without the losses."""
+        zero, rank, settings = self.zero, self.rank, self.settings
+        parameters = sum(param.numel() for param in zero.model.parameters())
+        padding = sum(bucket.padded - bucket.numel for bucket in getattr(zero, "buckets", []))  # elements
+        stage = theory_stage(type(zero))
+        states = theory.model_states(stage, parameters, rank.world_size, settings.dtype)
+        # the first steps were slowed down, but a short run has no others
+        step_seconds = statistics.median(self.seconds[self.traffic_to :] or self.seconds)
+        return {
+            "stage": None if hasattr(zero, "theory_stage") else stage,  # a peer of the stages is none of them
+            "theory_stage": stage,
+            "ranks": rank.world_size,
+            "backend": rank.backend,
+            "device": rank.device.type,
+            "dtype": settings.dtype,
+            "parameters": parameters,
+            "step_seconds": step_seconds,
+            "tokens_per_second": settings.tokens_per_step(rank.world_size) / step_seconds,
+            "memory": self._memory(),
+            "theory": states,
+            "padding": theory.model_states(stage, padding, rank.world_size, settings.dtype),
+            "traffic": self._traffic(stage, parameters, padding),
+            "settings": asdict(settings),
+        }
+
+    def _memory(self) -> dict:
+        peak, highest = self.ledger.peak, self.ledger.highest()
+        return {
+            "parameters": self.states["parameters"],
+            "gradients": self.states["gradients"],
+            "optimizer": self.states["optimizer"],
+            "activations": highest["activations"],
+            "buffers": highest["buffers"],
+            "peak": peak.total,
+            "peak_by_category": peak.bytes,
+        }
+
+    def _traffic(self, stage: int, parameters: int, padding: int) -> dict:
+        steps = self.traffic_to - self.traffic_from
+        accumulate = self.settings.accumulate
+        rest = (self.rank.world_size, self.settings.dtype, accumulate)
+        return self.meter.per_step(steps) | {
+            "theory_bytes": theory.traffic(stage, parameters, *rest),
+            "theory_volume": theory.volume(stage, accumulate),
+            "padding_bytes": theory.traffic(stage, padding, *rest),
+            "wire_bytes": None if self.wire_bytes is None else self.wire_bytes / steps,
+        }
+
+
+def theory_stage(stage_class) -> int:
+    """The stage whose formulas hold for a class: a peer says so itself; of our Stage2 it is 2."""
+    if hasattr(stage_class, "theory_stage"):
+        return stage_class.theory_stage
+    return int(stage_class.__name__.removeprefix("Stage"))

@@ -1,0 +1,230 @@
+"""Traffic: which collectives this rank took part in, how much they carried, and what a ring would send for them.
+
+    with TrafficMeter() as meter:
+        for _ in range(steps):
+            ...
+    meter.per_step(steps)
+
+A collective is seen at one of two doors, and counted once:
+
+    ours       the functions of zero_minimal.foundations.collectives, replaced while anybody listens. The outermost call
+               counts; what it is built from (an all-to-all and a sum on gloo, say) does not
+    others'    the c10d operators of torch, at its dispatcher. All of torch.distributed passes there: DDP's all-reduce,
+               which C++ starts, FSDP2's, DTensor's, and the plain send of a ring
+
+The payload P is the whole vector: the input of a reduce-scatter, the output of an all-gather, the tensor of the others.
+On N ranks a ring sends (N−1)/N·P for each, for an all-reduce twice that (zero-facts: paper §7). A broadcast or reduce
+sends P over N−1 of the ring's N links, so that (N−1)/N·P is the mean of the ranks, and what each is charged with.
+Small things beside the payload, such as a barrier, are not counted. What threads other than the caller's and autograd's
+do is not seen.
+"""
+
+import contextlib
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_minimal.foundations import collectives
+
+OURS = ("reduce_scatter", "all_gather", "all_reduce", "reduce", "broadcast")
+
+# torch's operators, c10d's first, then those of the functional collectives
+OPERATORS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "send": "send",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+class TrafficMeter(TorchDispatchMode):
+    """Counts the collectives of this rank while it is open. It may be opened again, and adds up.
+
+    collectives: {name: {"calls": count, "bytes": payload}}
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self.collectives: dict[str, dict] = {}
+        self._sent = 0.0
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a ring sends for these collectives on this rank."""
+        return round(self._sent)
+
+    def per_step(self, steps: int) -> dict:
+        """{"collectives": {name: {"calls", "bytes"}}, "sent_bytes"}, each number divided by `steps`."""
+        collectives_per_step = {
+            name: {key: _share(value, steps) for key, value in counts.items()}
+            for name, counts in self.collectives.items()
+        }
+        return {"collectives": collectives_per_step, "sent_bytes": _share(self.sent_bytes, steps)}
+
+    def __enter__(self):
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(listening(self._count_ours))
+            super().__enter__()
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._undo.close()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a DTensor: torch takes it apart, and comes back with the local tensors
+        kwargs = kwargs or {}
+        result = operator(*args, **kwargs)
+        if operator.namespace in ("c10d", "_c10d_functional") and not inside_collective():
+            name = OPERATORS.get(operator._opname)
+            if name:
+                self._count(name, [*args, *kwargs.values(), result], _group_size(args))
+        return result
+
+    def _count_ours(self, name: str, args: tuple, kwargs: dict) -> None:
+        self._count(name, [*args, *kwargs.values()], dist.get_world_size(kwargs.get("group")))
+
+    def _count(self, name: str, arguments: list, world_size: int) -> None:
+        payload = max(map(_bytes, arguments))  # the whole vector is the largest argument
+        counts = self.collectives.setdefault(name, {"calls": 0, "bytes": 0})
+        counts["calls"] += 1
+        counts["bytes"] += payload
+        if name == "send":
+            self._sent += payload
+        else:
+            self._sent += (2 if name == "all_reduce" else 1) * payload * (world_size - 1) / world_size
+
+
+def loopback_bytes(*, quiet: bool = False) -> int | None:
+    """Bytes that this machine's loopback interface has transmitted since it came up, or None where Linux is not.
+
+    All ranks of one machine speak over the loopback, so the difference between two readings, divided by ranks and steps,
+    is what a rank really sent in a step, headers included.
+
+    Args:
+        quiet: every rank calls this; the reading is taken between two barriers, while no rank sends anything.
+    """
+    if quiet:
+        dist.barrier()
+    try:
+        interfaces = Path("/proc/net/dev").read_text().splitlines()
+    except OSError:
+        interfaces = []
+    if quiet:
+        dist.barrier()
+    for line in interfaces:
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[8])  # the ninth: bytes transmitted
+    return None
+
+
+# ------------------------------------------------------------------------------- who calls a collective of ours, and when
+
+_listeners: list = []
+_originals: dict = {}
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def listening(listener):
+    """While open, `listener(name, args, kwargs)` is told of every outermost call of a collective of ours, before it runs."""
+    if not _listeners:
+        for name in OURS:
+            _originals[name] = getattr(collectives, name)
+            setattr(collectives, name, _announced(name, _originals[name]))
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+        if not _listeners:
+            for name in OURS:
+                setattr(collectives, name, _originals.pop(name))
+
+
+def inside_collective() -> bool:
+    """Whether this thread is running a collective of ours (known only while somebody listens)."""
+    return getattr(_thread, "inside", False)
+
+
+def _announced(name: str, function):
+    def collective(*args, **kwargs):
+        if inside_collective():
+            return function(*args, **kwargs)
+        for listener in list(_listeners):
+            listener(name, args, kwargs)
+        result = _inside(function, *args, **kwargs)
+        return None if result is None else _Pending(result)
+
+    return collective
+
+
+class _Pending:
+    """What an asynchronous collective returns. It may do a part of its work in wait(): that is inside, too."""
+
+    def __init__(self, pending):
+        self._pending = pending
+
+    def wait(self):
+        return _inside(self._pending.wait)
+
+
+def _inside(function, *args, **kwargs):
+    before, _thread.inside = inside_collective(), True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _thread.inside = before
+
+
+# ------------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def _bytes(argument) -> int:
+    """Bytes of a tensor, or of all tensors in (nested) lists of them."""
+    if isinstance(argument, torch.Tensor):
+        return argument.numel() * argument.element_size()
+    if isinstance(argument, (list, tuple)):
+        return sum(map(_bytes, argument))
+    return 0
+
+
+def _group_size(args) -> int:
+    """Ranks in the group that a c10d operator was given: as a process group in a box, or, if functional, by its name."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            return dist.ProcessGroup.unbox(argument).size()
+    return dist.distributed_c10d._resolve_process_group(args[-1]).size()
+
+
+def _share(value: int, steps: int) -> int | float:
+    return value // steps if value % steps == 0 else value / steps

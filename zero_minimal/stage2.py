@@ -1,0 +1,154 @@
+"""P_os+g: gradients partitioned too. A rank keeps the gradients of the shard it updates, and no others (section 5.2).
+
+Memory a rank, for Ψ parameters on N ranks:
+    fp32     4Ψ parameters + 4Ψ/N gradients + 8Ψ/N Adam's momentum and variance
+    16 bit   2Ψ            + 2Ψ/N           + 12Ψ/N, of which 4Ψ/N are the fp32 master parameters
+and the whole gradients of the open buckets: one that backward fills, one that is being reduced.
+
+Communication plan, a step:
+    start      broadcast rank 0's parameters, once
+    backward   reduce-scatter each bucket of gradients as soon as it is complete, and free it     Ψ(N−1)/N elements
+    step       update the own shard, all-gather the updated parameters                            Ψ(N−1)/N elements
+As much as data parallelism. With accumulation the reduce-scatter comes once a micro-batch: whole gradients have no place to wait.
+"""
+
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+
+from zero_minimal.foundations import checkpoint, collectives
+from zero_minimal.foundations.backward import Backward
+from zero_minimal.foundations.layout import adopt, broadcast_rest, broadcast_statistics, group_lookup, pack, parameter_groups
+from zero_minimal.foundations.optimizers import check_element_wise, on_shards, update_shard
+from zero_minimal.foundations.precision import clip, global_norm, keep_changes, master_of
+
+
+class Stage2:
+    """Data parallelism over the ranks of `group`, with sharded optimizer state and gradients.
+
+    Args:
+        model: any nn.Module, the same on every rank. It stays yours: call it as before.
+        optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4, fused=True, …).
+        bucket_bytes: gradients are reduced in pieces of about this size.
+        param_groups: as torch.optim takes them; by default all parameters of the model.
+    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose gradient is zero.
+    Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not element-wise.
+    """
+
+    def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None, **optimizer_options):
+        groups = parameter_groups(model, param_groups)
+        check_element_wise(optimizer_class, optimizer_options)
+        adopt(self, model, group)
+        self.model, self.group = model, group
+        rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+
+        self.buckets = [
+            bucket
+            for bucket in pack(model.parameters(), group_lookup(groups), self.world_size, bucket_bytes)
+            if bucket.group_index >= 0
+        ]
+        for bucket in self.buckets:
+            bucket.parameters = bucket.flatten()  # [padded]
+            collectives.broadcast(bucket.parameters, group=group)
+            bucket.parameter_shard = bucket.shard(bucket.parameters, rank)  # [padded / N]
+            bucket.gradient_shard = torch.zeros_like(bucket.parameter_shard)  # [padded / N]
+            bucket.master = master_of(bucket.parameter_shard)
+        broadcast_rest(model, self.buckets, group)
+
+        self.optimizer = on_shards(optimizer_class, optimizer_options, groups, self.buckets)
+        self.gradient_scale = None  # what the update multiplies gradients with, if anything
+        self.backward = Backward(model, self.buckets, arrived=self._arrived, complete=self._complete, group=group)
+        self._reducing = None
+
+    # ------------------------------------------------------------------------------------------------ during backward
+
+    def _arrived(self, bucket, param):
+        if bucket.gradients is None:
+            bucket.gradients = bucket.zeros()  # [padded] the bucket opens
+        bucket.put_gradient(param)
+        param.grad = None
+
+    def _complete(self, bucket):
+        self._wait()  # one reduce-scatter is under way while autograd fills the next bucket
+        if bucket.gradients is None:
+            bucket.gradients = bucket.zeros()  # no gradient came on this rank: it counts as zero
+        whole, bucket.gradients = bucket.gradients, None  # the bucket closes
+        part = torch.empty_like(bucket.gradient_shard)
+        pending = collectives.reduce_scatter(part, whole, op="avg", group=self.group, async_op=True)
+        self._reducing = bucket, whole, part, pending  # `whole` must live until the others have read it
+
+    def _wait(self):
+        if self._reducing:
+            bucket, _, part, pending = self._reducing
+            pending.wait()
+            bucket.gradient_shard += part  # the shard accumulates over micro-batches
+            self._reducing = None
+
+    def no_sync(self):
+        """Context for the micro-batches before the last, as at the other stages. Here each one is reduced all the same."""
+        return nullcontext()
+
+    # ------------------------------------------------------------------------------------------------- after backward
+
+    def reduced_gradients(self):
+        """What the update reads: this rank's shard of each bucket's averaged gradient, [padded / N]."""
+        if not self.backward.reduced:
+            self.backward.finish()
+        self._wait()
+        return [bucket.gradient_shard for bucket in self.buckets]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm):
+        """Scale the gradients down to this global norm, if theirs is larger; return the norm they had, []."""
+        norm = global_norm(self.reduced_gradients(), self.gradient_scale, group=self.group)
+        self.gradient_scale = clip(self.gradient_scale, norm, max_norm)
+        return norm
+
+    @torch.no_grad()
+    def step(self):
+        """Update this rank's shards, then collect everybody's: one bucket travels while the next is updated."""
+        self.reduced_gradients()
+        gathering = []
+        for bucket in self.buckets:
+            update_shard(self.optimizer, bucket, self.gradient_scale)
+            gathering.append(
+                collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, async_op=True)
+            )
+        for pending in gathering:
+            pending.wait()
+        broadcast_statistics(self.model, self.group)
+
+    def zero_grad(self):
+        """Forget the gradients."""
+        self._wait()
+        self.backward.forget()
+        self.gradient_scale = None
+        for bucket in self.buckets:
+            bucket.gradients = None
+            bucket.gradient_shard.zero_()
+
+    # ---------------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self):
+        """This rank's training state, for a restart with the same number of ranks."""
+        return checkpoint.shard_state(self)
+
+    def load_state_dict(self, state):
+        """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not fit."""
+        checkpoint.load_shards(self, state)
+        for bucket in self.buckets:
+            collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group)
+
+    @contextmanager
+    def gather_parameters(self):
+        """Context in which every parameter is whole, as here it always is. Edits that all ranks make alike are kept."""
+        yield
+        for bucket in self.buckets:
+            keep_changes(bucket)
+
+
+if __name__ == "__main__":
+    from zero_minimal.workload.train import main
+
+    main(Stage2)

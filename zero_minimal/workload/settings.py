@@ -1,0 +1,135 @@
+"""What a training run can be asked for: one dataclass, and the flags made from it."""
+
+import argparse
+import os
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import torch
+
+from zero_minimal.workload import data
+from zero_minimal.workload.model import GPTConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def option(default, help: str):
+    """A setting and its line in --help."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training run. Raises ValueError, saying what is accepted, for a value that cannot work."""
+
+    layers: int = option(6, "blocks of the model")
+    hidden: int = option(256, "width of the model")
+    heads: int = option(8, "attention heads; they must divide --hidden")
+    sequence: int = option(64, "tokens in a sequence; a token is a byte")
+    batch: int = option(4, "sequences in a micro-batch of one rank")
+    steps: int = option(400, "optimizer steps")
+    accumulate: int = option(1, "micro-batches in an optimizer step")
+    clip: float = option(0.0, "largest global norm of the gradient; 0: do not clip")
+    dtype: str = option("fp32", "of parameters and gradients: " + ", ".join(DTYPES))
+    text: str = option("", "file to learn from (default: the documentation inside Python, pydoc_data.topics)")
+    seed: int = option(0, "of the model, the batches and dropout")
+    bucket_mb: float = option(4.0, "size of the buckets in which gradients travel, in MiB")
+    recompute: bool = option(False, "keep only each block's input, and recompute its inside in backward")
+    lr: float = option(2e-3, "highest learning rate, reached after a third of the steps")
+    dropout: float = option(0.0, "share of activations set to zero in training")
+
+    def __post_init__(self):
+        self.model_config()  # GPTConfig knows which sizes fit together
+        for name in ("batch", "steps", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
+        for name in ("bucket_mb", "lr"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}")
+        if not 0 <= self.clip < float("inf"):
+            raise ValueError(f"clip must be above 0, or 0 for no clipping, not {self.clip}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be a whole number from 0 up, below 2^32, not {self.seed}")
+
+    def model_config(self) -> GPTConfig:
+        """Shape of the model."""
+        return GPTConfig(
+            layers=self.layers, hidden=self.hidden, heads=self.heads, sequence=self.sequence,
+            dropout=self.dropout, recompute=self.recompute,
+        )
+
+    def tokens_per_step(self, ranks: int) -> int:
+        """Tokens that all ranks together learn from in one optimizer step."""
+        return ranks * self.batch * self.sequence * self.accumulate
+
+
+# ----------------------------------------------------------------------------------------------------------- as flags
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser for programs that torchrun starts: every rank reads the same flags, and rank 0 speaks."""
+
+    def error(self, message):
+        # torchrun ends all ranks when the first one is gone, so the others let rank 0 go first
+        if _local_rank() != 0:
+            time.sleep(1)
+        super().error(message)
+
+    def print_help(self, file=None):
+        if _local_rank() == 0:
+            super().print_help(file)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def add_settings(parser: argparse.ArgumentParser, **defaults) -> None:
+    """Give the parser a flag for every setting; `defaults` replace those of Settings."""
+    group = parser.add_argument_group("model and training")
+    for setting in fields(Settings):
+        flag = "--" + setting.name.replace("_", "-")
+        default = defaults.get(setting.name, setting.default)
+        if setting.type is bool:
+            group.add_argument(flag, action="store_true", help=setting.metadata["help"])
+        else:
+            shown = "" if default == "" else f" (default: {default})"
+            kind = {"type": _number(setting.type)} if setting.type in (int, float) else {}
+            group.add_argument(flag, default=default, metavar=setting.name.upper(), help=setting.metadata["help"] + shown, **kind)
+
+
+def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Settings:
+    """Settings from parsed flags; ends the program with a message on what is accepted if they cannot work.
+
+    Everything that can be known before the ranks speak is checked here, the text too, so that all ranks refuse alike.
+    """
+    try:
+        settings = Settings(**{setting.name: getattr(arguments, setting.name) for setting in fields(Settings)})
+        data.split(data.read_tokens(settings.text), settings.sequence)
+    except ValueError as error:
+        parser.error(str(error))
+    return settings
+
+
+def output_file(path: str) -> Path:
+    """The type of a flag that names a file to write: refuses one that cannot be written."""
+    file = Path(path)
+    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be written: name a file in a folder that exists")
+    return file
+
+
+def _number(kind: type):
+    """int or float, with an error that says so."""
+
+    def number(text: str):
+        try:
+            return kind(text)
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{wanted} is wanted, not {text!r}") from None
+
+    return number
