@@ -15,11 +15,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import checkpoint, collectives
+from zero_minimal.foundations import checkpoint, collectives, layout, optimizers, precision
 from zero_minimal.foundations.backward import Backward
-from zero_minimal.foundations.layout import adopt, broadcast_rest, broadcast_statistics, group_lookup, pack, parameter_groups
-from zero_minimal.foundations.optimizers import check_element_wise, on_shards, update_shard
-from zero_minimal.foundations.precision import clip, global_norm, keep_changes, master_of
 
 
 class Stage0:
@@ -34,36 +31,36 @@ class Stage0:
     Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not element-wise.
     """
 
-    def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None, **optimizer_options):
-        groups = parameter_groups(model, param_groups)
-        check_element_wise(optimizer_class, optimizer_options)
-        adopt(self, model, group)
+    def __init__(
+        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None, **optimizer_options
+    ):
+        groups = layout.parameter_groups(model, param_groups)
+        optimizers.check_element_wise(optimizer_class, optimizer_options)
+        layout.adopt(self, model, group)
         self.model, self.group = model, group
 
-        self.buckets = [
-            bucket
-            for bucket in pack(model.parameters(), group_lookup(groups), dist.get_world_size(group), bucket_bytes)
-            if bucket.group_index >= 0
-        ]
+        self.buckets = layout.pack(layout.trained(model, groups), groups, dist.get_world_size(group), bucket_bytes)
         for bucket in self.buckets:
             bucket.parameters = bucket.parameter_shard = bucket.flatten()  # [padded]
             bucket.gradients = bucket.gradient_shard = bucket.zeros()  # [padded]
             collectives.broadcast(bucket.parameters, group=group)
-            bucket.master = master_of(bucket.parameter_shard)
-        broadcast_rest(model, self.buckets, group)
+            bucket.master = precision.master_of(bucket.parameter_shard)
+        layout.broadcast_rest(model, self.buckets, group)
 
-        self.optimizer = on_shards(optimizer_class, optimizer_options, groups, self.buckets)
+        self.optimizer = optimizers.on_shards(optimizer_class, optimizer_options, groups, self.buckets)
         self.gradient_scale = None  # what the update multiplies gradients with, if anything
-        self.backward = Backward(model, self.buckets, begins=self._wait, arrived=self._arrived, complete=self._complete,
-                                 group=group)
+        self.backward = Backward(self)
         self._reducing = None
 
-    # ------------------------------------------------------------------------------------------------ during backward
+    # during backward
 
-    def _arrived(self, bucket, param):
+    def backward_begins(self):
+        self._wait()
+
+    def gradient_arrived(self, bucket, param):
         param.grad = bucket.put_gradient(param)  # later micro-batches add to it there
 
-    def _complete(self, bucket):
+    def bucket_complete(self, bucket):
         self._wait()  # one all-reduce is under way while autograd fills the next bucket
         bucket.zero_missing()
         self._reducing = collectives.all_reduce(bucket.gradients, op="avg", group=self.group, async_op=True)
@@ -77,7 +74,7 @@ class Stage0:
         """Context for the micro-batches before the last: their gradients add up on this rank, nothing is sent."""
         return self.backward.accumulate()
 
-    # ------------------------------------------------------------------------------------------------- after backward
+    # after backward
 
     def reduced_gradients(self):
         """What the update reads: the averaged gradient of each bucket, [padded]."""
@@ -89,8 +86,8 @@ class Stage0:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients down to this global norm, if theirs is larger; return the norm they had, []."""
-        norm = global_norm(self.reduced_gradients(), self.gradient_scale, sharded=False)
-        self.gradient_scale = clip(self.gradient_scale, norm, max_norm)
+        norm = precision.global_norm(self.reduced_gradients(), self.gradient_scale, sharded=False)
+        self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
         return norm
 
     @torch.no_grad()
@@ -98,8 +95,8 @@ class Stage0:
         """Update the parameters."""
         self.reduced_gradients()
         for bucket in self.buckets:
-            update_shard(self.optimizer, bucket, self.gradient_scale)
-        broadcast_statistics(self.model, self.group)
+            optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
+        layout.broadcast_statistics(self.model, self.group)
 
     def zero_grad(self):
         """Forget the gradients."""
@@ -109,7 +106,7 @@ class Stage0:
         for param in self.model.parameters():
             param.grad = None
 
-    # ---------------------------------------------------------------------------------------------------------- state
+    # state
 
     def state_dict(self):
         """This rank's training state, for a restart with the same number of ranks."""
@@ -124,7 +121,7 @@ class Stage0:
         """Context in which every parameter is whole, as here it always is. Edits that all ranks make alike are kept."""
         yield
         for bucket in self.buckets:
-            keep_changes(bucket)
+            precision.keep_changes(bucket)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import checkpoint, collectives
+from zero_minimal.foundations import checkpoint, collectives, layout, optimizers, precision
 from zero_minimal.foundations.backward import Backward
-from zero_minimal.foundations.layout import adopt, broadcast_rest, broadcast_statistics, group_lookup, pack, parameter_groups
-from zero_minimal.foundations.optimizers import check_element_wise, on_shards, update_shard
-from zero_minimal.foundations.precision import clip, global_norm, keep_changes, master_of
 
 
 class Stage1:
@@ -35,36 +32,33 @@ class Stage1:
     Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not element-wise.
     """
 
-    def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None, **optimizer_options):
-        groups = parameter_groups(model, param_groups)
-        check_element_wise(optimizer_class, optimizer_options)
-        adopt(self, model, group)
+    def __init__(
+        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None, **optimizer_options
+    ):
+        groups = layout.parameter_groups(model, param_groups)
+        optimizers.check_element_wise(optimizer_class, optimizer_options)
+        layout.adopt(self, model, group)
         self.model, self.group = model, group
         rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
-        self.buckets = [
-            bucket
-            for bucket in pack(model.parameters(), group_lookup(groups), self.world_size, bucket_bytes)
-            if bucket.group_index >= 0
-        ]
+        self.buckets = layout.pack(layout.trained(model, groups), groups, self.world_size, bucket_bytes)
         for bucket in self.buckets:
             bucket.parameters = bucket.flatten()  # [padded]
             bucket.gradients = bucket.zeros()  # [padded]
             collectives.broadcast(bucket.parameters, group=group)
             bucket.parameter_shard = bucket.shard(bucket.parameters, rank)  # [padded / N]
             bucket.gradient_shard = bucket.shard(bucket.gradients, rank)  # [padded / N]
-            bucket.master = master_of(bucket.parameter_shard)
-        broadcast_rest(model, self.buckets, group)
+            bucket.master = precision.master_of(bucket.parameter_shard)
+        layout.broadcast_rest(model, self.buckets, group)
 
-        self.optimizer = on_shards(optimizer_class, optimizer_options, groups, self.buckets)
+        self.optimizer = optimizers.on_shards(optimizer_class, optimizer_options, groups, self.buckets)
         self.gradient_scale = None  # what the update multiplies gradients with, if anything
-        self.backward = Backward(model, self.buckets, begins=self._begins, arrived=self._arrived, complete=self._complete,
-                                 group=group)
+        self.backward = Backward(self)
         self._reducing = None
 
-    # ------------------------------------------------------------------------------------------------ during backward
+    # during backward
 
-    def _begins(self):
+    def backward_begins(self):
         self._wait()
         if self.backward.reduced:  # a second backward since zero_grad(): what was averaged is this rank's part of the sum again
             for bucket in self.buckets:
@@ -72,10 +66,10 @@ class Stage1:
                 bucket.gradients.zero_()
                 bucket.gradient_shard.copy_(own)
 
-    def _arrived(self, bucket, param):
+    def gradient_arrived(self, bucket, param):
         param.grad = bucket.put_gradient(param)  # later micro-batches add to it there
 
-    def _complete(self, bucket):
+    def bucket_complete(self, bucket):
         self._wait()  # one reduce-scatter is under way while autograd fills the next bucket
         bucket.zero_missing()
         self._reducing = collectives.reduce_scatter(
@@ -91,7 +85,7 @@ class Stage1:
         """Context for the micro-batches before the last: their gradients add up on this rank, nothing is sent."""
         return self.backward.accumulate()
 
-    # ------------------------------------------------------------------------------------------------- after backward
+    # after backward
 
     def reduced_gradients(self):
         """What the update reads: this rank's shard of each bucket's averaged gradient, [padded / N]."""
@@ -103,8 +97,8 @@ class Stage1:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients down to this global norm, if theirs is larger; return the norm they had, []."""
-        norm = global_norm(self.reduced_gradients(), self.gradient_scale, group=self.group)
-        self.gradient_scale = clip(self.gradient_scale, norm, max_norm)
+        norm = precision.global_norm(self.reduced_gradients(), self.gradient_scale, group=self.group)
+        self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
         return norm
 
     @torch.no_grad()
@@ -113,13 +107,13 @@ class Stage1:
         self.reduced_gradients()
         gathering = []
         for bucket in self.buckets:
-            update_shard(self.optimizer, bucket, self.gradient_scale)
+            optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
             gathering.append(
                 collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, async_op=True)
             )
         for pending in gathering:
             pending.wait()
-        broadcast_statistics(self.model, self.group)
+        layout.broadcast_statistics(self.model, self.group)
 
     def zero_grad(self):
         """Forget the gradients."""
@@ -129,7 +123,7 @@ class Stage1:
         for param in self.model.parameters():
             param.grad = None
 
-    # ---------------------------------------------------------------------------------------------------------- state
+    # state
 
     def state_dict(self):
         """This rank's training state, for a restart with the same number of ranks."""
@@ -146,7 +140,7 @@ class Stage1:
         """Context in which every parameter is whole, as here it always is. Edits that all ranks make alike are kept."""
         yield
         for bucket in self.buckets:
-            keep_changes(bucket)
+            precision.keep_changes(bucket)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""P_os+g+p: parameters partitioned too. A rank holds a shard of everything; a unit is whole only while it works (section 5.3).
+"""P_os+g+p: parameters partitioned too. Every tensor of the training state is a shard; a unit of the model is whole only
+while it works (section 5.3).
 
 Memory a rank, for Ψ parameters on N ranks:
     fp32     4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N Adam's momentum and variance
     16 bit   2Ψ/N            + 2Ψ/N           + 12Ψ/N, of which 4Ψ/N are the fp32 master parameters
 and, whole, the root unit, the unit at work and the one being prefetched.
 
-Communication plan, a step; units are the blocks of the model, their bucket is all there is in them:
+Communication plan, a step (the units are the model's blocks and the rest, the root; each is one bucket):
     start      broadcast rank 0's parameters, once; keep the own shard
-    forward    all-gather each unit before its turn, free it after                      Ψ(N−1)/N elements
-    backward   all-gather each unit before its turn, free it after                      Ψ(N−1)/N elements
-               reduce-scatter its gradients as soon as they are complete, free them     Ψ(N−1)/N elements
+    forward    all-gather each unit before its turn, free it after                         Ψ(N−1)/N elements
+    backward   all-gather each unit before its turn, free it after                         Ψ(N−1)/N elements
+               reduce-scatter its gradients as soon as they are complete, free them        Ψ(N−1)/N elements
     step       update the own shard: no communication
-Half as much again as data parallelism. The root unit and the last block stay from forward to backward, so it is a little less.
+Half as much again as data parallelism; a little less, since the root and the last block stay from forward to backward.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -19,70 +20,65 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import checkpoint, collectives
+from zero_minimal.foundations import checkpoint, collectives, layout, optimizers, precision
 from zero_minimal.foundations.backward import Backward, tensors_in
-from zero_minimal.foundations.layout import adopt, broadcast_rest, broadcast_statistics, group_lookup, pack, parameter_groups
-from zero_minimal.foundations.optimizers import check_element_wise, on_shards, update_shard
-from zero_minimal.foundations.precision import clip, global_norm, keep_changes, master_of
-from zero_minimal.foundations.units import find_units, placeholder
+from zero_minimal.foundations.units import Turns, find_units, keep_shard, placeholder, refuse_state_dict, show_whole
 
 
 class Stage3:
     """Data parallelism over the ranks of `group`, with sharded optimizer state, gradients and parameters.
 
     Args:
-        model: any nn.Module, the same on every rank. It stays yours: call it as before, all ranks the same units in turn.
+        model: any nn.Module, the same on every rank. Call it as before; all ranks use the same units in the same order.
         optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4, fused=True, …).
         bucket_bytes: as at the other stages; here a unit is a bucket, whatever its size.
         param_groups: as torch.optim takes them; by default all parameters of the model.
         units: modules to gather as wholes; by default every element of every nn.ModuleList.
     A parameter that gets no gradient in a step, on this rank or on all, counts as one whose gradient is zero.
-    Between uses a parameter reads as NaN in its own shape; `gather_parameters()` shows the values.
+    Between its unit's turns a parameter keeps its shape and reads as NaN; `gather_parameters()` shows the values.
     Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not element-wise.
     """
 
-    def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None, units=None,
-                 **optimizer_options):
-        groups = parameter_groups(model, param_groups)
-        check_element_wise(optimizer_class, optimizer_options)
-        self.units = find_units(model, units)
-        adopt(self, model, group)
+    def __init__(
+        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None, units=None,
+        **optimizer_options,
+    ):
+        groups = layout.parameter_groups(model, param_groups)
+        optimizers.check_element_wise(optimizer_class, optimizer_options)
+        self.units = find_units(model, units)  # the root first
+        layout.adopt(self, model, group)
         self.model, self.group = model, group
         self.rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
-        for unit in reversed(self.units):  # the order in which backward finishes them
-            unit.buckets = pack(unit.params, group_lookup(groups), world_size, float("inf"), unit.name)
+        for unit in self.units:
+            unit.buckets = layout.pack(unit.params, groups, world_size, float("inf"), unit.name)
             for bucket in unit.buckets:
                 bucket.parameters = bucket.flatten()  # [padded]
                 collectives.broadcast(bucket.parameters, group=group)
                 bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank).clone()  # [padded / N]
-                if bucket.group_index >= 0:
+                if bucket.trained:
                     bucket.gradient_shard = torch.zeros_like(bucket.parameter_shard)  # [padded / N]
-                    bucket.master = master_of(bucket.parameter_shard)
+                    bucket.master = precision.master_of(bucket.parameter_shard)
             self._release(unit)
-        every_bucket = [bucket for unit in reversed(self.units) for bucket in unit.buckets]
-        broadcast_rest(model, every_bucket, group)
-        self.frozen = [bucket for bucket in every_bucket if bucket.master is None]
-        self.buckets = [bucket for bucket in every_bucket if bucket.master is not None]
+        self.all_buckets = [bucket for unit in reversed(self.units) for bucket in unit.buckets]  # as backward ends them
+        self.buckets = [bucket for bucket in self.all_buckets if bucket.trained]
+        layout.broadcast_rest(model, self.all_buckets, group)
 
-        self.optimizer = on_shards(optimizer_class, optimizer_options, groups, self.buckets)
+        self.optimizer = optimizers.on_shards(optimizer_class, optimizer_options, groups, self.buckets)
         self.gradient_scale = None  # what the update multiplies gradients with, if anything
-        self.backward = Backward(model, self.buckets, begins=lambda: self._new_pass("backward"), arrived=self._arrived,
-                                 complete=self._complete, group=group)
+        self.backward = Backward(self)
         self._reducing = None
-        self._turns = {"forward": [], "backward": []}  # units in their order, as the pass before had them
-        self._new_pass("forward")
+        self.turns = Turns()
         self._shown = False  # inside gather_parameters()
         for unit in self.units:
-            unit.module.register_forward_pre_hook(lambda module, inputs, unit=unit: self._before_forward(unit))
-            unit.module.register_forward_hook(lambda module, inputs, output, unit=unit: self._after_forward(unit, output))
-        model.register_state_dict_pre_hook(self._refuse_placeholders)
-        model.register_load_state_dict_pre_hook(self._refuse_placeholders)
+            unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._before_forward(unit))
+            unit.module.register_forward_hook(lambda *call, unit=unit: self._after_forward(unit, output=call[-1]))
+        refuse_state_dict(model, unless=lambda: self._shown)
 
-    # --------------------------------------------------------------------------------------------- parameters come and go
+    # parameters come and go
 
     def _gather(self, unit):
-        """Let a unit's parameters set out. They have arrived after `_use`."""
+        """Let a unit's parameters set out."""
         if unit.whole or unit.gathering:
             return
         for bucket in unit.buckets:
@@ -91,81 +87,70 @@ class Stage3:
                 collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, async_op=True)
             )
 
-    def _use(self, unit):
-        self._gather(unit)
-        self._arrive(unit)
-        if not unit.whole:
-            for bucket in unit.buckets:
-                for param in bucket.params:
-                    param.data = bucket.view(bucket.parameters, param)
-            unit.whole = True
-
     def _arrive(self, unit):
-        for pending in unit.gathering:
-            pending.wait()
-        unit.gathering = []
+        """Wait until they are here."""
+        while unit.gathering:
+            unit.gathering.pop().wait()
+            unit.whole = not unit.gathering
 
     def _release(self, unit):
-        """Free a unit's parameters. What autograd saved are views of the same storage, so dropping ours would free nothing:
+        """Free a unit's parameters. Autograd has saved views of the same storage, so letting go of ours would free nothing:
         the storage itself shrinks to 0 bytes, and is filled again before backward reads it."""
         self._arrive(unit)
+        unit.whole = False
         for bucket in unit.buckets:
             for param in bucket.params:
                 param.data = placeholder(param)
             bucket.parameters.untyped_storage().resize_(0)
-        unit.whole = False
 
     def _turn(self, unit):
-        """It is this unit's turn: others go, its parameters come, those of the next one set out."""
-        if self._pass and self._pass[-1] is unit:
+        """It is this unit's turn: others go, its own parameters come, those of the next one set out."""
+        if self._shown or self.turns.working(unit):
             return
         for other in self.units[1:]:
-            if other is not unit and other not in unit.around and (other.whole or other.gathering):
+            if (other.whole or other.gathering) and other is not unit and other not in unit.around:
                 self._release(other)
-        self._use(unit)
-        self._pass.append(unit)
-        place = len(self._pass)
-        if self._before[place - 1 : place] == [unit] and place < len(self._before):
-            self._gather(self._before[place])
-
-    def _new_pass(self, kind):
-        """Forward or backward begins. It will probably use the units in the order of the last one."""
-        self._before = self._turns[kind]
-        self._pass = self._turns[kind] = []
+        self._gather(unit)
+        self._arrive(unit)
+        for bucket in unit.buckets:
+            for param in bucket.params:
+                param.data = bucket.view(bucket.parameters, param)
+        following = self.turns.take(unit)
+        if following:
+            self._gather(following)
 
     def _before_forward(self, unit):
-        if self._shown:
-            return
         if unit is self.units[0] and not self.backward.running:
-            self._new_pass("forward")
+            self.turns.begin("forward")
         self._turn(unit)
 
     def _after_forward(self, unit, output):
-        if self._shown:
-            return
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:  # its gradient comes right before the unit's own backward
                     tensor.register_hook(lambda gradient: self._turn(unit))
-        elif unit is self.units[0]:
+        elif unit is self.units[0] and not self._shown:
             self._release_all()
 
     def _release_all(self):
         for unit in self.units:
             self._release(unit)
 
-    # ------------------------------------------------------------------------------------------------ during backward
+    # during backward
 
-    def _arrived(self, bucket, param):
-        if param.data_ptr() == 0 or param.untyped_storage().nbytes() < param.nbytes:
-            raise RuntimeError(f"a parameter of unit {bucket.name!r} was used outside the unit's own forward, where it reads "
-                               "as NaN: name a module around that use in units=")
+    def backward_begins(self):
+        self.turns.begin("backward")
+
+    def gradient_arrived(self, bucket, param):
+        if param.untyped_storage().nbytes() < param.nbytes:
+            raise RuntimeError(f"a parameter of unit {bucket.name!r} was used outside the forward of its unit, where it "
+                               "reads as NaN: name a module that encloses that use in units=")
         if bucket.gradients is None:
             bucket.gradients = bucket.zeros()  # [padded] the bucket opens
         bucket.put_gradient(param)
         param.grad = None
 
-    def _complete(self, bucket):
+    def bucket_complete(self, bucket):
         self._wait()  # one reduce-scatter is under way while autograd fills the next bucket
         if bucket.gradients is None:
             bucket.gradients = bucket.zeros()  # no gradient came on this rank: it counts as zero
@@ -185,7 +170,7 @@ class Stage3:
         """Context for the micro-batches before the last, as at the other stages. Here each one is reduced all the same."""
         return nullcontext()
 
-    # ------------------------------------------------------------------------------------------------- after backward
+    # after backward
 
     def reduced_gradients(self):
         """What the update reads: this rank's shard of each bucket's averaged gradient, [padded / N]."""
@@ -197,8 +182,8 @@ class Stage3:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients down to this global norm, if theirs is larger; return the norm they had, []."""
-        norm = global_norm(self.reduced_gradients(), self.gradient_scale, group=self.group)
-        self.gradient_scale = clip(self.gradient_scale, norm, max_norm)
+        norm = precision.global_norm(self.reduced_gradients(), self.gradient_scale, group=self.group)
+        self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
         return norm
 
     @torch.no_grad()
@@ -206,9 +191,9 @@ class Stage3:
         """Update this rank's shards. Nothing is sent: each unit comes updated when it is gathered next."""
         self.reduced_gradients()
         for bucket in self.buckets:
-            update_shard(self.optimizer, bucket, self.gradient_scale)
+            optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
         self._release_all()
-        broadcast_statistics(self.model, self.group)
+        layout.broadcast_statistics(self.model, self.group)
 
     def zero_grad(self):
         """Forget the gradients."""
@@ -219,7 +204,7 @@ class Stage3:
             bucket.gradients = None
             bucket.gradient_shard.zero_()
 
-    # ---------------------------------------------------------------------------------------------------------- state
+    # state
 
     def state_dict(self):
         """This rank's training state, for a restart with the same number of ranks."""
@@ -231,33 +216,19 @@ class Stage3:
         checkpoint.load_shards(self, state)
 
     @contextmanager
-    @torch.no_grad()
     def gather_parameters(self):
         """Context in which every parameter is whole, on every rank. Edits that all ranks make alike are kept."""
         self._release_all()
-        for bucket in self.buckets + self.frozen:
-            whole = bucket.zeros()  # memory of its own: what the caller keeps of it stays valid
-            collectives.all_gather(whole, bucket.parameter_shard, group=self.group)
-            for param in bucket.params:
-                param.data = bucket.view(whole, param)
+        for bucket in self.all_buckets:
+            show_whole(bucket, self.group)
         self._shown = True
         try:
             yield
         finally:
             self._shown = False
-            for bucket in self.buckets + self.frozen:
-                whole = bucket.zeros()
-                for param in bucket.params:
-                    bucket.view(whole, param).copy_(param.data)
-                bucket.parameter_shard.copy_(bucket.shard(whole, self.rank))
-                if bucket.master is not None:
-                    keep_changes(bucket)
+            for bucket in self.all_buckets:
+                keep_shard(bucket, self.rank)
             self._release_all()
-
-    def _refuse_placeholders(self, *_):
-        if not self._shown:
-            raise RuntimeError("at stage 3 this rank holds shards only: put model.state_dict() and model.load_state_dict() "
-                               "under `with zero.gather_parameters():`, on every rank")
 
 
 if __name__ == "__main__":

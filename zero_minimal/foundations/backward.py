@@ -18,21 +18,21 @@ from zero_minimal.foundations import collectives
 
 
 class Backward:
-    """Watches the backward passes of a model, and calls the stage:
+    """Watches the backward passes of a stage's model, and calls the stage:
 
-        begins()                 a backward pass begins, nothing has been accumulated yet
-        arrived(bucket, param)   param.grad is there
-        complete(bucket)         the bucket's gradients are there; in the same order on every rank
+    stage.backward_begins()                  nothing has been accumulated yet
+    stage.gradient_arrived(bucket, param)    param.grad is there
+    stage.bucket_complete(bucket)            all its gradients are there; in the same order on every rank
     """
 
-    def __init__(self, model, buckets, *, arrived, complete, begins=None, group=None):
-        self.buckets, self.group = list(buckets), group
-        self._arrived, self._complete, self._begins = arrived, complete, begins
+    def __init__(self, stage):
+        self.stage, self.buckets = stage, list(stage.buckets)
         self.reduced = False  # every bucket was handed over since zero_grad()
-        self._accumulating = self.running = self._ordered = False
+        self.running = False
+        self._accumulating = self._ordered = False
         self._task = None
         self._reset()
-        model.register_forward_hook(self._watch_output)
+        stage.model.register_forward_hook(self._watch_output)
         for bucket in self.buckets:
             for param in bucket.params:
                 param.register_post_accumulate_grad_hook(lambda param, bucket=bucket: self._gradient(bucket, param))
@@ -79,8 +79,7 @@ class Backward:
         if self.running:
             return
         self.running, self._task = True, torch._C._current_graph_task_id()
-        if self._begins:
-            self._begins()
+        self.stage.backward_begins()
         # Runs when this pass ends. Queued here and not at the first gradient, which may come from a pass within this one
         # (a checkpoint that recomputes): that one's end would be too early.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -92,7 +91,7 @@ class Backward:
 
     def _gradient(self, bucket, param) -> None:
         self._begin()  # in case the model's output was not used, only a part of the model
-        self._arrived(bucket, param)
+        self.stage.gradient_arrived(bucket, param)
         if self._accumulating:
             return
         self._waiting[bucket].discard(param)
@@ -104,13 +103,13 @@ class Backward:
     def _hand_over(self) -> None:
         bucket = self.buckets[self._next]
         self._next += 1
-        self._complete(bucket)
+        self.stage.bucket_complete(bucket)
 
     def _agree_on_order(self) -> None:
         self._ordered = True
         seen = self._finished_order + [bucket for bucket in self.buckets if bucket not in self._finished_order]
         order = torch.tensor([self.buckets.index(bucket) for bucket in seen], device=self.buckets[0].device)
-        collectives.broadcast(order, group=self.group)
+        collectives.broadcast(order, group=self.stage.group)
         self.buckets = [self.buckets[index] for index in order.tolist()]
 
 

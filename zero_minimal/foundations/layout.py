@@ -46,6 +46,7 @@ class Bucket:
         self.padded = _round_up(end, self.world_size * ALIGNMENT)
         self.numel = sum(param.numel() for param in self.params)
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
+        self.trained = self.group_index >= 0
         self.index_of = {param: index for index, param in enumerate(self.params)}
 
     def zeros(self) -> torch.Tensor:
@@ -84,26 +85,27 @@ class Bucket:
                 self.view(self.gradients, param).zero_()
 
 
-def pack(params, group_of, world_size: int, bucket_bytes: float, name: str = "") -> list[Bucket]:
+def pack(params, groups: list[dict], world_size: int, bucket_bytes: float, name: str = "") -> list[Bucket]:
     """Buckets of at most bucket_bytes (a larger parameter gets one of its own), in the order in which backward fills them.
 
     Args:
         params: in the order of forward; backward finishes them the other way round.
-        group_of: parameter → index of its optimizer group, or -1 for one that is not trained.
+        groups: the optimizer's groups. A parameter of no group is not trained: its bucket has group_index -1.
     Parameters of different groups, dtypes or devices never share a bucket.
     """
-    open_lists: dict = {}
-    lists: list[list] = []
+    group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
     position = {param: place for place, param in enumerate(reversed(list(params)))}
+    filling: dict = {}
+    packed: list[list] = []
     for param in position:
-        key = (group_of(param), param.dtype, param.device)
-        members = open_lists.get(key)
-        if members is None or sum(map(_nbytes, members)) + _nbytes(param) > bucket_bytes:
-            members = open_lists[key] = []
-            lists.append(members)
+        key = (group_of.get(param, -1), param.dtype, param.device)
+        members = filling.get(key)
+        if members is None or sum(member.nbytes for member in members) + param.nbytes > bucket_bytes:
+            members = filling[key] = []
+            packed.append(members)
         members.append(param)
-    lists.sort(key=lambda members: position[members[-1]])  # by the gradient that completes it
-    return [Bucket(members, world_size, group_of(members[0]), name) for members in lists]
+    packed.sort(key=lambda members: position[members[-1]])  # by the gradient that completes it
+    return [Bucket(members, world_size, group_of.get(members[0], -1), name) for members in packed]
 
 
 def parameter_groups(model: nn.Module, param_groups=None) -> list[dict]:
@@ -132,10 +134,10 @@ def parameter_groups(model: nn.Module, param_groups=None) -> list[dict]:
     return groups
 
 
-def group_lookup(groups: list[dict]):
-    """parameter → index of its group, or -1."""
-    table = {param: index for index, group in enumerate(groups) for param in group["params"]}
-    return lambda param: table.get(param, -1)
+def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
+    """The parameters that are trained, in the order of the model."""
+    chosen = {param for group in groups for param in group["params"]}
+    return [param for param in model.parameters() if param in chosen]
 
 
 def adopt(stage, model: nn.Module, group=None) -> None:
@@ -188,10 +190,6 @@ def broadcast_statistics(model: nn.Module, group=None) -> None:
 
 def _device(model: nn.Module) -> torch.device:
     return next((param.device for param in model.parameters()), torch.device("cpu"))
-
-
-def _nbytes(param: torch.Tensor) -> int:
-    return param.numel() * param.element_size()
 
 
 def _round_up(value: int, multiple: int) -> int:

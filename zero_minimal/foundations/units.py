@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zero_minimal.foundations import collectives
 from zero_minimal.foundations.layout import Bucket
+from zero_minimal.foundations.precision import keep_changes
 
 
 @dataclass(eq=False)
@@ -41,7 +43,7 @@ def find_units(model: nn.Module, units=None) -> list[Unit]:
     for module in sorted(set(modules), key=list(names).index):
         found.setdefault(module, Unit(names[module], module))
     for unit in found.values():
-        unit.around = [other for other in found.values() if other is not unit and unit.module in set(other.module.modules())]
+        unit.around = [other for other in found.values() if other is not unit and unit.module in other.module.modules()]
     for param, owners in _owners(found).items():
         (owners[0] if len(owners) == 1 else root).params.append(param)
     return [unit for unit in found.values() if unit.params or unit is root]
@@ -81,6 +83,29 @@ def _owners(found: dict) -> dict:
     return owners
 
 
+class Turns:
+    """Which unit comes after this one? Probably the one that came after it in the last pass of this kind."""
+
+    def __init__(self):
+        self._passes: dict = {"forward": [], "backward": []}
+        self.begin("forward")
+
+    def begin(self, kind: str) -> None:
+        """A "forward" or "backward" pass begins."""
+        self._last = self._passes[kind]
+        self._now = self._passes[kind] = []
+
+    def working(self, unit: Unit) -> bool:
+        """Whether it is this unit's turn already."""
+        return self._now[-1:] == [unit]
+
+    def take(self, unit: Unit) -> Unit | None:
+        """It is this unit's turn. Returns the next one, or None where the last pass does not tell."""
+        place = len(self._now)
+        self._now.append(unit)
+        return self._last[place + 1] if self._last[place : place + 1] == [unit] and place + 1 < len(self._last) else None
+
+
 _placeholders: dict = {}
 
 
@@ -93,3 +118,35 @@ def placeholder(param: nn.Parameter) -> torch.Tensor:
     if key not in _placeholders:
         _placeholders[key] = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
     return _placeholders[key].expand(param.shape)
+
+
+@torch.no_grad()
+def show_whole(bucket: Bucket, group=None) -> None:
+    """Gather a bucket's parameters for the user, in memory of its own: what the caller keeps of it stays valid."""
+    whole = bucket.zeros()
+    collectives.all_gather(whole, bucket.parameter_shard, group=group)
+    for param in bucket.params:
+        param.data = bucket.view(whole, param)
+
+
+@torch.no_grad()
+def keep_shard(bucket: Bucket, rank: int) -> None:
+    """Take what the user may have edited back into this rank's shard."""
+    whole = bucket.zeros()
+    for param in bucket.params:
+        bucket.view(whole, param).copy_(param.data)
+    bucket.parameter_shard.copy_(bucket.shard(whole, rank))
+    if bucket.master is not None:
+        keep_changes(bucket)
+
+
+def refuse_state_dict(model: nn.Module, unless) -> None:
+    """A state dict of placeholders would be a checkpoint of NaN: an error says what to do, unless parameters are whole."""
+
+    def refuse(*_):
+        if not unless():
+            raise RuntimeError("at stage 3 a rank holds shards only: call model.state_dict() and model.load_state_dict() "
+                               "inside `with zero.gather_parameters():`, on every rank")
+
+    model.register_state_dict_pre_hook(refuse)
+    model.register_load_state_dict_pre_hook(refuse)

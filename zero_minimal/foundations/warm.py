@@ -4,4 +4,5 @@ import torch.distributed.fsdp  # noqa: F401
 import torch.nn.parallel  # noqa: F401
 import torch.optim  # noqa: F401
 import torch.utils.checkpoint  # noqa: F401
+
 import zero_minimal.foundations.ranks  # noqa: F401

@@ -34,17 +34,16 @@ import contextlib
 import gc
 import time
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from zero_minimal.instruments.owners import Owners, parameters_of, tensors_in
 from zero_minimal.instruments.traffic import inside_collective, listening
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "scalars", "buffers", "activations", "other")
@@ -63,7 +62,7 @@ class Storage:
 
 
 class Event(NamedTuple):
-    """An allocation (bytes > 0) or a free (bytes < 0), `seconds` after the trace began, and the operator that did it."""
+    """An allocation (bytes > 0) or a free (bytes < 0), `seconds` after the trace began, and what did it."""
 
     seconds: float
     storage: Storage
@@ -86,7 +85,7 @@ class Ledger(TorchDispatchMode):
     trace: the Events in order, since the first opening or the last reset(). A resize is a free, then an allocation.
     device: count only what lies on this device ("cuda", "cuda:1"); None counts all but meta tensors. May be set anew.
 
-    Use: inside FakeTensorMode, not around it. Deterministic on the CPU as long as the program frees by reference counts.
+    Open it inside FakeTensorMode, not around it.
     """
 
     def __init__(self, device: str | torch.device | None = None):
@@ -95,8 +94,8 @@ class Ledger(TorchDispatchMode):
         self.trace: list[Event] = []
         self._alive: dict[int, Storage] = {}  # by the address of the storage's C++ object
         self._births = 0
-        self._owners: list[weakref.ref] = []
-        self._hooks = WeakTensorKeyDictionary()  # parameter → handle of our hook on its gradient
+        self._owners = Owners()
+        self._hooks: list = []  # handles of our hooks on parameters' gradients
         self._started = time.perf_counter()
         self._open = False
         self._forwards = 0  # how many modules' forward is running, one in another
@@ -164,12 +163,13 @@ class Ledger(TorchDispatchMode):
         with contextlib.ExitStack() as undo:
             self._open, self._forwards = True, 0
             undo.callback(self._close)
-            undo.enter_context(listening(lambda *call: self._claim_open_buckets()))
+            undo.enter_context(listening(self._before_collective))
             undo.enter_context(_resizes_reported(self._resized))
-            undo.callback(register_module_forward_pre_hook(lambda *call: self._forward(+1)).remove)
-            undo.callback(register_module_forward_hook(lambda *call: self._forward(-1), always_call=True).remove)
-            undo.callback(register_optimizer_step_pre_hook(lambda *call: self._claim_all()).remove)
+            undo.callback(register_module_forward_pre_hook(lambda *call: self._count_forwards(+1)).remove)
+            undo.callback(register_module_forward_hook(lambda *call: self._count_forwards(-1), always_call=True).remove)
+            undo.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
             self._take_stock()
+            self._claim_all()
             super().__enter__()
             self._undo = undo.pop_all()
         return self
@@ -181,7 +181,7 @@ class Ledger(TorchDispatchMode):
 
     def _close(self):
         self._open = False
-        for handle in self._hooks.values():
+        for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
 
@@ -190,12 +190,12 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # a DTensor: torch takes it apart, and comes back with the local tensors
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        for tensor in _tensors_in((args, kwargs, result)):
+        for tensor in tensors_in((args, kwargs, result)):
             storage = self._look_at(tensor, str(operator))
             if isinstance(tensor, nn.Parameter):
                 self._meet(tensor, storage)
-            elif operator.namespace in ("c10d", "fsdp") and storage.category in UNOWNED and self._watches_a_peer():
-                storage.category = "buffers"
+        if operator.namespace in ("c10d", "fsdp") and not inside_collective() and not self._owners.buckets():
+            self._claim([args, kwargs], "buffers", replacing=UNOWNED)  # flat copies that a peer communicates
         return result
 
     def _take_stock(self) -> None:
@@ -206,8 +206,8 @@ class Ledger(TorchDispatchMode):
                 self._die(address)
         with torch._C.DisableTorchFunctionSubclass():  # lazy parameters answer nothing otherwise
             for thing in gc.get_objects():
-                if issubclass(type(thing), torch.Tensor):  # isinstance() would ask objects for their class, and wake some
-                    for tensor in _tensors_in(thing):
+                if issubclass(type(thing), torch.Tensor):  # isinstance() asks the object, and wakes lazy ones
+                    for tensor in tensors_in(thing):
                         self._look_at(tensor, "alive already", "other")
 
     def _look_at(self, tensor: torch.Tensor, what: str, category: str | None = None) -> Storage:
@@ -256,11 +256,11 @@ class Ledger(TorchDispatchMode):
         phase = self._phase()
         if phase == "outside" and not self._owners:
             return "other"
-        if phase in ("forward", "backward"):
-            return "activations"
-        return "activations" if phase == "outside" and torch.is_grad_enabled() else "buffers"
+        if phase == "collective" or phase == "outside" and not torch.is_grad_enabled():
+            return "buffers"
+        return "activations"
 
-    def _forward(self, step: int) -> None:
+    def _count_forwards(self, step: int) -> None:
         self._forwards += step
 
     # ------------------------------------------------------------------------------------------------- who owns what
@@ -271,81 +271,50 @@ class Ledger(TorchDispatchMode):
         Args:
             owners: modules (also DDP's and FSDP2's), torch optimizers, objects with .model, .optimizer or .buckets
         """
-        self._owners += [weakref.ref(owner) for owner in owners]
+        self._owners.add(*owners)
         self._claim_all()
 
     def claim(self, tensors, category: str) -> None:
         """Say what the storages of these tensors are (a tensor, or any nesting of lists, tuples and dicts of them)."""
+        self._claim(tensors, category, replacing=CATEGORIES)
+
+    def _claim(self, tensors, category: str, replacing: tuple[str, ...]) -> None:
         if category not in CATEGORIES:
             raise ValueError(f"unknown category {category!r}: choose from {', '.join(CATEGORIES)}")
-        for tensor in _tensors_in(tensors):
+        for tensor in tensors_in(tensors):
             storage = self._look_at(tensor, "claim") if self._open else self._find(tensor.untyped_storage())
-            if storage is not None:
+            if storage is not None and storage.category in replacing:
                 storage.category = category
 
     def _claim_all(self) -> None:
-        """Go through all that the owners hold. What comes later wins: an fp32 parameter may be its own master."""
-        owners, buckets = self._living_owners(), self._buckets()
-        modules = [owner for owner in owners if isinstance(owner, nn.Module)]
-        optimizers = [owner for owner in owners if isinstance(owner, Optimizer)]
-        params = [param for module in modules for param in module.parameters()]
-        masters = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
-        states = list(_tensors_in([optimizer.state for optimizer in optimizers]))
+        for category, tensors in self._owners.holdings():
+            self.claim(tensors, category)
 
-        self.claim([list(module.buffers()) for module in modules], "buffers")
-        self.claim([masters, states], "optimizer")
-        self.claim([param.grad for param in params + masters], "gradients")
-        self.claim([(bucket.gradients, bucket.gradient_shard) for bucket in buckets], "gradients")
-        self.claim([params, [(bucket.parameters, bucket.parameter_shard) for bucket in buckets]], "parameters")
-        self.claim([state for state in states if state.dim() == 0], "scalars")
-        self.claim([param for param in params if _is_placeholder(param)], "scalars")
+    # Some storages have an owner for a moment only. These are the moments:
 
-    def _claim_open_buckets(self) -> None:
-        """Stages 2 and 3 have a bucket's whole gradients for a moment only: catch them in it."""
-        self.claim([bucket.gradients for bucket in self._buckets()], "gradients")
+    def _before_collective(self, name: str, args: tuple, kwargs: dict) -> None:
+        self._claim_open_buckets()
+        if name in ("reduce_scatter", "reduce"):
+            self._claim([args, kwargs], "gradients", replacing=UNOWNED)
+
+    def _before_optimizer(self, optimizer, args, kwargs) -> None:
+        self.claim([param.grad for param in parameters_of(optimizer)], "gradients")
 
     def _meet(self, param: nn.Parameter, storage: Storage) -> None:
         """An operator was given a parameter, perhaps one that nobody named: FSDP2 makes some of its own."""
         if storage.category in UNOWNED:
             storage.category = "parameters"
-        if param.requires_grad and param not in self._hooks:
-            self._hooks[param] = param.register_hook(self._gradient_arrives)
+        if param.requires_grad and torch.is_grad_enabled():
+            # no weak reference to a parameter: Module.to() refuses to swap those that have one
+            if self._gradient_arrives not in (param._backward_hooks or {}).values():
+                self._hooks.append(param.register_hook(self._gradient_arrives))
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
         self.claim(gradient, "gradients")
         self._claim_open_buckets()
 
-    def _living_owners(self) -> list:
-        """The owners that still live, and the models and optimizers inside them."""
-        owners = [owner for owner in (reference() for reference in self._owners) if owner is not None]
-        inner = [getattr(owner, name, None) for owner in owners for name in ("model", "optimizer", "optim")]
-        return owners + [part for part in inner if part is not None]
-
-    def _buckets(self) -> list:
-        return [bucket for owner in self._living_owners() for bucket in getattr(owner, "buckets", ())]
-
-    def _watches_a_peer(self) -> bool:
-        return not inside_collective() and not self._buckets()
-
-
-def _tensors_in(value) -> Iterator[torch.Tensor]:
-    """The plain tensors in nested lists, tuples and dicts; of a DTensor, its local tensor."""
-    if isinstance(value, torch.Tensor):
-        if hasattr(value, "__tensor_flatten__"):
-            for name in value.__tensor_flatten__()[0]:
-                yield from _tensors_in(getattr(value, name))
-        elif value.layout == torch.strided:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors_in(part)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
-
-
-def _is_placeholder(param: torch.Tensor) -> bool:
-    """Whether a parameter has less storage than elements: stage 3 has released it."""
-    return all(t.untyped_storage().nbytes() < t.numel() * t.element_size() for t in _tensors_in(param))
+    def _claim_open_buckets(self) -> None:
+        self.claim([bucket.gradients for bucket in self._owners.buckets()], "gradients")
 
 
 @contextlib.contextmanager

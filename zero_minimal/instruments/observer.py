@@ -55,7 +55,9 @@ class Observer:
     def _watch_memory(self):
         with self.ledger:
             if not self.seconds:
-                self.ledger.watch(self.zero.model, self.zero)
+                # ZeroRedundancyOptimizer keeps its share of the state in an optimizer within
+                inner = getattr(self.zero.optimizer, "optim", self.zero.optimizer)
+                self.ledger.watch(self.zero.model, self.zero, inner)
             yield
             self.states = self.ledger.states()
 
@@ -75,12 +77,14 @@ class Observer:
         zero, rank, settings = self.zero, self.rank, self.settings
         parameters = sum(param.numel() for param in zero.model.parameters())
         padding = sum(bucket.padded - bucket.numel for bucket in getattr(zero, "buckets", []))  # elements
-        stage = theory_stage(type(zero))
+        is_peer = hasattr(zero, "theory_stage")  # torch's own: it says whose formulas it is to be held against
+        stage = zero.theory_stage if is_peer else int(type(zero).__name__.removeprefix("Stage"))
         states = theory.model_states(stage, parameters, rank.world_size, settings.dtype)
         # the first steps were slowed down, but a short run has no others
         step_seconds = statistics.median(self.seconds[self.traffic_to :] or self.seconds)
         return {
-            "stage": None if hasattr(zero, "theory_stage") else stage,  # a peer of the stages is none of them
+            "name": type(zero).__name__ if is_peer else f"stage {stage}",
+            "stage": None if is_peer else stage,
             "theory_stage": stage,
             "ranks": rank.world_size,
             "backend": rank.backend,
@@ -118,10 +122,3 @@ class Observer:
             "padding_bytes": theory.traffic(stage, padding, *rest),
             "wire_bytes": None if self.wire_bytes is None else self.wire_bytes / steps,
         }
-
-
-def theory_stage(stage_class) -> int:
-    """The stage whose formulas hold for a class: a peer says so itself; of our Stage2 it is 2."""
-    if hasattr(stage_class, "theory_stage"):
-        return stage_class.theory_stage
-    return int(stage_class.__name__.removeprefix("Stage"))

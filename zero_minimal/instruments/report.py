@@ -6,8 +6,6 @@ from pathlib import Path
 
 from zero_minimal.instruments import theory
 
-TITLES = {0: "data parallel", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
-
 
 def write_json(content: dict, path: str | Path) -> None:
     """Write JSON in one go: whoever reads the file sees all of it or what was there before."""
@@ -24,7 +22,7 @@ def describe(report: dict) -> str:
     """One run, for the end of its output: memory and traffic beside the formulas, losses, speed."""
     ranks, dtype = report["ranks"], report["dtype"]
     head = (
-        f"\nstage {report['stage']} ({TITLES[report['stage']]}): {report['parameters']:,} parameters Ψ in {dtype} "
+        f"\n{report['name']}: {report['parameters']:,} parameters Ψ in {dtype} "
         f"on N = {ranks} {'rank' if ranks == 1 else 'ranks'}, {report['device']}, {report['backend']}"
     )
     first, last = report["losses"][0], report["losses"][-1]
@@ -80,5 +78,6 @@ def table(rows: list[list[str]]) -> str:
 
 
 def number(value: int | float) -> str:
-    """With separators, and with decimals only where there are any: 9,641,984 or 0.5."""
-    return f"{value:,}" if value == int(value) else f"{value:,.1f}"
+    """With separators, and a decimal only where there is one: 9,641,984 or 0.5."""
+    value = round(value, 1)
+    return f"{int(value) if value == int(value) else value:,}"

@@ -104,7 +104,7 @@ class TrafficMeter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
         if operator.namespace in ("c10d", "_c10d_functional") and not inside_collective():
-            name = OPERATORS.get(operator._opname)
+            name = OPERATORS.get(operator.overloadpacket.__name__)
             if name:
                 self._count(name, [*args, *kwargs.values(), result], _group_size(args))
         return result
@@ -126,8 +126,8 @@ class TrafficMeter(TorchDispatchMode):
 def loopback_bytes(*, quiet: bool = False) -> int | None:
     """Bytes that this machine's loopback interface has transmitted since it came up, or None where Linux is not.
 
-    All ranks of one machine speak over the loopback, so the difference between two readings, divided by ranks and steps,
-    is what a rank really sent in a step, headers included.
+    All ranks of one machine speak over the loopback. So the difference between two readings, divided by ranks and
+    steps, is what a rank really sent in a step, headers included.
 
     Args:
         quiet: every rank calls this; the reading is taken between two barriers, while no rank sends anything.
@@ -147,7 +147,7 @@ def loopback_bytes(*, quiet: bool = False) -> int | None:
     return None
 
 
-# ------------------------------------------------------------------------------- who calls a collective of ours, and when
+# ----------------------------------------------------------------------------------- the door to collectives of ours
 
 _listeners: list = []
 _originals: dict = {}
@@ -156,7 +156,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def listening(listener):
-    """While open, `listener(name, args, kwargs)` is told of every outermost call of a collective of ours, before it runs."""
+    """While open, `listener(name, args, kwargs)` hears of each outermost call of a collective of ours, as it begins."""
     if not _listeners:
         for name in OURS:
             _originals[name] = getattr(collectives, name)
@@ -206,7 +206,7 @@ def _inside(function, *args, **kwargs):
         _thread.inside = before
 
 
-# ------------------------------------------------------------------------------------------------------------- arithmetic
+# ----------------------------------------------------------------------------------------------------------- arithmetic
 
 
 def _bytes(argument) -> int:
@@ -219,7 +219,7 @@ def _bytes(argument) -> int:
 
 
 def _group_size(args) -> int:
-    """Ranks in the group that a c10d operator was given: as a process group in a box, or, if functional, by its name."""
+    """Ranks in the group that an operator was given: a process group in a box, or, if functional, a group's name."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument).size()

@@ -4,6 +4,7 @@
 """
 
 import math
+import threading
 from contextlib import nullcontext
 
 import torch
@@ -16,6 +17,8 @@ from zero_minimal.instruments.observer import Observer
 from zero_minimal.workload import data
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import DTYPES, Parser, Settings, add_settings, output_file, read_settings
+
+tqdm.set_lock(threading.RLock())  # its own lock, between processes, would outlive a rank and be reported as leaked
 
 
 def train(stage_class, settings: Settings, rank: ranks.Rank) -> dict:
@@ -56,7 +59,7 @@ def train(stage_class, settings: Settings, rank: ranks.Rank) -> dict:
                 loss += part.item()
             update(zero, scaler, settings.clip)
         losses.append(loss)
-        steps.set_postfix(loss=f"{loss:.3f}")
+        steps.set_postfix(loss=f"{loss:.3f}", refresh=False)
     validation_losses.append(evaluate(zero, validation, rank))
 
     return observer.report() | {

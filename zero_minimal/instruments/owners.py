@@ -1,0 +1,80 @@
+"""Owners: which tensors a model, an optimizer or a stage holds, and as what.
+
+The memory ledger sees storages; this says whose they are. It knows the public attributes of nn.Module and torch.optim,
+and those of a stage: .model, .optimizer, and .buckets with their flat tensors (zero_minimal/foundations/layout.py).
+"""
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+class Owners:
+    """A collection of owners. They are held weakly: looking at memory must not keep it."""
+
+    def __init__(self):
+        self._references: list[weakref.ref] = []
+
+    def __bool__(self):
+        return bool(self._references)
+
+    def add(self, *owners) -> None:
+        """Modules (also DDP's and FSDP2's), torch optimizers, objects with .model, .optimizer or .buckets."""
+        known = {id(owner) for owner in self._living()}
+        self._references += [weakref.ref(owner) for owner in owners if id(owner) not in known]
+
+    def buckets(self) -> list:
+        """The buckets of the stages among the owners; peers have none."""
+        return [bucket for owner in self._living() for bucket in getattr(owner, "buckets", ())]
+
+    def holdings(self) -> Iterator[tuple[str, list]]:
+        """(category, nested tensors), such that what comes later wins: an fp32 parameter may be its own master."""
+        owners, buckets = self._living(), self.buckets()
+        modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+        optimizers = [owner for owner in owners if isinstance(owner, Optimizer)]
+        params = [param for module in modules for param in module.parameters()]
+        masters = [param for optimizer in optimizers for param in parameters_of(optimizer)]
+        states = list(tensors_in([optimizer.state for optimizer in optimizers]))
+
+        yield "buffers", [list(module.buffers()) for module in modules]
+        yield "optimizer", [masters, states]
+        yield "gradients", [param.grad for param in params + masters]
+        yield "gradients", [(bucket.gradients, bucket.gradient_shard) for bucket in buckets]
+        yield "parameters", [params, [(bucket.parameters, bucket.parameter_shard) for bucket in buckets]]
+        yield "scalars", [state for state in states if state.dim() == 0]
+        yield "scalars", [param for param in params if _is_released(param)]
+
+    def _living(self) -> list:
+        """The owners that still live, and the models and optimizers inside them."""
+        outer = [owner for owner in (reference() for reference in self._references) if owner is not None]
+        inner = [getattr(owner, name, None) for owner in outer for name in ("model", "optimizer", "optim")]
+        return outer + [part for part in inner if part is not None]
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """What a torch optimizer updates."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def tensors_in(value) -> Iterator[torch.Tensor]:
+    """The plain tensors in nested lists, tuples and dicts; of a DTensor, its local tensor. Sparse ones are left out."""
+    if isinstance(value, torch.Tensor):
+        if hasattr(value, "__tensor_flatten__"):
+            for name in value.__tensor_flatten__()[0]:
+                yield from tensors_in(getattr(value, name))
+        elif value.layout == torch.strided:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)
+
+
+def _is_released(param: torch.Tensor) -> bool:
+    """Whether a parameter has less storage than elements: stage 3 has put one element in its place."""
+    return any(t.untyped_storage().nbytes() < t.numel() * t.element_size() for t in tensors_in(param))
