@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds everything and works on its own batch. What ZeRO starts from (section 3 of the paper).
+"""Data parallelism: every rank holds everything and works on its own batch. Where ZeRO starts (section 3 of the paper).
 
 Memory a rank, for Ψ parameters:
     fp32     4Ψ parameters + 4Ψ gradients + 8Ψ Adam's momentum and variance

@@ -1,4 +1,4 @@
-"""P_os: optimizer state partitioned. Each rank updates the part of the parameters whose optimizer state it holds (section 5.1).
+"""P_os: optimizer state partitioned. A rank updates the shard whose optimizer state it holds (section 5.1).
 
 Memory a rank, for Ψ parameters on N ranks:
     fp32     4Ψ parameters + 4Ψ gradients + 8Ψ/N Adam's momentum and variance
@@ -60,8 +60,8 @@ class Stage1:
 
     def backward_begins(self):
         self._wait()
-        if self.backward.reduced:  # a second backward since zero_grad(): what was averaged is this rank's part of the sum again
-            for bucket in self.buckets:
+        if self.backward.reduced:  # a second backward since zero_grad()
+            for bucket in self.buckets:  # the average becomes this rank's part of the sum again
                 own = bucket.gradient_shard * self.world_size
                 bucket.gradients.zero_()
                 bucket.gradient_shard.copy_(own)

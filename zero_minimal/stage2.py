@@ -9,7 +9,7 @@ Communication plan, a step:
     start      broadcast rank 0's parameters, once
     backward   reduce-scatter each bucket of gradients as soon as it is complete, and free it     Ψ(N−1)/N elements
     step       update the own shard, all-gather the updated parameters                            Ψ(N−1)/N elements
-As much as data parallelism. With accumulation the reduce-scatter comes once a micro-batch: whole gradients have no place to wait.
+As much as data parallelism. With accumulation each micro-batch is reduced: whole gradients have no place to wait.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -84,7 +84,7 @@ class Stage2:
             self._reducing = None
 
     def no_sync(self):
-        """Context for the micro-batches before the last, as at the other stages. Here each one is reduced all the same."""
+        """Context for the micro-batches before the last. Here each one is reduced all the same."""
         return nullcontext()
 
     # after backward

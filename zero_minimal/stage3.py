@@ -1,5 +1,4 @@
-"""P_os+g+p: parameters partitioned too. Every tensor of the training state is a shard; a unit of the model is whole only
-while it works (section 5.3).
+"""P_os+g+p: parameters partitioned too. A unit of the model is whole only while it works (section 5.3).
 
 Memory a rank, for Ψ parameters on N ranks:
     fp32     4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N Adam's momentum and variance
@@ -94,7 +93,7 @@ class Stage3:
             unit.whole = not unit.gathering
 
     def _release(self, unit):
-        """Free a unit's parameters. Autograd has saved views of the same storage, so letting go of ours would free nothing:
+        """Free a unit's parameters. Autograd has saved views of their storage, so to let go of ours would free nothing:
         the storage itself shrinks to 0 bytes, and is filled again before backward reads it."""
         self._arrive(unit)
         unit.whole = False
@@ -143,8 +142,8 @@ class Stage3:
 
     def gradient_arrived(self, bucket, param):
         if param.untyped_storage().nbytes() < param.nbytes:
-            raise RuntimeError(f"a parameter of unit {bucket.name!r} was used outside the forward of its unit, where it "
-                               "reads as NaN: name a module that encloses that use in units=")
+            raise RuntimeError(f"a parameter of unit {bucket.name!r} was used outside the forward of its unit, where "
+                               "it reads as NaN: name a module that encloses that use in units=")
         if bucket.gradients is None:
             bucket.gradients = bucket.zeros()  # [padded] the bucket opens
         bucket.put_gradient(param)
@@ -167,7 +166,7 @@ class Stage3:
             self._reducing = None
 
     def no_sync(self):
-        """Context for the micro-batches before the last, as at the other stages. Here each one is reduced all the same."""
+        """Context for the micro-batches before the last. Here each one is reduced all the same."""
         return nullcontext()
 
     # after backward

@@ -1,10 +1,10 @@
 """Backward: when are a bucket's gradients complete, so that its reduction can overlap with the rest of backward?
 
-Autograd tells when a parameter's gradient is there. A bucket is complete with the last of its parameters, and is then handed
+Autograd tells when a parameter's gradient is there. With the last of its parameters a bucket is complete, and is handed
 to the stage. Two things make this less simple than it sounds:
 
-- All ranks must start the same collectives in the same order. A parameter may get no gradient on one rank alone, so buckets
-  are handed over strictly in one order, and those that stay incomplete when backward ends: missing gradients are zero.
+- All ranks must start the same collectives in the same order, and a parameter may get no gradient on one rank alone. So
+  buckets are handed over strictly in one order, and when backward ends the incomplete too: what is missing is zero.
 - A parameter that never gets a gradient would hold up all buckets behind its own. So after the first backward pass
   buckets are handed over in the order in which rank 0 saw them complete, the incomplete ones last.
 """
@@ -47,7 +47,7 @@ class Backward:
             self._accumulating = False
 
     def finish(self) -> None:
-        """Hand over what is left, in order. Autograd calls it when backward ends, `step()` if there was no backward here."""
+        """Hand over what is left, in order: when backward ends, or in `step()` if none ran on this rank."""
         while self._next < len(self.buckets):
             self._hand_over()
         self.reduced, self.running = True, False
@@ -80,8 +80,8 @@ class Backward:
             return
         self.running, self._task = True, torch._C._current_graph_task_id()
         self.stage.backward_begins()
-        # Runs when this pass ends. Queued here and not at the first gradient, which may come from a pass within this one
-        # (a checkpoint that recomputes): that one's end would be too early.
+        # Runs when this pass ends. Queued here, not at the first gradient: that may come from a pass within this one
+        # (a checkpoint that recomputes), whose end would be too early.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:

@@ -3,8 +3,8 @@
     bucket      | w₁ ········ | b₁ · ‖ w₂ ················ | b₂ ‖ padding |      one flat tensor, [padded]
     shards      |      rank 0      |      rank 1      |      rank 2       |      N equal parts, [padded / N] each
 
-A shard begins and ends where it likes, in the middle of a parameter too: that is why ZeRO serves element-wise optimizers.
-One reduce-scatter and one all-gather a bucket then serve all stages, evenly whatever the sizes of the parameters are.
+A shard begins and ends where it likes, in the middle of a parameter too: so ZeRO needs an element-wise optimizer.
+One reduce-scatter and one all-gather a bucket then serve all stages, even whatever the sizes of the parameters are.
 
 Parameters start on 64-byte boundaries, as in memory of their own, and so do shards. Vectorised kernels then treat an
 element alike in every bucket; without this, some round the last few elements of a tensor differently.
@@ -86,7 +86,7 @@ class Bucket:
 
 
 def pack(params, groups: list[dict], world_size: int, bucket_bytes: float, name: str = "") -> list[Bucket]:
-    """Buckets of at most bucket_bytes (a larger parameter gets one of its own), in the order in which backward fills them.
+    """Buckets of at most bucket_bytes (a larger parameter has one alone), in the order in which backward fills them.
 
     Args:
         params: in the order of forward; backward finishes them the other way round.
@@ -149,8 +149,8 @@ def adopt(stage, model: nn.Module, group=None) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{type(stage).__name__} takes an nn.Module, and was given a {type(model).__name__}")
     if not dist.is_initialized():
-        raise RuntimeError("no ranks yet: put the program's body under `with ranks.start():` and start it with torchrun, "
-                           "or call it through ranks.run(function, world_size)")
+        raise RuntimeError("there are no ranks yet: put the program under `with ranks.start():` and start it with "
+                           "torchrun, or call it through ranks.run(function, world_size)")
     for param in model.parameters():
         owner = getattr(param, "_zero_stage", None)
         if owner:
@@ -178,7 +178,7 @@ def broadcast_rest(model: nn.Module, buckets: list[Bucket], group=None) -> None:
 
 
 def broadcast_statistics(model: nn.Module, group=None) -> None:
-    """Rank 0's running statistics (batch-norm's) for all, as torch's DDP does: each rank updated its own from its own data.
+    """Rank 0's running statistics (batch-norm's) for all, as torch's DDP does: each rank's come from its own data.
 
     Buffers that are not floating-point or not saved (masks, tables) never change, and are not sent.
     """

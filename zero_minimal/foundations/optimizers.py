@@ -1,8 +1,8 @@
 """torch's own optimizers on shards.
 
-An optimizer is element-wise if what it does to one element depends on that element's gradient and history alone. Then it may
-be given any slice of the parameters: a shard. Adam, AdamW, SGD, RMSprop and Adagrad are; LBFGS, Adafactor, Muon and LAMB
-are not: they look at norms, rows or whole matrices.
+An optimizer is element-wise if what it does to one element depends on that element's gradient and history alone. It may
+then be given any slice of the parameters: a shard. Adam, AdamW, SGD, RMSprop and Adagrad are; LBFGS, Adafactor, Muon and
+LAMB are not: they look at norms, rows or whole matrices.
 """
 
 import torch
@@ -15,7 +15,7 @@ def check_element_wise(optimizer_class, options: dict) -> None:
     Raises: ValueError if they do not, or if the optimizer cannot step without a closure or on a flat tensor.
     """
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
-    refusal = f"{name} is not element-wise, so it cannot update a shard: use AdamW, Adam, SGD or another element-wise one"
+    refusal = f"{name} is not element-wise, so it cannot update a shard: use AdamW, Adam, SGD or another that is"
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(4, 8, generator=generator)
     gradients = [torch.randn(4, 8, generator=generator) * 10**power for power in (-1, 0, 1)]
@@ -48,7 +48,7 @@ def on_shards(optimizer_class, options: dict, groups: list[dict], buckets):
 def update_shard(optimizer, bucket, gradient_scale=None) -> None:
     """Step on one bucket's shard alone, so that its parameters can be on their way while the next is updated.
 
-    16-bit gradients become fp32 for the step, one bucket at a time; the fp32 master is rounded to the parameters' dtype.
+    16-bit gradients become fp32 for it, one bucket at a time; the fp32 master is rounded to the parameters' dtype.
     `gradient_scale` (clipping, loss scale) multiplies the gradient.
     """
     gradient = bucket.gradient_shard.to(bucket.master.dtype)

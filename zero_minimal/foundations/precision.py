@@ -1,8 +1,8 @@
 """Precision: fp32 masters for 16-bit parameters, the global gradient norm, and the loss scale that fp16 needs.
 
-Mixed precision keeps 2 + 2 + 12 bytes a parameter (ZeRO, section 3.1): 16-bit parameter and gradient; fp32 master, momentum
-and variance. The master exists because an update is often smaller than the spacing of 16-bit numbers: added to a bf16
-parameter it would vanish. ZeRO shards it like all optimizer state.
+Mixed precision keeps 2 + 2 + 12 bytes a parameter (ZeRO, section 3.1): parameter and gradient in 16 bit; fp32 master,
+momentum and variance. The master exists because an update is often smaller than the spacing of 16-bit numbers: added to
+a bf16 parameter it would vanish. ZeRO shards it like all optimizer state.
 """
 
 import torch
@@ -17,7 +17,7 @@ def master_of(shard: torch.Tensor) -> nn.Parameter:
 
 
 def keep_changes(bucket) -> None:
-    """Carry a user's edit of the parameters (say, loaded weights) over to the fp32 master; elsewhere it stays precise."""
+    """Carry a user's edit of the parameters (loaded weights, say) over to the fp32 master; the rest stays precise."""
     shard, master = bucket.parameter_shard, bucket.master.data
     if master.dtype != shard.dtype:
         master.copy_(torch.where(shard == master.to(shard.dtype), master, shard.float()))
@@ -43,10 +43,10 @@ def clip(gradient_scale, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 class LossScaler:
-    """Dynamic loss scale for fp16, whose smallest number is 6e-8: the loss is multiplied, the gradients are divided again.
+    """Dynamic loss scale for fp16, whose smallest number is 6e-8: the loss is multiplied, the gradients divided again.
 
-    Gradients that overflow anywhere make *all* ranks skip the step and halve the scale; `growth_interval` good steps in a
-    row double it. Use it like torch.amp.GradScaler:
+    A gradient that overflows anywhere makes *all* ranks skip the step and halve the scale; `growth_interval` good steps
+    in a row double it. Use it like torch.amp.GradScaler:
 
         scaler.scale(loss).backward()
         scaler.unscale_(zero)            # only needed before clipping

@@ -103,7 +103,8 @@ class Turns:
         """It is this unit's turn. Returns the next one, or None where the last pass does not tell."""
         place = len(self._now)
         self._now.append(unit)
-        return self._last[place + 1] if self._last[place : place + 1] == [unit] and place + 1 < len(self._last) else None
+        as_before = self._last[place : place + 1] == [unit]
+        return self._last[place + 1] if as_before and place + 1 < len(self._last) else None
 
 
 _placeholders: dict = {}
@@ -141,12 +142,12 @@ def keep_shard(bucket: Bucket, rank: int) -> None:
 
 
 def refuse_state_dict(model: nn.Module, unless) -> None:
-    """A state dict of placeholders would be a checkpoint of NaN: an error says what to do, unless parameters are whole."""
+    """A state dict of placeholders would be a checkpoint of NaN: an error says what to do, unless they are whole."""
 
     def refuse(*_):
         if not unless():
-            raise RuntimeError("at stage 3 a rank holds shards only: call model.state_dict() and model.load_state_dict() "
-                               "inside `with zero.gather_parameters():`, on every rank")
+            raise RuntimeError("at stage 3 a rank holds shards only: put model.state_dict() or model.load_state_dict() "
+                               "under `with zero.gather_parameters():`, on every rank")
 
     model.register_state_dict_pre_hook(refuse)
     model.register_load_state_dict_pre_hook(refuse)
