@@ -26,12 +26,14 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from dataclasses import dataclass
 from datetime import timedelta
 
 import cloudpickle
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401  imported while a group is up, its default arguments would keep the group alive
 
 COLLECTIVE_TIMEOUT = 300  # seconds a collective waits for the other ranks before it fails
 GRACE = 2.0  # seconds in which the other ranks may still tell their side of a failure
@@ -100,7 +102,10 @@ def start(device: str = "auto", backend: str | None = None, timeout: float = COL
     try:
         choose(device, backend, local_world_size)
     except ValueError as error:  # the same on every rank, before any of them waits for another
-        sys.exit(f"error: {error}" if int(environment.get("LOCAL_RANK", 0)) == 0 else 1)
+        if int(environment.get("LOCAL_RANK", 0)) > 0:
+            time.sleep(1)  # torchrun ends all ranks when the first one is gone: let rank 0 speak
+            sys.exit(1)
+        sys.exit(f"error: {error}")
     if "RANK" in environment:
         if local_world_size == int(environment["WORLD_SIZE"]):
             _stay_on_this_machine()
@@ -205,7 +210,8 @@ def run(function, world_size: int, *args, timeout: float = 60, device: str = "au
                 setup = dict(rank=rank, world_size=world_size, port=store.port, device=device, backend=backend,
                              timeout=timeout, stack=f"{stacks}/{rank}", environment=dict(os.environ), path=sys.path)
                 process = _context.Process(target=_rank_main, args=(theirs, setup, work), daemon=True)
-                process.start()
+                with _main_hidden():
+                    process.start()
                 theirs.close()
                 pipes.append(ours)
                 processes.append(process)
@@ -215,6 +221,17 @@ def run(function, world_size: int, *args, timeout: float = 60, device: str = "au
                 process.kill()
             for process in processes:
                 process.join()
+
+
+@contextlib.contextmanager
+def _main_hidden():
+    """multiprocessing would run the caller's script again in every rank; cloudpickle carries what is needed of it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _rank_main(pipe, setup: dict, work: bytes) -> None:
