@@ -88,9 +88,13 @@ class Stage3:
 
     def _arrive(self, unit):
         """Wait until they are here."""
-        while unit.gathering:
-            unit.gathering.pop().wait()
-            unit.whole = not unit.gathering
+        if unit.gathering:
+            for pending in unit.gathering:
+                pending.wait()
+            for bucket in unit.buckets:
+                for param in bucket.params:
+                    param.data = bucket.view(bucket.parameters, param)
+            unit.gathering, unit.whole = [], True
 
     def _release(self, unit):
         """Free a unit's parameters. Autograd has saved views of their storage, so to let go of ours would free nothing:
@@ -106,14 +110,14 @@ class Stage3:
         """It is this unit's turn: others go, its own parameters come, those of the next one set out."""
         if self._shown or self.turns.working(unit):
             return
-        for other in self.units[1:]:
-            if (other.whole or other.gathering) and other is not unit and other not in unit.around:
+        needed = [unit, *unit.around]
+        for other in self.units:
+            if (other.whole or other.gathering) and other not in needed:
                 self._release(other)
-        self._gather(unit)
-        self._arrive(unit)
-        for bucket in unit.buckets:
-            for param in bucket.params:
-                param.data = bucket.view(bucket.parameters, param)
+        for one in needed:
+            self._gather(one)
+        for one in needed:
+            self._arrive(one)
         following = self.turns.take(unit)
         if following:
             self._gather(following)
@@ -126,8 +130,10 @@ class Stage3:
     def _after_forward(self, unit, output):
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
-                if tensor.requires_grad:  # its gradient comes right before the unit's own backward
-                    tensor.register_hook(lambda gradient: self._turn(unit))
+                node = tensor.grad_fn  # runs first in the unit's backward
+                if node is not None and "unit" not in node.metadata:  # an inner unit's output, passed on, stays the inner's
+                    node.metadata["unit"] = unit.name
+                    node.register_prehook(lambda *_: self._turn(unit))
         elif unit is self.units[0] and not self._shown:
             self._release_all()
 

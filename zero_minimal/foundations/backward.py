@@ -66,8 +66,8 @@ class Backward:
 
     def _watch_output(self, module, inputs, output) -> None:
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self._begin_at_output())
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda *_: self._begin_at_output())
 
     def _begin_at_output(self) -> None:
         # A backward pass that failed half-way never ended: what it left must not be taken for this one's.
