@@ -131,7 +131,7 @@ class Stage3:
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 node = tensor.grad_fn  # runs first in the unit's backward
-                if node is not None and "unit" not in node.metadata:  # an inner unit's output, passed on, stays the inner's
+                if node is not None and "unit" not in node.metadata:  # else an inner unit made it: it is that one's
                     node.metadata["unit"] = unit.name
                     node.register_prehook(lambda *_: self._turn(unit))
         elif unit is self.units[0] and not self._shown:

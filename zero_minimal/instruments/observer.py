@@ -14,7 +14,7 @@ from zero_minimal.instruments import theory
 from zero_minimal.instruments.memory import Ledger
 from zero_minimal.instruments.traffic import TrafficMeter, loopback_bytes
 
-MEMORY_STEPS = 2  # the optimizer makes its state in the first; the second is like all that follow
+MEMORY_STEPS = 2  # the optimizer makes its state in the first; the second is like all that follow, and is reported
 TRAFFIC_STEPS = 5
 
 
@@ -58,6 +58,7 @@ class Observer:
                 # ZeroRedundancyOptimizer keeps its share of the state in an optimizer within
                 inner = getattr(self.zero.optimizer, "optim", self.zero.optimizer)
                 self.ledger.watch(self.zero.model, self.zero, inner)
+            self.ledger.reset()  # what counts is the last step: all states are there from its beginning
             yield
             self.states = self.ledger.states()
 

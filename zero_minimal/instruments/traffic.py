@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.foundations import collectives
 
+COUNTERS = Path("/proc/net/dev")  # Linux: bytes, packets, … of every network interface
 OURS = ("reduce_scatter", "all_gather", "all_reduce", "reduce", "broadcast")
 
 # torch's operators, c10d's first, then those of the functional collectives
@@ -135,7 +136,7 @@ def loopback_bytes(*, quiet: bool = False) -> int | None:
     if quiet:
         dist.barrier()
     try:
-        interfaces = Path("/proc/net/dev").read_text().splitlines()
+        interfaces = COUNTERS.read_text().splitlines()
     except OSError:
         interfaces = []
     if quiet:

@@ -36,7 +36,7 @@ class Settings:
     seed: int = option(0, "of the model, the batches and dropout")
     bucket_mb: float = option(4.0, "size of the buckets in which gradients travel, in MiB")
     recompute: bool = option(False, "keep only each block's input, and recompute its inside in backward")
-    lr: float = option(2e-3, "highest learning rate, reached after a third of the steps")
+    lr: float = option(2e-3, "learning rate, before warm-up and decay")
     dropout: float = option(0.0, "share of activations set to zero in training")
 
     def __post_init__(self):
@@ -120,6 +120,14 @@ def output_file(path: str) -> Path:
     if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{path!r} cannot be written: name a file in a folder that exists")
     return file
+
+
+def positive(text: str) -> int:
+    """The type of a flag that counts something: a whole number from 1 up."""
+    value = _number(int)(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 up is wanted, not {text}")
+    return value
 
 
 def _number(kind: type):

@@ -18,6 +18,8 @@ from zero_minimal.workload import data
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import DTYPES, Parser, Settings, add_settings, output_file, read_settings
 
+WARM_UP = 100  # steps
+
 tqdm.set_lock(threading.RLock())  # its own lock, between processes, would outlive a rank and be reported as leaked
 
 
@@ -82,12 +84,12 @@ def update(zero, scaler: LossScaler | None, clip: float) -> None:
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up over the first third of the steps, then a half cosine down to a tenth of the highest rate."""
-    warm_up = max(1, settings.steps // 3)
-    if step < warm_up:
-        return settings.lr * (step + 1) / warm_up
-    progress = (step - warm_up) / max(1, settings.steps - warm_up)
-    return settings.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+    """A linear warm-up over WARM_UP steps, times half a cosine down to a tenth.
+
+    Warm-up counts steps, however long the run is: a young model that is pushed too fast stumbles.
+    """
+    warm = min(1.0, (step + 1) / WARM_UP)
+    return settings.lr * warm * (0.55 + 0.45 * math.cos(math.pi * step / settings.steps))
 
 
 @torch.no_grad()
