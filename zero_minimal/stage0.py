@@ -55,7 +55,7 @@ class Stage0:
     # during backward
 
     def backward_begins(self):
-        self._wait()
+        pass
 
     def gradient_arrived(self, bucket, param):
         param.grad = bucket.put_gradient(param)  # later micro-batches add to it there
@@ -70,6 +70,9 @@ class Stage0:
             self._reducing.wait()
             self._reducing = None
 
+    def backward_ends(self):
+        self._wait()
+
     def no_sync(self):
         """Context for the micro-batches before the last: their gradients add up on this rank, nothing is sent."""
         return self.backward.accumulate()
@@ -80,7 +83,6 @@ class Stage0:
         """What the update reads: the averaged gradient of each bucket, [padded]."""
         if not self.backward.reduced:
             self.backward.finish()
-        self._wait()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()

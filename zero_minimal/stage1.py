@@ -59,7 +59,6 @@ class Stage1:
     # during backward
 
     def backward_begins(self):
-        self._wait()
         if self.backward.reduced:  # a second backward since zero_grad()
             for bucket in self.buckets:  # the average becomes this rank's part of the sum again
                 own = bucket.gradient_shard * self.world_size
@@ -81,6 +80,9 @@ class Stage1:
             self._reducing.wait()
             self._reducing = None
 
+    def backward_ends(self):
+        self._wait()
+
     def no_sync(self):
         """Context for the micro-batches before the last: their gradients add up on this rank, nothing is sent."""
         return self.backward.accumulate()
@@ -91,7 +93,6 @@ class Stage1:
         """What the update reads: this rank's shard of each bucket's averaged gradient, [padded / N]."""
         if not self.backward.reduced:
             self.backward.finish()
-        self._wait()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()

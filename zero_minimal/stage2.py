@@ -83,6 +83,9 @@ class Stage2:
             bucket.gradient_shard += part  # the shard accumulates over micro-batches
             self._reducing = None
 
+    def backward_ends(self):
+        self._wait()
+
     def no_sync(self):
         """Context for the micro-batches before the last. Here each one is reduced all the same."""
         return nullcontext()
@@ -93,7 +96,6 @@ class Stage2:
         """What the update reads: this rank's shard of each bucket's averaged gradient, [padded / N]."""
         if not self.backward.reduced:
             self.backward.finish()
-        self._wait()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()

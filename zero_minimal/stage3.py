@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.foundations import checkpoint, collectives, layout, optimizers, precision
-from zero_minimal.foundations.backward import Backward, tensors_in
-from zero_minimal.foundations.units import Turns, find_units, keep_shard, placeholder, refuse_state_dict, show_whole
+from zero_minimal.foundations.backward import Backward
+from zero_minimal.foundations.units import Turns, find_units, placeholder, refuse_state_dict, whole_parameters
 
 
 class Stage3:
@@ -65,13 +65,10 @@ class Stage3:
 
         self.optimizer = optimizers.on_shards(optimizer_class, optimizer_options, groups, self.buckets)
         self.gradient_scale = None  # what the update multiplies gradients with, if anything
-        self.backward = Backward(self)
+        self.backward = Backward(self, by_turns=True)
         self._reducing = None
-        self.turns = Turns()
+        self.turns = Turns(self)
         self._shown = False  # inside gather_parameters()
-        for unit in self.units:
-            unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._before_forward(unit))
-            unit.module.register_forward_hook(lambda *call, unit=unit: self._after_forward(unit, output=call[-1]))
         refuse_state_dict(model, unless=lambda: self._shown)
 
     # parameters come and go
@@ -106,40 +103,31 @@ class Stage3:
                 param.data = placeholder(param)
             bucket.parameters.untyped_storage().resize_(0)
 
-    def _turn(self, unit):
-        """It is this unit's turn: others go, its own parameters come, those of the next one set out."""
-        if self._shown or self.turns.working(unit):
+    def _release_all(self):
+        if self._shown:
+            raise RuntimeError("leave gather_parameters() first")
+        for unit in self.units:
+            self._release(unit)
+
+    def unit_turn(self, unit, following):
+        if self._shown:
+            if self.backward.running:
+                raise RuntimeError("call backward() outside gather_parameters()")
             return
         needed = [unit, *unit.around]
         for other in self.units:
-            if (other.whole or other.gathering) and other not in needed:
+            if (other.whole or other.gathering) and other not in needed and other is not following:
                 self._release(other)
         for one in needed:
             self._gather(one)
         for one in needed:
             self._arrive(one)
-        following = self.turns.take(unit)
         if following:
-            self._gather(following)
+            self._gather(following)  # prefetched: it travels while this one computes
 
-    def _before_forward(self, unit):
-        if unit is self.units[0] and not self.backward.running:
-            self.turns.begin("forward")
-        self._turn(unit)
-
-    def _after_forward(self, unit, output):
-        if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                node = tensor.grad_fn  # runs first in the unit's backward
-                if node is not None and "unit" not in node.metadata:  # else an inner unit made it: it is that one's
-                    node.metadata["unit"] = unit.name
-                    node.register_prehook(lambda *_: self._turn(unit))
-        elif unit is self.units[0] and not self._shown:
+    def evaluation_done(self):
+        if not self._shown:
             self._release_all()
-
-    def _release_all(self):
-        for unit in self.units:
-            self._release(unit)
 
     # during backward
 
@@ -147,13 +135,14 @@ class Stage3:
         self.turns.begin("backward")
 
     def gradient_arrived(self, bucket, param):
-        if param.untyped_storage().nbytes() < param.nbytes:
-            raise RuntimeError(f"a parameter of unit {bucket.name!r} was used outside the forward of its unit, where "
-                               "it reads as NaN: name a module that encloses that use in units=")
         if bucket.gradients is None:
             bucket.gradients = bucket.zeros()  # [padded] the bucket opens
         bucket.put_gradient(param)
         param.grad = None
+
+    def unit_done(self, unit):
+        for bucket in unit.buckets:
+            self.backward.hand_over(bucket)
 
     def bucket_complete(self, bucket):
         self._wait()  # one reduce-scatter is under way while autograd fills the next bucket
@@ -171,6 +160,10 @@ class Stage3:
             bucket.gradient_shard += part  # the shard accumulates over micro-batches
             self._reducing = None
 
+    def backward_ends(self):
+        self._wait()
+        self.turns.forget()
+
     def no_sync(self):
         """Context for the micro-batches before the last. Here each one is reduced all the same."""
         return nullcontext()
@@ -181,7 +174,6 @@ class Stage3:
         """What the update reads: this rank's shard of each bucket's averaged gradient, [padded / N]."""
         if not self.backward.reduced:
             self.backward.finish()
-        self._wait()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
@@ -194,16 +186,17 @@ class Stage3:
     @torch.no_grad()
     def step(self):
         """Update this rank's shards. Nothing is sent: each unit comes updated when it is gathered next."""
+        self._release_all()
         self.reduced_gradients()
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
-        self._release_all()
         layout.broadcast_statistics(self.model, self.group)
 
     def zero_grad(self):
         """Forget the gradients."""
         self._wait()
         self.backward.forget()
+        self.turns.forget()
         self.gradient_scale = None
         for bucket in self.buckets:
             bucket.gradients = None
@@ -224,15 +217,12 @@ class Stage3:
     def gather_parameters(self):
         """Context in which every parameter is whole, on every rank. Edits that all ranks make alike are kept."""
         self._release_all()
-        for bucket in self.all_buckets:
-            show_whole(bucket, self.group)
         self._shown = True
         try:
-            yield
+            with whole_parameters(self.all_buckets, self.rank, self.group):
+                yield
         finally:
             self._shown = False
-            for bucket in self.all_buckets:
-                keep_shard(bucket, self.rank)
             self._release_all()
 
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 
 import torch
+from torch import nn
 
 from zero_minimal.foundations import collectives
 
@@ -23,13 +24,17 @@ class Backward:
     stage.backward_begins()                  nothing has been accumulated yet
     stage.gradient_arrived(bucket, param)    param.grad is there
     stage.bucket_complete(bucket)            all its gradients are there; in the same order on every rank
+    stage.backward_ends()                    every bucket was handed over
+
+    by_turns: buckets are handed over not by their last gradient, but by the stage, which calls `hand_over`.
     """
 
-    def __init__(self, stage):
-        self.stage, self.buckets = stage, list(stage.buckets)
+    def __init__(self, stage, by_turns: bool = False):
+        self.stage, self.buckets, self.by_turns = stage, list(stage.buckets), by_turns
         self.reduced = False  # every bucket was handed over since zero_grad()
         self.running = False
-        self._accumulating = self._ordered = False
+        self._accumulating = False
+        self._ordered = by_turns
         self._task = None
         self._reset()
         stage.model.register_forward_hook(self._watch_output)
@@ -46,14 +51,21 @@ class Backward:
         finally:
             self._accumulating = False
 
+    def hand_over(self, bucket) -> None:
+        """The bucket's gradients are there. A second call in the same pass does nothing."""
+        if bucket in self._left:
+            del self._left[bucket]
+            self.stage.bucket_complete(bucket)
+
     def finish(self) -> None:
         """Hand over what is left, in order: when backward ends, or in `step()` if none ran on this rank."""
-        while self._next < len(self.buckets):
-            self._hand_over()
+        for bucket in list(self._left):
+            self.hand_over(bucket)
         self.reduced, self.running = True, False
         if not self._ordered:
             self._agree_on_order()
         self._reset()
+        self.stage.backward_ends()
 
     def forget(self) -> None:
         """After zero_grad(), or a backward pass that failed half-way: start afresh."""
@@ -61,8 +73,8 @@ class Backward:
         self._reset()
 
     def _reset(self) -> None:
-        self._next, self._finished_order = 0, []
-        self._waiting = {bucket: set(bucket.params) for bucket in self.buckets}
+        self._left = {bucket: set(bucket.params) for bucket in self.buckets}  # and the gradients each waits for
+        self._completed = []
 
     def _watch_output(self, module, inputs, output) -> None:
         for tensor in tensors_in(output):
@@ -80,6 +92,7 @@ class Backward:
             return
         self.running, self._task = True, torch._C._current_graph_task_id()
         self.stage.backward_begins()
+        self.reduced = False
         # Runs when this pass ends. Queued here, not at the first gradient: that may come from a pass within this one
         # (a checkpoint that recomputes), whose end would be too early.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
@@ -92,37 +105,38 @@ class Backward:
     def _gradient(self, bucket, param) -> None:
         self._begin()  # in case the model's output was not used, only a part of the model
         self.stage.gradient_arrived(bucket, param)
-        if self._accumulating:
+        if self._accumulating or self.by_turns or bucket not in self._left:
             return
-        self._waiting[bucket].discard(param)
-        if not self._waiting[bucket]:
-            self._finished_order.append(bucket)
-        while self._next < len(self.buckets) and not self._waiting[self.buckets[self._next]]:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        bucket = self.buckets[self._next]
-        self._next += 1
-        self.stage.bucket_complete(bucket)
+        self._left[bucket].discard(param)
+        if not self._left[bucket]:
+            self._completed.append(bucket)
+        for first in list(self._left):
+            if self._left[first]:
+                break
+            self.hand_over(first)
 
     def _agree_on_order(self) -> None:
         self._ordered = True
-        seen = self._finished_order + [bucket for bucket in self.buckets if bucket not in self._finished_order]
+        seen = self._completed + [bucket for bucket in self.buckets if bucket not in self._completed]
         order = torch.tensor([self.buckets.index(bucket) for bucket in seen], device=self.buckets[0].device)
         collectives.broadcast(order, group=self.stage.group)
         self.buckets = [self.buckets[index] for index in order.tolist()]
 
 
-def tensors_in(value):
-    """The tensors in a module's output: alone, or in tuples, lists, dicts and dataclasses."""
+def tensors_in(value, seen=None):
+    """The tensors in a module's output: alone, or in tuples, lists, dicts, dataclasses and other plain objects."""
+    seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value):
-        for entry in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, entry.name))
+    elif id(value) not in seen and not isinstance(value, (nn.Module, type)):
+        seen.add(id(value))
+        if isinstance(value, dict):
+            inner = list(value.values())
+        elif isinstance(value, (tuple, list)):
+            inner = list(value)
+        elif dataclasses.is_dataclass(value):
+            inner = [getattr(value, entry.name) for entry in dataclasses.fields(value)]
+        else:
+            inner = list(getattr(value, "__dict__", {}).values())
+        for item in inner:
+            yield from tensors_in(item, seen)

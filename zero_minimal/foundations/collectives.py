@@ -109,10 +109,16 @@ def reduce(tensor, root: int = 0, *, op: str = "avg", group=None, async_op: bool
 
 
 def broadcast(tensor, root: int = 0, *, group=None, async_op: bool = False):
-    """Copy rank `root`'s tensor (its rank within the group) to all ranks, in place."""
+    """Copy rank `root`'s tensor (its rank within the group) to all ranks, in place. Any dtype: it travels as bytes."""
     host = _on_host(tensor, group).contiguous()
-    work = dist.broadcast(host, dist.get_global_rank(group or dist.group.WORLD, root), group=group, async_op=True)
-    return _launched(work, lambda: tensor.copy_(host), async_op)
+    work = dist.broadcast(host.view(-1).view(torch.uint8), dist.get_global_rank(group or dist.group.WORLD, root),
+                          group=group, async_op=True)
+
+    def finish():
+        if host is not tensor and not torch.equal(host, tensor.to(host.device)):  # an expanded tensor cannot be written
+            tensor.copy_(host)
+
+    return _launched(work, finish, async_op)
 
 
 def _launched(work, then, async_op: bool):

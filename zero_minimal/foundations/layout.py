@@ -43,7 +43,7 @@ class Bucket:
         for param in self.params:
             self.offsets.append(end)
             end = _round_up(end + param.numel(), ALIGNMENT)
-        self.padded = _round_up(end, self.world_size * ALIGNMENT)
+        self.padded = _round_up(max(end, 1), self.world_size * ALIGNMENT)
         self.numel = sum(param.numel() for param in self.params)
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.trained = self.group_index >= 0
@@ -73,9 +73,16 @@ class Bucket:
 
     def put_gradient(self, param: nn.Parameter) -> torch.Tensor:
         """Copy param.grad to its place in `gradients`, unless it lies there already; return that place."""
+        if not same_storage(param, self.parameters):
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} is not where its stage put it. It was moved or replaced "
+                "after wrapping (model.to, load_state_dict(assign=True)): do that before. Or, at stage 3, it was used "
+                "outside the forward of its unit, where it reads as NaN: name a module around that use in units="
+            )
+        gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
         view = self.view(self.gradients, param)
-        if param.grad.data_ptr() != view.data_ptr():
-            view.copy_(param.grad.to_dense() if param.grad.is_sparse else param.grad)
+        if not same_storage(gradient, view):
+            view.copy_(gradient)
         return view
 
     def zero_missing(self) -> None:
@@ -190,6 +197,11 @@ def broadcast_statistics(model: nn.Module, group=None) -> None:
 
 def _device(model: nn.Module) -> torch.device:
     return next((param.device for param in model.parameters()), torch.device("cpu"))
+
+
+def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in the same memory."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -42,7 +42,14 @@ def on_shards(optimizer_class, options: dict, groups: list[dict], buckets):
     """The user's optimizer over this rank's shards, with the user's groups and options."""
     shards = [{**group, "params": [b.master for b in buckets if b.group_index == index]}
               for index, group in enumerate(groups)]
-    return optimizer_class(shards, **options)
+    optimizer = optimizer_class(shards, **options)
+
+    def refuse(optimizer, *_):
+        if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+            raise RuntimeError("call zero.step(): zero.optimizer.step() alone sees no gradient, and sends no parameter")
+
+    optimizer.register_step_pre_hook(refuse)
+    return optimizer
 
 
 def update_shard(optimizer, bucket, gradient_scale=None) -> None:

@@ -24,11 +24,12 @@ def keep_changes(bucket) -> None:
 
 
 def global_norm(gradients, gradient_scale=None, *, sharded: bool = True, group=None) -> torch.Tensor:
-    """Euclidean norm of the whole model's gradient, [] in fp32, the same on every rank.
+    """Euclidean norm of the whole model's gradient, [], the same on every rank.
 
     Shards add their squares, not their norms. `sharded=False`: every rank holds all of it already.
     """
-    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
+    precision = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(), dtype=precision) for gradient in gradients])
     squares = norms.square().sum()
     if sharded:
         collectives.all_reduce(squares, op="sum", group=group)

@@ -4,13 +4,15 @@ Every element of every nn.ModuleList is a unit (the blocks of a transformer), th
 parameter belongs to the innermost unit around it; one that two units share belongs to the root.
 """
 
+import contextlib
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from zero_minimal.foundations import collectives
-from zero_minimal.foundations.layout import Bucket
+from zero_minimal.foundations.backward import tensors_in
+from zero_minimal.foundations.layout import Bucket, same_storage
 from zero_minimal.foundations.precision import keep_changes
 
 
@@ -24,6 +26,7 @@ class Unit:
     around: list["Unit"] = field(default_factory=list)  # the units that enclose this one, which stay while it works
     buckets: list[Bucket] = field(default_factory=list)
     whole: bool = False  # its parameters can be read
+    first_call: int | None = None  # when its forward first began, of those calls that backward will come back to
     gathering: list = field(default_factory=list)  # all-gathers under way
 
 
@@ -50,7 +53,7 @@ def find_units(model: nn.Module, units=None) -> list[Unit]:
 
 
 def _elements(model: nn.Module):
-    """What module lists hold. A list within a list (or a dict) is no unit, as nobody calls it; what it holds is."""
+    """What module lists hold. A list or dict within a list has no forward, and is no unit: what it holds is."""
     for container in model.modules():
         if isinstance(container, nn.ModuleList):
             yield from _callable(container)
@@ -58,7 +61,7 @@ def _elements(model: nn.Module):
 
 def _callable(container: nn.Module):
     for element in container.children():
-        if isinstance(element, (nn.ModuleList, nn.ModuleDict)):
+        if type(element).forward is nn.Module.forward:
             yield from _callable(element)
         else:
             yield element
@@ -84,27 +87,79 @@ def _owners(found: dict) -> dict:
 
 
 class Turns:
-    """Which unit comes after this one? Probably the one that came after it in the last pass of this kind."""
+    """Watches the units of stage 3 through forward and backward, and calls the stage:
 
-    def __init__(self):
+    stage.unit_turn(unit, following)    its forward or backward begins; `following` probably comes next, or is None
+    stage.unit_done(unit)               backward is done with it, its gradients are there
+    stage.evaluation_done()             a forward pass that backward will not come back to is over
+
+    What follows is told by the pass before. What is done, by the order of forward: autograd goes back through the calls
+    in reverse, and when it comes to one, it is done with every unit whose first call began later. That is the same on
+    all ranks, also where one of them has no gradient for a parameter.
+    """
+
+    def __init__(self, stage):
+        self.stage, self.root = stage, stage.units[0]
         self._passes: dict = {"forward": [], "backward": []}
         self.begin("forward")
+        self._called: list[Unit] = []
+        self._clock = 0
+        for unit in stage.units:
+            unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._before_forward(unit))
+            unit.module.register_forward_hook(lambda *call, unit=unit: self._after_forward(unit, output=call[-1]))
 
     def begin(self, kind: str) -> None:
         """A "forward" or "backward" pass begins."""
         self._last = self._passes[kind]
         self._now = self._passes[kind] = []
 
-    def working(self, unit: Unit) -> bool:
-        """Whether it is this unit's turn already."""
-        return self._now[-1:] == [unit]
+    def forget(self) -> None:
+        """Backward has ended: nothing is left that it would come back to."""
+        for unit in self._called:
+            unit.first_call = None
+        self._called, self._clock = [], 0
 
-    def take(self, unit: Unit) -> Unit | None:
-        """It is this unit's turn. Returns the next one, or None where the last pass does not tell."""
+    def _before_forward(self, unit: Unit) -> None:
+        if unit is self.root and not self.stage.backward.running:
+            self.begin("forward")
+        if torch.is_grad_enabled():
+            self._clock += 1
+            if unit.first_call is None:
+                unit.first_call = self._clock
+                self._called.append(unit)
+        self._turn(unit)
+
+    def _after_forward(self, unit: Unit, output) -> None:
+        for tensor in (tensors := list(tensors_in(output))):
+            if any(same_storage(tensor, bucket.parameters) for bucket in unit.buckets):
+                raise RuntimeError(f"unit {unit.name or 'root'!r} returns a part of its own parameters, which are "
+                                   "freed after its turn: return a .clone() of it")
+        if torch.is_grad_enabled():
+            self._clock += 1
+            returned = self._clock
+            for tensor in tensors:
+                node = tensor.grad_fn  # runs first in the unit's backward
+                if node is not None and "unit" not in node.metadata:  # else an inner unit made it: it is that one's
+                    node.metadata["unit"] = unit.name
+                    node.register_prehook(lambda *_: self._before_backward(unit, returned))
+        elif unit is self.root:
+            self.stage.evaluation_done()
+
+    def _before_backward(self, unit: Unit, returned: int) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError("stage 3 frees parameters after each turn, so it cannot serve create_graph=True")
+        for later in reversed(self._called):
+            if later.first_call > returned:
+                self.stage.unit_done(later)
+        self._turn(unit)
+
+    def _turn(self, unit: Unit) -> None:
+        if unit.whole and self._now[-1:] == [unit]:
+            return  # it is its turn already
         place = len(self._now)
+        as_before = self._last[place : place + 1] == [unit] and place + 1 < len(self._last)
         self._now.append(unit)
-        as_before = self._last[place : place + 1] == [unit]
-        return self._last[place + 1] if as_before and place + 1 < len(self._last) else None
+        self.stage.unit_turn(unit, self._last[place + 1] if as_before else None)
 
 
 _placeholders: dict = {}
@@ -116,29 +171,35 @@ def placeholder(param: nn.Parameter) -> torch.Tensor:
     Reading it is harmless and visible; reading the freed memory itself would crash the process.
     """
     key = (param.dtype, param.device)
+    nothing = float("nan") if param.is_floating_point() or param.is_complex() else 0
     if key not in _placeholders:
-        _placeholders[key] = torch.full((), float("nan"), dtype=param.dtype, device=param.device)
+        _placeholders[key] = torch.full((), nothing, dtype=param.dtype, device=param.device)
     return _placeholders[key].expand(param.shape)
 
 
-@torch.no_grad()
-def show_whole(bucket: Bucket, group=None) -> None:
-    """Gather a bucket's parameters for the user, in memory of its own: what the caller keeps of it stays valid."""
-    whole = bucket.zeros()
-    collectives.all_gather(whole, bucket.parameter_shard, group=group)
-    for param in bucket.params:
-        param.data = bucket.view(whole, param)
+@contextlib.contextmanager
+def whole_parameters(buckets: list[Bucket], rank: int, group=None):
+    """Context in which the parameters are whole, in memory of its own, so that what the caller keeps of it stays valid.
 
-
-@torch.no_grad()
-def keep_shard(bucket: Bucket, rank: int) -> None:
-    """Take what the user may have edited back into this rank's shard."""
-    whole = bucket.zeros()
-    for param in bucket.params:
-        bucket.view(whole, param).copy_(param.data)
-    bucket.parameter_shard.copy_(bucket.shard(whole, rank))
-    if bucket.master is not None:
-        keep_changes(bucket)
+    On the way out edits are carried over to this rank's shard.
+    """
+    with torch.no_grad():
+        for bucket in buckets:
+            whole = bucket.zeros()
+            collectives.all_gather(whole, bucket.parameter_shard, group=group)
+            for param in bucket.params:
+                param.data = bucket.view(whole, param)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for bucket in buckets:
+                whole = bucket.zeros()
+                for param in bucket.params:
+                    bucket.view(whole, param).copy_(param.data)
+                bucket.parameter_shard.copy_(bucket.shard(whole, rank))
+                if bucket.trained:
+                    keep_changes(bucket)
 
 
 def refuse_state_dict(model: nn.Module, unless) -> None:
@@ -147,7 +208,7 @@ def refuse_state_dict(model: nn.Module, unless) -> None:
     def refuse(*_):
         if not unless():
             raise RuntimeError("at stage 3 a rank holds shards only: put model.state_dict() or model.load_state_dict() "
-                               "under `with zero.gather_parameters():`, on every rank")
+                               "under `with zero.gather_parameters():`, on all ranks")
 
     model.register_state_dict_pre_hook(refuse)
     model.register_load_state_dict_pre_hook(refuse)
