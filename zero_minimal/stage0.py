@@ -40,10 +40,11 @@ class Stage0:
         self.model, self.group = model, group
 
         self.buckets = layout.pack(layout.trained(model, groups), groups, dist.get_world_size(group), bucket_bytes)
+        layout.flatten(self.buckets)  # parameters [padded] of each bucket
+        layout.make_gradients(self.buckets)  # gradients [padded]
         for bucket in self.buckets:
-            bucket.parameters = bucket.parameter_shard = bucket.flatten()  # [padded]
-            bucket.gradients = bucket.gradient_shard = bucket.zeros()  # [padded]
             collectives.broadcast(bucket.parameters, group=group)
+            bucket.parameter_shard, bucket.gradient_shard = bucket.parameters, bucket.gradients  # all of it
             bucket.master = precision.master_of(bucket.parameter_shard)
         layout.broadcast_rest(model, self.buckets, group)
 
@@ -57,8 +58,10 @@ class Stage0:
     def backward_begins(self):
         pass
 
-    def gradient_arrived(self, bucket, param):
-        param.grad = bucket.put_gradient(param)  # later micro-batches add to it there
+    def gradient_arrived(self, param, buckets):
+        layout.keep_gradient(param, buckets)  # in its buckets, where later micro-batches add to it
+        for bucket in buckets:
+            self.backward.filled(bucket, param)
 
     def bucket_complete(self, bucket):
         self._wait()  # one all-reduce is under way while autograd fills the next bucket

@@ -42,9 +42,9 @@ class Stage1:
         rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
         self.buckets = layout.pack(layout.trained(model, groups), groups, self.world_size, bucket_bytes)
+        layout.flatten(self.buckets)  # parameters [padded] of each bucket
+        layout.make_gradients(self.buckets)  # gradients [padded]
         for bucket in self.buckets:
-            bucket.parameters = bucket.flatten()  # [padded]
-            bucket.gradients = bucket.zeros()  # [padded]
             collectives.broadcast(bucket.parameters, group=group)
             bucket.parameter_shard = bucket.shard(bucket.parameters, rank)  # [padded / N]
             bucket.gradient_shard = bucket.shard(bucket.gradients, rank)  # [padded / N]
@@ -65,8 +65,10 @@ class Stage1:
                 bucket.gradients.zero_()
                 bucket.gradient_shard.copy_(own)
 
-    def gradient_arrived(self, bucket, param):
-        param.grad = bucket.put_gradient(param)  # later micro-batches add to it there
+    def gradient_arrived(self, param, buckets):
+        layout.keep_gradient(param, buckets)  # in its buckets, where later micro-batches add to it
+        for bucket in buckets:
+            self.backward.filled(bucket, param)
 
     def bucket_complete(self, bucket):
         self._wait()  # one reduce-scatter is under way while autograd fills the next bucket

@@ -43,11 +43,10 @@ class Stage2:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
         self.buckets = layout.pack(layout.trained(model, groups), groups, world_size, bucket_bytes)
+        layout.flatten(self.buckets)  # parameters [padded] of each bucket
         for bucket in self.buckets:
-            bucket.parameters = bucket.flatten()  # [padded]
             collectives.broadcast(bucket.parameters, group=group)
             bucket.parameter_shard = bucket.shard(bucket.parameters, rank)  # [padded / N]
-            bucket.gradient_shard = torch.zeros_like(bucket.parameter_shard)  # [padded / N]
             bucket.master = precision.master_of(bucket.parameter_shard)
         layout.broadcast_rest(model, self.buckets, group)
 
@@ -61,26 +60,31 @@ class Stage2:
     def backward_begins(self):
         pass
 
-    def gradient_arrived(self, bucket, param):
-        if bucket.gradients is None:
-            bucket.gradients = bucket.zeros()  # [padded] the bucket opens
-        bucket.put_gradient(param)
+    def gradient_arrived(self, param, buckets):
+        for bucket in buckets:
+            if bucket.gradients is None:
+                bucket.gradients = bucket.zeros()  # [padded] the bucket opens
+            bucket.put_gradient(param)
+            self.backward.filled(bucket, param)
         param.grad = None
 
     def bucket_complete(self, bucket):
         self._wait()  # one reduce-scatter is under way while autograd fills the next bucket
         if bucket.gradients is None:
             bucket.gradients = bucket.zeros()  # no gradient came on this rank: it counts as zero
-        whole, bucket.gradients = bucket.gradients, None  # the bucket closes
-        part = torch.empty_like(bucket.gradient_shard)
-        pending = collectives.reduce_scatter(part, whole, op="avg", group=self.group, async_op=True)
-        self._reducing = bucket, whole, part, pending  # `whole` must live until the others have read it
+        part = torch.empty_like(bucket.parameter_shard)  # [padded / N]
+        pending = collectives.reduce_scatter(part, bucket.gradients, op="avg", group=self.group, async_op=True)
+        self._reducing = bucket, part, pending
+        bucket.gradients = None  # the bucket closes: its memory is freed as soon as the others have read it
 
     def _wait(self):
         if self._reducing:
-            bucket, _, part, pending = self._reducing
+            bucket, part, pending = self._reducing
             pending.wait()
-            bucket.gradient_shard += part  # the shard accumulates over micro-batches
+            if bucket.gradient_shard is None:
+                bucket.gradient_shard = part
+            else:
+                bucket.gradient_shard += part  # from an earlier micro-batch
             self._reducing = None
 
     def backward_ends(self):
@@ -125,8 +129,7 @@ class Stage2:
         self.backward.forget()
         self.gradient_scale = None
         for bucket in self.buckets:
-            bucket.gradients = None
-            bucket.gradient_shard.zero_()
+            bucket.gradients = bucket.gradient_shard = None
 
     # state
 

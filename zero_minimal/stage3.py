@@ -50,13 +50,12 @@ class Stage3:
         self.rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
         for unit in self.units:
-            unit.buckets = layout.pack(unit.params, groups, world_size, float("inf"), unit.name)
+            unit.buckets = layout.pack(unit.params, groups, world_size, None, unit.name)
+            layout.flatten(unit.buckets)  # parameters [padded] of each bucket
             for bucket in unit.buckets:
-                bucket.parameters = bucket.flatten()  # [padded]
                 collectives.broadcast(bucket.parameters, group=group)
                 bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank).clone()  # [padded / N]
                 if bucket.trained:
-                    bucket.gradient_shard = torch.zeros_like(bucket.parameter_shard)  # [padded / N]
                     bucket.master = precision.master_of(bucket.parameter_shard)
             self._release(unit)
         self.all_buckets = [bucket for unit in reversed(self.units) for bucket in unit.buckets]  # as backward ends them
@@ -90,7 +89,7 @@ class Stage3:
                 pending.wait()
             for bucket in unit.buckets:
                 for param in bucket.params:
-                    param.data = bucket.view(bucket.parameters, param)
+                    param.data = bucket.flat.view(bucket.parameters, param)
             unit.gathering, unit.whole = [], True
 
     def _release(self, unit):
@@ -134,10 +133,12 @@ class Stage3:
     def backward_begins(self):
         self.turns.begin("backward")
 
-    def gradient_arrived(self, bucket, param):
-        if bucket.gradients is None:
-            bucket.gradients = bucket.zeros()  # [padded] the bucket opens
-        bucket.put_gradient(param)
+    def gradient_arrived(self, param, buckets):
+        for bucket in buckets:
+            if bucket.gradients is None:
+                bucket.gradients = bucket.zeros()  # [padded] the bucket opens
+            bucket.put_gradient(param)
+            self.backward.filled(bucket, param)
         param.grad = None
 
     def unit_done(self, unit):
@@ -148,16 +149,19 @@ class Stage3:
         self._wait()  # one reduce-scatter is under way while autograd fills the next bucket
         if bucket.gradients is None:
             bucket.gradients = bucket.zeros()  # no gradient came on this rank: it counts as zero
-        whole, bucket.gradients = bucket.gradients, None  # the bucket closes
-        part = torch.empty_like(bucket.gradient_shard)
-        pending = collectives.reduce_scatter(part, whole, op="avg", group=self.group, async_op=True)
-        self._reducing = bucket, whole, part, pending  # `whole` must live until the others have read it
+        part = torch.empty_like(bucket.parameter_shard)  # [padded / N]
+        pending = collectives.reduce_scatter(part, bucket.gradients, op="avg", group=self.group, async_op=True)
+        self._reducing = bucket, part, pending
+        bucket.gradients = None  # the bucket closes: its memory is freed as soon as the others have read it
 
     def _wait(self):
         if self._reducing:
-            bucket, _, part, pending = self._reducing
+            bucket, part, pending = self._reducing
             pending.wait()
-            bucket.gradient_shard += part  # the shard accumulates over micro-batches
+            if bucket.gradient_shard is None:
+                bucket.gradient_shard = part
+            else:
+                bucket.gradient_shard += part  # from an earlier micro-batch
             self._reducing = None
 
     def backward_ends(self):
@@ -199,8 +203,7 @@ class Stage3:
         self.turns.forget()
         self.gradient_scale = None
         for bucket in self.buckets:
-            bucket.gradients = None
-            bucket.gradient_shard.zero_()
+            bucket.gradients = bucket.gradient_shard = None
 
     # state
 

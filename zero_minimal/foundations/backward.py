@@ -11,6 +11,7 @@ to the stage. Two things make this less simple than it sounds:
 
 import contextlib
 import dataclasses
+import weakref
 
 import torch
 from torch import nn
@@ -22,7 +23,8 @@ class Backward:
     """Watches the backward passes of a stage's model, and calls the stage:
 
     stage.backward_begins()                  nothing has been accumulated yet
-    stage.gradient_arrived(bucket, param)    param.grad is there
+    stage.gradient_arrived(param, buckets)   param.grad is there; the stage puts it into the buckets where the parameter
+                                             lies, and calls `filled(bucket, param)` for each
     stage.bucket_complete(bucket)            all its gradients are there; in the same order on every rank
     stage.backward_ends()                    every bucket was handed over
 
@@ -38,9 +40,13 @@ class Backward:
         self._task = None
         self._reset()
         stage.model.register_forward_hook(self._watch_output)
+        self._buckets_of: dict = {}
         for bucket in self.buckets:
             for param in bucket.params:
-                param.register_post_accumulate_grad_hook(lambda param, bucket=bucket: self._gradient(bucket, param))
+                self._buckets_of.setdefault(param, []).append(bucket)
+        weak = weakref.ref(self)  # Python cannot see through these hooks: a strong one would keep the model for ever
+        for param in self._buckets_of:
+            param.register_post_accumulate_grad_hook(lambda param: weak() and weak()._gradient(param))
 
     @contextlib.contextmanager
     def accumulate(self):
@@ -102,18 +108,24 @@ class Backward:
         if not self._accumulating:
             self.finish()
 
-    def _gradient(self, bucket, param) -> None:
-        self._begin()  # in case the model's output was not used, only a part of the model
-        self.stage.gradient_arrived(bucket, param)
-        if self._accumulating or self.by_turns or bucket not in self._left:
+    def filled(self, bucket, param) -> None:
+        """The parameter's gradient lies in the bucket. This may complete it, and others that waited behind it."""
+        if self._accumulating:
             return
+        if param not in self._left.get(bucket, ()):
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward pass, the first is on "
+                "its way: torch.utils.checkpoint around a module used several times needs use_reentrant=False"
+            )
         self._left[bucket].discard(param)
         if not self._left[bucket]:
             self._completed.append(bucket)
-        for first in list(self._left):
-            if self._left[first]:
-                break
+        while not self.by_turns and self._left and not self._left[first := next(iter(self._left))]:
             self.hand_over(first)
+
+    def _gradient(self, param) -> None:
+        self._begin()  # in case the model's output was not used, only a part of the model
+        self.stage.gradient_arrived(param, self._buckets_of[param])
 
     def _agree_on_order(self) -> None:
         self._ordered = True

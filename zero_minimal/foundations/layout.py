@@ -1,17 +1,19 @@
-"""Layout: parameters packed into flat buckets that divide evenly among the ranks.
+"""Layout: parameters in flat tensors, cut into buckets that travel as one, cut into shards that ranks own.
 
-    bucket      | w₁ ········ | b₁ · ‖ w₂ ················ | b₂ ‖ padding |      one flat tensor, [padded]
-    shards      |      rank 0      |      rank 1      |      rank 2       |      N equal parts, [padded / N] each
+    flat       | w₁ ············ | b₁ | w₂ ······································· | b₂ | padding |
+    buckets    |        0 [padded]        |        1 [padded]        |        2 [padded]          |   bucket_bytes each
+    shards     | rank 0 | rank 1 | rank 2 | rank 0 | rank 1 | rank 2 | rank 0 | rank 1 | rank 2   |   [padded / N] each
 
-A shard begins and ends where it likes, in the middle of a parameter too: so ZeRO needs an element-wise optimizer.
-One reduce-scatter and one all-gather a bucket then serve all stages, even whatever the sizes of the parameters are.
+Buckets and shards begin and end where they like, in the middle of a parameter too: so ZeRO needs an element-wise
+optimizer, and a large parameter needs no larger buffer. One reduce-scatter and one all-gather a bucket then serve all
+stages, even whatever the sizes of the parameters are.
 
 Parameters start on 64-byte boundaries, as in memory of their own, and so do shards. Vectorised kernels then treat an
-element alike in every bucket; without this, some round the last few elements of a tensor differently.
+element alike in every layout; without this, some round the last few elements of a tensor differently.
 """
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,97 +24,145 @@ from zero_minimal.foundations import collectives
 ALIGNMENT = 16  # elements
 
 
+class Flat:
+    """Parameters of one optimizer group, dtype and device, one after the other in a tensor [size]."""
+
+    def __init__(self, params: list[nn.Parameter], world_size: int):
+        self.offsets, end = {}, 0
+        for param in params:
+            self.offsets[param] = end
+            end = _round_up(end + param.numel(), ALIGNMENT)
+        self.size = _round_up(max(end, 1), world_size * ALIGNMENT)
+        self.dtype, self.device = params[0].dtype, params[0].device
+
+    def zeros(self) -> torch.Tensor:
+        """A new tensor, [size]. Zeros, so that the padding never holds garbage."""
+        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+
+    def view(self, tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+        """The place of a parameter in such a tensor, in its shape."""
+        return tensor[self.offsets[param] :][: param.numel()].view(param.shape)
+
+
 @dataclass(eq=False)
 class Bucket:
-    """Parameters that travel together, where each one lies, and the tensors that a stage keeps for them."""
+    """A stretch of a flat, [padded] elements from `start`, and the tensors that a stage keeps for it."""
 
-    params: list[nn.Parameter]
+    flat: Flat
+    start: int
+    padded: int
     world_size: int
-    group_index: int = 0  # the optimizer's parameter group
+    group_index: int  # the optimizer's parameter group; -1: not trained
     name: str = ""
 
-    parameters: torch.Tensor | None = None  # [padded] whole; the model's parameters are views of it
+    parameters: torch.Tensor | None = None  # [padded] whole; the model's parameters are views of it and its neighbours
     parameter_shard: torch.Tensor | None = None  # [padded / N] the part this rank updates
     gradients: torch.Tensor | None = None  # [padded] whole
     gradient_shard: torch.Tensor | None = None  # [padded / N]
     master: nn.Parameter | None = None  # [padded / N] in fp32, what the optimizer updates
-    offsets: list[int] = field(default_factory=list)
 
     def __post_init__(self):
-        end = 0
-        for param in self.params:
-            self.offsets.append(end)
-            end = _round_up(end + param.numel(), ALIGNMENT)
-        self.padded = _round_up(max(end, 1), self.world_size * ALIGNMENT)
-        self.numel = sum(param.numel() for param in self.params)
-        self.dtype, self.device = self.params[0].dtype, self.params[0].device
+        end = self.start + self.padded
+        offsets = self.flat.offsets
+        self.params = [p for p in offsets if offsets[p] < end and offsets[p] + p.numel() > self.start]
+        self.numel = sum(p[1] - p[0] for p in map(self._piece, self.params))  # without padding
         self.trained = self.group_index >= 0
-        self.index_of = {param: index for index, param in enumerate(self.params)}
+        self.dtype, self.device = self.flat.dtype, self.flat.device
 
     def zeros(self) -> torch.Tensor:
-        """A new flat tensor, [padded]. Zeros, so that the padding never holds garbage."""
+        """A new tensor, [padded]."""
         return torch.zeros(self.padded, dtype=self.dtype, device=self.device)
 
-    def shard(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
-        """Rank's part of a flat tensor: a view, [padded / N]."""
-        return flat.view(self.world_size, -1)[rank]
+    def shard(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """Rank's part of a tensor [padded]: a view, [padded / N]."""
+        return tensor.view(self.world_size, -1)[rank]
 
-    def view(self, flat: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-        """The piece of a flat tensor that belongs to `param`, in its shape."""
-        index = self.index_of[param]
-        return flat[self.offsets[index] :][: param.numel()].view(param.shape)
-
-    def flatten(self) -> torch.Tensor:
-        """Move the parameters into one flat tensor; each becomes a view of it, and its own memory is freed."""
-        flat = self.zeros()
-        for param in self.params:
-            view = self.view(flat, param)
-            view.copy_(param.data)
-            param.data = view
-        return flat
-
-    def put_gradient(self, param: nn.Parameter) -> torch.Tensor:
-        """Copy param.grad to its place in `gradients`, unless it lies there already; return that place."""
-        if not same_storage(param, self.parameters):
-            raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} is not where its stage put it. It was moved or replaced "
-                "after wrapping (model.to, load_state_dict(assign=True)): do that before. Or, at stage 3, it was used "
-                "outside the forward of its unit, where it reads as NaN: name a module around that use in units="
-            )
+    def put_gradient(self, param: nn.Parameter) -> None:
+        """Copy the piece of param.grad that lies in this bucket to its place in `gradients`, unless it is there."""
+        check_place(param, self.parameters)
         gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
-        view = self.view(self.gradients, param)
-        if not same_storage(gradient, view):
-            view.copy_(gradient)
-        return view
+        if not same_storage(gradient, self.gradients):
+            begin, end = self._piece(param)
+            place = self.flat.offsets[param] + begin - self.start
+            self.gradients[place : place + end - begin] = gradient.reshape(-1)[begin:end]
 
     def zero_missing(self) -> None:
         """A parameter without a gradient in this step counts as one whose gradient is zero."""
         for param in self.params:
             if param.grad is None:
-                self.view(self.gradients, param).zero_()
+                begin, end = self._piece(param)
+                self.gradients[self.flat.offsets[param] + begin - self.start :][: end - begin].zero_()
+
+    def _piece(self, param: nn.Parameter) -> tuple[int, int]:
+        """Which elements of the parameter lie here: from, to."""
+        offset = self.flat.offsets[param]
+        return max(0, self.start - offset), min(param.numel(), self.start + self.padded - offset)
 
 
-def pack(params, groups: list[dict], world_size: int, bucket_bytes: float, name: str = "") -> list[Bucket]:
-    """Buckets of at most bucket_bytes (a larger parameter has one alone), in the order in which backward fills them.
+def pack(params, groups: list[dict], world_size: int, bucket_bytes: int | None, name: str = "") -> list[Bucket]:
+    """Buckets of bucket_bytes (None: as large as their flat), in the order in which backward fills them.
 
     Args:
         params: in the order of forward; backward finishes them the other way round.
         groups: the optimizer's groups. A parameter of no group is not trained: its bucket has group_index -1.
-    Parameters of different groups, dtypes or devices never share a bucket.
+    Parameters of different groups, dtypes or devices lie in different flats.
     """
+    if bucket_bytes is not None and bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes is {bucket_bytes}: at least one byte is needed")
     group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
     position = {param: place for place, param in enumerate(reversed(list(params)))}
-    filling: dict = {}
-    packed: list[list] = []
+    alike: dict = {}
     for param in position:
-        key = (group_of.get(param, -1), param.dtype, param.device)
-        members = filling.get(key)
-        if members is None or sum(member.nbytes for member in members) + param.nbytes > bucket_bytes:
-            members = filling[key] = []
-            packed.append(members)
-        members.append(param)
-    packed.sort(key=lambda members: position[members[-1]])  # by the gradient that completes it
-    return [Bucket(members, world_size, group_of.get(members[0], -1), name) for members in packed]
+        alike.setdefault((group_of.get(param, -1), param.dtype, param.device), []).append(param)
+    buckets = []
+    for (group_index, dtype, _), members in alike.items():
+        flat = Flat(members, world_size)
+        elements = flat.size if bucket_bytes is None else -(-bucket_bytes // dtype.itemsize)
+        size = _round_up(elements, world_size * ALIGNMENT)
+        for start in range(0, flat.size, size):
+            buckets.append(Bucket(flat, start, min(size, flat.size - start), world_size, group_index, name))
+    return sorted(buckets, key=lambda bucket: max((position[param] for param in bucket.params), default=0))
+
+
+def flatten(buckets: list[Bucket]) -> None:
+    """Move the parameters into their flats, and free their own memory; `parameters` of each bucket is its stretch."""
+    for flat, stretches in _by_flat(buckets):
+        whole = flat.zeros()
+        for param in flat.offsets:
+            view = flat.view(whole, param)
+            view.copy_(param.data)
+            param.data = view
+        for bucket in stretches:
+            bucket.parameters = whole[bucket.start : bucket.start + bucket.padded]
+
+
+def make_gradients(buckets: list[Bucket]) -> None:
+    """Whole gradients, for the stages that keep them: `gradients` of each bucket is its stretch of a flat."""
+    for flat, stretches in _by_flat(buckets):
+        flat.gradients = flat.zeros()
+        for bucket in stretches:
+            bucket.gradients = flat.gradients[bucket.start : bucket.start + bucket.padded]
+
+
+def keep_gradient(param: nn.Parameter, buckets: list[Bucket]) -> None:
+    """Let param.grad be a view of the whole gradients; autograd adds those of later micro-batches in place."""
+    check_place(param, buckets[0].parameters)
+    flat = buckets[0].flat
+    view = flat.view(flat.gradients, param)
+    gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
+    if not same_storage(gradient, view):
+        view.copy_(gradient)
+        param.grad = view
+
+
+def check_place(param: nn.Parameter, parameters: torch.Tensor) -> None:
+    """Raise RuntimeError if a parameter is not where its stage put it: what is updated would not be what is trained."""
+    if not same_storage(param, parameters):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(param.shape)} is not where its stage put it. It was moved or replaced "
+            "after wrapping (model.to, load_state_dict(assign=True)): do that before. Or, at stage 3, it was used "
+            "outside the forward of its unit, where it reads as NaN: name a module around that use in units="
+        )
 
 
 def parameter_groups(model: nn.Module, param_groups=None) -> list[dict]:
@@ -197,6 +247,13 @@ def broadcast_statistics(model: nn.Module, group=None) -> None:
 
 def _device(model: nn.Module) -> torch.device:
     return next((param.device for param in model.parameters()), torch.device("cpu"))
+
+
+def _by_flat(buckets: list[Bucket]):
+    flats: dict = {}
+    for bucket in buckets:
+        flats.setdefault(bucket.flat, []).append(bucket)
+    return flats.items()
 
 
 def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:

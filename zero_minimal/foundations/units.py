@@ -188,7 +188,7 @@ def whole_parameters(buckets: list[Bucket], rank: int, group=None):
             whole = bucket.zeros()
             collectives.all_gather(whole, bucket.parameter_shard, group=group)
             for param in bucket.params:
-                param.data = bucket.view(whole, param)
+                param.data = bucket.flat.view(whole, param)
     try:
         yield
     finally:
@@ -196,7 +196,7 @@ def whole_parameters(buckets: list[Bucket], rank: int, group=None):
             for bucket in buckets:
                 whole = bucket.zeros()
                 for param in bucket.params:
-                    bucket.view(whole, param).copy_(param.data)
+                    bucket.flat.view(whole, param).copy_(param.data)
                 bucket.parameter_shard.copy_(bucket.shard(whole, rank))
                 if bucket.trained:
                     keep_changes(bucket)

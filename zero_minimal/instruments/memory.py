@@ -28,6 +28,7 @@ The category of a storage goes by who owns it:
 
 Not seen: memory that a kernel takes and gives back within one operator; memory that does not belong to a tensor (cuBLAS
 workspaces, NCCL's own); tensors made in Python threads of one's own; sparse tensors.
+Seen, and real: gloo's threads hold the tensors of a collective for some microseconds after its wait().
 """
 
 import contextlib
@@ -160,6 +161,8 @@ class Ledger(TorchDispatchMode):
     def __enter__(self):
         if self._open:
             raise RuntimeError("this ledger is open already: close it first, or use a second one")
+        if not self.trace:
+            self._started = time.perf_counter()
         with contextlib.ExitStack() as undo:
             self._open, self._forwards = True, 0
             undo.callback(self._close)
@@ -233,7 +236,9 @@ class Ledger(TorchDispatchMode):
             self._set_size(storage, handle.nbytes(), "resize")
 
     def _die(self, address: int) -> None:
-        self._set_size(self._alive.pop(address), 0, "free")
+        storage = self._alive.pop(address, None)
+        if storage is not None:  # else a thread of gloo's was first
+            self._set_size(storage, 0, "free")
 
     def _set_size(self, storage: Storage, size: int, what: str) -> None:
         if size == storage.bytes:
@@ -290,18 +295,19 @@ class Ledger(TorchDispatchMode):
         for category, tensors in self._owners.holdings():
             self.claim(tensors, category)
 
-    # Some storages have an owner for a moment only. These are the moments:
+    # Some storages have an owner for a moment only, or none that could be asked. Three places show what they are:
 
     def _before_collective(self, name: str, args: tuple, kwargs: dict) -> None:
-        self._claim_open_buckets()
+        """An open bucket of stage 2 or 3, and the part of it that this rank keeps."""
         if name in ("reduce_scatter", "reduce"):
             self._claim([args, kwargs], "gradients", replacing=UNOWNED)
 
     def _before_optimizer(self, optimizer, args, kwargs) -> None:
+        """Gradients in the dtype of the masters, made for this step."""
         self.claim([param.grad for param in parameters_of(optimizer)], "gradients")
 
     def _meet(self, param: nn.Parameter, storage: Storage) -> None:
-        """An operator was given a parameter, perhaps one that nobody named: FSDP2 makes some of its own."""
+        """An operator was given a parameter: FSDP2 gathers some that are not the model's own."""
         if storage.category in UNOWNED:
             storage.category = "parameters"
         if param.requires_grad and torch.is_grad_enabled():
@@ -310,11 +316,8 @@ class Ledger(TorchDispatchMode):
                 self._hooks.append(param.register_hook(self._gradient_arrives))
 
     def _gradient_arrives(self, gradient: torch.Tensor) -> None:
+        """Autograd hands a gradient to its parameter, which may drop it at once."""
         self.claim(gradient, "gradients")
-        self._claim_open_buckets()
-
-    def _claim_open_buckets(self) -> None:
-        self.claim([bucket.gradients for bucket in self._owners.buckets()], "gradients")
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ class Observer:
 
     @contextmanager
     def step(self):
-        """Around one optimizer step, which must leave the gradients there: the ledger counts what is alive at its end."""
+        """Around one optimizer step. It must leave the gradients there: the ledger counts what is alive at its end."""
         number = len(self.seconds)
         with ExitStack() as instruments:
             if self.traffic_from <= number < self.traffic_to:

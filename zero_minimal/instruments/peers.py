@@ -1,19 +1,27 @@
-"""Peers: torch's own data parallelism behind the API of our stages, so that one training loop runs them all.
+"""Peers: the data parallelism of others behind the API of our stages, so that one training loop runs them all.
 
     DDP                DistributedDataParallel                                 to compare with stage 0
-    ZeroRedundancy     the same, its optimizer a ZeroRedundancyOptimizer       to compare with stage 1
+    ZeroRedundancy     the same, its optimizer a ZeroRedundancyOptimizer       to compare with stages 1 and 2
     FSDP2              fully_shard on each block, then on the whole            to compare with stage 3
+    FSDP2Kept          the same, parameters kept from forward to backward      to compare with stage 2
+    DeepSpeed0 … 3     where DeepSpeed can be imported                         to compare with the stage of that number
+    Floor              no communication at all: what no stage can undercut
 
 They offer what a loop calls, no state_dict. 16-bit runs are mixed precision with fp32 masters here too.
 """
 
-from contextlib import nullcontext
+import importlib.util
+import io
+import logging
+import os
+import warnings
+from contextlib import nullcontext, redirect_stdout
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_minimal.foundations.precision import clip, global_norm
@@ -24,7 +32,12 @@ class Peer:
 
     sharded = False  # whether a rank holds a shard of the gradients, or all of them
     group = None  # all ranks
+    communicates = True
     gradient_scale = None  # what the update multiplies gradients with, if anything
+
+    @staticmethod
+    def prepare(device: torch.device) -> None:
+        """Whatever takes time or memory and is not the model's: imports. To be called before the model is built."""
 
     def no_sync(self):
         """Context for the micro-batches before the last."""
@@ -57,14 +70,19 @@ class Peer:
 
 
 class DDP(Peer):
-    """torch's DistributedDataParallel; gradients are views of its buckets, which spares it a copy and 4Ψ bytes."""
+    """torch's DistributedDataParallel, its bucket sizes torch's own (25 MiB, the first one 1 MiB) if none is given.
+
+    Gradients are views of the buckets, which spares it 4Ψ bytes.
+    """
 
     theory_stage = 0
 
-    def __init__(self, model, optimizer_class, *, bucket_bytes=25 * 2**20, **optimizer_options):
-        self.model = DistributedDataParallel(model, bucket_cap_mb=bucket_bytes / 2**20, gradient_as_bucket_view=True)
+    def __init__(self, model, optimizer_class, *, bucket_bytes=None, **optimizer_options):
+        bucket_mb = None if bucket_bytes is None else bucket_bytes / 2**20
+        self.model = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
         self.params = list(model.parameters())
-        self.masters = [param if param.element_size() >= 4 else param.detach().float() for param in self.params]
+        is_16_bit = self.params[0].element_size() < 4
+        self.masters = [nn.Parameter(param.detach().float()) if is_16_bit else param for param in self.params]
         self.optimizer = self.make_optimizer(optimizer_class, optimizer_options)
 
     def make_optimizer(self, optimizer_class, options: dict):
@@ -87,13 +105,21 @@ class DDP(Peer):
 
 
 class ZeroRedundancy(DDP):
-    """DistributedDataParallel, with the optimizer's state divided by torch's ZeroRedundancyOptimizer."""
+    """DistributedDataParallel; torch's ZeroRedundancyOptimizer divides the optimizer's state (but not fp32 masters)."""
 
     theory_stage = 1
 
+    @staticmethod
+    def prepare(device: torch.device) -> None:
+        """Import it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # its module runs torch.jit.script, which is deprecated
+            import torch.distributed.optim  # noqa: F401
+
     def make_optimizer(self, optimizer_class, options: dict):
         """The optimizer of this rank's share of the parameters; after a step each rank broadcasts its share."""
-        return ZeroRedundancyOptimizer(self.masters, optimizer_class, parameters_as_bucket_view=True, **options)
+        self.prepare(self.params[0].device)
+        return torch.distributed.optim.ZeroRedundancyOptimizer(self.masters, optimizer_class, parameters_as_bucket_view=True, **options)
 
 
 class FSDP2(Peer):
@@ -105,16 +131,21 @@ class FSDP2(Peer):
 
     theory_stage = 3
     sharded = True
+    reshard_after_forward = None  # torch's default: blocks let their parameters go after forward, the root does not
 
     def __init__(self, model, optimizer_class, *, bucket_bytes=None, **optimizer_options):
         first = next(model.parameters())
         dtype = first.dtype
         mesh = init_device_mesh(first.device.type, (dist.get_world_size(),))
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype) if first.element_size() < 4 else MixedPrecisionPolicy()
+        # no change of dtype if it is fp32 already
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+        options = dict(mesh=mesh, mp_policy=policy)
+        if self.reshard_after_forward is not None:
+            options["reshard_after_forward"] = self.reshard_after_forward
         model.float()
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        self.model = fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(block, **options)
+        self.model = fully_shard(model, **options)
         self.optimizer = optimizer_class(model.parameters(), **optimizer_options)
 
     def no_sync(self):
@@ -124,3 +155,136 @@ class FSDP2(Peer):
     def reduced_gradients(self) -> list[torch.Tensor]:
         """This rank's shards of the averaged gradients."""
         return [param.grad.to_local() for param in self.model.parameters()]
+
+
+class FSDP2Kept(FSDP2):
+    """FSDP2 that keeps parameters whole from forward to backward: one all-gather a step, as stage 2 has."""
+
+    theory_stage = 2
+    reshard_after_forward = False
+
+
+# ----------------------------------------------------------------------------------------------------------- DeepSpeed
+
+
+class DeepSpeed(Peer):
+    """DeepSpeed's engine, in fp32 or bf16. It takes part only where it is installed; nothing of ours needs it.
+
+    DeepSpeed's buckets of 5e8 elements are meant for models a thousand times as large: they get our stages' size here.
+    """
+
+    @staticmethod
+    def is_installed() -> bool:
+        """Whether `import deepspeed` has a chance."""
+        return importlib.util.find_spec("deepspeed") is not None
+
+    @staticmethod
+    def prepare(device: torch.device) -> None:
+        """Import it: that takes seconds, and memory that is not the model's."""
+        os.environ.setdefault("DS_ACCELERATOR", device.type)
+        os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+        warnings.simplefilter("ignore")  # of what it calls some has newer names in torch
+        with redirect_stdout(io.StringIO()):  # it tells what it builds
+            import deepspeed
+
+            logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+            deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, dist_init_required=False)
+
+    def __init__(self, model, optimizer_class, *, bucket_bytes=4 * 2**20, **optimizer_options):
+        import deepspeed
+
+        first = next(model.parameters())
+        elements = bucket_bytes // first.element_size()  # DeepSpeed counts elements
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # of no consequence: it does not make the batches
+            "bf16": {"enabled": first.dtype == torch.bfloat16},
+            "gradient_clipping": 0.0,  # it would clip at 1.0
+            "zero_optimization": {
+                "stage": self.theory_stage,
+                "reduce_bucket_size": elements,
+                "allgather_bucket_size": elements,
+                "stage3_prefetch_bucket_size": elements,
+                "stage3_param_persistence_threshold": 0,
+            },
+        }
+        optimizer = optimizer_class(model.parameters(), **optimizer_options)
+        self.model, self.optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """In place of loss.backward(), which its stage 0 refuses."""
+        self.model.backward(loss)
+
+    def step(self):
+        """Update the parameters, and forget the gradients."""
+        self.model.step()
+
+    def zero_grad(self):
+        """Nothing is left to do: step() has done it."""
+
+
+class DeepSpeed0(DeepSpeed):
+    """No ZeRO: DeepSpeed's plain data parallelism."""
+
+    theory_stage = 0
+
+
+class DeepSpeed1(DeepSpeed):
+    """P_os."""
+
+    theory_stage = 1
+
+
+class DeepSpeed2(DeepSpeed):
+    """P_os+g."""
+
+    theory_stage = 2
+
+
+class DeepSpeed3(DeepSpeed):
+    """P_os+g+p."""
+
+    theory_stage = 3
+
+
+# ----------------------------------------------------------------------------------------------------------- the floor
+
+
+class Floor(Peer):
+    """The same forward, backward and update of 1/N of the elements, and nothing sent: no stage can be faster.
+
+    It trains nothing that is of use with more than one rank: each rank follows its own gradients, and moves only its
+    share of the parameters. On one rank it is plain PyTorch.
+    """
+
+    theory_stage = 1  # of what it holds
+    communicates = False
+
+    def __init__(self, model, optimizer_class, *, bucket_bytes=None, **optimizer_options):
+        self.model = model
+        params = list(model.parameters())
+        total, rank, world_size = sum(param.numel() for param in params), dist.get_rank(), dist.get_world_size()
+        first, last = total * rank // world_size, total * (rank + 1) // world_size
+        self.pieces = []  # (parameter, the slice of it that this rank updates, its master)
+        start = 0
+        for param in params:
+            piece = slice(max(first - start, 0), min(last - start, param.numel()))
+            start += param.numel()
+            if piece.start < piece.stop:
+                flat = param.detach().view(-1)[piece]
+                self.pieces.append((param, piece, torch.nn.Parameter(flat if flat.element_size() >= 4 else flat.float())))
+        self.optimizer = optimizer_class([master for _, _, master in self.pieces], **optimizer_options)
+
+    def no_sync(self):
+        """Nothing is sent anyway."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def step(self):
+        """Update this rank's share of the parameters."""
+        for param, piece, master in self.pieces:
+            master.grad = param.grad.view(-1)[piece].to(master.dtype)
+        self.optimizer.step()
+        for param, piece, master in self.pieces:
+            master.grad = None
+            if master.dtype != param.dtype:
+                param.view(-1)[piece].copy_(master)

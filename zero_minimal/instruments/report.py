@@ -27,9 +27,10 @@ def describe(report: dict) -> str:
     )
     first, last = report["losses"][0], report["losses"][-1]
     before, after = report["validation_losses"][0], report["validation_losses"][-1]
+    milliseconds, speed = report["step_seconds"] * 1000, report["tokens_per_second"]
     tail = (
         f"loss, nats a byte: training {first:.3f} → {last:.3f}, validation {before:.3f} → {after:.3f}\n"
-        f"speed: {report['step_seconds'] * 1000:,.1f} ms a step (median), {report['tokens_per_second']:,.0f} tokens a second"
+        f"speed: {milliseconds:,.1f} ms a step (median), {speed:,.0f} tokens a second"
     )
     return "\n\n".join((head, table(memory_rows(report)), table(traffic_rows(report)), tail))
 
@@ -39,10 +40,8 @@ def memory_rows(report: dict) -> list[list[str]]:
     memory, formulas = report["memory"], report["theory"]
     rows = [["memory of rank 0, bytes", "measured", "formula", "", "padding", "unexplained"]]
     for state in theory.STATES:
-        padding = report["padding"][state]
-        rest = memory[state] - formulas[state] - padding
         words = theory.formula(report["theory_stage"], state, report["dtype"])
-        rows.append([f"  {state}", number(memory[state]), number(formulas[state]), words, number(padding), number(rest)])
+        rows.append([f"  {state}", *explained(memory[state], formulas[state], words, report["padding"][state])])
     rows.append(["  activations, at most", number(memory["activations"]), "", "", "", ""])
     rows.append(["  temporary buffers, at most", number(memory["buffers"]), "", "", "", ""])
     rows.append(["  all at the same moment, at most", number(memory["peak"]), "", "", "", ""])
@@ -52,13 +51,12 @@ def memory_rows(report: dict) -> list[list[str]]:
 def traffic_rows(report: dict) -> list[list[str]]:
     """Rows of the traffic table: what a ring sends for the collectives of a step, and what the loopback saw."""
     traffic = report["traffic"]
-    expected, padding = traffic["theory_bytes"], traffic["padding_bytes"]
-    rest = traffic["sent_bytes"] - expected - padding
     words = f"{traffic['theory_volume']}Ψ(N−1)/N"
+    sent = explained(traffic["sent_bytes"], traffic["theory_bytes"], words, traffic["padding_bytes"])
     wire = "not known here" if traffic["wire_bytes"] is None else number(round(traffic["wire_bytes"]))
     rows = [
         ["traffic of a rank, bytes a step", "measured", "formula", "", "padding", "unexplained"],
-        ["  sent, as a ring sends", number(traffic["sent_bytes"]), number(expected), words, number(padding), number(rest)],
+        ["  sent, as a ring sends", *sent],
         ["  crossed the loopback", wire, "", "", "", ""],
     ]
     for name, counts in sorted(traffic["collectives"].items()):
@@ -66,13 +64,18 @@ def traffic_rows(report: dict) -> list[list[str]]:
     return rows
 
 
+def explained(measured: float, formula: float, words: str, padding: float) -> list[str]:
+    """Cells of a row: measured, by the formula, the formula itself, padding, and what neither explains."""
+    return [number(measured), number(formula), words, number(padding), number(measured - formula - padding)]
+
+
 def table(rows: list[list[str]]) -> str:
     """Lines with the first row as head; columns of words to the left, of numbers to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [f"{row[0]:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
+        numbers = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([f"{row[0]:<{widths[0]}}", *numbers]).rstrip())
     lines.insert(1, "─" * max(map(len, lines)))
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """What the model reads: the bytes of a text, by default of the documentation that ships inside every Python.
 
-One byte is one token (vocabulary 256), so there is no tokenizer and nothing to download. The last tenth is held out for validation.
+One byte is one token (vocabulary 256), so there is no tokenizer and nothing to download. The last tenth is held out for
+validation.
 """
 
 import random
@@ -13,7 +14,7 @@ import torch
 def read_tokens(text: str = "") -> torch.Tensor:
     """The bytes of the file `text`, or of `pydoc_data.topics` if no file is named: uint8 [length of the text in bytes].
 
-    Raises ValueError, saying what to do, if the file cannot be read.
+    Raises ValueError, saying what to do, if the file cannot be read or holds nothing.
     """
     if not text:
         content = "\n".join(topics[name] for name in sorted(topics)).encode()
@@ -21,8 +22,11 @@ def read_tokens(text: str = "") -> torch.Tensor:
         try:
             content = Path(text).read_bytes()
         except OSError as error:
-            raise ValueError(f"cannot read the text {text!r} ({error.strerror}): name a file that can be read") from error
-    return torch.tensor(list(content), dtype=torch.uint8)
+            reason = error.strerror or error
+            raise ValueError(f"cannot read the text {text!r} ({reason}): name a file that can be read") from error
+        if not content:
+            raise ValueError(f"the text {text!r} is empty: name a file that holds some")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def split(tokens: torch.Tensor, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,16 +37,18 @@ def split(tokens: torch.Tensor, sequence: int) -> tuple[torch.Tensor, torch.Tens
     held_out = len(tokens) // 10
     if held_out < sequence + 1:
         raise ValueError(
-            f"a text of {len(tokens)} bytes is too short for sequences of {sequence}: its last tenth is held out for validation and "
-            f"must hold {sequence + 1}; give a text of at least {10 * (sequence + 1)} bytes, or shorter sequences"
+            f"a text of {len(tokens)} bytes is too short for sequences of {sequence}: its last tenth is held out for "
+            f"validation and must hold {sequence + 1}; give a text of at least {10 * (sequence + 1)} bytes, or shorter "
+            "sequences"
         )
     return tokens[:-held_out], tokens[-held_out:]
 
 
 class Batches:
-    """Random crops of the text, without end: each item is (inputs, targets), both int64 [batch, sequence]; targets are one byte ahead.
+    """Random crops of the text, without end.
 
-    Each rank draws its own, from `seed` and `rank` alone: the same whatever the stage, the world and the model.
+    Each item is (inputs, targets), both int64 [batch, sequence]; targets are one byte ahead. Each rank
+    draws its own, from `seed` and `rank` alone: the same whatever the stage, the world and the model.
     """
 
     def __init__(self, tokens: torch.Tensor, batch: int, sequence: int, seed: int, rank: int):
@@ -58,10 +64,10 @@ class Batches:
 
 
 def validation_batches(tokens: torch.Tensor, batch: int, sequence: int, rank: int, world_size: int, windows: int = 96):
-    """This rank's part of `windows` fixed windows, spread evenly over the held-out text: a list of (inputs, targets) as in Batches.
+    """This rank's part of `windows` fixed windows, spread evenly over the held-out text: a list of items as of Batches.
 
-    All ranks get equally many (at stage 3 they must run forward together), so that the mean over ranks is the mean over windows;
-    what does not divide by the number of ranks is left out.
+    All ranks get equally many (at stage 3 they must run forward together), so that the mean over ranks is the mean over
+    windows; what does not divide by the number of ranks is left out.
     """
     gap = max(1, (len(tokens) - sequence - 1) // windows)
     starts = [start for start in range(0, len(tokens) - sequence, gap)][:windows]

@@ -1,7 +1,8 @@
 """A language model of the shape of GPT-2: what every stage trains.
 
-Learned positions, pre-norm blocks of causal attention and a GELU MLP, biases, dropout, one weight for embedding and head, and GPT-2's
-initialisation ("Language Models are Unsupervised Multitask Learners", Radford et al. 2019). It knows nothing of ZeRO.
+Learned positions, pre-norm blocks of causal attention and a GELU MLP, biases, dropout, one weight for embedding and
+head, and GPT-2's initialisation ("Language Models are Unsupervised Multitask Learners", Radford et al. 2019).
+It knows nothing of ZeRO.
 """
 
 import math
@@ -97,7 +98,8 @@ class GPT(nn.Module):
     """`model(tokens, targets)` is the mean cross-entropy in nats a token; `model(tokens)` are the logits.
 
     tokens and targets: int64 [batch, sequence]; logits: [batch, sequence, vocabulary], in the dtype of the parameters.
-    The loss is a 0-dim fp32 tensor whatever that dtype is. Raises ValueError for an input longer than `config.sequence`.
+    The loss is a 0-dim fp32 tensor whatever that dtype is.
+    Raises ValueError for an input longer than `config.sequence`.
     """
 
     def __init__(self, config: GPTConfig):

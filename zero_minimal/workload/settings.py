@@ -72,10 +72,13 @@ class Settings:
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser for programs that torchrun starts: every rank reads the same flags, and rank 0 speaks."""
 
+    def __init__(self, *, allow_abbrev: bool = False, **options):
+        super().__init__(allow_abbrev=allow_abbrev, **options)
+
     def error(self, message):
         # torchrun ends all ranks when the first one is gone, so the others let rank 0 go first
         if _local_rank() != 0:
-            time.sleep(1)
+            time.sleep(3)
         super().error(message)
 
     def print_help(self, file=None):
@@ -98,7 +101,8 @@ def add_settings(parser: argparse.ArgumentParser, **defaults) -> None:
         else:
             shown = "" if default == "" else f" (default: {default})"
             kind = {"type": _number(setting.type)} if setting.type in (int, float) else {}
-            group.add_argument(flag, default=default, metavar=setting.name.upper(), help=setting.metadata["help"] + shown, **kind)
+            metavar = setting.name.upper().replace("_", "-")
+            group.add_argument(flag, default=default, metavar=metavar, help=setting.metadata["help"] + shown, **kind)
 
 
 def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Settings:
@@ -112,6 +116,11 @@ def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace
     except ValueError as error:
         parser.error(str(error))
     return settings
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Give the parser --device, which ranks.choose understands."""
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: auto, a GPU if any")
 
 
 def output_file(path: str) -> Path:

@@ -16,7 +16,15 @@ from zero_minimal.instruments import report
 from zero_minimal.instruments.observer import Observer
 from zero_minimal.workload import data
 from zero_minimal.workload.model import GPT
-from zero_minimal.workload.settings import DTYPES, Parser, Settings, add_settings, output_file, read_settings
+from zero_minimal.workload.settings import (
+    DTYPES,
+    Parser,
+    Settings,
+    add_device,
+    add_settings,
+    output_file,
+    read_settings,
+)
 
 WARM_UP = 100  # steps
 
@@ -50,7 +58,7 @@ def train(stage_class, settings: Settings, rank: ranks.Rank) -> dict:
         for group in zero.optimizer.param_groups:
             group["lr"] = learning_rate(step, settings)
         with observer.step():
-            zero.zero_grad()
+            zero.zero_grad()  # first, not last: at the end of the step the observer counts the gradients too
             loss = 0.0
             for micro in range(settings.accumulate):
                 inputs, targets = (tokens.to(rank.device) for tokens in next(batches))
@@ -114,12 +122,11 @@ def mean_over_ranks(values: list[float], rank: ranks.Rank) -> list[float]:
 def main(stage_class) -> None:
     """The program of a stage file: read the flags, train, print the report, and write it as JSON if asked to."""
     parser = Parser(
-        description=f"Train a GPT with {stage_class.__name__}: torchrun --nproc-per-node 2 zero_minimal/{stage_class.__name__.lower()}.py",
-        allow_abbrev=False,
+        description=f"Train a GPT with {stage_class.__name__}, by itself or under torchrun --nproc-per-node N.",
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute (default: auto)")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="how ranks speak (default: nccl with a GPU for each rank, else gloo)")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank, else gloo")
+    add_device(parser)
     add_settings(parser)
     arguments = parser.parse_args()
     settings = read_settings(parser, arguments)

@@ -1,0 +1,133 @@
+"""The command compare, the peers it runs beside the stages, and the formulas it holds them against."""
+
+import json
+
+import pytest
+from matplotlib.image import imread
+
+from zero_minimal import __main__ as program
+from zero_minimal.foundations import ranks
+from zero_minimal.instruments import compare, peers, plots, report, theory
+from zero_minimal.stage0 import Stage0
+from zero_minimal.workload.settings import Settings
+from zero_minimal.workload.train import train
+
+SMALL = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 16, "batch": 2}
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """Rows and files of one small comparison."""
+    folder = tmp_path_factory.mktemp("compare")
+    flags = [f"--{name}={value}" for name, value in SMALL.items()]
+    program.main(["compare", *flags, "--ranks=2", "--steps=9", "--device=cpu",
+                  f"--json={folder / 'rows.json'}", f"--plot={folder / 'plot.png'}"])
+    return json.loads((folder / "rows.json").read_text())["rows"], folder / "plot.png"
+
+
+def test_all_stages_and_peers_run_on_the_same_work(compared):
+    rows, _ = compared
+    assert [row["name"] for row in rows] == ["stage 0", "stage 1", "stage 2", "stage 3", "DDP", "FSDP2"]
+    assert [row["stage"] for row in rows] == [0, 1, 2, 3, None, None]
+    for row in rows[1:4]:
+        assert row["losses"] == rows[0]["losses"]
+    for row in rows[4:]:
+        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
+
+
+def test_model_states_and_traffic_shrink_and_grow_as_the_paper_says(compared):
+    rows, _ = compared
+    states = [sum(row["memory"][state] for state in theory.STATES) for row in rows]
+    assert states[0] > states[1] > states[2] > states[3]
+    sent = [row["traffic"]["sent_bytes"] for row in rows]
+    assert sent[0] == sent[1] == sent[2] < sent[3] <= 1.5 * sent[0]
+
+
+def test_the_picture_is_drawn(compared):
+    pixels = imread(compared[1])
+    assert pixels.shape[0] > 800 and pixels.shape[1] > 1200
+    assert pixels[..., :3].std() > 0.1  # something is on it
+
+
+def test_the_table_names_every_run(compared):
+    rows, _ = compared
+    text = compare.describe(rows)
+    assert all(row["name"] in text for row in rows)
+    assert "agree bit for bit: stage 0, stage 1, stage 2, stage 3" in text
+
+
+def test_a_difference_between_losses_is_told():
+    losses = {"one": [2.0, 4.0], "two": [2.0, 4.0], "three": [2.0, 4.2]}
+    rows = [{"name": name, "losses": own} for name, own in losses.items()]
+    assert compare.agreement(rows).splitlines() == [
+        "losses that agree bit for bit: one, two", "three: within 0.05 of one's",
+    ]
+
+
+def test_a_machine_without_a_loopback_counter_is_drawn_too(compared):
+    rows = [row | {"traffic": row["traffic"] | {"wire_bytes": None}} for row in compared[0]]
+    plots.compare(rows, "no counter")
+    assert "?" in compare.describe(rows) and "not known here" in report.describe(rows[0])
+
+
+# -------------------------------------------------------------------------------------------------------------- peers
+
+
+def run(stage_class, settings):
+    with ranks.start() as rank:
+        return train(stage_class, settings, rank)
+
+
+OPTIONS = [{}, {"clip": 0.5, "accumulate": 2}, {"clip": 0.5, "dtype": "bf16"}, {"dtype": "fp16"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_peer_learns_what_stage_0_learns(options):
+    settings = Settings(**SMALL, steps=6, **options)
+    expected = ranks.run(run, 2, Stage0, settings, device="cpu")[0]
+    # bf16 and fp16: sums in another order are rounded to 8 or 11 bits, and Adam's first steps make a whole step of it
+    tolerance = 1e-5 if settings.dtype == "fp32" else 1e-2
+    for peer in (peers.DDP, peers.ZeroRedundancy, peers.FSDP2):
+        own = ranks.run(run, 2, peer, settings, device="cpu")[0]
+        assert own["losses"] == pytest.approx(expected["losses"], rel=tolerance), peer.__name__
+
+
+# ----------------------------------------------------------------------------------------------- formulas and commands
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.875)])
+def test_the_formulas_are_those_of_figure_1(stage, gigabytes):
+    states = theory.model_states(stage, 7_500_000_000, 64, "fp16")
+    assert sum(states.values()) / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+VOLUMES = [(0, 1, 2), (0, 4, 2), (1, 4, 2), (2, 1, 2), (2, 4, 5), (3, 1, 3), (3, 4, 12)]
+
+
+@pytest.mark.parametrize(("stage", "accumulate", "volume"), VOLUMES)
+def test_the_formulas_of_traffic(stage, accumulate, volume):
+    assert theory.traffic(stage, 1000, 4, "fp32", accumulate) == volume * 1000 * 4 * 3 / 4
+    assert theory.traffic(stage, 1000, 1, "bf16", accumulate) == 0
+
+
+def test_an_unknown_command_is_answered_with_those_there_are(capsys):
+    assert program.main(["compere"]) == 2
+    error = capsys.readouterr().err
+    assert "unknown command 'compere'" in error and "compare" in error
+    assert program.main(["--help"]) is None and "compare" in capsys.readouterr().out
+
+
+def test_compare_refuses_what_cannot_work(capsys):
+    for flags, accepted in [(["--ranks", "0"], "from 1 up"), (["--plot", "/nowhere/plot.png"], "cannot be written")]:
+        with pytest.raises(SystemExit):
+            program.main(["compare", *flags])
+        assert accepted in capsys.readouterr().err
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "rows.json"
+    report.write_json({"rows": []}, file)
+    with pytest.raises(TypeError):
+        report.write_json({"rows": object()}, file)
+    assert json.loads(file.read_text()) == {"rows": []}
+    assert list(tmp_path.iterdir()) == [file]

@@ -1,0 +1,480 @@
+"""Mistakes end with a clear error, on every rank and without a hang; after an exception the next step is right."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from odd_models import WIDTH, Chain, Layer, vectors
+
+from zero_minimal.foundations import ranks
+from zero_minimal.foundations.ranks import RankError
+
+SGD, STAGES = torch.optim.SGD, toys.STAGES
+
+
+def on_two_ranks(check):
+    """A test that runs `check(stage)` on two ranks for each stage, in fp64. What it expects, it expects on both."""
+
+    def run_it(stage):
+        torch.set_default_dtype(torch.float64)
+        check(stage)
+
+    @pytest.mark.parametrize("stage", STAGES)
+    def test(stage):
+        toys.run(run_it, 2, stage, timeout=60)
+
+    return test
+
+
+def wrapped(stage, make=Chain, **options):
+    torch.manual_seed(dist.get_rank())
+    model = make()
+    return model, stage(model, SGD, **{"lr": 0.1, **options})
+
+
+def loss_of(model, step=0):
+    return model(vectors(dist.get_rank(), step)).square().mean()
+
+
+def train_step(model, zero, step=0):
+    loss_of(model, step).backward()
+    zero.step()
+    zero.zero_grad()
+
+
+# --------------------------------------------------------------------------------------------- wrapping the wrong thing
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam's direction with a step as long as the parameter: looks at norms."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["mean"] = 0.9 * state.get("mean", 0) + 0.1 * param.grad
+                    direction = state["mean"].sign()
+                    param.sub_(direction * group["lr"] * param.norm() / direction.norm())
+
+
+def refuse_models(stage):
+    model, zero = wrapped(stage)
+    for again in (model, model.head, nn.Sequential(nn.Linear(WIDTH, WIDTH), model)):
+        for other in STAGES:
+            with pytest.raises(ValueError, match=f"belongs to a {stage.__name__} already"):
+                other(again, SGD, lr=0.1)
+    train_step(model, zero)  # the first one still works
+    for empty in (nn.Tanh(), nn.ModuleList(), Chain().requires_grad_(False)):
+        with pytest.raises(ValueError, match="no parameter to train"):
+            stage(empty, SGD, lr=0.1)
+    for wrong in (zero, [nn.Linear(3, 3)], Chain().parameters(), Chain):
+        with pytest.raises(TypeError, match="Module"):
+            stage(wrong, SGD, lr=0.1)
+
+
+def refuse_optimizers(stage):
+    kinds = [(torch.optim.LBFGS, {}), (torch.optim.Adafactor, {}), (torch.optim.Adafactor, dict(lr=1e-5)),
+             (torch.optim.SparseAdam, {}), *((Lamb, dict(lr=lr)) for lr in (0.1, 1e-3, 1e-6, 0.0))]
+    if hasattr(torch.optim, "Muon"):
+        kinds.append((torch.optim.Muon, dict(lr=0.1)))
+    for kind, options in kinds:
+        with pytest.raises(ValueError, match=f"{kind.__name__} is not element-wise"):
+            stage(nn.Linear(4, 4), kind, **options)
+    with pytest.raises(TypeError, match="SGD"):
+        stage(nn.Linear(3, 3), SGD, lr=0.1, momentun=0.9)
+    with pytest.raises(ValueError, match="learning rate"):
+        stage(nn.Linear(3, 3), SGD, lr=-1.0)
+    model = nn.Linear(3, 3)
+    with pytest.raises(TypeError, match="class"):
+        stage(model, SGD(model.parameters(), lr=0.1))
+    stage(model, SGD, lr=0.1)  # an attempt that failed leaves nothing behind
+
+
+def accept_optimizers(stage):
+    """All element-wise ones of torch, also with lr=0 (a warm-up) and a tensor for lr."""
+    adam = torch.optim.Adam
+    for kind, options in [
+        (SGD, dict(nesterov=True, momentum=0.9, lr=0.0)), (adam, dict(amsgrad=True)), (adam, dict(fused=True)),
+        (adam, dict(foreach=True)), (adam, dict(lr=torch.tensor(0.01))), (torch.optim.AdamW, dict(maximize=True)),
+        (torch.optim.NAdam, {}), (torch.optim.RAdam, {}), (torch.optim.Adamax, {}), (torch.optim.Adadelta, {}),
+        (torch.optim.Adagrad, {}), (torch.optim.RMSprop, dict(centered=True)), (torch.optim.ASGD, {}),
+        (torch.optim.Rprop, {}),
+    ]:
+        torch.manual_seed(0)
+        model = nn.Linear(WIDTH, 3)
+        plain = copy.deepcopy(model)
+        zero, optimizer = stage(model, kind, **options), kind(plain.parameters(), **options)
+        for step in range(3):
+            train_step(model, zero, step)
+            optimizer.zero_grad()
+            sum(plain(vectors(rank, step)).square().mean() for rank in range(2)).div(2).backward()
+            optimizer.step()
+        # fp64, but some divide by the root of a small variance: that enlarges 1e-16 to 1e-8 at the worst
+        for ours, theirs in zip(toys.whole_parameters(zero), plain.parameters(), strict=True):
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-7), kind
+
+
+def refuse_groups(stage):
+    model, stranger = Chain(), nn.Parameter(torch.zeros(3))
+    for groups, words in [
+        ([dict(params=model.parameters()), dict(params=[stranger])], "does not have"),
+        ([dict(params=model.parameters()), dict(params=model.head.weight)], "twice"),
+        ([dict(params=[model.head.bias, model.head.bias])], "twice"),
+        ([dict(params=[])], "no parameter to train"),
+        ([dict(params=model.parameters(), lr=-1.0)], "learning rate"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            stage(model, SGD, lr=0.1, param_groups=groups)
+    stage(model, SGD, lr=0.1, param_groups=[dict(params=model.head.parameters())])
+    for iterable in (nn.Module.parameters, nn.Module.named_parameters, lambda m: list(m.parameters())):
+        model = Chain()  # what torch.optim takes as one group
+        zero = stage(model, SGD, lr=0.1, param_groups=iterable(model))
+        assert len(zero.optimizer.param_groups) == 1
+        train_step(model, zero)
+
+
+test_refuses_models = on_two_ranks(refuse_models)
+test_refuses_optimizers = on_two_ranks(refuse_optimizers)
+test_accepts_optimizers = on_two_ranks(accept_optimizers)
+test_refuses_groups = on_two_ranks(refuse_groups)
+
+
+def refuse_differences(stage):
+    rank = dist.get_rank()
+    for make in (
+        lambda: Chain(count=2 + rank),
+        lambda: nn.Linear(3, 3 + rank),
+        lambda: nn.Linear(3, 3, dtype=(torch.float64, torch.float32)[rank]),
+        lambda: nn.Sequential(nn.Linear(3, 3).requires_grad_(rank == 0), nn.Linear(3, 3)),
+        lambda: nn.ModuleDict({"ab"[rank]: nn.Linear(3, 3)}),
+    ):
+        with pytest.raises(RuntimeError, match="model of rank 1 differs from rank 0's"):
+            stage(make(), SGD, lr=0.1)
+
+
+test_refuses_ranks_that_differ = on_two_ranks(refuse_differences)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_needs_ranks(stage):
+    with pytest.raises(RuntimeError, match=r"ranks\.start\(\).*ranks\.run"):
+        stage(nn.Linear(3, 3), SGD, lr=0.1)
+
+
+def empty_on_one_rank(stage):
+    stage(Chain().requires_grad_(dist.get_rank() == 0), SGD, lr=0.1)
+
+
+def test_one_rank_alone_makes_the_mistake():
+    with pytest.raises(RankError, match="rank 1 of 2.*no parameter to train"[:14]) as caught:
+        toys.run(empty_on_one_rank, 2, STAGES[2], timeout=60)
+    assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ValueError)
+
+
+def save(stage):
+    torch.set_default_dtype(torch.float64)
+    _, zero = wrapped(stage)
+    return copy.deepcopy(zero.state_dict())
+
+
+def refuse_states(states):
+    torch.set_default_dtype(torch.float64)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for stage in STAGES:
+        model, zero = wrapped(stage)
+        before = toys.whole_parameters(zero)
+        for (name, world), saved in states.items():
+            if name == stage.__name__ and world == world_size:
+                zero.load_state_dict(saved[rank])
+                with pytest.raises(ValueError, match="rank"):
+                    zero.load_state_dict(saved[rank - 1])
+            else:
+                with pytest.raises(ValueError, match="saved with"):
+                    zero.load_state_dict(saved[min(rank, world - 1)])
+        for other in (wrapped(stage, nn.Tanh if False else lambda: Chain(count=2))[1], wrapped(stage, bucket_bytes=64)[1]):
+            if stage is not STAGES[3] or len(other.buckets) != len(zero.buckets):  # at stage 3 bucket_bytes changes nothing
+                with pytest.raises(ValueError, match="buckets"):
+                    zero.load_state_dict(other.state_dict())
+        assert toys.identical(toys.whole_parameters(zero), before)
+        train_step(model, zero)
+
+
+def test_refuses_states_of_others():
+    states = {(stage.__name__, world): toys.run(save, world, stage) for stage in STAGES for world in (1, 2)}
+    toys.run(refuse_states, 2, states)
+
+
+# ------------------------------------------------------------------------------------------------- using it wrongly
+
+
+def refuse_uses(stage):
+    model, zero = wrapped(stage)
+    with pytest.raises(RuntimeError, match=r"zero\.step\(\)"):
+        loss_of(model).backward()
+        zero.optimizer.step()
+    zero.zero_grad()
+    train_step(model, zero)
+
+    model, zero = wrapped(stage)
+    model.float()  # the parameters leave their buckets
+    with pytest.raises(RuntimeError, match="moved or replaced|same dtype"):
+        model(vectors(0, 0).float()).square().mean().backward()
+
+    if stage is not STAGES[3]:
+        model, zero = wrapped(stage)
+        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+        with pytest.raises(RuntimeError, match="moved or replaced"):
+            train_step(model, zero)
+
+
+class Again(Chain):
+    """The same layer three times, each recomputed by a backward pass of its own."""
+
+    def forward(self, x):
+        for _ in range(3):
+            x = checkpoint(self.layers[0], x, use_reentrant=True)
+        return self.head(x)
+
+
+def refuse_second_gradients(stage):
+    model, zero = wrapped(stage, lambda: Again(count=1))
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        model(vectors(dist.get_rank(), 0).requires_grad_()).square().mean().backward()
+
+    model, zero = wrapped(stage)
+    again = checkpoint(model, vectors(dist.get_rank(), 0).requires_grad_(), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        (again.square().mean() + loss_of(model, 1)).backward()
+    zero.zero_grad()
+    train_step(model, zero)
+
+
+test_refuses_wrong_uses = on_two_ranks(refuse_uses)
+test_refuses_second_gradients = on_two_ranks(refuse_second_gradients)
+
+
+# ------------------------------------------------------------------------------------------- after an exception
+
+
+class Fragile(Chain):
+    """Fails when told to: in the forward of a unit in the middle, or when backward comes there."""
+
+    class Link(Layer):
+        fails = None
+
+        def forward(self, x):
+            x = super().forward(x)
+            if self.fails == "forward":
+                raise ZeroDivisionError("in forward")
+            if self.fails == "backward":
+                x.register_hook(self.fail)
+            return x * 1.5
+
+        def fail(self, gradient):
+            raise ZeroDivisionError("in backward")
+
+    def __init__(self):
+        super().__init__(self.Link, count=4)
+
+
+def recover(stage):
+    outcomes = []
+    for kinds in ((None, None), ("forward", "forward"), ("backward", "backward"), ("forward", "backward")):
+        model, zero = wrapped(stage, Fragile, momentum=0.9, bucket_bytes=600)
+        train_step(model, zero, 0)
+        for step, kind in enumerate(kinds, 1):
+            if kind:
+                model.layers[2].fails = kind
+                with pytest.raises(ZeroDivisionError):
+                    loss_of(model, 50).backward()
+                model.layers[2].fails = None
+                zero.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            zero.step()
+            zero.zero_grad()
+            with torch.no_grad():
+                loss_of(model)
+        outcomes.append([loss.detach(), *toys.whole_parameters(zero)])
+    for outcome in outcomes[1:]:
+        assert toys.identical(outcome, outcomes[0])
+
+
+def fail_on_one_rank(stage):
+    model, zero = wrapped(stage, Fragile)
+    train_step(model, zero)
+    if dist.get_rank() == 1:
+        model.layers[1].fails = "backward"
+    train_step(model, zero, 1)
+
+
+test_recovers = on_two_ranks(recover)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_exception_on_one_rank(stage):
+    with pytest.raises(RankError, match="in backward") as caught:
+        toys.run(fail_on_one_rank, 3, stage, timeout=60)
+    assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+# ----------------------------------------------------------------------------- stage 3: memory that is not there
+
+
+def on_stage_3(check):
+    def run_it():
+        torch.set_default_dtype(torch.float64)
+        check(STAGES[3])
+
+    return lambda: toys.run(run_it, 2, timeout=60)
+
+
+def read_outside(stage):
+    """Released parameters read as NaN; what was taken while they were whole stays valid."""
+    model, zero = wrapped(stage)
+    train_step(model, zero)
+    weight = model.layers[0].linear.weight
+    for read in (weight, weight.t(), weight.detach(), weight.data, weight[1:], weight.clone(), model.head.bias):
+        assert read.shape.numel() and read.isnan().all()
+    assert (weight @ weight).isnan().all() and weight.sum().isnan()
+    with zero.gather_parameters():
+        state, kept = model.state_dict(), model.layers[0].linear.weight.t()
+        image, copied = {name: tensor.clone() for name, tensor in state.items()}, copy.deepcopy(state)
+        assert not model(vectors(0, 0)).isnan().any()
+    train_step(model, zero)
+    for name, tensor in state.items():
+        assert torch.equal(tensor, image[name]) and torch.equal(tensor, copied[name])
+    assert torch.equal(kept, image["layers.0.linear.weight"].t())
+    with pytest.raises(RuntimeError, match="gather_parameters"):
+        model.state_dict()
+    with pytest.raises(RuntimeError, match="gather_parameters"):
+        model.load_state_dict(image)
+
+
+def call_parts(stage):
+    """A unit works without the model; what belongs to the root is NaN without it, and an error in training."""
+    model, zero = wrapped(stage)
+    x = vectors(0, 0)
+    for prepare in (lambda: None, lambda: train_step(model, zero), lambda: toys.whole_parameters(zero)):
+        for number in (0, 2, 2, 1):
+            prepare()
+            with torch.no_grad():
+                values = model.layers[number](x)
+            with zero.gather_parameters():
+                assert torch.equal(values, model.layers[number](x))
+    train_step(model, zero)
+    assert model.head(x).isnan().all()
+    with pytest.raises(RuntimeError, match="units="):
+        model.head(x).sum().backward()
+    zero.zero_grad()
+    train_step(model, zero)
+
+    class Outside(Chain):  # a weight of a unit, used by the root
+        def forward(self, x):
+            return super().forward(x @ self.layers[1].linear.weight)
+
+    model, zero = wrapped(stage, Outside)
+    assert loss_of(model).isnan()
+    with pytest.raises(RuntimeError, match="units="):
+        loss_of(model).backward()
+        zero.step()
+    model = Outside()
+    zero = stage(model, SGD, lr=0.1, units=[model.layers[0]])  # as the message says
+    train_step(model, zero)
+    assert not loss_of(model).isnan()
+
+
+class Leaking(Chain):
+    """Units that return a part of their own parameters."""
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, WIDTH))
+
+        def forward(self, x):
+            return x, self.weight[: len(x)]
+
+    def __init__(self):
+        super().__init__(self.Table)
+
+    def forward(self, x):
+        tables = []
+        for layer in self.layers:
+            x, table = layer(x)
+            tables.append(table)
+        return self.head(x * sum(tables))
+
+
+def refuse_at_stage_3(stage):
+    model, zero = wrapped(stage)
+    before = toys.whole_parameters(zero)
+    state = zero.state_dict()
+    loss = loss_of(model)
+    with zero.gather_parameters():
+        for call in (zero.step, lambda: zero.load_state_dict(state), zero.gather_parameters().__enter__, loss.backward):
+            with pytest.raises(RuntimeError, match="gather_parameters"):
+                call()
+    assert toys.identical(toys.whole_parameters(zero), before)
+    zero.zero_grad()
+    train_step(model, zero)
+
+    x = vectors(0, 0).requires_grad_()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    zero.zero_grad()
+    train_step(model, zero)
+
+    model, zero = wrapped(stage, Leaking)
+    with pytest.raises(RuntimeError, match="clone"):
+        loss_of(model)
+    with pytest.raises(ValueError, match="not a part"):
+        stage(Chain(), SGD, lr=0.1, units=[nn.Linear(3, 3)])
+
+
+test_stage_3_reading_outside = on_stage_3(read_outside)
+test_stage_3_parts = on_stage_3(call_parts)
+test_stage_3_refuses = on_stage_3(refuse_at_stage_3)
+
+
+# ------------------------------------------------------------------------------------------------------ devices
+
+
+def test_devices(monkeypatch):
+    def message(gpus, *question):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        with pytest.raises(ValueError) as caught:
+            ranks.choose(*question)
+        return str(caught.value)
+
+    assert "unknown device" in message(0, "tpu", None, 1)
+    assert "unknown backend" in message(0, "cpu", "mpi", 1)
+    assert "no GPU" in message(0, "cuda", None, 1)
+    assert "needs a GPU for each of the 3 ranks, and this machine has 2" in message(2, "cuda", "nccl", 3)
+    assert "needs a GPU" in message(8, "cpu", "nccl", 2)
+    for gpus, question, answer in [
+        (0, ("auto", None, 4), ("cpu", "gloo")),
+        (4, ("auto", None, 4), ("cuda", "nccl")),
+        (1, ("auto", None, 4), ("cuda", "gloo")),
+        (4, ("cpu", None, 4), ("cpu", "gloo")),
+        (4, ("cuda", "gloo", 4), ("cuda", "gloo")),
+    ]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert ranks.choose(*question) == answer
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="no GPU"):
+        ranks.run(print, 2, device="cuda")

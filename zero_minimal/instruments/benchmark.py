@@ -1,0 +1,302 @@
+"""Benchmark: how long a step takes beside the data parallelism of others, and what it sends and holds.
+
+    python -m zero_minimal bench --model 11M,50M --plot bench.png
+
+All runs do the same: model, data, seeds, fused AdamW; bucket sizes are everybody's own. What makes the times comparable:
+
+    in turn      A B C, A B C, …, each time in fresh ranks. A machine drifts over minutes; so a run is divided by DDP's
+                 of the same round, and what is reported is the median of these ratios, with their spread
+    the step     lasts from one barrier to the next: it is the slowest rank's, and what is still under way when step()
+                 returns is counted too. Warm-up steps are left out; the median of the others stands for the run
+    one core     holds each rank with all its threads; where there are fewer cores than ranks, they share
+    the losses   of each rank must be DDP's within 1e-5: who computes something else has not won
+
+Memory and traffic are watched in a short run apart, since that slows a step. Resident memory is what the operating
+system saw in the timed runs: the peak (VmHWM) from the moment before the model is built, less what was resident at that
+moment: Python, torch, the process group, the batches. Of the ranks the highest counts, of the rounds the median.
+"""
+
+import argparse
+import statistics
+import sys
+from dataclasses import replace
+
+from tqdm import tqdm
+
+from zero_minimal.foundations import ranks
+from zero_minimal.instruments import peers, plots, report, scaling
+from zero_minimal.instruments.observer import MEMORY_STEPS, TRAFFIC_STEPS
+from zero_minimal.instruments.scaling import Point
+from zero_minimal.instruments.timing import time_steps, watch_steps
+from zero_minimal.stage0 import Stage0
+from zero_minimal.stage1 import Stage1
+from zero_minimal.stage2 import Stage2
+from zero_minimal.stage3 import Stage3
+from zero_minimal.workload import data
+from zero_minimal.workload.settings import DTYPES, Parser, Settings, output_file, positive
+
+REFERENCE = "DDP"
+CONTENDERS = {
+    "DDP": peers.DDP,
+    "stage 0": Stage0,
+    "stage 1": Stage1,
+    "stage 2": Stage2,
+    "stage 3": Stage3,
+    "ZeroRedundancy": peers.ZeroRedundancy,
+    "FSDP2 kept": peers.FSDP2Kept,
+    "FSDP2": peers.FSDP2,
+    "DeepSpeed 0": peers.DeepSpeed0,
+    "DeepSpeed 1": peers.DeepSpeed1,
+    "DeepSpeed 2": peers.DeepSpeed2,
+    "DeepSpeed 3": peers.DeepSpeed3,
+    "floor": peers.Floor,
+}
+OPPONENTS = {  # besides DDP: whom a stage is held against
+    "stage 0": ["DeepSpeed 0"],
+    "stage 1": ["ZeroRedundancy", "DeepSpeed 1"],
+    "stage 2": ["ZeroRedundancy", "FSDP2 kept", "DeepSpeed 2"],
+    "stage 3": ["FSDP2", "DeepSpeed 3"],
+}
+SAME_LOSS = 1e-5  # relative
+
+
+def measure(point: Point, names: list[str], *, warm_up: int, repeats: int, device: str = "auto", say=print) -> list[dict]:
+    """All contenders at one point, in turn: one row each (see `row`).
+
+    Args: names are of CONTENDERS, the REFERENCE first; `say` is called with a line before each run.
+    A peer that does not run here is left out, with a word why on stderr; an error of one of our stages is raised.
+    Raises: ValueError if somebody's losses are not the reference's.
+    """
+    watched, timed = {}, {}
+    for name in names:
+        say(f"{point.describe()}: {name}, memory and traffic")
+        settings = replace(point.settings, steps=MEMORY_STEPS + TRAFFIC_STEPS)
+        try:
+            watched[name] = run(point, device, watch_steps, CONTENDERS[name], settings)
+        except ranks.RankError as error:
+            if name == REFERENCE or name in OPPONENTS:
+                raise
+            print(f"{name} does not run here:\n{error}", file=sys.stderr)
+    for repeat in range(repeats):
+        for name in watched:
+            say(f"{point.describe()}: {name}, round {repeat + 1} of {repeats}")
+            results = run(point, device, time_steps, CONTENDERS[name], point.settings, warm_up)
+            timed.setdefault(name, []).append(results)
+            check_losses(name, results, timed[REFERENCE][repeat])
+    seconds = {name: [run_seconds(results) for results in rounds] for name, rounds in timed.items()}
+    return [row(point, name, watched[name], timed[name], seconds) for name in watched]
+
+
+def run(point: Point, device: str, function, *args) -> list[dict]:
+    """function(*args) on fresh ranks: their results, rank 0's first."""
+    return ranks.run(function, point.ranks, *args, timeout=3600, device=device)
+
+
+def check_losses(name: str, results: list[dict], reference: list[dict]) -> None:
+    """Raise ValueError if the losses of a rank are not those of the reference's same rank.
+
+    Ranks that do not communicate part after their first update; up to it they agree.
+    """
+    steps = 1 if len(results) > 1 and not communicates(name) else len(results[0]["losses"])
+    for rank, (result, expected) in enumerate(zip(results, reference, strict=True)):
+        pairs = zip(result["losses"], expected["losses"], strict=True)
+        for step, (loss, right) in list(enumerate(pairs))[:steps]:
+            if not abs(loss - right) <= SAME_LOSS * abs(right):  # NaN is caught too
+                raise ValueError(
+                    f"{name} computes something else than {REFERENCE}, so their times cannot be compared: "
+                    f"on rank {rank} its loss in step {step} is {loss}, and {REFERENCE}'s is {right}"
+                )
+
+
+def communicates(name: str) -> bool:
+    """Whether this contender sends anything."""
+    return getattr(CONTENDERS[name], "communicates", True)
+
+
+def run_seconds(results: list[dict]) -> float:
+    """Seconds a step of one run: of each step the slowest rank's, of the steps the median."""
+    return statistics.median(max(step) for step in zip(*(result["seconds"] for result in results), strict=True))
+
+
+def row(point: Point, name: str, watched: list[dict], timed: list[list[dict]], seconds: dict[str, list[float]]) -> dict:
+    """What --json writes for one contender at one point. Of memory and traffic, the rank with the most counts."""
+    settings, first = point.settings, watched[0]
+    step_seconds = statistics.median(seconds[name])
+    residents = [[result["resident_bytes"] for result in results] for results in timed]
+    known = None not in residents[0]
+    return {
+        "name": name,
+        "model": point.model,
+        "parameters": first["parameters"],
+        "layers": settings.layers,
+        "hidden": settings.hidden,
+        "sequence_tokens": settings.sequence,
+        "batch_sequences_per_rank": settings.batch,
+        "ranks": point.ranks,
+        "sweeps": point.sweeps,
+        "dtype": settings.dtype,
+        "device": first["device"],
+        "backend": first["backend"],
+        "timed_steps": settings.steps,
+        "rounds": len(timed),
+        "step_seconds": step_seconds,
+        "step_seconds_by_round": seconds[name],
+        "ratios": {
+            other: spread([own / theirs for own, theirs in zip(seconds[name], seconds[other], strict=True)])
+            for other in (REFERENCE, *OPPONENTS.get(name, [])) if other in seconds
+        },
+        "tokens_per_second": settings.tokens_per_step(point.ranks) / step_seconds,
+        "wire_bytes_per_step": first["traffic"]["wire_bytes"],
+        "sent_bytes_per_step": max(one["traffic"]["sent_bytes"] for one in watched),
+        "theory_bytes_per_step": first["traffic"]["theory_bytes"] if communicates(name) else 0,
+        "peak_ledger_bytes": max(one["memory"]["peak"] for one in watched),
+        "peak_resident_bytes": statistics.median(max(ranks) for ranks in residents) if known else None,
+        "losses": timed[0][0]["losses"],
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """{"min", "lower_quartile", "median", "upper_quartile", "max"}."""
+    quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return dict(zip(("min", "lower_quartile", "median", "upper_quartile", "max"),
+                    (min(values), *quartiles, max(values)), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def describe(rows: list[dict]) -> str:
+    """The rows of one point: a table of all contenders, and one of our stages against their opponents."""
+    first = rows[0]
+    head = (
+        f"\nGPT of {first['parameters']:,} parameters ({first['model']}: {first['layers']} layers, {first['hidden']} wide), "
+        f"{first['dtype']}, N = {first['ranks']} on {first['device']}, {first['backend']}; a step of a rank is "
+        f"{first['batch_sequences_per_rank']} × {first['sequence_tokens']} tokens; "
+        f"{first['rounds']} rounds of {first['timed_steps']} steps"
+    )
+    lines = [["", "ms a step", "× DDP", "min", "quartiles", "max", "MB on the wire", "sent", "formula",
+              "peak MB, ledger", "resident"]]
+    for row in rows:
+        lines.append([
+            row["name"], f"{row['step_seconds'] * 1000:.1f}", *spread_cells(row["ratios"][REFERENCE]),
+            megabytes(row["wire_bytes_per_step"]), megabytes(row["sent_bytes_per_step"]),
+            megabytes(row["theory_bytes_per_step"]), megabytes(row["peak_ledger_bytes"]),
+            megabytes(row["peak_resident_bytes"]),
+        ])
+    parts = [head, report.table(lines)]
+    duels = [[f"{row['name']} × {other}", *spread_cells(ratio)]
+             for row in rows for other, ratio in row["ratios"].items() if other != REFERENCE]
+    if duels:
+        parts.append(report.table([["times of a step", "median", "min", "quartiles", "max"], *duels]))
+    return "\n\n".join(parts)
+
+
+def spread_cells(ratio: dict[str, float]) -> list[str]:
+    """Median, minimum, quartiles and maximum of a ratio, for a table."""
+    quartiles = f"{ratio['lower_quartile']:.3f} – {ratio['upper_quartile']:.3f}"
+    return [f"{ratio['median']:.3f}", f"{ratio['min']:.3f}", quartiles, f"{ratio['max']:.3f}"]
+
+
+def megabytes(count: float | None) -> str:
+    """Bytes in millions, with one decimal."""
+    return "?" if count is None else f"{count / 1e6:,.1f}"
+
+
+# ------------------------------------------------------------------------------------------------------------ command
+
+
+def names_of_contenders(text: str) -> list[str]:
+    """The type of --only: contenders by name ("stage2,fsdp2"), the reference first, the others in our order."""
+    known = {name.replace(" ", "").lower(): name for name in available()}
+    wanted = [word.strip().replace(" ", "").lower() for word in text.split(",")]
+    for word in wanted:
+        if word not in known:
+            raise argparse.ArgumentTypeError(f"{word!r} is no contender here: choose from {', '.join(known)}")
+    return [name for key, name in known.items() if name == REFERENCE or key in wanted]
+
+
+def available() -> list[str]:
+    """The contenders of this machine: DeepSpeed only where it is installed."""
+    return [name for name, contender in CONTENDERS.items()
+            if not issubclass(contender, peers.DeepSpeed) or contender.is_installed()]
+
+
+def listed(kind):
+    """The type of a flag that takes several values, with commas in between; `kind` checks each."""
+
+    def values(text: str) -> list[str]:
+        words = [word.strip() for word in text.split(",")]
+        for word in words:
+            kind(word)
+        return list(dict.fromkeys(words))
+
+    return values
+
+
+def sweep(name: str) -> None:
+    """Check the name of a sweep."""
+    if name not in scaling.SWEEPS:
+        raise argparse.ArgumentTypeError(f"{name!r} is no sweep: choose from {', '.join(scaling.SWEEPS)}")
+
+
+def make_parser() -> Parser:
+    """The flags."""
+    parser = Parser(prog="python -m zero_minimal bench", allow_abbrev=False,
+                    description="Time stages 0 to 3 and their peers on the same work, in turn, each in fresh ranks.")
+    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="processes to train with (default: 2)")
+    parser.add_argument("--model", type=listed(scaling.shape), default=["11M"], metavar="SIZE[,SIZE]",
+                        help=f"{', '.join(scaling.MODELS)}, or layers and width, as in 6x384 (default: 11M)")
+    parser.add_argument("--sequence", type=positive, default=128, metavar="TOKENS", help="in a sequence (default: 128)")
+    parser.add_argument("--batch", type=positive, default=4, metavar="B", help="sequences of a rank in a step (default: 4)")
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of parameters (default: fp32)")
+    parser.add_argument("--steps", type=positive, default=20, metavar="S", help="timed in each run (default: 20)")
+    parser.add_argument("--warm-up", type=positive, default=4, metavar="S", help="steps before them (default: 4)")
+    parser.add_argument("--repeats", type=positive, default=5, metavar="R", help="rounds: runs of each (default: 5)")
+    parser.add_argument("--only", type=names_of_contenders, default=available(), metavar="NAME[,NAME]",
+                        help="measure these, and DDP: " + ", ".join(name.replace(" ", "").lower() for name in available()))
+    parser.add_argument("--sweep", type=listed(sweep), default=[], metavar="WHAT[,WHAT]",
+                        help="let ranks (1, 2, 4), size (5M to 100M) or sequence (64 to 512) grow")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute (default: auto)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all rows to this file")
+    parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw them")
+    return parser
+
+
+def read_points(parser: Parser, flags: argparse.Namespace) -> list[Point]:
+    """What to measure; ends the program with a message, before anything starts, if that cannot be done."""
+    try:
+        settings = Settings(sequence=flags.sequence, batch=flags.batch, steps=flags.steps, dtype=flags.dtype, lr=3e-4)
+        points = scaling.points(flags.model, flags.ranks, settings, flags.sweep)
+        tokens = data.read_tokens(settings.text)
+        for point in points:
+            data.split(tokens, point.settings.sequence)
+            ranks.choose(flags.device, None, point.ranks)
+    except ValueError as error:
+        parser.error(str(error))
+    return points
+
+
+def main(arguments: list[str]) -> str | None:
+    """The command: read the flags, measure point by point, print tables, write JSON and picture."""
+    parser = make_parser()
+    flags = parser.parse_args(arguments)
+    points = read_points(parser, flags)
+    rows = []
+    with tqdm(total=len(points) * len(flags.only) * (flags.repeats + 1), unit="run", leave=False) as progress:
+
+        def say(words: str) -> None:
+            progress.set_description(words, refresh=False)
+            progress.update()
+
+        for point in points:
+            try:
+                found = measure(point, flags.only, warm_up=flags.warm_up, repeats=flags.repeats, device=flags.device, say=say)
+            except ValueError as error:
+                return f"error: {error}"
+            rows += found
+            progress.write(describe(found))
+            if flags.json:  # after each point: a long sweep that is stopped has written what it found
+                report.write_json({"rows": rows}, flags.json)
+    if flags.plot:
+        plots.save(plots.benchmark(rows), flags.plot)
+    return None

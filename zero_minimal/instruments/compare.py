@@ -1,0 +1,111 @@
+"""Compare: all stages and their peers on the same work, each in fresh ranks, side by side.
+
+    python -m zero_minimal compare --ranks 2 --plot compare.png
+"""
+
+import sys
+
+from zero_minimal.foundations import ranks
+from zero_minimal.instruments import peers, plots, report
+from zero_minimal.stage0 import Stage0
+from zero_minimal.stage1 import Stage1
+from zero_minimal.stage2 import Stage2
+from zero_minimal.stage3 import Stage3
+from zero_minimal.workload.settings import (
+    Parser,
+    Settings,
+    add_device,
+    add_settings,
+    output_file,
+    positive,
+    read_settings,
+)
+from zero_minimal.workload.train import train
+
+STAGES = (Stage0, Stage1, Stage2, Stage3)
+PEERS = (peers.DDP, peers.FSDP2)
+
+
+def run(stage_class, settings: Settings, world_size: int, device: str = "auto", timeout: float = 3600) -> dict:
+    """Train with one class in `world_size` fresh ranks; return rank 0's report. Raises what ranks.run raises."""
+
+    def on_each_rank():
+        with ranks.start() as rank:
+            return train(stage_class, settings, rank)
+
+    return ranks.run(on_each_rank, world_size, device=device, timeout=timeout)[0]
+
+
+def run_all(settings: Settings, world_size: int, device: str = "auto", timeout: float = 3600) -> list[dict]:
+    """The reports of all stages, then of the peers; one that this machine cannot run is left out, with a word why."""
+    rows = [run(stage_class, settings, world_size, device, timeout) for stage_class in STAGES]
+    for peer in PEERS:
+        try:
+            rows.append(run(peer, settings, world_size, device, timeout))
+        except ranks.RankError as error:
+            print(f"{peer.__name__} does not run here:\n{error}", file=sys.stderr)
+    return rows
+
+
+def describe(rows: list[dict]) -> str:
+    """One line a run: memory and traffic in MB (a million bytes), speed, and losses."""
+    first = rows[0]
+    head = (
+        f"\n{first['parameters']:,} parameters Ψ in {first['dtype']} on N = {first['ranks']} ranks, {first['device']}, "
+        f"{first['backend']}; MB of rank 0, formulas in brackets"
+    )
+    lines = [["", *first["theory"], "peak", "sent a step", "on the wire", "ms a step", "tokens/s", "last loss"]]
+    for row in rows:
+        memory, formulas, traffic = row["memory"], row["theory"], row["traffic"]
+        states = [f"{megabytes(memory[state])} ({megabytes(formulas[state])})" for state in formulas]
+        wire = "?" if traffic["wire_bytes"] is None else megabytes(traffic["wire_bytes"])
+        lines.append([
+            row["name"], *states, megabytes(memory["peak"]),
+            f"{megabytes(traffic['sent_bytes'])} ({megabytes(traffic['theory_bytes'])})", wire,
+            f"{row['step_seconds'] * 1000:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['losses'][-1]:.6f}",
+        ])
+    return "\n".join((head, "", report.table(lines), "", agreement(rows)))
+
+
+def agreement(rows: list[dict]) -> str:
+    """How far the losses of each run are from those of the first, in words."""
+    first, *others = rows
+    same = [row["name"] for row in others if row["losses"] == first["losses"]]
+    lines = [f"losses that agree bit for bit: {', '.join([first['name'], *same])}"] if same else []
+    for row in others:
+        if row["name"] not in same:
+            pairs = zip(row["losses"], first["losses"], strict=True)
+            furthest = max(abs(loss - reference) / reference for loss, reference in pairs)
+            lines.append(f"{row['name']}: within {furthest:.1g} of {first['name']}'s")
+    return "\n".join(lines)
+
+
+def megabytes(count: float) -> str:
+    """Bytes as MB, in the number of digits that tells small models apart."""
+    return f"{count / 1e6:,.2f}"
+
+
+def main(arguments: list[str]) -> None:
+    """The command: read the flags, run, print the table, write JSON and picture."""
+    parser = Parser(
+        prog="python -m zero_minimal compare",
+        description="Run stages 0 to 3, torch's DDP and FSDP2 on the same work, each in fresh ranks, and compare them.",
+    )
+    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="processes to train with (default: 2)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the reports of all runs to this file")
+    parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw them")
+    add_device(parser)
+    add_settings(parser, steps=60)
+    flags = parser.parse_args(arguments)
+    settings = read_settings(parser, flags)
+    try:
+        ranks.choose(flags.device, None, flags.ranks)
+    except ValueError as error:
+        parser.error(str(error))
+
+    rows = run_all(settings, flags.ranks, flags.device)
+    print(describe(rows))
+    if flags.json:
+        report.write_json({"rows": rows}, flags.json)
+    if flags.plot:
+        plots.save(plots.compare(rows, agreement(rows)), flags.plot)

@@ -1,0 +1,138 @@
+"""Timing: what a rank does to be measured, for one stage or peer. benchmark.py starts the ranks and compares.
+
+    time_steps     nothing but the steps, a clock, and the highest memory the operating system saw
+    watch_steps    a short run under the memory ledger and the traffic meter, which slow it
+"""
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zero_minimal.foundations import ranks
+from zero_minimal.instruments.observer import Observer
+from zero_minimal.workload import data
+from zero_minimal.workload.model import GPT
+from zero_minimal.workload.settings import DTYPES, Settings
+
+STATUS, FORGET_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux
+
+
+def time_steps(stage_class, settings: Settings, warm_up: int) -> dict:
+    """Train on this rank, `warm_up` steps and then settings.steps more.
+
+    Returns:
+        seconds: of each step after the warm-up, from one barrier to the next.
+        losses: of all steps, of this rank's batches.
+        resident_bytes: the peak of memory from before the model was built, less what was there then. None if unknown.
+    """
+    with ranks.start() as rank:
+        stay_on_one_core(rank)
+        batches = list(draw_batches(settings, rank, warm_up + settings.steps))
+        prepare(stage_class, rank.device)
+        before = start_of_memory(rank.device)
+        zero = build(stage_class, settings, rank)
+        losses, marks = [], [together(rank.device)]
+        for inputs, targets in batches:
+            loss = zero.model(inputs, targets)
+            backward(zero, loss)
+            zero.step()
+            zero.zero_grad()
+            losses.append(loss.detach())
+            marks.append(together(rank.device))
+        return {
+            "seconds": [end - start for start, end in zip(marks[warm_up:-1], marks[warm_up + 1 :], strict=True)],
+            "losses": [loss.item() for loss in losses],
+            "resident_bytes": None if before is None else peak_of_memory(rank.device) - before,
+        }
+
+
+def watch_steps(stage_class, settings: Settings) -> dict:
+    """A short run under the ledger and the traffic meter: the observer's report of this rank."""
+    with ranks.start() as rank:
+        batches = list(draw_batches(settings, rank, settings.steps))
+        prepare(stage_class, rank.device)
+        zero = build(stage_class, settings, rank)
+        observer = Observer(zero, rank, settings)
+        for inputs, targets in batches:
+            with observer.step():
+                zero.zero_grad()  # first: the observer looks for the gradients at the end of a step
+                backward(zero, zero.model(inputs, targets))
+                zero.step()
+        return observer.report()
+
+
+def backward(zero, loss: torch.Tensor) -> None:
+    """loss.backward(), or what stands in its place: DeepSpeed wants to be asked."""
+    getattr(zero, "run_backward", torch.Tensor.backward)(loss)
+
+
+def build(stage_class, settings: Settings, rank: ranks.Rank):
+    """The model, the same on every rank, in the hands of a stage or a peer; bucket sizes are its own."""
+    torch.manual_seed(settings.seed)
+    model = GPT(settings.model_config()).to(rank.device, DTYPES[settings.dtype])
+    return stage_class(model, torch.optim.AdamW, lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def draw_batches(settings: Settings, rank: ranks.Rank, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's batches, drawn before any clock runs: (inputs, targets), int64 [batch, sequence] on its device."""
+    training, _ = data.split(data.read_tokens(settings.text), settings.sequence)
+    batches = data.Batches(training, settings.batch, settings.sequence, settings.seed, rank.rank)
+    for _ in range(count):
+        inputs, targets = next(batches)
+        yield inputs.to(rank.device), targets.to(rank.device)
+
+
+def prepare(stage_class, device: torch.device) -> None:
+    """What has to be there before the model is: DeepSpeed imports itself."""
+    if hasattr(stage_class, "prepare"):
+        stage_class.prepare(device)
+    gc.collect()
+
+
+def together(device: torch.device) -> float:
+    """Wait until every rank is here and its device has nothing left to do; the time, in seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    return time.perf_counter()
+
+
+def stay_on_one_core(rank: ranks.Rank) -> None:
+    """Compute in one thread, and keep all threads of this process, gloo's too, on one core. A GPU's host is left alone."""
+    if rank.device.type != "cpu":
+        return
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):  # Linux
+        cores = sorted(os.sched_getaffinity(0))
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), {cores[rank.rank % len(cores)]})
+
+
+def start_of_memory(device: torch.device) -> int | None:
+    """Bytes this rank holds now, and the peak begins anew. None where nobody can tell.
+
+    That is resident memory as Linux counts it (VmRSS); on a GPU, what torch's allocator has taken from it.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_reserved()
+    try:
+        FORGET_PEAK.write_text("5")  # VmHWM begins anew at VmRSS
+        return _status("VmRSS")
+    except OSError:
+        return None
+
+
+def peak_of_memory(device: torch.device) -> int:
+    """The most bytes this rank held since start_of_memory()."""
+    return torch.cuda.max_memory_reserved() if device.type == "cuda" else _status("VmHWM")
+
+
+def _status(field: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
