@@ -100,7 +100,7 @@ class Stage3:
         for bucket in unit.buckets:
             for param in bucket.params:
                 param.data = placeholder(param)
-            bucket.parameters.untyped_storage().resize_(0)
+            collectives.free(bucket.parameters)
 
     def _release_all(self):
         if self._shown:
@@ -149,15 +149,16 @@ class Stage3:
         self._wait()  # one reduce-scatter is under way while autograd fills the next bucket
         if bucket.gradients is None:
             bucket.gradients = bucket.zeros()  # no gradient came on this rank: it counts as zero
+        whole, bucket.gradients = bucket.gradients, None  # the bucket closes
         part = torch.empty_like(bucket.parameter_shard)  # [padded / N]
-        pending = collectives.reduce_scatter(part, bucket.gradients, op="avg", group=self.group, async_op=True)
-        self._reducing = bucket, part, pending
-        bucket.gradients = None  # the bucket closes: its memory is freed as soon as the others have read it
+        pending = collectives.reduce_scatter(part, whole, op="avg", group=self.group, async_op=True)
+        self._reducing = bucket, whole, part, pending
 
     def _wait(self):
         if self._reducing:
-            bucket, part, pending = self._reducing
+            bucket, whole, part, pending = self._reducing
             pending.wait()
+            collectives.free(whole)  # not before: the other ranks were reading it
             if bucket.gradient_shard is None:
                 bucket.gradient_shard = part
             else:

@@ -114,8 +114,8 @@ class Backward:
             return
         if param not in self._left.get(bucket, ()):
             raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward pass, the first is on "
-                "its way: torch.utils.checkpoint around a module used several times needs use_reentrant=False"
+                f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward pass, the first is "
+                "on its way: torch.utils.checkpoint around a module used several times needs use_reentrant=False"
             )
         self._left[bucket].discard(param)
         if not self._left[bucket]:

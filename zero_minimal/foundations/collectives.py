@@ -30,17 +30,15 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp
 class Pending:
     """A collective under way: `wait()` returns when its result is there. Its tensors must be left alone until then."""
 
-    def __init__(self, work, then=None, reads=None):
+    def __init__(self, work, then=None):
         self.work, self.then = work, then
-        self.reads = reads  # what the others still read, kept alive
 
     def wait(self) -> None:
         if self.work is not None:
             self.work.wait()
-        self.work = self.reads = None
         if self.then is not None:
             self.then()
-        self.then = None  # a second wait() finds nothing to do
+        self.work = self.then = None  # a second wait() finds nothing to do
 
 
 def reduce_scatter(output, input, *, op: str = "avg", group=None, async_op: bool = False):
@@ -56,13 +54,16 @@ def reduce_scatter(output, input, *, op: str = "avg", group=None, async_op: bool
         raise ValueError(f"reduce_scatter: {input.numel()} elements are not {dist.get_world_size(group)} times "
                          f"the output's {output.numel()}")
     if dist.get_backend(group) != "gloo":
-        work = _native_reduce_scatter(output, input, op=_OPS[op], group=group, async_op=True)
-        return _launched(work, None, async_op, reads=input)
+        return _launched(_native_reduce_scatter(output, input, op=_OPS[op], group=group, async_op=True), None, async_op)
     sent = _on_host(input, group)
     received = torch.empty_like(sent)  # [N·s], part r is rank r's version of our part
     work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-    return _launched(work, lambda: _sum_in_rank_order(received.view(-1, output.numel()), output, op), async_op,
-                     reads=sent)
+
+    def finish():
+        _sum_in_rank_order(received.view(-1, output.numel()), output, op)
+        free(received)
+
+    return _launched(work, finish, async_op)
 
 
 def all_gather(output, input, *, group=None, async_op: bool = False):
@@ -125,8 +126,13 @@ def broadcast(tensor, root: int = 0, *, group=None, async_op: bool = False):
     return _launched(work, finish, async_op)
 
 
-def _launched(work, then, async_op: bool, reads=None):
-    pending = Pending(work, then, reads)
+def free(tensor) -> None:
+    """Free a tensor's memory now, whoever still refers to it: gloo's threads do for a moment, autograd for long."""
+    tensor.untyped_storage().resize_(0)
+
+
+def _launched(work, then, async_op: bool):
+    pending = Pending(work, then)
     return pending if async_op else pending.wait()
 
 
