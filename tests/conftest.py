@@ -7,6 +7,7 @@ import cloudpickle
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests can `import toys`, in ranks too
+pytest.register_assert_rewrite("checks")
 
 STAGES = {"01_data_parallel": 0, "02_optimizer_state": 1, "03_gradients": 2, "04_parameters": 3}  # folder: stage
 

@@ -13,6 +13,7 @@ No size here divides by 2, 3 or 4, or by the 16 elements on which the layout ali
 
 import contextlib
 import functools
+import gc
 import math
 import warnings
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ def _strictly(function):
     @functools.wraps(function)
     def strict(*args, **kwargs):
         warnings.simplefilter("error")
+        gc.freeze()  # what a rank has imported is no garbage: collections look at what comes now, and take no time
         torch.set_num_threads(1)  # sums in the same order whatever the world, and no rank waits for another's threads
         return function(*args, **kwargs)
 
@@ -74,7 +76,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """model(inputs, targets) is the mean cross-entropy; model(inputs) are the logits. Three blocks in an nn.ModuleList."""
+    """model(inputs, targets) is the mean cross-entropy; model(inputs) are the logits. Three blocks in an
+    nn.ModuleList."""
 
     def __init__(self, blocks=3, hidden=15, heads=3, dropout=0.0, tied=False):
         super().__init__()
@@ -94,7 +97,8 @@ class Transformer(nn.Module):
 
 
 class MLP(nn.Module):
-    """model(x, y) is the mean squared error; model(x) the prediction. No module list: stage 3 sees the root unit alone."""
+    """model(x, y) is the mean squared error; model(x) the prediction. No module list: stage 3 sees the root unit
+    alone."""
 
     def __init__(self, *sizes):
         super().__init__()
@@ -211,11 +215,12 @@ def whole_parameters(zero):
 def plain(recipe, world_size, dtype=None):
     """The same training without ZeRO and without ranks: one process that averages the gradients of all ranks' batches.
 
-    16-bit parameters have fp32 masters. dtype: compute in another one, to see what rounding does.
+    16-bit parameters have fp32 masters. A parameter without a gradient counts as one whose gradient is zero.
+    dtype: compute in another one, to see what rounding does.
     """
     dtype = dtype or recipe.dtype
     model = build(recipe.make, 0, recipe.dtype).to(dtype)
-    params = list(model.parameters())
+    params = [param for param in model.parameters() if param.requires_grad]
     masters = [nn.Parameter(param.detach().clone().float()) if dtype.itemsize < 4 else param for param in params]
     groups = recipe.groups(model) if recipe.groups else [{"params": params}]
     master_of = dict(zip(params, masters, strict=True))
@@ -239,7 +244,7 @@ def plain(recipe, world_size, dtype=None):
         with torch.no_grad():
             for param, master in zip(params, masters, strict=True):
                 param.copy_(master)
-    return Run(losses, norms, [param.detach() for param in params])
+    return Run(losses, norms, [param.detach() for param in model.parameters()])
 
 
 def _plain_micro_batches(model, recipe, rank, step, dtype):
@@ -247,10 +252,14 @@ def _plain_micro_batches(model, recipe, rank, step, dtype):
     total = 0.0
     for micro in range(recipe.accumulate):
         batch = recipe.batch(rank, step * recipe.accumulate + micro)
-        loss = model(*(part.to(dtype) if part.is_floating_point() else part for part in batch)) / recipe.accumulate
+        loss = model(*(_as(dtype, part) for part in batch)) / recipe.accumulate
         (loss * (recipe.scale or 1)).backward()
         total += loss.item()
     return total
+
+
+def _as(dtype, part):
+    return part.to(dtype) if isinstance(part, torch.Tensor) and part.is_floating_point() else part
 
 
 def distance(ours, theirs):

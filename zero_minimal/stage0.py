@@ -36,10 +36,10 @@ class Stage0:
     ):
         groups = layout.parameter_groups(model, param_groups)
         optimizers.check_element_wise(optimizer_class, optimizer_options)
-        layout.adopt(self, model, group)
         self.model, self.group = model, group
 
         self.buckets = layout.pack(layout.trained(model, groups), groups, dist.get_world_size(group), bucket_bytes)
+        layout.adopt(self, model, self.buckets, group)
         layout.flatten(self.buckets)  # parameters [padded] of each bucket
         layout.make_gradients(self.buckets)  # gradients [padded]
         for bucket in self.buckets:
@@ -102,6 +102,7 @@ class Stage0:
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
         layout.broadcast_statistics(self.model, self.group)
+        self.backward.spent = True
 
     def zero_grad(self):
         """Forget the gradients."""

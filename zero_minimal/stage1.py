@@ -37,11 +37,11 @@ class Stage1:
     ):
         groups = layout.parameter_groups(model, param_groups)
         optimizers.check_element_wise(optimizer_class, optimizer_options)
-        layout.adopt(self, model, group)
         self.model, self.group = model, group
         rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
 
         self.buckets = layout.pack(layout.trained(model, groups), groups, self.world_size, bucket_bytes)
+        layout.adopt(self, model, self.buckets, group)
         layout.flatten(self.buckets)  # parameters [padded] of each bucket
         layout.make_gradients(self.buckets)  # gradients [padded]
         for bucket in self.buckets:
@@ -117,6 +117,7 @@ class Stage1:
         for pending in gathering:
             pending.wait()
         layout.broadcast_statistics(self.model, self.group)
+        self.backward.spent = True
 
     def zero_grad(self):
         """Forget the gradients."""

@@ -38,11 +38,11 @@ class Stage2:
     ):
         groups = layout.parameter_groups(model, param_groups)
         optimizers.check_element_wise(optimizer_class, optimizer_options)
-        layout.adopt(self, model, group)
         self.model, self.group = model, group
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
         self.buckets = layout.pack(layout.trained(model, groups), groups, world_size, bucket_bytes)
+        layout.adopt(self, model, self.buckets, group)
         layout.flatten(self.buckets)  # parameters [padded] of each bucket
         for bucket in self.buckets:
             collectives.broadcast(bucket.parameters, group=group)
@@ -123,6 +123,7 @@ class Stage2:
         for pending in gathering:
             pending.wait()
         layout.broadcast_statistics(self.model, self.group)
+        self.backward.spent = True
 
     def zero_grad(self):
         """Forget the gradients."""

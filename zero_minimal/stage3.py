@@ -45,12 +45,15 @@ class Stage3:
         groups = layout.parameter_groups(model, param_groups)
         optimizers.check_element_wise(optimizer_class, optimizer_options)
         self.units = find_units(model, units)  # the root first
-        layout.adopt(self, model, group)
         self.model, self.group = model, group
         self.rank, world_size = dist.get_rank(group), dist.get_world_size(group)
 
         for unit in self.units:
             unit.buckets = layout.pack(unit.params, groups, world_size, None, unit.name)
+        self.all_buckets = [bucket for unit in reversed(self.units) for bucket in unit.buckets]  # as backward ends them
+        self.buckets = [bucket for bucket in self.all_buckets if bucket.trained]
+        layout.adopt(self, model, self.all_buckets, group)
+        for unit in self.units:
             layout.flatten(unit.buckets)  # parameters [padded] of each bucket
             for bucket in unit.buckets:
                 collectives.broadcast(bucket.parameters, group=group)
@@ -58,8 +61,6 @@ class Stage3:
                 if bucket.trained:
                     bucket.master = precision.master_of(bucket.parameter_shard)
             self._release(unit)
-        self.all_buckets = [bucket for unit in reversed(self.units) for bucket in unit.buckets]  # as backward ends them
-        self.buckets = [bucket for bucket in self.all_buckets if bucket.trained]
         layout.broadcast_rest(model, self.all_buckets, group)
 
         self.optimizer = optimizers.on_shards(optimizer_class, optimizer_options, groups, self.buckets)
@@ -115,7 +116,7 @@ class Stage3:
             return
         needed = [unit, *unit.around]
         for other in self.units:
-            if (other.whole or other.gathering) and other not in needed and other is not following:
+            if (other.whole or other.gathering) and other not in [*needed, following] and unit not in other.around:
                 self._release(other)
         for one in needed:
             self._gather(one)
@@ -167,7 +168,6 @@ class Stage3:
 
     def backward_ends(self):
         self._wait()
-        self.turns.forget()
 
     def no_sync(self):
         """Context for the micro-batches before the last. Here each one is reduced all the same."""
@@ -196,12 +196,12 @@ class Stage3:
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
         layout.broadcast_statistics(self.model, self.group)
+        self.backward.spent = True
 
     def zero_grad(self):
         """Forget the gradients."""
         self._wait()
         self.backward.forget()
-        self.turns.forget()
         self.gradient_scale = None
         for bucket in self.buckets:
             bucket.gradients = bucket.gradient_shard = None

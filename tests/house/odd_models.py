@@ -179,6 +179,8 @@ class Empty(Chain):
 
 
 class Sparse(nn.Module):
+    """Sparse gradients, and a sparse tensor among a unit's outputs."""
+
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(11, WIDTH, sparse=True, padding_idx=0)
@@ -317,10 +319,10 @@ class ListInList(nn.Module):
 class Outer(nn.Module):
     """A block that has parameters before its own list of layers, and after it, if it has an `end`."""
 
-    def __init__(self, end=True):
+    def __init__(self, end=True, layer=Layer):
         super().__init__()
         self.gain = nn.Parameter(torch.rand(WIDTH) + 0.5)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(layer() for _ in range(2))
         self.end = nn.Linear(WIDTH, WIDTH) if end else None
 
     def forward(self, x):
@@ -347,6 +349,41 @@ class PassedOn(nn.Module):
         for number, layer in enumerate(self.layers):
             x, bias = layer(x, bias=bias, skip=number % 2 == 1)
         return x
+
+
+class Inside(Chain):
+    """Hands out what its layers computed on the way, which they do not return themselves (as caches and attention maps)."""
+
+    class Keeping(Layer):
+        def forward(self, x):
+            self.kept = torch.tanh(self.linear(x))
+            return super().forward(self.kept) * self.gain
+
+    def __init__(self):
+        super().__init__(lambda: Outer(layer=self.Keeping), count=2)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x, [layer.kept for outer in self.layers for layer in outer.layers]
+
+
+class Notes(nn.Module):
+    """Layers write into a list that they are given; the next one returns it. Of the last layer, only the note is used."""
+
+    class Writing(Layer):
+        def forward(self, x, notes):
+            notes.append(torch.tanh(self.linear(x)))
+            return super().forward(notes[-1]), list(notes[:-1])
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Writing() for _ in range(4))
+
+    def forward(self, x):
+        notes, returned = [], []
+        for layer in self.layers:
+            x, returned = layer(x, notes)
+        return returned[-1] * 2, notes
 
 
 class InPlace(Layer):
@@ -444,6 +481,13 @@ def structured(model, rank, step):
     return loss.item()
 
 
+def with_insides(model, rank, step):
+    x, kept = model(vectors(rank, step))
+    loss = x.square().mean() + sum(tensor.sin().mean() for tensor in kept)
+    loss.backward()
+    return loss.item()
+
+
 class RootObject(Chain):
     """The model's output is hidden in a plain object."""
 
@@ -493,6 +537,18 @@ def retained(model, rank, step):
     loss.backward(retain_graph=True)
     loss.backward()
     return loss.item()
+
+
+def kept_graph(model, rank, step):
+    """A graph that is gone through again after another one, in which the layers had another order."""
+    one = model(vectors(rank, step)).square().mean()
+    one.backward(retain_graph=True)
+    for number in (2, 0, 2, 3):
+        model.layers[number](vectors(rank, 300 + step))
+    two = model(vectors(rank, 100 + step)).square().mean()
+    one.backward()
+    two.backward()
+    return one.item()
 
 
 def forgotten_graphs(model, rank, step):
@@ -584,6 +640,45 @@ def encoder(norm_first):
     return nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(8), enable_nested_tensor=False)
 
 
+def hugging_face(kind):
+    """A tiny model of the `transformers` library: gpt2, llama, bert, t5, with one of its own ways to recompute."""
+    import transformers
+
+    small = dict(vocab_size=37, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    if kind.startswith("gpt2"):
+        config = transformers.GPT2Config(n_positions=16, n_embd=12, n_layer=3, n_head=2, resid_pdrop=0, embd_pdrop=0,
+                                         attn_pdrop=0, **small)
+        model = transformers.GPT2LMHeadModel(config)
+    elif kind == "llama":
+        config = transformers.LlamaConfig(hidden_size=12, intermediate_size=20, num_hidden_layers=3, max_position_embeddings=16,
+                                          num_attention_heads=2, num_key_value_heads=1, **small)
+        model = transformers.LlamaForCausalLM(config)
+    elif kind == "bert":
+        config = transformers.BertConfig(hidden_size=12, intermediate_size=20, num_hidden_layers=3, num_attention_heads=2,
+                                         max_position_embeddings=16, hidden_dropout_prob=0,
+                                         attention_probs_dropout_prob=0, **small)
+        model = transformers.BertForMaskedLM(config)
+    else:
+        config = transformers.T5Config(d_model=12, d_kv=6, d_ff=20, num_layers=2, num_heads=2, dropout_rate=0,
+                                       decoder_start_token_id=0, **small)
+        model = transformers.T5ForConditionalGeneration(config)
+    if "recompute" in kind:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable(dict(use_reentrant="reentrant" in kind))
+    return model.double()
+
+
+def labelled(model, rank, step):
+    words = whole_numbers(rank, step, 37, 3, 9)
+    loss = model(input_ids=words, labels=words).loss
+    loss.backward()
+    with torch.no_grad():
+        model.eval()
+        model(input_ids=words, labels=words)
+        model.train()
+    return loss.item()
+
+
 CASES = {
     "no world divides it": Case(lambda: nn.Sequential(nn.Linear(WIDTH, 13), nn.Tanh(), nn.Linear(13, 3))),
     "world larger than a bucket": Case(OneNumber, bucket_bytes=8),
@@ -608,6 +703,8 @@ CASES = {
     "blocks with lists": Case(lambda: Chain(Outer, 2)),
     "blocks that end in their list": Case(lambda: Chain(lambda: Outer(end=False), 2, head=False)),
     "tensors passed on": Case(PassedOn),
+    "inner tensors handed out": Case(Inside, with_insides),
+    "notes": Case(Notes, with_insides),
     "in place": Case(lambda: Chain(InPlace, head=False)),
     "reordered": Case(Reordered, steps=6),
     "recurrent": Case(Recurrent),
@@ -620,6 +717,7 @@ CASES = {
     "two forwards": Case(Chain, two_forwards),
     "two backwards": Case(Chain, two_backwards, passes=3),
     "retained": Case(Chain, retained, passes=2),
+    "kept graph": Case(Reordered, kept_graph, passes=3),
     "forgotten graphs": Case(Chain, forgotten_graphs),
     "parts": Case(Chain, parts, steps=6),
     "recompute inside": recomputing("inside", False),
@@ -633,3 +731,10 @@ CASES = {
     "torch's encoder": Case(lambda: encoder(False), attention),
     "torch's encoder, norm first": Case(lambda: encoder(True), attention),
 }
+
+HUGGING_FACE = {
+    f"hugging face, {kind}": Case(lambda kind=kind: hugging_face(kind), labelled, steps=3)
+    for kind in ("gpt2", "gpt2, recompute", "gpt2, recompute reentrant", "llama", "bert", "t5")
+}
+
+ALL = CASES | HUGGING_FACE

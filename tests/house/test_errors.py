@@ -135,7 +135,6 @@ def refuse_groups(stage):
         ([dict(params=model.parameters()), dict(params=model.head.weight)], "twice"),
         ([dict(params=[model.head.bias, model.head.bias])], "twice"),
         ([dict(params=[])], "no parameter to train"),
-        ([dict(params=model.parameters(), lr=-1.0)], "learning rate"),
     ]:
         with pytest.raises(ValueError, match=words):
             stage(model, SGD, lr=0.1, param_groups=groups)
@@ -180,7 +179,7 @@ def empty_on_one_rank(stage):
 
 
 def test_one_rank_alone_makes_the_mistake():
-    with pytest.raises(RankError, match="rank 1 of 2.*no parameter to train"[:14]) as caught:
+    with pytest.raises(RankError, match="(?s)rank 1 of 2.*no parameter to train") as caught:
         toys.run(empty_on_one_rank, 2, STAGES[2], timeout=60)
     assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ValueError)
 
@@ -205,7 +204,7 @@ def refuse_states(states):
             else:
                 with pytest.raises(ValueError, match="saved with"):
                     zero.load_state_dict(saved[min(rank, world - 1)])
-        for other in (wrapped(stage, nn.Tanh if False else lambda: Chain(count=2))[1], wrapped(stage, bucket_bytes=64)[1]):
+        for other in (wrapped(stage, lambda: Chain(count=2))[1], wrapped(stage, bucket_bytes=64)[1]):
             if stage is not STAGES[3] or len(other.buckets) != len(zero.buckets):  # at stage 3 bucket_bytes changes nothing
                 with pytest.raises(ValueError, match="buckets"):
                     zero.load_state_dict(other.state_dict())
@@ -315,6 +314,7 @@ def recover(stage):
 
 
 def fail_on_one_rank(stage):
+    torch.set_default_dtype(torch.float64)
     model, zero = wrapped(stage, Fragile)
     train_step(model, zero)
     if dist.get_rank() == 1:
@@ -340,7 +340,10 @@ def on_stage_3(check):
         torch.set_default_dtype(torch.float64)
         check(STAGES[3])
 
-    return lambda: toys.run(run_it, 2, timeout=60)
+    def test():
+        toys.run(run_it, 2, timeout=60)
+
+    return test
 
 
 def read_outside(stage):

@@ -4,20 +4,20 @@ import contextlib
 import copy
 import functools
 import gc
-import math
 
 import checks
 import pytest
-import toys
 import torch
 import torch.distributed as dist
-from toys import STAGES, WORLDS, Recipe
-from torch import nn, optim
+import toys
+from torch import optim
 from torch.nn.parallel import DistributedDataParallel
+from toys import STAGES, WORLDS, Recipe
 
 from zero_minimal.instruments.memory import Ledger
 from zero_minimal.instruments.traffic import TrafficMeter, loopback_bytes
 from zero_minimal.workload.model import GPT, GPTConfig
+from zero_minimal.workload.settings import Settings
 
 by_stage = pytest.mark.parametrize("stage", range(4))
 by_world = pytest.mark.parametrize("world_size", WORLDS)
@@ -50,14 +50,9 @@ BIT_FOR_BIT = {
 }
 
 
-def train_all(recipes, classes):
-    """{recipe: [a Run for each class]}, on one rank."""
-    return {name: [toys.train(stage_class, recipe) for stage_class in classes] for name, recipe in recipes.items()}
-
-
 @functools.cache
 def twenty_steps(world_size):
-    return toys.run(train_all, world_size, BIT_FOR_BIT, (*STAGES, DDP))
+    return toys.run(checks.train_all, world_size, BIT_FOR_BIT, *STAGES, DDP)
 
 
 @pytest.mark.parametrize("name", BIT_FOR_BIT)
@@ -70,7 +65,7 @@ def test_losses_agree_bit_for_bit(world_size, name):
             assert other.losses == first.losses, f"stage {stage}, rank {rank}"
             assert toys.identical(other.parameters, first.parameters), f"stage {stage}, rank {rank}"
         assert toys.identical(first.parameters, runs[0][0].parameters), f"ranks 0 and {rank} hold different parameters"
-    assert len({tuple(rank[0].losses) for rank in runs}) == world_size, "the ranks had the same data: nothing was tested"
+    assert len({tuple(rank[0].losses) for rank in runs}) == world_size, "the ranks had the same data: no test at all"
 
 
 @pytest.mark.parametrize("name", BIT_FOR_BIT)
@@ -82,91 +77,34 @@ def test_losses_agree_with_ddp(world_size, name):
         assert ours[-1] < ours[0], "nothing was learned: the comparison says little"
 
 
-# ------------------------------------------------------------------------------ all else: within rounding, as one process
+# ------------------------------------------------------------------------- everything else: bit for bit where it can be
 
-
-def decayed_and_not(model):
-    """Two parameter groups: matrices decay strongly, vectors do not and learn faster."""
-    params = list(model.parameters())
-    return [
-        {"params": [param for param in params if param.ndim > 1], "weight_decay": 0.5},
-        {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0, "lr": 2e-2},
-    ]
-
-
-def warm_up(optimizer):
-    return optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
-
-
-# Adam divides by the size of the gradient. eps keeps it from blowing up gradients that are zero but for rounding (a key's
-# bias has no effect): with them, no bound on the parameters would hold.
-ADAM = dict(lr=1e-2, eps=1e-4)
-BF16, FP16 = torch.bfloat16, torch.float16
-
-RECIPES = {
-    "clipping": Recipe(options=ADAM, clip=0.1),
-    "accumulation": Recipe(options=ADAM, accumulate=3),
-    "accumulation without no_sync": Recipe(options=ADAM, accumulate=3, no_sync=False),
-    "SGD with momentum": Recipe(optimizer=optim.SGD, options=dict(lr=0.3, momentum=0.9, weight_decay=0.1)),
-    "parameter groups": Recipe(options=ADAM, groups=decayed_and_not),
-    "LR scheduler": Recipe(options=ADAM, schedule=warm_up),
-    "tied weights": Recipe(make=functools.partial(toys.Transformer, tied=True), options=ADAM),
-    "bf16": Recipe(options=ADAM, dtype=BF16),
-    "bf16, all together": Recipe(options=ADAM, dtype=BF16, clip=0.1, accumulate=2, groups=decayed_and_not, schedule=warm_up),
-    "fp16": Recipe(options=ADAM, dtype=FP16, scale=1024.0),
-    "fp16, all together": Recipe(options=ADAM, dtype=FP16, scale=1024.0, clip=0.1, accumulate=2),
-}
-# Here the stages do the same arithmetic element by element, so they agree to the bit. The others differ in the order in
-# which the norm, or the micro-batches of the ranks, are summed.
-SAME_ARITHMETIC = {"SGD with momentum", "parameter groups", "LR scheduler", "tied weights", "bf16", "fp16"}
+# Here the stages differ in the order in which the squares of the norm, or the micro-batches of the ranks, are summed.
+# All other recipes ask for the same arithmetic, element by element. That each stage trains as one process would, within
+# rounding, is tested in its lesson.
+IN_ANOTHER_ORDER = {name for name, recipe in checks.RECIPES.items() if recipe.clip or recipe.accumulate > 1}
 
 
 @functools.cache
 def with_recipes(world_size):
-    return toys.run(train_all, world_size, RECIPES, STAGES)
+    return toys.run(checks.train_all, world_size, checks.RECIPES, *STAGES)
 
 
-def plain_runs(recipes, world_size):
-    """{recipe: the same without ZeRO in the same precision, and in fp64}. How far they are apart is what rounding does."""
-    return {
-        name: (toys.plain(recipe, world_size), toys.plain(recipe, world_size, torch.float64))
-        for name, recipe in recipes.items()
-    }
-
-
-@functools.cache
-def plainly(world_size):
-    return toys.run(plain_runs, 1, RECIPES | ELEMENT_WISE, world_size)[0]
-
-
-@by_stage
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_trains_as_one_process_would(world_size, name, stage):
-    """The bound: a stage does the same operations in the same precision as a plain loop, but sums in another order. So it
-    may differ from the plain loop by no more than the plain loop differs, by rounding, from the same in fp64."""
-    plain, exact = plainly(world_size)[name]
-    start = list(toys.build(RECIPES[name].make, 0).parameters())
-    rounding, moved = toys.distance(plain.parameters, exact.parameters), toys.distance(exact.parameters, start)
-    assert rounding < 0.05 * moved, "a bound as large as this would let mistakes through"
-    loss_rounding = (torch.tensor(plain.losses) - torch.tensor(exact.losses)).abs().max().item()
-    for rank, results in enumerate(with_recipes(world_size)):
-        run = results[name][stage]
-        assert toys.distance(run.parameters, plain.parameters) <= rounding
-        assert run.losses == pytest.approx(plain.losses[rank], abs=2 * loss_rounding)
-        # a norm of ~7,000 elements: in fp32 its sum of squares rounds in the last bits; in 16 bit the gradients do
-        assert run.norms == pytest.approx(plain.norms, rel=1e-5 if RECIPES[name].dtype == torch.float32 else 2**-8)
-
-
-@pytest.mark.parametrize("name", SAME_ARITHMETIC)
-@pytest.mark.parametrize("world_size", (2, 3))
-def test_stages_agree_bit_for_bit_where_arithmetic_is_the_same(world_size, name):
-    for results in with_recipes(world_size):
+@pytest.mark.parametrize("name", checks.RECIPES)
+def test_stages_agree(name):
+    plain, exact = checks.plainly(3)[name]
+    rounding = toys.distance(plain.parameters, exact.parameters)  # the bound of checks.assert_trains_as_one_process
+    for results in with_recipes(3):
         first, *others = results[name]
         for stage, other in enumerate(others, start=1):
-            assert other.losses == first.losses and toys.identical(other.parameters, first.parameters), f"stage {stage}"
+            if name in IN_ANOTHER_ORDER:
+                assert toys.distance(other.parameters, first.parameters) <= rounding, f"stage {stage}"
+            else:
+                assert other.losses == first.losses, f"stage {stage}"
+                assert toys.identical(other.parameters, first.parameters), f"stage {stage}"
 
 
+ADAM = checks.ADAM
 ELEMENT_WISE = {
     "Adam": Recipe(optimizer=optim.Adam, options=dict(ADAM, weight_decay=0.1)),
     "Adam, amsgrad": Recipe(optimizer=optim.Adam, options=dict(ADAM, amsgrad=True)),
@@ -186,24 +124,26 @@ ELEMENT_WISE = {
 
 @functools.cache
 def with_element_wise(world_size):
-    return toys.run(train_all, world_size, ELEMENT_WISE, STAGES)
+    plain = toys.run(checks.plain_all, 1, ELEMENT_WISE, world_size)[0]
+    return plain, toys.run(checks.train_all, world_size, ELEMENT_WISE, *STAGES)
 
 
 @pytest.mark.parametrize("name", ELEMENT_WISE)
 def test_element_wise_optimizers(name):
-    plain, exact = plainly(3)[name]
-    rounding = toys.distance(plain.parameters, exact.parameters)  # the bound of the test above
-    for results in with_element_wise(3):
+    plain, ranks = with_element_wise(3)
+    rounding = toys.distance(plain[name][0].parameters, plain[name][1].parameters)  # as above
+    for results in ranks:
         first, *others = results[name]
-        assert toys.distance(first.parameters, plain.parameters) <= rounding
+        assert toys.distance(first.parameters, plain[name][0].parameters) <= rounding
         for stage, other in enumerate(others, start=1):
-            assert other.losses == first.losses and toys.identical(other.parameters, first.parameters), f"stage {stage}"
+            assert other.losses == first.losses, f"stage {stage}"
+            assert toys.identical(other.parameters, first.parameters), f"stage {stage}"
 
 
-# --------------------------------------------------------------------------------------------------- memory, to the byte
+# -------------------------------------------------------------------------------------------------- memory, to the byte
 
 # bytes a parameter (zero-facts: §3.1): parameters, gradients, optimizer; and the first stage that shards each
-BYTES = {torch.float32: (4, 4, 8), BF16: (2, 2, 12)}
+BYTES = {torch.float32: (4, 4, 8), torch.bfloat16: (2, 2, 12)}
 SHARDED_FROM = (3, 2, 1)
 
 
@@ -215,12 +155,16 @@ def formula(stage, elements, world_size, dtype):
     ]
 
 
+PLACEHOLDERS = 4 + 2  # stage 3's, of fp32 and bf16, stay for the next model
+
+
 def model_states():
     """{(stage, dtype): the ledger's states, elements, padding, buckets, bytes that a look at all objects finds}"""
-    found, rank = {}, dist.get_rank()
+    found, rank, nothing = {}, dist.get_rank(), checks.live_bytes()
     for dtype in BYTES:
         for stage, stage_class in enumerate(STAGES):
-            ledger, before = Ledger(), checks.live_bytes()
+            before = checks.live_bytes(until=nothing + PLACEHOLDERS)  # the model before this one is gone
+            ledger = Ledger()
             with ledger:
                 model = toys.build(toys.Transformer, rank, dtype)
                 zero = stage_class(model, optim.AdamW, bucket_bytes=4096)
@@ -254,41 +198,36 @@ def test_model_states_equal_the_formula_to_the_byte(world_size, dtype, stage):
         assert states["scalars"] == counters + placeholder
         assert states["activations"] == states["buffers"] == 0
         # and by another way: all storages that any Python object holds, whatever anybody believes about them
-        assert seen - sum(padded) - counters in (0, placeholder)  # the placeholder lives on from the first model of its dtype
+        assert seen == sum(padded) + counters + placeholder
         assert padding <= checks.most_padding(toys.Transformer(), world_size)
 
 
 # ----------------------------------------------------------------------------------------------- peak memory, in order
 
-
-def wide_mlp():
-    return toys.MLP(300, 1900, 1300, 1100, 900, 3)
-
-
 SHAPES = {
-    # name: how to build it, its batch
-    "gpt": (lambda: GPT(GPTConfig(layers=7, hidden=256, heads=8, sequence=32)), "tokens"),
-    "mlp": (wide_mlp, "numbers"),
-    "deep and narrow": (lambda: toys.MLP(300, *[330] * 48, 3), "numbers"),
-    "large vocabulary": (lambda: GPT(GPTConfig(layers=2, hidden=128, heads=4, sequence=32, vocabulary=40_000)), "tokens"),
-    "one layer": (lambda: toys.MLP(300, 18_001, 3), "numbers"),
+    "default": lambda: GPT(Settings().model_config()),
+    "larger gpt": lambda: GPT(GPTConfig(layers=7, hidden=256, heads=8, sequence=32)),
+    "large vocabulary": lambda: GPT(GPTConfig(layers=2, hidden=128, heads=4, sequence=32, vocabulary=40_000)),
+    "mlp": lambda: toys.MLP(300, 1900, 1300, 1100, 900, 3),
+    "deep and narrow": lambda: toys.MLP(300, *[330] * 48, 3),
+    "one layer": lambda: toys.MLP(300, 18_001, 3),
 }
 
 
 def peaks(shape, steps=2):
     """The highest moment of the second step at each stage, and the parameters."""
-    make, kind = SHAPES[shape]
     rank, found = dist.get_rank(), []
     for stage_class in STAGES:
         ledger = Ledger()
         with ledger:
-            model = toys.build(make, rank)
+            model = toys.build(SHAPES[shape], rank)
             zero = stage_class(model, optim.AdamW)  # buckets of the default size
             ledger.watch(model, zero)
             for step in range(steps):
                 if step == steps - 1:
                     ledger.reset()
-                batch = toys.tokens(rank, step, 2, 32) if kind == "tokens" else toys.numbers(rank, step, 300)
+                is_gpt = isinstance(model, GPT)
+                batch = toys.tokens(rank, step, batch=4, sequence=32) if is_gpt else toys.numbers(rank, step, 300)
                 model(*batch).backward()
                 zero.step()
                 zero.zero_grad()
@@ -302,16 +241,18 @@ def peaks(shape, steps=2):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_peak_memory_falls_from_stage_to_stage(shape):
     for elements, moments in toys.run(peaks, 2, shape):
-        assert elements > 5_000_000
+        assert elements > 5_000_000 or shape == "default"
         totals = [moment.total for moment in moments]
-        shown = "\n".join(f"stage {stage}: {moment.total:,} {moment.what} {moment.bytes}" for stage, moment in enumerate(moments))
+        shown = "\n".join(f"stage {stage}: {m.total:,} in {m.what}: {m.bytes}" for stage, m in enumerate(moments))
         assert all(moment.bytes["other"] == 0 for moment in moments), shown
         assert totals[1] > totals[2], shown
-        if shape == "gpt":
+        if shape in ("default", "larger gpt"):
             assert totals[0] > totals[1] > totals[2] > totals[3], shown
 
 
 # ------------------------------------------------------------------------------------- what is whole, and for how long
+
+OPEN = 1792  # bytes of a bucket: small beside the model
 
 
 def gradients_of_stage2():
@@ -319,30 +260,32 @@ def gradients_of_stage2():
     rank, ledger = dist.get_rank(), Ledger()
     with ledger:
         model = toys.build(functools.partial(toys.Transformer, 5), rank)
-        zero = STAGES[2](model, optim.AdamW, bucket_bytes=4096)
+        zero = STAGES[2](model, optim.AdamW, bucket_bytes=OPEN)
         ledger.watch(model, zero)
         for step in range(3):
             ledger.reset()
             model(*toys.tokens(rank, step)).backward()
             zero.step()
             zero.zero_grad()
-    shards = sum(bucket.gradient_shard.nbytes for bucket in zero.buckets)
-    return ledger.highest()["gradients"], shards, [bucket.padded * 4 for bucket in zero.buckets]
+    psi = sum(bucket.padded * 4 for bucket in zero.buckets)
+    return ledger.highest()["gradients"], psi, max(param.nbytes for param in model.parameters())
 
 
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_stage_2_holds_whole_gradients_of_open_buckets_only(world_size):
-    for highest, shards, buckets in toys.run(gradients_of_stage2, world_size):
-        # One bucket is being reduced, one is filled, and one has begun with the gradient of a norm, which comes before its
-        # neighbours'; and there is the gradient that autograd hands over, at most as large as a bucket.
-        assert highest <= shards + 4 * max(buckets)
-        assert 4 * max(buckets) < sum(buckets) / 3, "the model is too small for this to say anything"
+    for highest, psi, largest in toys.run(gradients_of_stage2, world_size):
+        # One bucket is being reduced, one is filled, and one has begun with the gradient of a norm, which comes before
+        # its neighbours'; a gradient that autograd hands over may fill several on its way.
+        open_buckets = 3 * OPEN + 2 * largest
+        assert highest <= psi / world_size + open_buckets
+        assert open_buckets < psi / 3, "the model is too small for this to say anything"
 
 
-def whole_units_of_stage3(make=functools.partial(toys.Transformer, 5)):
-    """{(pass, unit at work): the units whose parameters lie whole in memory} as seen by storages, over three steps."""
+def whole_units_of_stage3():
+    """[(pass, unit at work, the units whose parameters lie whole in memory), ...] over three steps, as storages tell; the
+    names of all units; and the bytes that lie whole after each step and the evaluation that follows it."""
     rank = dist.get_rank()
-    model = toys.build(make, rank)
+    model = toys.build(functools.partial(toys.Transformer, 5), rank)
     zero = STAGES[3](model, optim.AdamW)
     seen = []
 
@@ -356,11 +299,11 @@ def whole_units_of_stage3(make=functools.partial(toys.Transformer, 5)):
 
     for unit in zero.units:
         for module in unit.module.modules():
-            own = [param for param in module.parameters(recurse=False) if any(param in bucket.index_of for bucket in unit.buckets)]
+            own = set(unit.params) & set(module.parameters(recurse=False))
             if own:
                 module.register_forward_pre_hook(lambda *_, unit=unit: look("forward", unit))
-                for param in own:
-                    param.register_hook(lambda gradient, unit=unit: look("backward", unit))
+            for param in own:
+                param.register_hook(lambda gradient, unit=unit: look("backward", unit))
     between = []
     for step in range(3):
         model(*toys.tokens(rank, step)).backward()
@@ -385,7 +328,7 @@ def test_stage_3_holds_root_unit_at_work_and_the_prefetched_one_only():
             for unit, whole in blocks[len(blocks) // 2 :]:
                 following = f"blocks.{int(unit[-1]) + step}"
                 assert whole - {"", unit} <= {following}, f"in {kind}, beside {unit}, stands {whole}"
-                assert following not in names or following in whole, f"in {kind}, {following} was not prefetched by {unit}"
+                assert following not in names or following in whole, f"in {kind}, {unit} did not prefetch {following}"
 
 
 # ---------------------------------------------------------------------------------------------------------- traffic
@@ -409,7 +352,7 @@ def traffic(dtype=torch.float32, accumulate=1, make=toys.Transformer):
     return found
 
 
-@pytest.mark.parametrize("dtype, accumulate", [(torch.float32, 1), (BF16, 1), (torch.float32, 3)], ids=str)
+@pytest.mark.parametrize("dtype, accumulate", [(torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 3)], ids=str)
 @by_world
 def test_sent_bytes_equal_the_formula(world_size, dtype, accumulate):
     """Psi here is in bytes and padded; (N-1)/N of it is what a ring sends for one reduce-scatter or all-gather."""
@@ -446,7 +389,8 @@ def on_the_wire():
                 sockets.append(after - before)
             if lo is not None:
                 loopback.append((lo_after - lo) / world_size)
-        found.append((sum(bucket.padded for bucket in zero.buckets) * 4, min(sockets, default=None), min(loopback, default=None)))
+        psi = 4 * sum(bucket.padded for bucket in zero.buckets)
+        found.append((psi, min(sockets, default=None), min(loopback, default=None)))
     return found
 
 
@@ -466,44 +410,17 @@ def test_the_wire_carries_what_the_formula_says(world_size):
 # ------------------------------------------------------------------------------------------------------ other promises
 
 
-def resumed(dtype):
-    """For each stage: losses and parameters of steps 3 to 5 in one go, and after a restart from the state of step 3."""
-    rank, found = dist.get_rank(), []
+def freed():
+    """Bytes that live after models and stages are gone, beyond those from before."""
+    before = checks.live_bytes()
     for stage_class in STAGES:
-
-        def start(seed):
-            model = toys.build(toys.Transformer, rank + seed, dtype)
-            zero = stage_class(model, optim.AdamW, bucket_bytes=4096, param_groups=decayed_and_not(model), **ADAM)
-            return zero, warm_up(zero.optimizer)
-
-        def go_on(zero, scheduler, steps):
-            losses = []
-            for step in steps:
-                loss = zero.model(*toys.tokens(rank, step))
-                loss.backward()
-                zero.step()
-                scheduler.step()
-                zero.zero_grad()
-                losses.append(loss.item())
-            return losses
-
-        zero, scheduler = start(0)
-        go_on(zero, scheduler, range(3))
-        state = copy.deepcopy((zero.state_dict(), scheduler.state_dict()))
-        whole = go_on(zero, scheduler, range(3, 6)), toys.whole_parameters(zero)
-        again, scheduler = start(1000)
-        again.load_state_dict(state[0])
-        scheduler.load_state_dict(state[1])
-        found.append((whole, (go_on(again, scheduler, range(3, 6)), toys.whole_parameters(again))))
-    return found
+        toys.train(stage_class, Recipe(steps=1))
+    return checks.live_bytes(until=before + PLACEHOLDERS) - before
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, BF16), ids=str)
-def test_a_restart_goes_on_bit_for_bit(dtype):
-    for rank in toys.run(resumed, 3, dtype):
-        for stage, (whole, restarted) in enumerate(rank):
-            assert restarted[0] == whole[0], f"stage {stage}"
-            assert toys.identical(restarted[1], whole[1]), f"stage {stage}"
+def test_a_model_and_its_stage_can_be_freed():
+    """Hooks that hold a parameter are a cycle that Python's garbage collector cannot see through."""
+    assert all(left <= PLACEHOLDERS for left in toys.run(freed, 2))
 
 
 def edited(dtype):
@@ -526,7 +443,7 @@ def edited(dtype):
     return found
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, BF16), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_gather_parameters_shows_rank_0s_values_and_keeps_edits(dtype):
     initial = [param.detach() for param in toys.build(toys.Transformer, 0, dtype).parameters()]
     after = [*initial[:-1], torch.full_like(initial[-1], 0.125)]  # the head comes last
@@ -535,16 +452,3 @@ def test_gather_parameters_shows_rank_0s_values_and_keeps_edits(dtype):
             assert toys.identical(shown, initial), f"stage {stage} shows other values than rank 0 began with"
             assert toys.identical(kept, after), f"stage {stage} lost an edit"
             assert toys.identical(loaded, initial), f"stage {stage} lost a loaded state dict"
-
-
-def test_order_of_the_norm_is_no_excuse():
-    """The norm that clip_grad_norm_ returns is the root of the sum of all squares, whoever holds the elements."""
-    recipe = RECIPES["clipping"]
-    plain, exact = plainly(3)["clipping"]
-    for results in with_recipes(3):
-        for stage, run in enumerate(results["clipping"]):
-            # Sum of n squares in fp32: relative error below n/2 * 2^-24 in the worst order, and of the root half of that;
-            # kernels add in blocks of at least 16 lanes, so n/16 stands for n. The rest are errors of the gradients.
-            bound = sum(param.numel() for param in recipe.make().parameters()) / 64 * 2**-24 + 2**-20
-            assert run.norms[0] == pytest.approx(exact.norms[0], rel=bound), f"stage {stage}"
-            assert math.isfinite(run.norms[-1]) and run.norms[0] > recipe.clip, "nothing was clipped"

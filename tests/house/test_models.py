@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 import odd_models
-from odd_models import CASES
+from odd_models import ALL, CASES, HUGGING_FACE, WIDTH, Case, Chain, Layer, vectors
 
+from zero_minimal.foundations import collectives
 from zero_minimal.foundations.ranks import RankError
 
 # One step sums some hundred products of numbers of size 1; fp64 rounds each by 1e-16, and the weights of four steps stay of size 1.
@@ -29,7 +31,7 @@ def build(case, seed):
 
 def on_a_rank(name, stages=toys.STAGES):
     """Train a case at each stage. Returns {stage: (losses, parameters, buffers)}."""
-    case, rank, outcome = CASES[name], dist.get_rank(), {}
+    case, rank, outcome = ALL[name], dist.get_rank(), {}
     for stage in stages:
         model = build(case, seed=rank)  # rank 0's values count
         torch.manual_seed(100 + rank)
@@ -45,8 +47,9 @@ def on_a_rank(name, stages=toys.STAGES):
 
 def plainly(name, world_size):
     """The same in one process: a replica of the model a rank, gradients averaged; a missing one counts as zero."""
-    case = CASES[name]
+    case, threads = ALL[name], torch.get_num_threads()
     try:
+        torch.set_num_threads(1)  # as the ranks: sums in the same order
         model = build(case, seed=0)
         replicas = [model, *(copy.deepcopy(model) for _ in range(world_size - 1))]
         trained = [param for param in model.parameters() if param.requires_grad]
@@ -63,6 +66,7 @@ def plainly(name, world_size):
         return losses, [p.detach() for p in model.parameters()], [list(replica.buffers()) for replica in replicas]
     finally:
         torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(threads)
         odd_models.PLAYED.clear()
 
 
@@ -123,8 +127,15 @@ def test_other_worlds(name, world_size):
     compare(name, toys.run(all_of, world_size, [name]))
 
 
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face(name):
+    """Models of a library that knows nothing of ours, unchanged."""
+    pytest.importorskip("transformers")
+    compare(name, toys.run(all_of, 2, [name]))
+
+
 def compare(name, outcomes):
-    case, (losses, parameters, buffers) = CASES[name], plainly(name, len(outcomes))
+    case, (losses, parameters, buffers) = ALL[name], plainly(name, len(outcomes))
     assert far(parameters, [param.detach() for param in build_in_fp64(case)]) > 1e-3  # it learned something
     for rank, outcome in enumerate(outcomes):
         for stage, (its_losses, its_parameters, its_buffers) in outcome[name].items():
@@ -141,3 +152,170 @@ def build_in_fp64(case):
         return list(build(case, seed=0).parameters())
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+# ------------------------------------------------------------------------------------------- what users do around it
+
+
+def in_fp64(check):
+    """A test that runs `check(stage)` on two ranks for each stage, in fp64."""
+
+    def run_it(stage):
+        torch.set_default_dtype(torch.float64)
+        check(stage)
+
+    @pytest.mark.parametrize("stage", toys.STAGES)
+    def test(stage):
+        toys.run(run_it, 2, stage)
+
+    return test
+
+
+def wrap(stage, make=Chain, **options):
+    torch.manual_seed(dist.get_rank())
+    model = make()
+    return model, stage(model, torch.optim.SGD, **{"lr": 0.1, "momentum": 0.9, "bucket_bytes": 600, **options})
+
+
+def no_random_numbers(stage):
+    """Dropout must be the same at every stage, so no stage consumes random numbers."""
+    torch.manual_seed(5)
+    model = Chain()
+    before = torch.get_rng_state()
+    zero = stage(model, torch.optim.AdamW, lr=0.1)
+    for step in range(2):
+        odd_models.fit(model, dist.get_rank(), step)
+        zero.clip_grad_norm_(1.0)
+        zero.step()
+        zero.zero_grad()
+        toys.whole_parameters(zero)
+        zero.load_state_dict(zero.state_dict())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def copies_and_hooks(stage):
+    """A copy of the model made before is independent; hooks of the user's own see whole parameters."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Chain()
+    teacher, start = copy.deepcopy(model), [param.detach().clone() for param in model.parameters()]
+    seen = []
+
+    def look(layer, *_):
+        seen.append(not layer.linear.weight.isnan().any())
+
+    zero = stage(model, torch.optim.SGD, lr=0.1)
+    for layer in model.layers:
+        layer.register_forward_pre_hook(look)
+        layer.register_forward_hook(look)
+        layer.register_full_backward_hook(look)
+    for step in range(2):
+        x = vectors(rank, step)
+        with torch.no_grad():
+            target = teacher(x)
+        (model(x) - target + 1).square().mean().backward()
+        zero.step()
+        zero.zero_grad()
+    assert toys.identical(teacher.parameters(), start) and len(seen) == 2 * 3 * 3 and all(seen)
+    assert far(toys.whole_parameters(zero), start) > 1e-3
+
+
+def gradients_can_be_read(stage):
+    """After backward p.grad is the average (stage 0), or nothing that could be taken for it (stages 2 and 3)."""
+    rank = dist.get_rank()
+    model, zero = wrap(stage)
+    odd_models.fit(model, rank, 0)
+    if stage is toys.STAGES[0]:
+        plain = build(Case(Chain), seed=0)
+        for other in range(2):
+            odd_models.fit(plain, other, 0)
+        ours = [param.grad for param in model.parameters()]
+        assert far(ours, [param.grad / 2 for param in plain.parameters()]) < ROUNDING
+    elif stage is not toys.STAGES[1]:
+        assert all(param.grad is None for param in model.parameters())
+
+
+def zero_grad_where_users_call_it(stage):
+    """After step, before forward, or between forward and backward: the same, and no more whole gradients at once."""
+    outcomes, most = [], []
+    for place in ("after", "before", "between"):
+        model, zero = wrap(stage, lambda: Chain(count=6))
+        open_at_once, reduce_scatter = [], collectives.reduce_scatter
+
+        def watch(*tensors, **options):
+            open_at_once.append(sum(bucket.gradients is not None for bucket in zero.buckets))  # noqa: B023
+            return reduce_scatter(*tensors, **options)  # noqa: B023
+
+        collectives.reduce_scatter = watch
+        for step in range(3):
+            if place == "before":
+                zero.zero_grad()
+            loss = model(vectors(dist.get_rank(), step)).square().mean()
+            if place == "between":
+                zero.zero_grad()
+            loss.backward()
+            zero.step()
+            if place == "after":
+                zero.zero_grad()
+        collectives.reduce_scatter = reduce_scatter
+        most.append(max(open_at_once, default=0))
+        outcomes.append(toys.whole_parameters(zero))
+    assert toys.identical(outcomes[0], outcomes[1]) and toys.identical(outcomes[0], outcomes[2])
+    assert most[0] == most[1] == most[2]
+
+
+def two_models(stage):
+    """A generator against a discriminator that is frozen in turn: two stages whose backward passes meet."""
+    rank, results = dist.get_rank(), []
+    for kind in (stage, toys.STAGES[0]):
+        maker, zero_maker = wrap(kind)
+        judge, zero_judge = wrap(kind, lambda: nn.Sequential(nn.Linear(3, WIDTH), Chain(count=2)))
+        for step in range(3):
+            judge.requires_grad_(True)
+            loss = judge(maker(vectors(rank, step)).detach()).square().mean() - judge(vectors(rank, step, 5, 3)).mean()
+            loss.backward()
+            zero_judge.step()
+            zero_judge.zero_grad()
+            judge.requires_grad_(False)
+            judge(maker(vectors(rank, 100 + step))).square().mean().backward()
+            zero_maker.step()
+            zero_maker.zero_grad()
+            zero_judge.zero_grad()
+        judge.requires_grad_(True)
+        results.append(toys.whole_parameters(zero_maker) + toys.whole_parameters(zero_judge))
+    assert toys.identical(*results)
+
+
+class Mixed(Layer):
+    """Parameters of three dtypes in one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear.float()
+        self.gain = nn.Parameter(self.gain.detach().bfloat16())
+
+    def forward(self, x):
+        return self.norm((torch.tanh(self.linear(x.float())) * self.gain).double())
+
+
+def mixed_dtypes(stage):
+    results = []
+    for kind in (stage, toys.STAGES[0]):
+        model, zero = wrap(kind, lambda: Chain(Mixed))
+        start = toys.whole_parameters(zero)
+        for step in range(3):
+            odd_models.fit(model, dist.get_rank(), step)
+            zero.clip_grad_norm_(100.0)  # of bf16, fp32 and fp64 together; too large to change anything
+            zero.step()
+            zero.zero_grad()
+        results.append(toys.whole_parameters(zero))
+    assert toys.identical(*results) and far(start, results[0]) > 1e-3
+    assert {param.dtype for param in model.parameters()} == {torch.float64, torch.float32, torch.bfloat16}
+
+
+test_no_random_numbers = in_fp64(no_random_numbers)
+test_copies_and_hooks = in_fp64(copies_and_hooks)
+test_gradients_can_be_read = in_fp64(gradients_can_be_read)
+test_zero_grad_where_users_call_it = in_fp64(zero_grad_where_users_call_it)
+test_two_models = in_fp64(two_models)
+test_mixed_dtypes = in_fp64(mixed_dtypes)

@@ -16,7 +16,7 @@ import weakref
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives
+from zero_minimal.foundations import collectives, layout
 
 
 class Backward:
@@ -35,6 +35,7 @@ class Backward:
         self.stage, self.buckets, self.by_turns = stage, list(stage.buckets), by_turns
         self.reduced = False  # every bucket was handed over since zero_grad()
         self.running = False
+        self.spent = False  # step() has used the gradients, zero_grad() has not come yet
         self._accumulating = False
         self._ordered = by_turns
         self._task = None
@@ -65,6 +66,7 @@ class Backward:
 
     def finish(self) -> None:
         """Hand over what is left, in order: when backward ends, or in `step()` if none ran on this rank."""
+        layout.check_owner(self.stage.model)
         for bucket in list(self._left):
             self.hand_over(bucket)
         self.reduced, self.running = True, False
@@ -74,8 +76,8 @@ class Backward:
         self.stage.backward_ends()
 
     def forget(self) -> None:
-        """After zero_grad(), or a backward pass that failed half-way: start afresh."""
-        self.reduced = self.running = False
+        """zero_grad(), perhaps after a backward pass that failed half-way: start afresh."""
+        self.reduced = self.running = self.spent = False
         self._reset()
 
     def _reset(self) -> None:
@@ -88,14 +90,18 @@ class Backward:
                 tensor.grad_fn.register_prehook(lambda *_: self._begin_at_output())
 
     def _begin_at_output(self) -> None:
-        # A backward pass that failed half-way never ended: what it left must not be taken for this one's.
         if self.running and self._task != torch._C._current_graph_task_id():
-            self.forget()
+            raise RuntimeError(
+                "a backward pass begins while another one has not ended. If that one failed, call zero.zero_grad() "
+                "first; if torch.utils.checkpoint is around the whole model, it needs use_reentrant=False"
+            )
         self._begin()
 
     def _begin(self) -> None:
         if self.running:
             return
+        if self.spent:
+            raise RuntimeError("call zero.zero_grad() after zero.step(): model.zero_grad() does not reach the shards")
         self.running, self._task = True, torch._C._current_graph_task_id()
         self.stage.backward_begins()
         self.reduced = False

@@ -11,8 +11,9 @@ def shard_state(stage) -> dict:
         "stage": type(stage).__name__,
         "rank": dist.get_rank(stage.group),
         "world_size": dist.get_world_size(stage.group),
-        "buckets": [(bucket.name, bucket.numel, bucket.padded) for bucket in stage.buckets],
-        "shards": [bucket.parameter_shard if bucket.master is None else bucket.master.data for bucket in stage.buckets],
+        "buckets": [(bucket.name, bucket.numel, bucket.padded) for bucket in _buckets(stage)],
+        "shards": [bucket.master.data if bucket.trained else bucket.parameter_shard for bucket in _buckets(stage)],
+        "frozen": _frozen(stage),
         "optimizer": stage.optimizer.state_dict(),
         "buffers": dict(stage.model.named_buffers()),
     }
@@ -26,13 +27,25 @@ def load_shards(stage, state: dict) -> None:
     """
     expected = shard_state(stage)
     for key in ("stage", "world_size", "rank", "buckets"):
-        if state[key] != expected[key]:
-            raise ValueError(f"this state was saved with {key} {state[key]}, and is loaded with {expected[key]}: "
+        if state.get(key) != expected[key]:
+            raise ValueError(f"this state was saved with {key} {state.get(key)}, and is loaded with {expected[key]}: "
                              "load each rank's own part, with the same stage, world size, model and bucket_bytes")
-    for bucket, shard in zip(stage.buckets, state["shards"], strict=True):
-        if bucket.master is not None:
+    for bucket, shard in zip(_buckets(stage), state["shards"], strict=True):
+        if bucket.trained:
             bucket.master.copy_(shard)
         bucket.parameter_shard.copy_(shard)
     stage.optimizer.load_state_dict(state["optimizer"])
     for name, buffer in stage.model.named_buffers():
         buffer.copy_(state["buffers"][name])
+    for name, param in expected["frozen"].items():
+        param.copy_(state["frozen"][name])
+
+
+def _buckets(stage) -> list:
+    return getattr(stage, "all_buckets", stage.buckets)  # at stage 3 frozen parameters are sharded too
+
+
+def _frozen(stage) -> dict:
+    """Parameters that no bucket holds."""
+    packed = {param for bucket in _buckets(stage) for param in bucket.params}
+    return {name: param.data for name, param in stage.model.named_parameters() if param not in packed}

@@ -50,6 +50,7 @@ def reduce_scatter(output, input, *, op: str = "avg", group=None, async_op: bool
         op: "avg" or "sum".
     Returns: a `Pending` if async_op, else None with the result in place.
     """
+    _check(op, "sum", "avg")
     if output.numel() * dist.get_world_size(group) != input.numel():
         raise ValueError(f"reduce_scatter: {input.numel()} elements are not {dist.get_world_size(group)} times "
                          f"the output's {output.numel()}")
@@ -60,7 +61,7 @@ def reduce_scatter(output, input, *, op: str = "avg", group=None, async_op: bool
     work = dist.all_to_all_single(received, sent, group=group, async_op=True)
 
     def finish():
-        _sum_in_rank_order(received.view(-1, output.numel()), output, op)
+        _sum_in_rank_order(received.view(dist.get_world_size(group), output.numel()), output.view(-1), op)
         free(received)
 
     return _launched(work, finish, async_op)
@@ -77,6 +78,7 @@ def all_gather(output, input, *, group=None, async_op: bool = False):
 
 def all_reduce(tensor, *, op: str = "avg", group=None, async_op: bool = False):
     """Sum ("sum"), average ("avg") or take the maximum ("max") of `tensor` over the ranks, in place."""
+    _check(op, "sum", "avg", "max")
     if dist.get_backend(group) != "gloo":
         return _launched(dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True), None, async_op)
     if op == "max":
@@ -99,16 +101,19 @@ def all_reduce(tensor, *, op: str = "avg", group=None, async_op: bool = False):
 
 
 def reduce(tensor, root: int = 0, *, op: str = "avg", group=None, async_op: bool = False):
-    """Sum or average `tensor` over the ranks; the result is on rank `root` of the group, in place."""
-    host = _on_host(tensor, group)
-    work = dist.reduce(host, dist.get_global_rank(group or dist.group.WORLD, root), op=dist.ReduceOp.SUM,
-                       group=group, async_op=True)
+    """Sum or average `tensor` over the ranks, in place on rank `root` of the group; the others keep theirs."""
+    _check(op, "sum", "avg")
+    world_size, is_root = dist.get_world_size(group), dist.get_rank(group) == root
+    host = _on_host(tensor, group).contiguous().view(-1)
+    received = host.new_empty(world_size, host.numel()) if is_root else None
+    destination = dist.get_global_rank(group or dist.group.WORLD, root)
+    work = dist.gather(host, list(received) if is_root else None, destination, group=group, async_op=True)
 
     def finish():
-        if dist.get_rank(group) == root:
-            tensor.copy_(host)
-            if op == "avg":
-                tensor.div_(dist.get_world_size(group))
+        if is_root:
+            result = torch.empty_like(host)
+            _sum_in_rank_order(received, result, op)
+            tensor.copy_(result.view(tensor.shape))
 
     return _launched(work, finish, async_op)
 
@@ -124,6 +129,11 @@ def broadcast(tensor, root: int = 0, *, group=None, async_op: bool = False):
             tensor.copy_(host)
 
     return _launched(work, finish, async_op)
+
+
+def _check(op: str, *known: str) -> None:
+    if op not in known:
+        raise ValueError(f"unknown op {op!r}: use {' or '.join(known)}")
 
 
 def free(tensor) -> None:
@@ -143,9 +153,9 @@ def _on_host(tensor, group):
 
 def _padded(tensor, world_size: int):
     """The tensor as [N·s]: a view of it where that is possible, else a copy filled up with zeros."""
-    if tensor.is_contiguous() and tensor.numel() % world_size == 0:
+    if tensor.is_contiguous() and tensor.numel() and tensor.numel() % world_size == 0:
         return tensor.view(-1)
-    flat = tensor.new_zeros(-(-tensor.numel() // world_size) * world_size)
+    flat = tensor.new_zeros(max(1, -(-tensor.numel() // world_size)) * world_size)
     flat[: tensor.numel()] = tensor.reshape(-1)
     return flat
 
@@ -154,10 +164,11 @@ def _sum_in_rank_order(parts, output, op: str) -> None:
     """Sum of parts [N, s] over the ranks → output [s], rank 0's first, piece by piece."""
     world_size, size = parts.shape
     for start in range(0, size, PIECE):
-        piece = parts[:, start : start + PIECE]
+        piece, result = parts[:, start : start + PIECE], output[start : start + PIECE]
         total = piece[0].float() if piece.element_size() < 4 else piece[0]  # 16 bit: sum in fp32, round once
         for rank in range(1, world_size):
             total.add_(piece[rank])
         if op == "avg":
-            total.div_(world_size)
-        output[start : start + PIECE].copy_(total)
+            torch.div(total, world_size, out=result)
+        else:
+            result.copy_(total)

@@ -168,16 +168,26 @@ def check_place(param: nn.Parameter, parameters: torch.Tensor) -> None:
 def parameter_groups(model: nn.Module, param_groups=None) -> list[dict]:
     """What the user asked to train, in the form that torch.optim takes: dicts with "params" and options.
 
-    Frozen parameters are left out. Raises ValueError for an empty model, a parameter that is not the model's, or one in
-    two groups.
+    Frozen parameters are left out. Raises: TypeError if `model` is not a module; RuntimeError if there are no ranks;
+    ValueError for a model that has a stage already or nothing to train, a parameter of another model, or one that
+    stands in two groups.
     """
-    if param_groups is None:
-        param_groups = [{"params": model.parameters()}]
-    groups = [dict(group) if isinstance(group, dict) else {"params": group} for group in param_groups]
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a stage takes an nn.Module, and was given a {type(model).__name__}")
+    if not dist.is_initialized():
+        raise RuntimeError("there are no ranks yet: put the program under `with ranks.start():` and start it with "
+                           "torchrun, or call it through ranks.run(function, world_size)")
+    for param in model.parameters():
+        if hasattr(param, "_zero_stage"):
+            raise ValueError(f"this model belongs to a {param._zero_stage} already: wrap it once, or build a new one")
+    given = list(model.parameters() if param_groups is None else param_groups)
+    if given and not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = [dict(group) for group in given]
     own, seen = set(model.parameters()), set()
     for group in groups:
-        given = group["params"]
-        listed = [given] if isinstance(given, torch.Tensor) else list(given)
+        params = group["params"]
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
         listed = [entry[1] if isinstance(entry, tuple) else entry for entry in listed]  # (name, parameter) pairs
         for param in listed:
             if param not in own:
@@ -197,31 +207,31 @@ def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param in chosen]
 
 
-def adopt(stage, model: nn.Module, group=None) -> None:
-    """Tie a model to its stage, once, and make sure that all ranks hold the same kind of model.
+def adopt(stage, model: nn.Module, buckets: list[Bucket], group=None) -> None:
+    """Tie a model to its stage, and make sure that all ranks hold the same kind of model in the same buckets.
 
-    Raises: TypeError if `model` is not a module, ValueError if it or a part of it belongs to a stage already,
-    RuntimeError on every rank if the ranks' models differ in names, shapes or dtypes.
+    Raises: RuntimeError on every rank if they do not.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{type(stage).__name__} takes an nn.Module, and was given a {type(model).__name__}")
-    if not dist.is_initialized():
-        raise RuntimeError("there are no ranks yet: put the program under `with ranks.start():` and start it with "
-                           "torchrun, or call it through ranks.run(function, world_size)")
-    for param in model.parameters():
-        owner = getattr(param, "_zero_stage", None)
-        if owner:
-            raise ValueError(f"this model belongs to a {owner} already: wrap a model once, or build a new one")
-    facts = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    digest = torch.tensor([zlib.crc32(repr(facts).encode())], device=_device(model))
+    facts = [(name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in model.named_parameters()]
+    facts += [(bucket.name, bucket.group_index, bucket.start, bucket.padded, bucket.numel) for bucket in buckets]
+    # not hash(): it is salted anew in every process
+    digest = torch.tensor([zlib.crc32(repr((type(stage).__name__, facts)).encode())], device=buckets[0].device)
     digests = digest.new_empty(dist.get_world_size(group))
     collectives.all_gather(digests, digest, group=group)
     odd = [rank for rank, other in enumerate(digests.tolist()) if other != digests[0].item()]
     if odd:
-        raise RuntimeError(f"the model of rank {odd[0]} differs from rank 0's in names, shapes or dtypes: "
-                           "build the same model on every rank")
+        raise RuntimeError(f"the model of rank {odd[0]} differs from rank 0's in names, shapes or dtypes, or its "
+                           "stage, param_groups, units or bucket_bytes do: build the same on every rank")
     for param in model.parameters():
         param._zero_stage = type(stage).__name__
+
+
+def check_owner(model: nn.Module) -> None:
+    """Raise RuntimeError if the model has a parameter that its stage does not know."""
+    for name, param in model.named_parameters():
+        if not hasattr(param, "_zero_stage"):
+            raise RuntimeError(f"parameter {name!r} was added or replaced after wrapping, perhaps by "
+                               "load_state_dict(assign=True), so the stage does not train it: do that before")
 
 
 def broadcast_rest(model: nn.Module, buckets: list[Bucket], group=None) -> None:
@@ -245,10 +255,6 @@ def broadcast_statistics(model: nn.Module, group=None) -> None:
                 collectives.broadcast(buffer, group=group)
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next((param.device for param in model.parameters()), torch.device("cpu"))
-
-
 def _by_flat(buckets: list[Bucket]):
     flats: dict = {}
     for bucket in buckets:
@@ -258,6 +264,8 @@ def _by_flat(buckets: list[Bucket]):
 
 def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors lie in the same memory."""
+    if torch.strided is not one.layout or torch.strided is not other.layout:
+        return False  # sparse tensors have no storage of their own
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 

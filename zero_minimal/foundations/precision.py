@@ -5,6 +5,8 @@ momentum and variance. The master exists because an update is often smaller than
 a bf16 parameter it would vanish. ZeRO shards it like all optimizer state.
 """
 
+import functools
+
 import torch
 from torch import nn
 
@@ -28,7 +30,7 @@ def global_norm(gradients, gradient_scale=None, *, sharded: bool = True, group=N
 
     Shards add their squares, not their norms. `sharded=False`: every rank holds all of it already.
     """
-    precision = torch.promote_types(gradients[0].dtype, torch.float32)
+    precision = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
     norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(), dtype=precision) for gradient in gradients])
     squares = norms.square().sum()
     if sharded:

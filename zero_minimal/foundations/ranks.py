@@ -209,7 +209,7 @@ def run(function, world_size: int, *args, timeout: float = 60, device: str = "au
                 ours, theirs = _context.Pipe()
                 setup = dict(rank=rank, world_size=world_size, port=store.port, device=device, backend=backend,
                              timeout=timeout, stack=f"{stacks}/{rank}", environment=dict(os.environ), path=sys.path)
-                process = _context.Process(target=_rank_main, args=(theirs, setup, work), daemon=True)
+                process = _context.Process(target=_rank_main, args=(theirs, setup, work))
                 with _main_hidden():
                     process.start()
                 theirs.close()

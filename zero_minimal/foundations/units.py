@@ -26,7 +26,6 @@ class Unit:
     around: list["Unit"] = field(default_factory=list)  # the units that enclose this one, which stay while it works
     buckets: list[Bucket] = field(default_factory=list)
     whole: bool = False  # its parameters can be read
-    first_call: int | None = None  # when its forward first began, of those calls that backward will come back to
     gathering: list = field(default_factory=list)  # all-gathers under way
 
 
@@ -93,17 +92,17 @@ class Turns:
     stage.unit_done(unit)               backward is done with it, its gradients are there
     stage.evaluation_done()             a forward pass that backward will not come back to is over
 
-    What follows is told by the pass before. What is done, by the order of forward: autograd goes back through the calls
-    in reverse, and when it comes to one, it is done with every unit whose first call began later. That is the same on
-    all ranks, also where one of them has no gradient for a parameter.
+    What follows is told by the pass before. What is done, by autograd's numbers: it numbers the nodes of the graph as
+    forward makes them, and goes through them in falling order. So a node belongs to the innermost call during which it
+    was made, whoever returns its tensor; and when backward comes to it, it is done with every unit whose first call
+    began later. That is the same on all ranks, also where one of them has no gradient for a parameter.
     """
 
     def __init__(self, stage):
         self.stage, self.root = stage, stage.units[0]
         self._passes: dict = {"forward": [], "backward": []}
         self.begin("forward")
-        self._called: list[Unit] = []
-        self._clock = 0
+        self._forget()
         for unit in stage.units:
             unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._before_forward(unit))
             unit.module.register_forward_hook(lambda *call, unit=unit: self._after_forward(unit, output=call[-1]))
@@ -112,21 +111,25 @@ class Turns:
         """A "forward" or "backward" pass begins."""
         self._last = self._passes[kind]
         self._now = self._passes[kind] = []
+        self._went_back = kind == "backward"
 
-    def forget(self) -> None:
-        """Backward has ended: nothing is left that it would come back to."""
-        for unit in self._called:
-            unit.first_call = None
-        self._called, self._clock = [], 0
+    def _forget(self) -> None:
+        self._since = _next_number()  # what was called before is not known any more
+        self._first_call: dict[Unit, int] = {}  # the number of the first node of each unit, in the order of the calls
+        self._under_way: list[int] = []  # where the calls that have not returned began
+        self._calls: list[tuple] = []  # (begin, end, unit), inner calls before the outer one
 
     def _before_forward(self, unit: Unit) -> None:
-        if unit is self.root and not self.stage.backward.running:
-            self.begin("forward")
+        if not self.stage.backward.running:
+            if self._went_back:  # not when backward ends: several forwards may come before it
+                self._forget()
+                self._went_back = False
+            if unit is self.root:
+                self._under_way = []  # a call that failed never returned
+                self.begin("forward")
         if torch.is_grad_enabled():
-            self._clock += 1
-            if unit.first_call is None:
-                unit.first_call = self._clock
-                self._called.append(unit)
+            self._first_call.setdefault(unit, _next_number())
+        self._under_way.append(_next_number())
         self._turn(unit)
 
     def _after_forward(self, unit: Unit, output) -> None:
@@ -134,23 +137,29 @@ class Turns:
             if any(same_storage(tensor, bucket.parameters) for bucket in unit.buckets):
                 raise RuntimeError(f"unit {unit.name or 'root'!r} returns a part of its own parameters, which are "
                                    "freed after its turn: return a .clone() of it")
+        began = self._under_way.pop()
         if torch.is_grad_enabled():
-            self._clock += 1
-            returned = self._clock
+            self._calls.append((began, _next_number(), unit))
             for tensor in tensors:
-                node = tensor.grad_fn  # runs first in the unit's backward
-                if node is not None and "unit" not in node.metadata:  # else an inner unit made it: it is that one's
-                    node.metadata["unit"] = unit.name
-                    node.register_prehook(lambda *_: self._before_backward(unit, returned))
+                node = tensor.grad_fn
+                if node is not None and "unit" not in node.metadata:
+                    self._watch(node, node._sequence_nr())
         elif unit is self.root:
             self.stage.evaluation_done()
 
-    def _before_backward(self, unit: Unit, returned: int) -> None:
+    def _watch(self, node, number: int) -> None:
+        owners = (unit for begin, end, unit in self._calls if begin <= number < end)
+        if owner := next(owners, None):
+            node.metadata["unit"] = owner.name
+            node.register_prehook(lambda *_: self._before_backward(owner, number))
+
+    def _before_backward(self, unit: Unit, number: int) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError("stage 3 frees parameters after each turn, so it cannot serve create_graph=True")
-        for later in reversed(self._called):
-            if later.first_call > returned:
-                self.stage.unit_done(later)
+        if number >= self._since:
+            for later, begin in reversed(self._first_call.items()):
+                if begin > number:
+                    self.stage.unit_done(later)
         self._turn(unit)
 
     def _turn(self, unit: Unit) -> None:
@@ -160,6 +169,11 @@ class Turns:
         as_before = self._last[place : place + 1] == [unit] and place + 1 < len(self._last)
         self._now.append(unit)
         self.stage.unit_turn(unit, self._last[place + 1] if as_before else None)
+
+
+def _next_number() -> int:
+    """The number that autograd will give to the next node of a graph."""
+    return torch.autograd._get_sequence_nr()
 
 
 _placeholders: dict = {}

@@ -2,7 +2,7 @@
 
     python -m zero_minimal bench --model 11M,50M --plot bench.png
 
-All runs do the same: model, data, seeds, fused AdamW; bucket sizes are everybody's own. What makes the times comparable:
+All runs do the same: model, data, seeds, fused AdamW; bucket sizes are everybody's own. What makes times comparable:
 
     in turn      A B C, A B C, …, each time in fresh ranks. A machine drifts over minutes; so a run is divided by DDP's
                  of the same round, and what is reported is the median of these ratios, with their spread
@@ -10,21 +10,26 @@ All runs do the same: model, data, seeds, fused AdamW; bucket sizes are everybod
                  returns is counted too. Warm-up steps are left out; the median of the others stands for the run
     one core     holds each rank with all its threads; where there are fewer cores than ranks, they share
     the losses   of each rank must be DDP's within 1e-5: who computes something else has not won
+    alone        the share of the processors that other programs took is reported: with more than a few percent, wait
 
-Memory and traffic are watched in a short run apart, since that slows a step. Resident memory is what the operating
-system saw in the timed runs: the peak (VmHWM) from the moment before the model is built, less what was resident at that
-moment: Python, torch, the process group, the batches. Of the ranks the highest counts, of the rounds the median.
+The ledger's peak and the bytes sent come from a short run apart, since watching slows a step. What crossed the
+loopback and resident memory are the operating system's figures for the timed runs. Resident memory is the peak (VmHWM)
+from the moment before the model is built, less what was resident at that moment: Python, torch, the process group, the
+batches. (So some 25 MB of code and scratch that any training touches first are in it.) On a GPU it is what torch's
+allocator took. Of the ranks the highest counts, of the rounds the median.
 """
 
 import argparse
+import os
 import statistics
 import sys
 from dataclasses import replace
 
+import torch
 from tqdm import tqdm
 
 from zero_minimal.foundations import ranks
-from zero_minimal.instruments import peers, plots, report, scaling
+from zero_minimal.instruments import peers, plots, report, scaling, theory
 from zero_minimal.instruments.observer import MEMORY_STEPS, TRAFFIC_STEPS
 from zero_minimal.instruments.scaling import Point
 from zero_minimal.instruments.timing import time_steps, watch_steps
@@ -33,7 +38,7 @@ from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 from zero_minimal.workload import data
-from zero_minimal.workload.settings import DTYPES, Parser, Settings, output_file, positive
+from zero_minimal.workload.settings import Parser, Settings, add_device, output_file, positive
 
 REFERENCE = "DDP"
 CONTENDERS = {
@@ -58,38 +63,41 @@ OPPONENTS = {  # besides DDP: whom a stage is held against
     "stage 3": ["FSDP2", "DeepSpeed 3"],
 }
 SAME_LOSS = 1e-5  # relative
+QUIET = 0.05  # share of the processors that other programs may take before times mean little
 
 
-def measure(point: Point, names: list[str], *, warm_up: int, repeats: int, device: str = "auto", say=print) -> list[dict]:
+def measure(point: Point, names: list[str], warm_up: int, repeats: int, device: str, progress: tqdm) -> list[dict]:
     """All contenders at one point, in turn: one row each (see `row`).
 
-    Args: names are of CONTENDERS, the REFERENCE first; `say` is called with a line before each run.
+    Args: names are of CONTENDERS, the REFERENCE first.
     A peer that does not run here is left out, with a word why on stderr; an error of one of our stages is raised.
     Raises: ValueError if somebody's losses are not the reference's.
     """
+
+    def run(name: str, purpose: str, function, *args) -> list[dict]:
+        progress.set_description(f"{point.describe()}: {name}, {purpose}")
+        try:
+            return ranks.run(function, point.ranks, CONTENDERS[name], *args, timeout=3600, device=device)
+        finally:
+            progress.update()
+
     watched, timed = {}, {}
     for name in names:
-        say(f"{point.describe()}: {name}, memory and traffic")
-        settings = replace(point.settings, steps=MEMORY_STEPS + TRAFFIC_STEPS)
         try:
-            watched[name] = run(point, device, watch_steps, CONTENDERS[name], settings)
+            short = replace(point.settings, steps=MEMORY_STEPS + TRAFFIC_STEPS)
+            watched[name] = run(name, "memory and traffic", watch_steps, short)
         except ranks.RankError as error:
             if name == REFERENCE or name in OPPONENTS:
                 raise
-            print(f"{name} does not run here:\n{error}", file=sys.stderr)
+            progress.write(f"{name} does not run here:\n{error}", file=sys.stderr)
     for repeat in range(repeats):
         for name in watched:
-            say(f"{point.describe()}: {name}, round {repeat + 1} of {repeats}")
-            results = run(point, device, time_steps, CONTENDERS[name], point.settings, warm_up)
+            results = run(name, f"round {repeat + 1} of {repeats}", time_steps, point.settings, warm_up)
             timed.setdefault(name, []).append(results)
             check_losses(name, results, timed[REFERENCE][repeat])
     seconds = {name: [run_seconds(results) for results in rounds] for name, rounds in timed.items()}
-    return [row(point, name, watched[name], timed[name], seconds) for name in watched]
-
-
-def run(point: Point, device: str, function, *args) -> list[dict]:
-    """function(*args) on fresh ranks: their results, rank 0's first."""
-    return ranks.run(function, point.ranks, *args, timeout=3600, device=device)
+    parameters = watched[REFERENCE][0]["parameters"]
+    return [row(point, name, parameters, watched[name], timed[name], seconds) for name in watched]
 
 
 def check_losses(name: str, results: list[dict], reference: list[dict]) -> None:
@@ -118,16 +126,15 @@ def run_seconds(results: list[dict]) -> float:
     return statistics.median(max(step) for step in zip(*(result["seconds"] for result in results), strict=True))
 
 
-def row(point: Point, name: str, watched: list[dict], timed: list[list[dict]], seconds: dict[str, list[float]]) -> dict:
+def row(point: Point, name: str, parameters: int, watched: list[dict], timed: list[list[dict]], seconds: dict) -> dict:
     """What --json writes for one contender at one point. Of memory and traffic, the rank with the most counts."""
     settings, first = point.settings, watched[0]
     step_seconds = statistics.median(seconds[name])
-    residents = [[result["resident_bytes"] for result in results] for results in timed]
-    known = None not in residents[0]
+    expected = theory.traffic(first["theory_stage"], parameters, point.ranks, settings.dtype)
     return {
         "name": name,
         "model": point.model,
-        "parameters": first["parameters"],
+        "parameters": parameters,
         "layers": settings.layers,
         "hidden": settings.hidden,
         "sequence_tokens": settings.sequence,
@@ -137,6 +144,8 @@ def row(point: Point, name: str, watched: list[dict], timed: list[list[dict]], s
         "dtype": settings.dtype,
         "device": first["device"],
         "backend": first["backend"],
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
         "timed_steps": settings.steps,
         "rounds": len(timed),
         "step_seconds": step_seconds,
@@ -145,14 +154,31 @@ def row(point: Point, name: str, watched: list[dict], timed: list[list[dict]], s
             other: spread([own / theirs for own, theirs in zip(seconds[name], seconds[other], strict=True)])
             for other in (REFERENCE, *OPPONENTS.get(name, [])) if other in seconds
         },
+        "others_cpu_share": others_share(timed),
         "tokens_per_second": settings.tokens_per_step(point.ranks) / step_seconds,
-        "wire_bytes_per_step": first["traffic"]["wire_bytes"],
+        "wire_bytes_per_step": over_rounds("wire_bytes", timed),
         "sent_bytes_per_step": max(one["traffic"]["sent_bytes"] for one in watched),
-        "theory_bytes_per_step": first["traffic"]["theory_bytes"] if communicates(name) else 0,
+        "theory_bytes_per_step": expected if communicates(name) else 0,
         "peak_ledger_bytes": max(one["memory"]["peak"] for one in watched),
-        "peak_resident_bytes": statistics.median(max(ranks) for ranks in residents) if known else None,
+        "peak_resident_bytes": over_rounds("resident_bytes", timed),
         "losses": timed[0][0]["losses"],
     }
+
+
+def over_rounds(field: str, timed: list[list[dict]]) -> float | None:
+    """Of the ranks the highest, of the rounds the median. None if it is not known here."""
+    rounds = [[result[field] for result in results] for results in timed]
+    return None if None in rounds[0] else statistics.median(map(max, rounds))
+
+
+def others_share(timed: list[list[dict]]) -> float | None:
+    """Share of this machine's processors that other programs took while the runs went on. None if it is not known."""
+    if timed[0][0]["machine_seconds"] is None:
+        return None
+    busy = sum(results[0]["machine_seconds"] for results in timed)
+    own = sum(result["cpu_seconds"] for results in timed for result in results)
+    elapsed = sum(results[0]["elapsed_seconds"] for results in timed)
+    return max(0.0, (busy - own) / (os.cpu_count() * elapsed))
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -169,10 +195,10 @@ def describe(rows: list[dict]) -> str:
     """The rows of one point: a table of all contenders, and one of our stages against their opponents."""
     first = rows[0]
     head = (
-        f"\nGPT of {first['parameters']:,} parameters ({first['model']}: {first['layers']} layers, {first['hidden']} wide), "
+        f"\nGPT of {first['parameters']:,} parameters, layers × width {first['layers']} × {first['hidden']}, "
         f"{first['dtype']}, N = {first['ranks']} on {first['device']}, {first['backend']}; a step of a rank is "
         f"{first['batch_sequences_per_rank']} × {first['sequence_tokens']} tokens; "
-        f"{first['rounds']} rounds of {first['timed_steps']} steps"
+        f"rounds × steps: {first['rounds']} × {first['timed_steps']}"
     )
     lines = [["", "ms a step", "× DDP", "min", "quartiles", "max", "MB on the wire", "sent", "formula",
               "peak MB, ledger", "resident"]]
@@ -188,6 +214,9 @@ def describe(rows: list[dict]) -> str:
              for row in rows for other, ratio in row["ratios"].items() if other != REFERENCE]
     if duels:
         parts.append(report.table([["times of a step", "median", "min", "quartiles", "max"], *duels]))
+    busiest = max(row["others_cpu_share"] or 0.0 for row in rows)
+    if busiest > QUIET:
+        parts.append(f"Other programs took up to {busiest:.0%} of the processors meanwhile: do not trust these times.")
     return "\n\n".join(parts)
 
 
@@ -207,12 +236,17 @@ def megabytes(count: float | None) -> str:
 
 def names_of_contenders(text: str) -> list[str]:
     """The type of --only: contenders by name ("stage2,fsdp2"), the reference first, the others in our order."""
-    known = {name.replace(" ", "").lower(): name for name in available()}
-    wanted = [word.strip().replace(" ", "").lower() for word in text.split(",")]
+    known = {word_for(name): name for name in available()}
+    wanted = list(map(word_for, text.split(",")))
     for word in wanted:
         if word not in known:
             raise argparse.ArgumentTypeError(f"{word!r} is no contender here: choose from {', '.join(known)}")
     return [name for key, name in known.items() if name == REFERENCE or key in wanted]
+
+
+def word_for(name: str) -> str:
+    """A contender's name as one word, for flags: "stage2"."""
+    return name.replace(" ", "").lower()
 
 
 def available() -> list[str]:
@@ -241,22 +275,22 @@ def sweep(name: str) -> None:
 
 def make_parser() -> Parser:
     """The flags."""
-    parser = Parser(prog="python -m zero_minimal bench", allow_abbrev=False,
+    parser = Parser(prog="python -m zero_minimal bench",
                     description="Time stages 0 to 3 and their peers on the same work, in turn, each in fresh ranks.")
     parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="processes to train with (default: 2)")
     parser.add_argument("--model", type=listed(scaling.shape), default=["11M"], metavar="SIZE[,SIZE]",
                         help=f"{', '.join(scaling.MODELS)}, or layers and width, as in 6x384 (default: 11M)")
     parser.add_argument("--sequence", type=positive, default=128, metavar="TOKENS", help="in a sequence (default: 128)")
-    parser.add_argument("--batch", type=positive, default=4, metavar="B", help="sequences of a rank in a step (default: 4)")
+    parser.add_argument("--batch", type=positive, default=4, metavar="B", help="sequences of a rank (default: 4)")
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of parameters (default: fp32)")
     parser.add_argument("--steps", type=positive, default=20, metavar="S", help="timed in each run (default: 20)")
     parser.add_argument("--warm-up", type=positive, default=4, metavar="S", help="steps before them (default: 4)")
     parser.add_argument("--repeats", type=positive, default=5, metavar="R", help="rounds: runs of each (default: 5)")
     parser.add_argument("--only", type=names_of_contenders, default=available(), metavar="NAME[,NAME]",
-                        help="measure these, and DDP: " + ", ".join(name.replace(" ", "").lower() for name in available()))
+                        help=f"measure these, and DDP: {', '.join(map(word_for, available()))}")
     parser.add_argument("--sweep", type=listed(sweep), default=[], metavar="WHAT[,WHAT]",
                         help="let ranks (1, 2, 4), size (5M to 100M) or sequence (64 to 512) grow")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to compute (default: auto)")
+    add_device(parser)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all rows to this file")
     parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw them")
     return parser
@@ -282,15 +316,10 @@ def main(arguments: list[str]) -> str | None:
     flags = parser.parse_args(arguments)
     points = read_points(parser, flags)
     rows = []
-    with tqdm(total=len(points) * len(flags.only) * (flags.repeats + 1), unit="run", leave=False) as progress:
-
-        def say(words: str) -> None:
-            progress.set_description(words, refresh=False)
-            progress.update()
-
+    with tqdm(total=len(points) * len(flags.only) * (1 + flags.repeats), unit="run", leave=False) as progress:
         for point in points:
             try:
-                found = measure(point, flags.only, warm_up=flags.warm_up, repeats=flags.repeats, device=flags.device, say=say)
+                found = measure(point, flags.only, flags.warm_up, flags.repeats, flags.device, progress)
             except ValueError as error:
                 return f"error: {error}"
             rows += found

@@ -36,7 +36,7 @@ class Observer:
         self.traffic_to = min(self.traffic_from + TRAFFIC_STEPS, settings.steps)
         self.seconds: list[float] = []
         self.states: dict[str, int] = {}  # bytes by category at the end of the last step that the ledger saw
-        self.wire_bytes: float | None = None
+        self.wire_bytes: list[float] = []  # of each step whose traffic is watched, a rank's share; empty if not known
 
     @contextmanager
     def step(self):
@@ -69,7 +69,7 @@ class Observer:
             yield
         after = loopback_bytes(quiet=True)
         if before is not None:
-            self.wire_bytes = (self.wire_bytes or 0.0) + (after - before) / self.rank.world_size
+            self.wire_bytes.append((after - before) / self.rank.world_size)
 
     # ---------------------------------------------------------------------------------------------------------- report
 
@@ -121,5 +121,6 @@ class Observer:
             "theory_bytes": theory.traffic(stage, parameters, *rest),
             "theory_volume": theory.volume(stage, accumulate),
             "padding_bytes": theory.traffic(stage, padding, *rest),
-            "wire_bytes": None if self.wire_bytes is None else self.wire_bytes / steps,
+            # the median: other programs of this machine speak over the loopback too, now and then
+            "wire_bytes": statistics.median(self.wire_bytes) if self.wire_bytes else None,
         }

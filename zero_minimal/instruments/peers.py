@@ -119,7 +119,8 @@ class ZeroRedundancy(DDP):
     def make_optimizer(self, optimizer_class, options: dict):
         """The optimizer of this rank's share of the parameters; after a step each rank broadcasts its share."""
         self.prepare(self.params[0].device)
-        return torch.distributed.optim.ZeroRedundancyOptimizer(self.masters, optimizer_class, parameters_as_bucket_view=True, **options)
+        sharded = torch.distributed.optim.ZeroRedundancyOptimizer
+        return sharded(self.masters, optimizer_class, parameters_as_bucket_view=True, **options)
 
 
 class FSDP2(Peer):
@@ -271,7 +272,8 @@ class Floor(Peer):
             start += param.numel()
             if piece.start < piece.stop:
                 flat = param.detach().view(-1)[piece]
-                self.pieces.append((param, piece, torch.nn.Parameter(flat if flat.element_size() >= 4 else flat.float())))
+                master = nn.Parameter(flat if flat.element_size() >= 4 else flat.float())
+                self.pieces.append((param, piece, master))
         self.optimizer = optimizer_class([master for _, _, master in self.pieces], **optimizer_options)
 
     def no_sync(self):

@@ -50,7 +50,7 @@ def points(models: list[str], ranks: int, settings: Settings, sweeps: list[str])
         total = ranks * settings.batch
         odd = [count for count in RANKS if total % count]
         if odd:
-            raise ValueError(f"strong scaling shares {ranks} × {settings.batch} = {total} sequences among {odd[0]} ranks: "
+            raise ValueError(f"strong scaling cannot share {ranks} × {settings.batch} sequences among {odd[0]} ranks: "
                              f"choose --batch so that {' and '.join(map(str, RANKS))} divide them")
         wanted += [("weak", count, first, settings) for count in RANKS]
         wanted += [("strong", count, first, replace(settings, batch=total // count)) for count in RANKS]

@@ -5,6 +5,7 @@
 """
 
 import gc
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -15,40 +16,60 @@ import torch.distributed as dist
 
 from zero_minimal.foundations import ranks
 from zero_minimal.instruments.observer import Observer
+from zero_minimal.instruments.traffic import loopback_bytes
 from zero_minimal.workload import data
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import DTYPES, Settings
 
-STATUS, FORGET_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux
+# Linux's; elsewhere what they tell stays unknown
+STATUS, FORGET_PEAK, MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/stat")
 
 
 def time_steps(stage_class, settings: Settings, warm_up: int) -> dict:
     """Train on this rank, `warm_up` steps and then settings.steps more.
 
-    Returns:
+    Returns, with None for what this machine does not tell:
         seconds: of each step after the warm-up, from one barrier to the next.
         losses: of all steps, of this rank's batches.
-        resident_bytes: the peak of memory from before the model was built, less what was there then. None if unknown.
+        wire_bytes: what crossed the loopback in a step after the warm-up, over the number of ranks.
+        resident_bytes: the peak of memory from before the model was built, less what was there then.
+        elapsed_seconds: of the steps and of building the model.
+        cpu_seconds: what all threads of this rank worked in that time.
+        machine_seconds: what all processors of this machine worked in that time, for anybody.
     """
     with ranks.start() as rank:
         stay_on_one_core(rank)
         batches = list(draw_batches(settings, rank, warm_up + settings.steps))
         prepare(stage_class, rank.device)
-        before = start_of_memory(rank.device)
+        memory, began = start_of_memory(rank.device), together(rank.device)
+        own, machine = time.process_time(), machine_seconds()
         zero = build(stage_class, settings, rank)
-        losses, marks = [], [together(rank.device)]
-        for inputs, targets in batches:
-            loss = zero.model(inputs, targets)
-            backward(zero, loss)
-            zero.step()
-            zero.zero_grad()
-            losses.append(loss.detach())
-            marks.append(together(rank.device))
+        first_losses, _ = train(zero, batches[:warm_up], rank.device)
+        wire = loopback_bytes()
+        losses, seconds = train(zero, batches[warm_up:], rank.device)
+        now_wire = loopback_bytes()
         return {
-            "seconds": [end - start for start, end in zip(marks[warm_up:-1], marks[warm_up + 1 :], strict=True)],
-            "losses": [loss.item() for loss in losses],
-            "resident_bytes": None if before is None else peak_of_memory(rank.device) - before,
+            "seconds": seconds,
+            "losses": first_losses + losses,
+            "wire_bytes": None if wire is None else (now_wire - wire) / (rank.world_size * settings.steps),
+            "resident_bytes": None if memory is None else peak_of_memory(rank.device) - memory,
+            "elapsed_seconds": time.perf_counter() - began,
+            "cpu_seconds": time.process_time() - own,
+            "machine_seconds": None if machine is None else machine_seconds() - machine,
         }
+
+
+def train(zero, batches: list[tuple], device: torch.device) -> tuple[list[float], list[float]]:
+    """One step with each batch: their losses, and their seconds from one barrier to the next."""
+    losses, marks = [], [together(device)]
+    for inputs, targets in batches:
+        loss = zero.model(inputs, targets)
+        backward(zero, loss)
+        zero.step()
+        zero.zero_grad()
+        losses.append(loss.detach())
+        marks.append(together(device))
+    return [loss.item() for loss in losses], [end - start for start, end in itertools.pairwise(marks)]
 
 
 def watch_steps(stage_class, settings: Settings) -> dict:
@@ -103,7 +124,7 @@ def together(device: torch.device) -> float:
 
 
 def stay_on_one_core(rank: ranks.Rank) -> None:
-    """Compute in one thread, and keep all threads of this process, gloo's too, on one core. A GPU's host is left alone."""
+    """Compute in one thread, and keep all threads of this process, gloo's too, on one core. Not for a GPU's host."""
     if rank.device.type != "cpu":
         return
     torch.set_num_threads(1)
@@ -131,6 +152,15 @@ def start_of_memory(device: torch.device) -> int | None:
 def peak_of_memory(device: torch.device) -> int:
     """The most bytes this rank held since start_of_memory()."""
     return torch.cuda.max_memory_reserved() if device.type == "cuda" else _status("VmHWM")
+
+
+def machine_seconds() -> float | None:
+    """Seconds that all processors of this machine together have worked since it came up, or that its host took away."""
+    try:
+        user, nice, system, _idle, _waiting, _irq, _softirq, stolen, *_ = MACHINE.read_text().split()[1:]
+    except OSError:
+        return None
+    return (int(user) + int(nice) + int(system) + int(stolen)) / os.sysconf("SC_CLK_TCK")
 
 
 def _status(field: str) -> int:
