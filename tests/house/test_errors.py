@@ -236,7 +236,7 @@ def refuse_uses(stage):
     if stage is not STAGES[3]:
         model, zero = wrapped(stage)
         model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
-        with pytest.raises(RuntimeError, match="moved or replaced"):
+        with pytest.raises(RuntimeError, match="replaced after wrapping"):
             train_step(model, zero)
 
 

@@ -230,7 +230,7 @@ def check_owner(model: nn.Module) -> None:
     """Raise RuntimeError if the model has a parameter that its stage does not know."""
     for name, param in model.named_parameters():
         if not hasattr(param, "_zero_stage"):
-            raise RuntimeError(f"parameter {name!r} was added or replaced after wrapping, perhaps by "
+            raise RuntimeError(f"parameter {name!r} was moved or replaced after wrapping, perhaps by "
                                "load_state_dict(assign=True), so the stage does not train it: do that before")
 
 
