@@ -1,4 +1,4 @@
-"""The five collectives: right values in every dtype and size, blocking and asynchronous, and no more bytes than needed."""
+"""The five collectives: right values in every dtype and size, blocking and asynchronous; no more bytes than needed."""
 
 import contextlib
 import os

@@ -15,7 +15,7 @@ def numbers(rank, size):
 
 
 def rounding(size, world_size):
-    """A sum of N numbers in another order: each of the N - 1 additions rounds by half a unit of fp32, in both orders."""
+    """A sum of N numbers in another order: each of N - 1 additions rounds by half a unit of fp32, in both orders."""
     total = sum(numbers(rank, size).abs() for rank in range(world_size))
     return 2 * (world_size - 1) * torch.finfo(torch.float32).eps / 2 * total
 

@@ -2,8 +2,8 @@
 
     Case(make, backward)      make() -> nn.Module;  backward(model, rank, step) -> the loss, after loss.backward()
 
-The same Case trains under a stage and plainly. All is fp64: what a correct stage gets wrong by rounding is then below 1e-12,
-and what a wrong one gets wrong is not.
+The same Case trains under a stage and plainly. All is fp64: what a correct stage gets wrong by rounding is then below
+1e-12, and what a wrong one gets wrong is not.
 """
 
 import types
@@ -333,7 +333,7 @@ class Outer(nn.Module):
 
 
 class PassedOn(nn.Module):
-    """Layers that give back what they got: skipped ones, and a tensor that all of them hand on (as T5's position bias)."""
+    """Layers that give back what they got: skipped ones, and a tensor that all hand on (as T5's position bias)."""
 
     class Skipping(Layer):
         def forward(self, x, bias=None, skip=False):
@@ -352,7 +352,7 @@ class PassedOn(nn.Module):
 
 
 class Inside(Chain):
-    """Hands out what its layers computed on the way, which they do not return themselves (as caches and attention maps)."""
+    """Hands out what its layers computed on the way and do not return themselves (as caches and attention maps)."""
 
     class Keeping(Layer):
         def forward(self, x):
@@ -368,7 +368,7 @@ class Inside(Chain):
 
 
 class Notes(nn.Module):
-    """Layers write into a list that they are given; the next one returns it. Of the last layer, only the note is used."""
+    """Layers write into a list that they are given; the next one returns it. Of the last, only the note is used."""
 
     class Writing(Layer):
         def forward(self, x, notes):
@@ -464,7 +464,8 @@ class Structures(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.pieces = nn.ModuleDict({kind: self.Piece(kind) for kind in ("tuple", "dict", "dataclass", "named", "object")})
+        kinds = ("tuple", "dict", "dataclass", "named", "object")
+        self.pieces = nn.ModuleDict({kind: self.Piece(kind) for kind in kinds})
         self.list = nn.ModuleList(self.pieces.values())
 
     def forward(self, x, scale):
@@ -650,11 +651,13 @@ def hugging_face(kind):
                                          attn_pdrop=0, **small)
         model = transformers.GPT2LMHeadModel(config)
     elif kind == "llama":
-        config = transformers.LlamaConfig(hidden_size=12, intermediate_size=20, num_hidden_layers=3, max_position_embeddings=16,
+        config = transformers.LlamaConfig(hidden_size=12, intermediate_size=20, num_hidden_layers=3,
+                                          max_position_embeddings=16,
                                           num_attention_heads=2, num_key_value_heads=1, **small)
         model = transformers.LlamaForCausalLM(config)
     elif kind == "bert":
-        config = transformers.BertConfig(hidden_size=12, intermediate_size=20, num_hidden_layers=3, num_attention_heads=2,
+        config = transformers.BertConfig(hidden_size=12, intermediate_size=20, num_hidden_layers=3,
+                                         num_attention_heads=2,
                                          max_position_embeddings=16, hidden_dropout_prob=0,
                                          attention_probs_dropout_prob=0, **small)
         model = transformers.BertForMaskedLM(config)

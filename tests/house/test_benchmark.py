@@ -13,6 +13,8 @@ from zero_minimal.instruments import benchmark, peers, plots, scaling, timing
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.settings import Settings
 
+FSDP2_RUNS = hasattr(torch.cpu.Stream, "record_event")  # not on the CPU with torch 2.6
+RUN = ["DDP", "stage 3", "ZeroRedundancy", *(["FSDP2 kept", "FSDP2"] if FSDP2_RUNS else []), "floor"]
 TINY = ["--model", "1x32", "--sequence", "16", "--batch", "2", "--steps", "2", "--warm-up", "1", "--repeats", "2"]
 
 
@@ -23,7 +25,7 @@ TINY = ["--model", "1x32", "--sequence", "16", "--batch", "2", "--steps", "2", "
 def report(tmp_path_factory):
     """What one small run of the command printed and wrote."""
     folder = tmp_path_factory.mktemp("bench")
-    only = "stage3, zeroredundancy, FSDP2kept, fsdp2, floor"
+    only = ", ".join(RUN).upper()
     with pytest.MonkeyPatch.context() as patch:
         printed = []
         patch.setattr(tqdm, "write", staticmethod(lambda text, **_: printed.append(text)))
@@ -35,7 +37,7 @@ def report(tmp_path_factory):
 
 def test_a_row_for_each_contender_in_our_order(report):
     rows, printed, folder = report
-    assert list(rows) == ["DDP", "stage 3", "ZeroRedundancy", "FSDP2 kept", "FSDP2", "floor"]
+    assert list(rows) == RUN
     for name in rows:
         assert f"\n{name} " in printed
     assert (folder / "f.png").read_bytes().startswith(b"\x89PNG")
@@ -55,7 +57,7 @@ def test_rows_say_what_was_measured(report):
 
 def test_ratios_are_taken_round_by_round(report):
     rows, _, _ = report
-    assert set(rows["stage 3"]["ratios"]) == {"DDP", "FSDP2"}, "DDP, and the opponents that took part"
+    assert list(rows["stage 3"]["ratios"]) == (["DDP", "FSDP2"] if FSDP2_RUNS else ["DDP"])
     for name, other in itertools.product(rows, ["DDP", "FSDP2"]):
         if other in rows[name]["ratios"]:
             own, theirs = (rows[one]["step_seconds_by_round"] for one in (name, other))
@@ -68,9 +70,11 @@ def test_traffic_of_a_row(report):
     rows, _, _ = report
     whole = 4 * rows["DDP"]["parameters"]
     assert rows["DDP"]["sent_bytes_per_step"] == rows["DDP"]["theory_bytes_per_step"] == whole
-    assert rows["FSDP2"]["theory_bytes_per_step"] == rows["stage 3"]["theory_bytes_per_step"] == 1.5 * whole
-    assert rows["FSDP2 kept"]["theory_bytes_per_step"] == whole
-    assert rows["ZeroRedundancy"]["sent_bytes_per_step"] > whole
+    assert rows["stage 3"]["theory_bytes_per_step"] == 1.5 * whole
+    assert rows["ZeroRedundancy"]["sent_bytes_per_step"] > rows["ZeroRedundancy"]["theory_bytes_per_step"] == whole
+    if FSDP2_RUNS:
+        assert rows["FSDP2"]["theory_bytes_per_step"] == 1.5 * whole
+        assert rows["FSDP2 kept"]["theory_bytes_per_step"] == whole
     assert rows["floor"]["sent_bytes_per_step"] == rows["floor"]["theory_bytes_per_step"] == 0
     for row in rows.values():  # what the loopback counts may be anybody's, too; it is never less than what is sent
         assert row["wire_bytes_per_step"] is None or row["wire_bytes_per_step"] >= 0.9 * row["sent_bytes_per_step"]

@@ -165,6 +165,15 @@ def refuse_differences(stage):
             stage(make(), SGD, lr=0.1)
 
 
+    for options in (
+        lambda model: dict(param_groups=[dict(params=p) for p in (model.first.bias, model.head.bias)[:: 1 - 2 * rank]]),
+        lambda model: dict(units=[model.layers[rank]]) if stage is STAGES[3] else dict(bucket_bytes=600 + 4000 * rank),
+    ):
+        model = Chain()
+        with pytest.raises(RuntimeError, match="rank 1 differs from rank 0's"):
+            stage(model, SGD, lr=0.1, **options(model))
+
+
 test_refuses_ranks_that_differ = on_two_ranks(refuse_differences)
 
 
@@ -196,6 +205,8 @@ def refuse_states(states):
     for stage in STAGES:
         model, zero = wrapped(stage)
         before = toys.whole_parameters(zero)
+        with pytest.raises(ValueError, match="saved with"):
+            zero.load_state_dict(dict(model.named_buffers()))
         for (name, world), saved in states.items():
             if name == stage.__name__ and world == world_size:
                 zero.load_state_dict(saved[rank])
@@ -205,7 +216,8 @@ def refuse_states(states):
                 with pytest.raises(ValueError, match="saved with"):
                     zero.load_state_dict(saved[min(rank, world - 1)])
         for other in (wrapped(stage, lambda: Chain(count=2))[1], wrapped(stage, bucket_bytes=64)[1]):
-            if stage is not STAGES[3] or len(other.buckets) != len(zero.buckets):  # at stage 3 bucket_bytes changes nothing
+            # at stage 3 bucket_bytes changes nothing
+            if stage is not STAGES[3] or len(other.buckets) != len(zero.buckets):
                 with pytest.raises(ValueError, match="buckets"):
                     zero.load_state_dict(other.state_dict())
         assert toys.identical(toys.whole_parameters(zero), before)
@@ -225,6 +237,14 @@ def refuse_uses(stage):
     with pytest.raises(RuntimeError, match=r"zero\.step\(\)"):
         loss_of(model).backward()
         zero.optimizer.step()
+    zero.zero_grad()
+    train_step(model, zero)
+
+    loss_of(model).backward()
+    zero.step()
+    model.zero_grad()  # does not reach the shards
+    with pytest.raises(RuntimeError, match=r"zero\.zero_grad\(\)"):
+        loss_of(model).backward()
     zero.zero_grad()
     train_step(model, zero)
 

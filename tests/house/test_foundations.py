@@ -19,7 +19,8 @@ from zero_minimal.foundations.precision import LossScaler
 
 def some_parameters():
     shapes = [(7, 3), (1,), (), (0,), (64,), (5, 5, 5), (16,), (2, 33), (0, 4), (3,)]
-    return [nn.Parameter(torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + 1) for shape in shapes]
+    counts = [torch.arange(torch.Size(shape).numel(), dtype=torch.float32) for shape in shapes]
+    return [nn.Parameter(count.view(shape) + 1) for count, shape in zip(counts, shapes, strict=True)]
 
 
 @pytest.mark.parametrize("world_size", (1, 2, 3, 4, 7))
@@ -62,7 +63,8 @@ def test_groups_dtypes_and_order():
     ]
     assert [bucket.trained for bucket in buckets] == [False, True, True, True, True]
     assert [set(bucket.params) for bucket in buckets[-2:]] == [{narrow[0]}, {wide[0], wide[1]}]
-    sizes = [[param is wide[0] for param in bucket.params] for bucket in layout.pack(wide, [dict(params=wide)], 1, 4 * 48)]
+    single = layout.pack(wide, [dict(params=wide)], 1, 4 * 48)
+    sizes = [[param is wide[0] for param in bucket.params] for bucket in single]
     assert sizes == [[False], [False], [False], [True]]
 
 
@@ -107,7 +109,8 @@ def test_clip():
 def check_norm():
     """Over shards of several dtypes, as torch.nn.utils computes it on the whole."""
     rank = dist.get_rank()
-    for dtypes in ((torch.float32,), (torch.float64, torch.float32), (torch.float32, torch.float64), (torch.bfloat16,) * 2):
+    single, double, half = torch.float32, torch.float64, torch.bfloat16
+    for dtypes in ((single,), (double, single), (single, double), (half, half)):
         whole = [torch.randn(24, generator=torch.Generator().manual_seed(seed)).to(d) for seed, d in enumerate(dtypes)]
         shards = [gradient.view(3, 8)[rank] for gradient in whole]
         expected = torch.cat([gradient.double() for gradient in whole]).norm()
@@ -176,8 +179,9 @@ def test_loss_scaler():
 def test_a_bucket_is_updated_alone():
     """With its group's options, in fp32, and as if the whole had been updated at once. Schedulers see nothing odd."""
     masters = [nn.Parameter(torch.randn(6)) for _ in range(3)]
-    buckets = [types.SimpleNamespace(group_index=index // 2, master=master, dtype=torch.float32, parameter_shard=master.data,
-                                     gradient_shard=torch.randn(6)) for index, master in enumerate(masters)]
+    buckets = [types.SimpleNamespace(group_index=index // 2, master=master, dtype=torch.float32,
+                                     parameter_shard=master.data, gradient_shard=torch.randn(6))
+               for index, master in enumerate(masters)]
     whole = [nn.Parameter(master.detach().clone()) for master in masters]
     options = [dict(weight_decay=0.1), dict(lr=0.5)]
     optimizer = optimizers.on_shards(torch.optim.AdamW, dict(lr=0.1), options, buckets)

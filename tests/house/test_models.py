@@ -19,7 +19,8 @@ from odd_models import ALL, CASES, HUGGING_FACE, WIDTH, Case, Chain, Layer, vect
 from zero_minimal.foundations import collectives
 from zero_minimal.foundations.ranks import RankError
 
-# One step sums some hundred products of numbers of size 1; fp64 rounds each by 1e-16, and the weights of four steps stay of size 1.
+# One step sums some hundred products of numbers of size 1; fp64 rounds each by 1e-16, and the weights of four steps
+# stay of size 1.
 ROUNDING = 1e-12
 
 
@@ -144,7 +145,8 @@ def compare(name, outcomes):
             assert far(its_parameters, parameters) < ROUNDING, where
             assert far(its_buffers, buffers[rank]) < ROUNDING, where
             if case.passes == 1:
-                assert toys.identical(its_parameters, outcome[name]["Stage0"][1]), f"{where}: not bit for bit as stage 0"
+                first = outcome[name]["Stage0"][1]
+                assert toys.identical(its_parameters, first), f"{where}: not bit for bit as stage 0"
 
 
 def build_in_fp64(case):
@@ -313,6 +315,29 @@ def mixed_dtypes(stage):
     assert {param.dtype for param in model.parameters()} == {torch.float64, torch.float32, torch.bfloat16}
 
 
+def restart_with_frozen_parameters(stage):
+    """What is not trained is state too: the next program may start from other values."""
+    rank, results = dist.get_rank(), []
+
+    def start(seed):
+        torch.manual_seed(seed + rank)
+        model = odd_models.Frozen()
+        return model, stage(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    model, zero = start(0)
+    odd_models.fit(model, rank, 0)
+    zero.step()
+    zero.zero_grad()
+    other, restarted = start(50)
+    restarted.load_state_dict(copy.deepcopy(zero.state_dict()))
+    for model, zero in ((model, zero), (other, restarted)):  # noqa: B020
+        odd_models.fit(model, rank, 1)
+        zero.step()
+        results.append(toys.whole_parameters(zero))
+    assert toys.identical(*results)
+
+
+test_restart_with_frozen_parameters = in_fp64(restart_with_frozen_parameters)
 test_no_random_numbers = in_fp64(no_random_numbers)
 test_copies_and_hooks = in_fp64(copies_and_hooks)
 test_gradients_can_be_read = in_fp64(gradients_can_be_read)

@@ -98,6 +98,24 @@ def test_environment_and_path(monkeypatch, tmp_path):
     assert ranks.run(look, 2) == [("here", 42, Path.cwd())] * 2
 
 
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.tensor(index**2 + 100 * dist.get_rank() if dist.is_initialized() else index**2)
+
+
+def load():
+    loader = torch.utils.data.DataLoader(Squares(), batch_size=2, num_workers=1)
+    return torch.cat(list(loader)).tolist()
+
+
+def test_data_loaders_with_workers():
+    """Ranks may have children of their own."""
+    assert [[number % 100 for number in numbers] for numbers in ranks.run(load, 2)] == [[0, 1, 4, 9, 16, 25]] * 2
+
+
 def test_two_runs_at_once():
     """No port is fixed, and runs do not mix."""
     results = {}
@@ -149,10 +167,14 @@ class Unsendable(Exception):
         self.lock = lock
 
 
+def fail_with_a_lock():
+    raise Unsendable(1, threading.Lock())
+
+
 FAILURES = {
     "raises": (fail_with_words, "KeyError: 'the words'", KeyError),
     "raises in torch": (fail_in_tensors, "fail_in_tensors", RuntimeError),
-    "raises what cannot be sent": (lambda: (_ for _ in ()).throw(Unsendable(1, threading.Lock())), "unsendable 1", None),
+    "raises what cannot be sent": (fail_with_a_lock, "unsendable 1", None),
     "exits": (lambda: sys.exit(3), "SystemExit: 3", SystemExit),
     "exits at once": (lambda: os._exit(5), "exit code 5", None),
     "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL", None),
@@ -163,7 +185,10 @@ FAILURES = {
 
 @pytest.mark.parametrize(
     ("kind", "others"),
-    [*((kind, "collective") for kind in FAILURES), *((kind, o) for kind in ("raises", "is killed") for o in ("compute", "done"))],
+    [
+        *((kind, "collective") for kind in FAILURES),
+        *((kind, others) for kind in ("raises", "is killed") for others in ("compute", "done")),
+    ],
 )
 def test_failure(kind, others, tmp_path):
     fail, words, cause = FAILURES[kind]
@@ -326,7 +351,7 @@ FAILING = """
     from zero_minimal.foundations import collectives, ranks
 
     with ranks.start(device="cpu") as rank:
-        collectives.all_reduce(torch.ones(3))
+        collectives.all_reduce(ones := torch.ones(3))
         Path({notes!r}, f"{{os.getpid()}}.note").touch()
         if rank.rank == 1:
             {failure}
@@ -338,8 +363,8 @@ FAILING = """
 @pytest.mark.parametrize(
     ("failure", "others", "words"),
     [
-        ("raise ValueError('the reason')", "collectives.all_reduce(torch.ones(3))", "rank 1 failed: ValueError: the reason"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "collectives.all_reduce(torch.ones(3))", "SIGKILL"),
+        ("raise ValueError('the reason')", "collectives.all_reduce(ones)", "rank 1 failed: ValueError: the reason"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "collectives.all_reduce(ones)", "SIGKILL"),
         ("sys.exit(7)", "time.sleep(1000)", r"exitcode\s*: 7"),
     ],
     ids=("raises", "is killed", "exits"),
@@ -372,7 +397,8 @@ def test_under_torchrun(tmp_path):
             collectives.all_reduce(largest, op="max")
             collectives.all_reduce(mean)
             assert torch.allclose(largest, mean, rtol=1e-6)
-            print(f"rank {rank.rank} of {rank.world_size} on {rank.device} speaks {rank.backend}\\n", end="", flush=True)
+            words = f"rank {rank.rank} of {rank.world_size} on {rank.device} speaks {rank.backend}"
+            print(words + "\\n", end="", flush=True)
         """,
     )
     assert code == 0, errors

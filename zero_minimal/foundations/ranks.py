@@ -115,6 +115,8 @@ def start(device: str = "auto", backend: str | None = None, timeout: float = COL
     _join(store, rank, world_size, device, backend, timeout, int(environment.get("LOCAL_RANK", 0)), local_world_size)
     try:
         yield _describe()
+        dist.barrier()
+        time.sleep(0.1)  # gloo's threads drop their last tensors; torch 2.6 may lock up if the group goes meanwhile
         dist.destroy_process_group()
     except (Exception, KeyboardInterrupt) as error:
         _fail_together(dist.PrefixStore("failure", store), rank, error)
@@ -239,6 +241,7 @@ def _rank_main(pipe, setup: dict, work: bytes) -> None:
     os.environ.update(setup["environment"])
     sys.path[:] = setup["path"]
     _end_with_parent()
+    multiprocessing.set_start_method(None, force=True)  # what the rank starts (data loaders) need not come from our server
     rank, world_size = setup["rank"], setup["world_size"]
     faulthandler.register(signal.SIGUSR1, file=open(setup["stack"], "w"), all_threads=False)
     try:
