@@ -202,22 +202,21 @@ def run(function, world_size: int, *args, timeout: float = 60, device: str = "au
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}: at least one rank is needed")
     device, backend = choose(device, None, world_size)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any free one
     work = cloudpickle.dumps((function, args, kwargs))
-    with tempfile.TemporaryDirectory() as stacks:
+    with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         try:
             for rank in range(world_size):
                 ours, theirs = _context.Pipe()
-                setup = dict(rank=rank, world_size=world_size, port=store.port, device=device, backend=backend,
-                             timeout=timeout, stack=f"{stacks}/{rank}", environment=dict(os.environ), path=sys.path)
+                setup = dict(rank=rank, world_size=world_size, device=device, backend=backend, timeout=timeout,
+                             folder=folder, environment=dict(os.environ), path=sys.path)
                 process = _context.Process(target=_rank_main, args=(theirs, setup, work))
                 with _main_hidden():
                     process.start()
                 theirs.close()
                 pipes.append(ours)
                 processes.append(process)
-            return _gather_results(pipes, processes, timeout, stacks)
+            return _gather_results(pipes, processes, timeout, folder)
         finally:
             for process in processes:
                 process.kill()
@@ -243,11 +242,11 @@ def _rank_main(pipe, setup: dict, work: bytes) -> None:
     _end_with_parent()
     multiprocessing.set_start_method(None, force=True)  # what the rank starts (data loaders) need not come from our server
     rank, world_size = setup["rank"], setup["world_size"]
-    faulthandler.register(signal.SIGUSR1, file=open(setup["stack"], "w"), all_threads=False)
+    faulthandler.register(signal.SIGUSR1, file=open(f"{setup['folder']}/{rank}", "w"), all_threads=False)
     try:
         _stay_on_this_machine()
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-        store = dist.TCPStore("127.0.0.1", setup["port"], is_master=False)
+        store = dist.FileStore(f"{setup['folder']}/store", world_size)  # where ranks find each other: no port to agree on
         # the parent keeps the time limit; a collective that gives up first would only blur which rank is missing
         _join(store, rank, world_size, setup["device"], setup["backend"], 2 * setup["timeout"] + 10, rank, world_size)
         function, args, kwargs = pickle.loads(work)
@@ -282,7 +281,7 @@ def _pickled(error: BaseException) -> bytes | None:
         return None
 
 
-def _gather_results(pipes, processes, timeout: float, stacks: str) -> list:
+def _gather_results(pipes, processes, timeout: float, folder: str) -> list:
     """One answer a rank, or the failure that came first."""
     deadline = time.monotonic() + timeout
     results, failures = {}, {}
@@ -292,7 +291,7 @@ def _gather_results(pipes, processes, timeout: float, stacks: str) -> list:
         if not ready and failures:
             break
         if not ready:
-            raise TimeoutError(_where_they_stand(processes, sorted(pending.values()), timeout, stacks))
+            raise TimeoutError(_where_they_stand(processes, sorted(pending.values()), timeout, folder))
         for pipe in ready:
             rank = pending[pipe]
             try:
@@ -331,7 +330,7 @@ def _death(exitcode: int | None) -> str:
     return f"it ended with exit code {exitcode} before its function returned"
 
 
-def _where_they_stand(processes, late: list[int], timeout: float, stacks: str) -> str:
+def _where_they_stand(processes, late: list[int], timeout: float, folder: str) -> str:
     """Ask the ranks that are not done for their stacks."""
     for rank in late:
         with contextlib.suppress(ProcessLookupError):
@@ -339,6 +338,6 @@ def _where_they_stand(processes, late: list[int], timeout: float, stacks: str) -
     time.sleep(0.3)
     lines = [f"after {timeout:g} s rank {', '.join(map(str, late))} of {len(processes)} had not finished"]
     for rank in late:
-        with contextlib.suppress(OSError), open(f"{stacks}/{rank}") as stack:
+        with contextlib.suppress(OSError), open(f"{folder}/{rank}") as stack:
             lines.append(f"\nrank {rank} stands here (innermost first):\n{stack.read().rstrip()}")
     return "\n".join(lines)
