@@ -15,7 +15,8 @@ def line(row: dict) -> str:
     cells = [row["name"]]
     cells += [f"{memory[state] / 1e6:.1f} ({row['theory'][state] / 1e6:.1f})" for state in row["theory"]]
     cells += [f"{memory['peak'] / 1e6:.0f}"]
-    cells += [f"{traffic['sent_bytes'] / 1e6:.1f} ({traffic['theory_bytes'] / 1e6:.1f})", f"{traffic['wire_bytes'] / 1e6:.1f}"]
+    cells += [f"{traffic['sent_bytes'] / 1e6:.1f} ({traffic['theory_bytes'] / 1e6:.1f})"]
+    cells += [f"{traffic['wire_bytes'] / 1e6:.1f}"]
     return "| " + " | ".join([*cells, f"{row['losses'][-1]:.5f}"]) + " |"
 
 

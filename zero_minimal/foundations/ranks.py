@@ -240,13 +240,13 @@ def _rank_main(pipe, setup: dict, work: bytes) -> None:
     os.environ.update(setup["environment"])
     sys.path[:] = setup["path"]
     _end_with_parent()
-    multiprocessing.set_start_method(None, force=True)  # what the rank starts (data loaders) need not come from our server
+    multiprocessing.set_start_method(None, force=True)  # our server is not for what a rank starts: data loaders
     rank, world_size = setup["rank"], setup["world_size"]
     faulthandler.register(signal.SIGUSR1, file=open(f"{setup['folder']}/{rank}", "w"), all_threads=False)
     try:
         _stay_on_this_machine()
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-        store = dist.FileStore(f"{setup['folder']}/store", world_size)  # where ranks find each other: no port to agree on
+        store = dist.FileStore(f"{setup['folder']}/store", world_size)  # they meet here: no port to fix
         # the parent keeps the time limit; a collective that gives up first would only blur which rank is missing
         _join(store, rank, world_size, setup["device"], setup["backend"], 2 * setup["timeout"] + 10, rank, world_size)
         function, args, kwargs = pickle.loads(work)
@@ -256,8 +256,9 @@ def _rank_main(pipe, setup: dict, work: bytes) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(answer)
-    with contextlib.suppress(EOFError):
-        pipe.recv()  # leaving earlier would close connections that the others still use
+    if answer[0] == "result":  # after an error the others shall see at once that this rank is gone
+        with contextlib.suppress(EOFError):
+            pipe.recv()  # leaving earlier would close connections that the others still use
     os._exit(0)
 
 
