@@ -28,7 +28,8 @@ class Stage1:
         optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4, fused=True, …).
         bucket_bytes: gradients are reduced in pieces of about this size.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose gradient is zero.
+    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose gradient is zero: unlike in
+    plain torch, momentum and weight decay still move it.
     Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not element-wise.
     """
 
@@ -56,11 +57,12 @@ class Stage1:
         self.backward = Backward(self)
         self._reducing = None
 
-    # during backward
+    # during backward: foundations/backward.py calls these
 
     def backward_begins(self):
         if self.backward.reduced:  # a second backward since zero_grad()
-            for bucket in self.buckets:  # the average becomes this rank's part of the sum again
+            # reduce-scatter will divide by N again: the owner puts in N times the average, everybody else's part is 0
+            for bucket in self.buckets:
                 own = bucket.gradient_shard * self.world_size
                 bucket.gradients.zero_()
                 bucket.gradient_shard.copy_(own)
@@ -84,6 +86,7 @@ class Stage1:
 
     def backward_ends(self):
         self._wait()
+        layout.show_missing(self.buckets)
 
     def no_sync(self):
         """Context for the micro-batches before the last: their gradients add up on this rank, nothing is sent."""
@@ -142,9 +145,11 @@ class Stage1:
     @contextmanager
     def gather_parameters(self):
         """Context in which every parameter is whole, as here it always is. Edits that all ranks make alike are kept."""
-        yield
-        for bucket in self.buckets:
-            precision.keep_changes(bucket)
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                precision.keep_changes(bucket)
 
 
 if __name__ == "__main__":

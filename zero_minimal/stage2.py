@@ -29,7 +29,8 @@ class Stage2:
         optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4, fused=True, …).
         bucket_bytes: gradients are reduced in pieces of about this size.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose gradient is zero.
+    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose gradient is zero: unlike in
+    plain torch, momentum and weight decay still move it.
     Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not element-wise.
     """
 
@@ -55,7 +56,7 @@ class Stage2:
         self.backward = Backward(self)
         self._reducing = None
 
-    # during backward
+    # during backward: foundations/backward.py calls these
 
     def backward_begins(self):
         pass
@@ -132,6 +133,8 @@ class Stage2:
         self.gradient_scale = None
         for bucket in self.buckets:
             bucket.gradients = bucket.gradient_shard = None
+        for param in self.model.parameters():
+            param.grad = None
 
     # state
 
@@ -148,9 +151,11 @@ class Stage2:
     @contextmanager
     def gather_parameters(self):
         """Context in which every parameter is whole, as here it always is. Edits that all ranks make alike are kept."""
-        yield
-        for bucket in self.buckets:
-            precision.keep_changes(bucket)
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                precision.keep_changes(bucket)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Memory a rank, for Ψ parameters on N ranks:
     fp32     4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N Adam's momentum and variance
     16 bit   2Ψ/N            + 2Ψ/N           + 12Ψ/N, of which 4Ψ/N are the fp32 master parameters
-and, whole, the root unit, the unit at work and the one being prefetched.
+and, whole, the parameters of the root unit, the unit at work and the one being prefetched, and the gradients of the
+root, the unit at work and the one being reduced.
 
 Communication plan, a step (the units are the model's blocks and the rest, the root; each is one bucket):
     start      broadcast rank 0's parameters, once; keep the own shard
@@ -30,10 +31,12 @@ class Stage3:
     Args:
         model: any nn.Module, the same on every rank. Call it as before; all ranks use the same units in the same order.
         optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4, fused=True, …).
-        bucket_bytes: as at the other stages; here a unit is a bucket, whatever its size.
+        bucket_bytes: taken as at the other stages, and not used: here a unit is a bucket, whatever its size.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-        units: modules to gather as wholes; by default every element of every nn.ModuleList.
-    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose gradient is zero.
+        units: modules to gather as wholes; by default every element of every nn.ModuleList. A model without one is a
+            single unit, whole from forward to step().
+    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose gradient is zero: unlike in
+    plain torch, momentum and weight decay still move it.
     Between its unit's turns a parameter keeps its shape and reads as NaN; `gather_parameters()` shows the values.
     Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not element-wise.
     """
@@ -71,7 +74,7 @@ class Stage3:
         self._shown = False  # inside gather_parameters()
         refuse_state_dict(model, unless=lambda: self._shown)
 
-    # parameters come and go
+    # parameters come and go: foundations/units.py says when
 
     def _gather(self, unit):
         """Let a unit's parameters set out."""
@@ -115,7 +118,7 @@ class Stage3:
                 raise RuntimeError("call backward() outside gather_parameters()")
             return
         needed = [unit, *unit.around]
-        for other in self.units:
+        for other in self.units:  # free what is here, unless it is needed now, comes next, or lies inside this unit
             if (other.whole or other.gathering) and other not in [*needed, following] and unit not in other.around:
                 self._release(other)
         for one in needed:
@@ -129,7 +132,7 @@ class Stage3:
         if not self._shown:
             self._release_all()
 
-    # during backward
+    # during backward: foundations/backward.py calls these
 
     def backward_begins(self):
         self.turns.begin("backward")
@@ -205,6 +208,8 @@ class Stage3:
         self.gradient_scale = None
         for bucket in self.buckets:
             bucket.gradients = bucket.gradient_shard = None
+        for param in self.model.parameters():
+            param.grad = None
 
     # state
 

@@ -1,10 +1,12 @@
-"""Collectives: the five operations in which all ranks exchange tensors.
+"""Collectives: operations in which all ranks exchange tensors.
 
     reduce_scatter   [N·s] on every rank → rank r holds part r of the sum       [s]
     all_gather       [s] on every rank → all parts in rank order, everywhere    [N·s]
     all_reduce       = reduce_scatter, then all_gather: the sum, everywhere
     reduce           the sum, on one rank
     broadcast        one rank's tensor, everywhere
+
+With N = 2, ranks that hold [1, 2] and [3, 4]: reduce_scatter leaves [4] and [6], all_gather of these [4, 6] on both.
 
 Each rank must call the same ones in the same order. A ring sends (N−1)/N of the payload for the first two and twice
 that for an all_reduce (zero_minimal/foundations/ring.py shows how).
@@ -28,7 +30,10 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp
 
 
 class Pending:
-    """A collective under way: `wait()` returns when its result is there. Its tensors must be left alone until then."""
+    """A collective under way: `wait()` returns when its result is there. Its tensors must be left alone until then.
+
+    On gloo the exchange goes on meanwhile; sums, and the all-gather half of an all_reduce, run inside wait().
+    """
 
     def __init__(self, work, then=None):
         self.work, self.then = work, then
@@ -168,7 +173,4 @@ def _sum_in_rank_order(parts, output, op: str) -> None:
         total = piece[0].float() if piece.element_size() < 4 else piece[0]  # 16 bit: sum in fp32, round once
         for rank in range(1, world_size):
             total.add_(piece[rank])
-        if op == "avg":
-            torch.div(total, world_size, out=result)
-        else:
-            result.copy_(total)
+        result.copy_(total.div_(world_size) if op == "avg" else total)  # the output may be on a GPU

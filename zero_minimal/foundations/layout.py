@@ -1,15 +1,15 @@
 """Layout: parameters in flat tensors, cut into buckets that travel as one, cut into shards that ranks own.
 
-    flat       | w₁ ············ | b₁ | w₂ ······································· | b₂ | padding |
+    flat       | b₂ | w₂ ······································· | b₁ | w₁ ············ | padding |
     buckets    |        0 [padded]        |        1 [padded]        |        2 [padded]          |   bucket_bytes each
     shards     | rank 0 | rank 1 | rank 2 | rank 0 | rank 1 | rank 2 | rank 0 | rank 1 | rank 2   |   [padded / N] each
 
-Buckets and shards begin and end where they like, in the middle of a parameter too: so ZeRO needs an element-wise
-optimizer, and a large parameter needs no larger buffer. One reduce-scatter and one all-gather a bucket then serve all
-stages, even whatever the sizes of the parameters are.
+The last parameter comes first, since backward finishes it first. Buckets and shards begin and end where they like, in
+the middle of a parameter too: so ZeRO needs an element-wise optimizer, a large parameter needs no larger buffer (at
+stage 3 a bucket is a whole unit), and shards are equal whatever the sizes of the parameters are.
 
-Parameters start on 64-byte boundaries, as in memory of their own, and so do shards. Vectorised kernels then treat an
-element alike in every layout; without this, some round the last few elements of a tensor differently.
+Parameters and shards start on multiples of 16 elements, 64 bytes in fp32. Vectorised kernels then treat an element
+alike in every layout; without this, some round the last few elements of a tensor differently.
 """
 
 import zlib
@@ -34,6 +34,7 @@ class Flat:
             end = _round_up(end + param.numel(), ALIGNMENT)
         self.size = _round_up(max(end, 1), world_size * ALIGNMENT)
         self.dtype, self.device = params[0].dtype, params[0].device
+        self.gradients: torch.Tensor | None = None  # [size] whole, at the stages that keep them
 
     def zeros(self) -> torch.Tensor:
         """A new tensor, [size]. Zeros, so that the padding never holds garbage."""
@@ -78,13 +79,12 @@ class Bucket:
         return tensor.view(self.world_size, -1)[rank]
 
     def put_gradient(self, param: nn.Parameter) -> None:
-        """Copy the piece of param.grad that lies in this bucket to its place in `gradients`, unless it is there."""
+        """Copy the piece of param.grad that lies in this bucket to its place in `gradients`."""
         check_place(param, self.parameters)
         gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
-        if not same_storage(gradient, self.gradients):
-            begin, end = self._piece(param)
-            place = self.flat.offsets[param] + begin - self.start
-            self.gradients[place : place + end - begin] = gradient.reshape(-1)[begin:end]
+        begin, end = self._piece(param)
+        place = self.flat.offsets[param] + begin - self.start
+        self.gradients[place : place + end - begin] = gradient.reshape(-1)[begin:end]
 
     def zero_missing(self) -> None:
         """A parameter without a gradient in this step counts as one whose gradient is zero."""
@@ -153,6 +153,14 @@ def keep_gradient(param: nn.Parameter, buckets: list[Bucket]) -> None:
     if not same_storage(gradient, view):
         view.copy_(gradient)
         param.grad = view
+
+
+def show_missing(buckets: list[Bucket]) -> None:
+    """Let param.grad of parameters without a gradient show their zeros, so that later backward passes add to them."""
+    for bucket in buckets:
+        for param in bucket.params:
+            if param.grad is None:
+                param.grad = bucket.flat.view(bucket.flat.gradients, param)
 
 
 def check_place(param: nn.Parameter, parameters: torch.Tensor) -> None:
@@ -247,7 +255,7 @@ def broadcast_rest(model: nn.Module, buckets: list[Bucket], group=None) -> None:
 def broadcast_statistics(model: nn.Module, group=None) -> None:
     """Rank 0's running statistics (batch-norm's) for all, as torch's DDP does: each rank's come from its own data.
 
-    Buffers that are not floating-point or not saved (masks, tables) never change, and are not sent.
+    Masks and tables do not change, and counters change alike on every rank: neither is sent.
     """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

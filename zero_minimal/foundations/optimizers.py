@@ -1,8 +1,8 @@
 """torch's own optimizers on shards.
 
-An optimizer is element-wise if what it does to one element depends on that element's gradient and history alone. It may
-then be given any slice of the parameters: a shard. Adam, AdamW, SGD, RMSprop and Adagrad are; LBFGS, Adafactor, Muon
-and LAMB are not: they look at norms, rows or whole matrices.
+An optimizer is element-wise if what it does to an element depends on that element's value, gradient and history alone.
+It may then be given any slice of the parameters: a shard. Adam, AdamW, SGD, RMSprop and Adagrad are; LBFGS, Adafactor,
+Muon and LAMB are not: they look at norms, rows or whole matrices.
 """
 
 import torch

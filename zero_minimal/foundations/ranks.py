@@ -169,6 +169,8 @@ def _fail_together(notes, rank: int, error: BaseException) -> None:
             notes.wait(["first"], timedelta(seconds=GRACE))
             first = notes.get("first").decode()
         reason = first or f"another rank is gone without a word or never came ({str(error).strip().splitlines()[0]})"
+        if not first:
+            traceback.print_exc()
         print(f"rank {rank} stops: {reason}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)  # not sys.exit: a collective that waits for a lost rank would hold the interpreter's shutdown

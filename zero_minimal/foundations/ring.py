@@ -7,8 +7,9 @@ left neighbour. A tensor of N chunks needs N−1 steps to be reduced or to be ga
     all_reduce      2(N−1)/N  (one after the other)
     broadcast        the whole tensor (the last rank in the ring: nothing), chunk by chunk down a pipeline
 
-and no rank sends more than another. These are the reference for lesson 0; the stages use `collectives`, whose sums run
-in rank order. A ring sums each chunk from another rank on, so both agree up to rounding. Tensors are flat, on the CPU.
+and, but for broadcast, no rank sends more than another. These are the reference for lesson 0; the stages use
+`collectives`, whose sums run in rank order. A ring sums each chunk from another rank on, so both agree up to rounding.
+Tensors are flat, on the CPU.
 """
 
 import torch
