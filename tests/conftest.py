@@ -1,5 +1,6 @@
 """What all tests share: the way to `toys`, and the class that a lesson's tests look at."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -10,6 +11,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # so that tests can `import toys
 pytest.register_assert_rewrite("checks")
 
 STAGES = {"01_data_parallel": 0, "02_optimizer_state": 1, "03_gradients": 2, "04_parameters": 3}  # folder: stage
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # what is imported is no garbage: tests that collect, and look at all objects, take no time over it
 
 
 @pytest.fixture(autouse=True, scope="module")

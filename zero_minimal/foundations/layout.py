@@ -81,10 +81,9 @@ class Bucket:
     def put_gradient(self, param: nn.Parameter) -> None:
         """Copy the piece of param.grad that lies in this bucket to its place in `gradients`."""
         check_place(param, self.parameters)
-        gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
         begin, end = self._piece(param)
         place = self.flat.offsets[param] + begin - self.start
-        self.gradients[place : place + end - begin] = gradient.reshape(-1)[begin:end]
+        self.gradients[place : place + end - begin] = _dense(param.grad).reshape(-1)[begin:end]
 
     def zero_missing(self) -> None:
         """A parameter without a gradient in this step counts as one whose gradient is zero."""
@@ -149,9 +148,8 @@ def keep_gradient(param: nn.Parameter, buckets: list[Bucket]) -> None:
     check_place(param, buckets[0].parameters)
     flat = buckets[0].flat
     view = flat.view(flat.gradients, param)
-    gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
-    if not same_storage(gradient, view):
-        view.copy_(gradient)
+    if not same_storage(param.grad, view):
+        view.copy_(_dense(param.grad))
         param.grad = view
 
 
@@ -261,6 +259,11 @@ def broadcast_statistics(model: nn.Module, group=None) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 collectives.broadcast(buffer, group=group)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """nn.Embedding(sparse=True) makes sparse ones."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _by_flat(buckets: list[Bucket]):

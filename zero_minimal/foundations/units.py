@@ -142,7 +142,7 @@ class Turns:
             self._calls.append((began, _next_number(), unit))
             for tensor in tensors:
                 node = tensor.grad_fn
-                if node is not None and "unit" not in node.metadata:
+                if node is not None and "watched" not in node.metadata:
                     self._watch(node, node._sequence_nr())
         elif unit is self.root:
             self.stage.evaluation_done()
@@ -150,7 +150,7 @@ class Turns:
     def _watch(self, node, number: int) -> None:
         owners = (unit for begin, end, unit in self._calls if begin <= number < end)
         if owner := next(owners, None):
-            node.metadata["unit"] = owner.name
+            node.metadata["watched"] = True
             node.register_prehook(lambda *_: self._before_backward(owner, number))
 
     def _before_backward(self, unit: Unit, number: int) -> None:
