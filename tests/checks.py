@@ -26,6 +26,9 @@ from toys import Recipe
 from zero_minimal.foundations import collectives
 from zero_minimal.foundations.precision import LossScaler
 
+# torch 2.6's own fully_shard asks for what its CPU streams do not have
+FSDP2_RUNS_ON_THE_CPU = hasattr(torch.cpu.Stream, "record_event")
+
 # ---------------------------------------------------------------------------------------------------- in a rank: memory
 
 

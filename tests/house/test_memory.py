@@ -5,6 +5,7 @@ import sys
 import time
 import weakref
 
+import checks
 import cloudpickle
 import numpy
 import pytest
@@ -523,7 +524,7 @@ def watch_fsdp():
         return states, ledger.highest(), sum(p.numel() for p in model.parameters()), max(units)
 
 
-@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch's FSDP2 does not run on the CPU")
+@pytest.mark.skipif(not checks.FSDP2_RUNS_ON_THE_CPU, reason="this torch's FSDP2 does not run on the CPU")
 def test_fsdp2_gathers_parameters():
     for states, highest, elements, unit in ranks.run(watch_fsdp, 2):  # all sizes are even: no padding
         assert states["parameters"] == states["gradients"] == 4 * elements // 2

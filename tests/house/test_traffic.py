@@ -2,6 +2,7 @@
 
 import sys
 
+import checks
 import cloudpickle
 import pytest
 import torch
@@ -173,7 +174,7 @@ def test_ddp_all_reduces_from_cpp():
         assert 0 <= sent - 2 * 4 * ELEMENTS * 2 // 3 <= 128
 
 
-@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch's FSDP2 does not run on the CPU")
+@pytest.mark.skipif(not checks.FSDP2_RUNS_ON_THE_CPU, reason="this torch's FSDP2 does not run on the CPU")
 def test_fsdp2_gathers_before_forward_and_backward():
     for counts, _ in ranks.run(a_step_of, 2, "fsdp2"):
         assert counts["all_gather"] == {"calls": 2 * 2, "bytes": 2 * 4 * ELEMENTS}
