@@ -14,14 +14,15 @@ that for an all_reduce (zero_minimal/foundations/ring.py shows how).
 Sums run in rank order, in fp32 also for 16-bit tensors, whatever the sizes. So an element's sum does not depend on the
 bucket it travels in, and all stages see the same gradient, bit for bit. (NCCL sums in the order of its own rings.)
 
-gloo's own reduce-scatter moves as much as an all-reduce, twice what it should. Ours is an all-to-all (each rank sends
-part r to rank r) and a sum of what arrived. A tensor on a GPU goes through host memory, since gloo runs on the CPU.
+gloo's own reduce-scatter moves as much as an all-reduce, twice what it should, and its all-gather copies the result
+once more. Ours are plain messages: each rank sends part r to rank r, or its own part to everyone, and every part lands
+where it belongs. A tensor on a GPU goes through host memory, since gloo runs on the CPU.
 """
 
 import torch
 import torch.distributed as dist
 
-PIECE = 2**15  # elements summed at a time: a piece of every rank's part stays in the cache
+PIECE = 2**17  # elements summed at a time: a piece of every rank's part stays in the cache
 
 # torch 2.13 renamed both
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,15 +36,15 @@ class Pending:
     On gloo the exchange goes on meanwhile; sums, and the all-gather half of an all_reduce, run inside wait().
     """
 
-    def __init__(self, work, then=None):
-        self.work, self.then = work, then
+    def __init__(self, works, then=None):
+        self.works, self.then = works, then
 
     def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
+        for work in self.works:
+            work.wait()
         if self.then is not None:
             self.then()
-        self.work = self.then = None  # a second wait() finds nothing to do
+        self.works, self.then = [], None  # a second wait() finds nothing to do
 
 
 def reduce_scatter(output, input, *, op: str = "avg", group=None, async_op: bool = False):
@@ -56,40 +57,52 @@ def reduce_scatter(output, input, *, op: str = "avg", group=None, async_op: bool
     Returns: a `Pending` if async_op, else None with the result in place.
     """
     _check(op, "sum", "avg")
-    if output.numel() * dist.get_world_size(group) != input.numel():
-        raise ValueError(f"reduce_scatter: {input.numel()} elements are not {dist.get_world_size(group)} times "
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if output.numel() * world_size != input.numel():
+        raise ValueError(f"reduce_scatter: {input.numel()} elements are not {world_size} times "
                          f"the output's {output.numel()}")
     if dist.get_backend(group) != "gloo":
-        return _launched(_native_reduce_scatter(output, input, op=_OPS[op], group=group, async_op=True), None, async_op)
-    sent = _on_host(input, group)
-    received = torch.empty_like(sent)  # [N·s], part r is rank r's version of our part
-    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        return _launched([_native_reduce_scatter(output, input, op=_OPS[op], group=group, async_op=True)],
+                         None, async_op)
+    leaving = list(_on_host(input, group).view(world_size, -1))  # part r goes to rank r
+    scratch = leaving[0].new_empty(world_size - 1, output.numel())
+    arriving = [*scratch[:rank], leaving[rank], *scratch[rank:]]  # part r is rank r's version of our part
 
     def finish():
-        _sum_in_rank_order(received.view(dist.get_world_size(group), output.numel()), output.view(-1), op)
-        free(received)
+        total = torch.empty(output.shape, dtype=output.dtype) if output.is_cuda else output
+        _sum_in_rank_order(arriving, total.view(-1), op)
+        free(scratch)
+        if total is not output:
+            output.copy_(total)
 
-    return _launched(work, finish, async_op)
+    return _launched(_exchange(leaving, arriving, group), finish, async_op)
 
 
 def all_gather(output, input, *, group=None, async_op: bool = False):
     """Collect every rank's `input` [s] into `output` [N·s], in rank order. `input` may be its own part of `output`."""
-    if dist.get_backend(group) != "gloo" or not output.is_cuda:
-        return _launched(_native_all_gather(output, input, group=group, async_op=True), None, async_op)
-    host = torch.empty(output.shape, dtype=output.dtype)
-    work = _native_all_gather(host, input.cpu(), group=group, async_op=True)
-    return _launched(work, lambda: output.copy_(host), async_op)
+    if dist.get_backend(group) != "gloo":
+        return _launched([_native_all_gather(output, input, group=group, async_op=True)], None, async_op)
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if output.numel() != world_size * input.numel():
+        raise ValueError(f"all_gather: {output.numel()} elements are not {world_size} times "
+                         f"the input's {input.numel()}")
+    host = torch.empty(output.shape, dtype=output.dtype) if output.is_cuda else output
+    arriving = list(host.view(world_size, -1))  # part r comes from rank r
+    if arriving[rank].data_ptr() != input.data_ptr():
+        arriving[rank].copy_(input.view(-1))
+    works = _exchange([arriving[rank]] * world_size, arriving, group)
+    return _launched(works, lambda: host is output or output.copy_(host), async_op)
 
 
 def all_reduce(tensor, *, op: str = "avg", group=None, async_op: bool = False):
     """Sum ("sum"), average ("avg") or take the maximum ("max") of `tensor` over the ranks, in place."""
     _check(op, "sum", "avg", "max")
     if dist.get_backend(group) != "gloo":
-        return _launched(dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True), None, async_op)
+        return _launched([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)], None, async_op)
     if op == "max":
         host = _on_host(tensor, group)
         work = dist.all_reduce(host, op=_OPS[op], group=group, async_op=True)
-        return _launched(work, lambda: tensor.copy_(host), async_op)
+        return _launched([work], lambda: tensor.copy_(host), async_op)
 
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     flat = _padded(tensor, world_size)
@@ -102,7 +115,7 @@ def all_reduce(tensor, *, op: str = "avg", group=None, async_op: bool = False):
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
 
-    return _launched(None, gather, async_op)
+    return _launched([], gather, async_op)
 
 
 def reduce(tensor, root: int = 0, *, op: str = "avg", group=None, async_op: bool = False):
@@ -120,7 +133,7 @@ def reduce(tensor, root: int = 0, *, op: str = "avg", group=None, async_op: bool
             _sum_in_rank_order(received, result, op)
             tensor.copy_(result.view(tensor.shape))
 
-    return _launched(work, finish, async_op)
+    return _launched([work], finish, async_op)
 
 
 def broadcast(tensor, root: int = 0, *, group=None, async_op: bool = False):
@@ -133,7 +146,7 @@ def broadcast(tensor, root: int = 0, *, group=None, async_op: bool = False):
         if host is not tensor and not torch.equal(host, tensor.to(host.device)):  # an expanded tensor cannot be written
             tensor.copy_(host)
 
-    return _launched(work, finish, async_op)
+    return _launched([work], finish, async_op)
 
 
 def _check(op: str, *known: str) -> None:
@@ -146,9 +159,21 @@ def free(tensor) -> None:
     tensor.untyped_storage().resize_(0)
 
 
-def _launched(work, then, async_op: bool):
-    pending = Pending(work, then)
+def _launched(works, then, async_op: bool):
+    pending = Pending(works, then)
     return pending if async_op else pending.wait()
+
+
+def _exchange(leaving: list, arriving: list, group) -> list:
+    """Start to send leaving[r] to each other rank r, and to receive arriving[r] from it. Returns the works to wait for.
+
+    All places to receive are named before anything is sent: so a message is written to its place as it comes.
+    """
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    others = [(rank + distance) % world_size for distance in range(1, world_size)]
+    name = [dist.get_global_rank(group, other) if group else other for other in range(world_size)]
+    works = [dist.irecv(arriving[other], name[other], group=group) for other in reversed(others)]
+    return works + [dist.isend(leaving[other], name[other], group=group) for other in others]
 
 
 def _on_host(tensor, group):
@@ -166,11 +191,16 @@ def _padded(tensor, world_size: int):
 
 
 def _sum_in_rank_order(parts, output, op: str) -> None:
-    """Sum of parts [N, s] over the ranks → output [s], rank 0's first, piece by piece."""
-    world_size, size = parts.shape
-    for start in range(0, size, PIECE):
-        piece, result = parts[:, start : start + PIECE], output[start : start + PIECE]
-        total = piece[0].float() if piece.element_size() < 4 else piece[0]  # 16 bit: sum in fp32, round once
-        for rank in range(1, world_size):
-            total.add_(piece[rank])
-        result.copy_(total.div_(world_size) if op == "avg" else total)  # the output may be on a GPU
+    """Sum of every rank's part [s] → output [s], rank 0's first, piece by piece. 16 bit: sum in fp32, round once."""
+    wide = torch.float32 if output.element_size() < 4 else output.dtype
+    scratch = torch.empty(min(output.numel(), PIECE), dtype=wide)
+    for start in range(0, output.numel(), PIECE):
+        result = output[start : start + PIECE]
+        first, *others = [part[start : start + PIECE].to(wide) for part in parts]
+        total = first
+        for other in others:
+            total = torch.add(total, other, out=scratch[: result.numel()])
+        if op == "avg":
+            torch.div(total, len(parts), out=result)
+        else:
+            result.copy_(total)
