@@ -92,6 +92,11 @@ def main(arguments: list[str]) -> None:
         description="Run stages 0 to 3, torch's DDP and FSDP2 on the same work, each in fresh ranks, and compare them.",
     )
     parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="processes to train with (default: 2)")
+    parser.add_argument("--configs", action="store_true", help="compare the paper's C1 to C5 (zero_100b.py) instead")
+    parser.add_argument("--model-parallel", type=positive, default=2, metavar="M",
+                        help="with --configs: ranks that share one model (default: 2)")
+    parser.add_argument("--budget-mb", type=positive, metavar="MB",
+                        help="with --configs: also find the most blocks that fit into this much memory of a rank")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the reports of all runs to this file")
     parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw them")
     add_device(parser)
@@ -103,9 +108,29 @@ def main(arguments: list[str]) -> None:
     except ValueError as error:
         parser.error(str(error))
 
+    if flags.configs:
+        compare_configs(parser, settings, flags)
+        return
     rows = run_all(settings, flags.ranks, flags.device)
     print(describe(rows))
     if flags.json:
         report.write_json({"rows": rows}, flags.json)
     if flags.plot:
         plots.save(plots.compare(rows, agreement(rows)), flags.plot)
+
+
+def compare_configs(parser: Parser, settings: Settings, flags) -> None:
+    """The command with --configs."""
+    from zero_minimal.instruments import configs  # needs all of ZeRO-R
+
+    configs.check(parser, settings, flags.ranks, flags.model_parallel)
+    budget = flags.budget_mb * 10**6 if flags.budget_mb else None
+    try:
+        rows = configs.run_all(settings, flags.ranks, flags.model_parallel, flags.device, budget)
+    except ValueError as error:
+        parser.error(str(error))
+    print(configs.describe(rows))
+    if flags.json:
+        report.write_json({"rows": rows}, flags.json)
+    if flags.plot:
+        plots.save(plots.configs(rows), flags.plot)

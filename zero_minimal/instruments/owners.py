@@ -1,7 +1,8 @@
 """Owners: which tensors a model, an optimizer or a stage holds, and as what.
 
 The memory ledger sees storages; this says whose they are. It knows the public attributes of nn.Module and torch.optim,
-and those of a stage: .model, .optimizer, and .buckets with their flat tensors (zero_minimal/foundations/layout.py).
+and those of a stage: .model, .optimizer, and .buckets with their flat tensors (zero_minimal/foundations/layout.py); of
+zero_100b.py also .constant_buffers, and the .slab of checkpoints.
 """
 
 import weakref
@@ -44,6 +45,8 @@ class Owners:
         yield "gradients", [param.grad for param in params + masters]
         yield "gradients", [(bucket.gradients, bucket.gradient_shard) for bucket in buckets]
         yield "parameters", [params, [(bucket.parameters, bucket.parameter_shard) for bucket in buckets]]
+        yield "buffers", [owner.constant_buffers.buffers for owner in owners if hasattr(owner, "constant_buffers")]
+        yield "activations", [owner.slab.memory for owner in owners if getattr(owner, "slab", None)]
         yield "scalars", [state for state in states if state.dim() == 0]
         yield "scalars", [param for param in params if _is_released(param)]
 

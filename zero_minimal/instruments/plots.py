@@ -138,6 +138,41 @@ def loss_panel(axis: Axes, rows: list[dict], note: str) -> None:
     axis.text(0.01, 0.85, note, transform=axis.transAxes, ha="left", va="top", fontsize=9)
 
 
+# ------------------------------------------------------------------------------------------------------------ configs
+
+
+def configs(rows: list[dict]) -> Figure:
+    """C1 to C5 of `compare --configs`: memory, throughput and, with a budget, the largest model that fits."""
+    has_budget = "largest_layers" in rows[0]
+    result, axes = figure(1, 3 if has_budget else 2, 15.0 if has_budget else 11.0, 4.6)
+    places = list(range(len(rows)))
+    bottom = [0.0] * len(rows)
+    for category, look in CATEGORIES.items():
+        heights = [row["memory"]["peak_by_category"].get(category, 0) / 1e6 for row in rows]
+        bars(axes[0][0], places, heights, look, category, bottom=bottom)
+        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+    for place, height in zip(places, bottom, strict=True):
+        axes[0][0].annotate(f"{height:,.1f}", (place, height), (0, 3), textcoords="offset points", ha="center")
+    axes[0][0].set_title("Memory of a rank at its peak")
+    axes[0][0].set_ylabel("MB")
+    legend(axes[0][0], columns=3, headroom=0.22)
+    speed_panel(axes[0][1], rows, places)
+    if has_budget:
+        blocks = [row["largest_layers"] for row in rows]
+        axes[0][2].bar_label(bars(axes[0][2], places, blocks, SPEED), [str(count) for count in blocks], padding=2)
+        axes[0][2].set_title(f"Largest model in {rows[0]['budget_bytes'] / 1e6:,.0f} MB a rank")
+        axes[0][2].set_ylabel("blocks")
+        axes[0][2].margins(y=0.1)
+    for axis in axes[0]:
+        axis.set_xticks(places, [row["name"] for row in rows])
+        axis.tick_params(axis="x", length=0)
+    first = rows[0]
+    data_parallel = first["ranks"] // first["model_parallel"]
+    result.suptitle(f"C1 to C5 of the paper's Table 3, D × M = {data_parallel} × {first['model_parallel']}, "
+                    f"{first['dtype']}", fontsize=14)
+    return result
+
+
 # -------------------------------------------------------------------------------------------------------------- bench
 
 LEDGER, RESIDENT = ("#444444", ""), ("#AAAAAA", "xx")  # peak memory: as the ledger counts, and as the system saw it

@@ -1,0 +1,184 @@
+"""Configs: the paper's C1 to C5 (Table 3) on the same work: memory, speed, and the largest model that a budget holds.
+
+    python -m zero_minimal compare --configs --ranks 4 --model-parallel 2 --plot configs.png
+"""
+
+import os
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+from tqdm import tqdm
+
+from zero_minimal.foundations import ranks
+from zero_minimal.instruments import report
+from zero_minimal.instruments.memory import Ledger
+from zero_minimal.instruments.traffic import TrafficMeter
+from zero_minimal.tensor_parallel import make_mesh
+from zero_minimal.workload import data
+from zero_minimal.workload.settings import (
+    DTYPES,
+    Parser,
+    Settings,
+    add_device,
+    add_settings,
+    output_file,
+    positive,
+    read_settings,
+)
+from zero_minimal.zero_100b import CONFIGS, System
+
+WATCHED = 2  # steps under the ledger and the meter; the others are timed
+
+
+def train(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) -> dict:
+    """Train with one config; this rank's report: losses (means over the data-parallel ranks), memory, traffic, speed.
+
+    Raises: ValueError on every rank for a world that is not D × M, or heads that M does not divide.
+    """
+    mesh = make_mesh(model_parallel)
+    training, _ = data.split(data.read_tokens(settings.text), settings.sequence)
+    batches = data.Batches(training, settings.batch, settings.sequence, settings.seed, mesh.data_rank)
+    torch.manual_seed(settings.seed)
+    ledger, meter = Ledger(rank.device.type), TrafficMeter()
+    losses, seconds = [], []
+    with ledger:
+        system = System(
+            name, settings.model_config(), mesh, settings.batch, DTYPES[settings.dtype], rank.device, torch.optim.AdamW,
+            bucket_bytes=int(settings.bucket_mb * 2**20), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1,
+        )
+        ledger.watch(system.model, system.zero, system)
+    torch.manual_seed(settings.seed + 1 + mesh.data_rank)  # dropout: alike on the ranks of one model
+    for step in tqdm(range(settings.steps), desc=name, unit="step", disable=rank.rank != 0):
+        is_watched = step < WATCHED
+        inputs, targets = (tokens.to(rank.device) for tokens in next(batches))
+        with ledger if is_watched else nullcontext(), meter if step == WATCHED - 1 else nullcontext():
+            if is_watched:
+                ledger.reset()
+            start = time.perf_counter()
+            system.zero.zero_grad()
+            system.begin()
+            loss = system.model(inputs, targets)
+            loss.backward()
+            system.zero.step()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - start)
+            if is_watched:
+                states = ledger.states()
+    step_seconds = statistics.median(seconds[WATCHED:] or seconds)
+    peak = ledger.peak
+    return {
+        "name": name,
+        "config": name,
+        "ranks": rank.world_size,
+        "model_parallel": model_parallel,
+        "backend": rank.backend,
+        "device": rank.device.type,
+        "dtype": settings.dtype,
+        "parameters_of_rank": sum(param.numel() for param in system.model.parameters()),
+        "losses": losses,
+        "step_seconds": step_seconds,
+        "tokens_per_second": settings.tokens_per_step(rank.world_size // model_parallel) / step_seconds,
+        "memory": {state: states[state] for state in ("parameters", "gradients", "optimizer")}
+        | {"peak": peak.total, "peak_by_category": peak.bytes},
+        "traffic": meter.per_step(1),
+    }
+
+
+def run(name: str, settings: Settings, world_size: int, model_parallel: int, device: str = "auto") -> dict:
+    """One config in fresh ranks: rank 0's report."""
+
+    def on_each_rank():
+        with ranks.start() as rank:
+            return train(name, settings, model_parallel, rank)
+
+    return ranks.run(on_each_rank, world_size, device=device, timeout=3600)[0]
+
+
+def largest_model(name, settings: Settings, world_size: int, model_parallel: int, budget: float, device: str) -> int:
+    """The most blocks of settings' shape whose training stays within `budget` bytes on rank 0, as a run of them shows.
+
+    Raises: ValueError if a model of one block does not fit.
+    """
+
+    def peak(layers: int) -> int:
+        short = replace(settings, layers=layers, steps=WATCHED)
+        return run(name, short, world_size, model_parallel, device)["memory"]["peak"]
+
+    low, high = peak(1), peak(3)
+    if low > budget:
+        raise ValueError(f"{name}: one block takes {low / 1e6:.1f} MB, and the budget is {budget / 1e6:.1f} MB")
+    layers = max(1, 1 + int((budget - low) / ((high - low) / 2)))  # nearly linear: begin there, and let runs decide
+    while peak(layers) > budget:
+        layers -= 1
+    while peak(layers + 1) <= budget:
+        layers += 1
+    return layers
+
+
+def describe(rows: list[dict]) -> str:
+    """A table of the configs."""
+    first = rows[0]
+    world_size, model_parallel = first["ranks"], first["model_parallel"]
+    head = (f"\n{', '.join(row['name'] for row in rows)} on {world_size} ranks, D × M = "
+            f"{world_size // model_parallel} × {model_parallel}, {first['dtype']}, {first['device']}; MB of rank 0")
+    lines = [["", "parameters", "gradients", "optimizer", "peak", "sent a step", "tokens/s", "last loss",
+              "blocks that fit"]]
+    for row in rows:
+        memory = row["memory"]
+        sizes = [memory[state] for state in ("parameters", "gradients", "optimizer", "peak")]
+        lines.append([
+            row["name"], *(f"{size / 1e6:,.2f}" for size in sizes), f"{row['traffic']['sent_bytes'] / 1e6:,.2f}",
+            f"{row['tokens_per_second']:,.0f}", f"{row['losses'][-1]:.6f}", str(row.get("largest_layers", "")),
+        ])
+    parts = [head, report.table(lines)]
+    if len(rows) > 1:
+        same = all(row["losses"] == first["losses"] for row in rows)
+        parts.append("losses agree bit for bit" if same else "losses differ")
+    return "\n\n".join(parts)
+
+
+def run_all(settings: Settings, world_size: int, model_parallel: int, device: str, budget: float | None) -> list[dict]:
+    """The reports of C1 to C5; with a budget in bytes also how many blocks fit into it."""
+    rows = [run(name, settings, world_size, model_parallel, device) for name in CONFIGS]
+    if budget:
+        for row in rows:
+            row["budget_bytes"] = budget
+            row["largest_layers"] = largest_model(
+                row["name"], settings, world_size, model_parallel, budget, device
+            )
+    return rows
+
+
+def check(parser: Parser, settings: Settings, world_size: int, model_parallel: int) -> None:
+    """End the program with a message, on every rank alike, for what cannot be trained."""
+    if world_size % model_parallel:
+        fitting = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
+        parser.error(f"{world_size} ranks are not D × {model_parallel}: --model-parallel must divide them; accepted: "
+                     f"{', '.join(fitting)}")
+    if settings.heads % model_parallel:
+        parser.error(f"--heads {settings.heads} cannot be shared by {model_parallel} model-parallel ranks equally")
+    if settings.clip or settings.accumulate > 1 or settings.dtype == "fp16":
+        parser.error("the configs train without --clip, --accumulate and fp16: leave them out")
+
+
+def main() -> None:
+    """The program of zero_100b.py: read the flags, train with one config, print its row, write JSON if asked to."""
+    parser = Parser(description="Train a GPT as the paper's ZeRO-100B does, under torchrun --nproc-per-node N.")
+    parser.add_argument("--config", default="C4", choices=tuple(CONFIGS), help="a row of Table 3 (default: C4)")
+    parser.add_argument("--model-parallel", type=positive, default=2, metavar="M",
+                        help="ranks that share one model (default: 2)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
+    add_device(parser)
+    add_settings(parser, steps=60)
+    flags = parser.parse_args()
+    settings = read_settings(parser, flags)
+    check(parser, settings, int(os.environ.get("WORLD_SIZE", 1)), flags.model_parallel)
+    with ranks.start(flags.device) as rank:
+        result = train(flags.config, settings, flags.model_parallel, rank)
+    if rank.rank == 0:
+        print(describe([result]))
+        if flags.json:
+            report.write_json(result, flags.json)

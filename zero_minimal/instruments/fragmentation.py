@@ -1,0 +1,521 @@
+"""Fragmentation: a model of CUDA's caching allocator, and what it does with the allocations of a real training step.
+
+    recording = record(config, lengths, batch=4, accumulate=4, slabs=False)
+    replay(recording.trace, CachingAllocator(capacity))     # raises OutOfMemory, which says how much was free
+
+The trace is the memory ledger's: every storage that training took and gave back, in order. The model follows torch's
+CUDACachingAllocator with its default settings:
+
+    rounding    a request is rounded up to a multiple of 512 bytes
+    segments    are what the driver gives: 2 MiB, shared, for requests up to 1 MiB; 20 MiB, shared, for those below
+                10 MiB; for a larger one a segment of its own, rounded up to 2 MiB
+    best fit    a request takes the smallest free block that is large enough. What is more is split off: always from a
+                block of a 2 MiB segment, from others if it is more than 1 MiB
+    merging     a block that is freed merges with free neighbours in its segment
+    giving back when the driver has nothing left, segments in which nothing is used go back to it, and it is asked
+                again; then it is OutOfMemory
+
+Left out: streams, and options that torch has against fragmentation (max_split_size, expandable_segments). The driver
+itself fragments nothing: it maps pages, so that any free ones make a segment.
+"""
+
+import bisect
+import random
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from zero_minimal.defragmentation import Slab, checkpoint_in_slab, gradients_in_slab
+from zero_minimal.instruments import plots
+from zero_minimal.instruments.memory import Event, Ledger
+from zero_minimal.instruments.report import number, table
+from zero_minimal.workload import data
+from zero_minimal.workload.model import GPT, GPTConfig
+from zero_minimal.workload.settings import Parser, output_file, positive
+
+MIB = 2**20
+ROUND = 512  # bytes
+SMALL, SMALL_SEGMENT = 1 * MIB, 2 * MIB
+LARGE, LARGE_SEGMENT, LARGE_ROUND = 10 * MIB, 20 * MIB, 2 * MIB
+
+
+def rounded(bytes: int, unit: int = ROUND) -> int:
+    """Up to a multiple of `unit`."""
+    return -(-bytes // unit) * unit
+
+
+# ---------------------------------------------------------------------------------------------------------- allocator
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory in a segment, with the blocks before and after it there. `bytes` is a multiple of 512."""
+
+    address: int
+    bytes: int
+    is_small: bool  # of a segment for small requests
+    used: bool = False
+    before: "Block | None" = field(default=None, repr=False)
+    after: "Block | None" = field(default=None, repr=False)
+
+    @property
+    def is_segment(self) -> bool:
+        """Whether it is all of its segment."""
+        return self.before is None and self.after is None
+
+
+@dataclass(eq=False)
+class Segment:
+    """Memory from the driver: alive from the request number `begin` to `end` (None: still)."""
+
+    address: int
+    bytes: int
+    begin: int
+    end: int | None = None
+
+
+class OutOfMemory(MemoryError):
+    """A request that could not be served. Bytes: .requested, .capacity, .allocated, .free = capacity − allocated,
+    .largest_free. .request is its number among all allocations and frees, from 0."""
+
+    def __init__(self, requested: int, segment: int, allocator: "CachingAllocator"):
+        self.requested, self.capacity, self.allocated = requested, allocator.capacity, allocator.allocated
+        self.free, self.largest_free = self.capacity - self.allocated, allocator.largest_free
+        self.request = allocator.requests
+        super().__init__(
+            f"{number(requested)} bytes do not fit: of {number(self.capacity)} bytes {number(self.free)} are free "
+            f"({self.free_share:.0%}), but the largest free block has {number(self.largest_free)}, and the driver, "
+            f"asked for a segment of {number(segment)}, has {number(self.capacity - allocator.reserved)} left"
+        )
+
+    @property
+    def free_share(self) -> float:
+        """What is free, as a share of the capacity."""
+        return self.free / self.capacity
+
+
+class CachingAllocator:
+    """Serves requests from `capacity` bytes as the module's docstring says.
+
+    allocated, reserved: bytes in used blocks, and in segments; peak_allocated, peak_reserved: the most there were.
+    requests: how many allocations and frees there were.
+    """
+
+    def __init__(self, capacity: int):
+        if capacity < 1:
+            raise ValueError(f"an allocator needs a capacity of at least one byte, not {capacity}")
+        self.capacity = capacity
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.requests = 0
+        self.segments: list[Segment] = []  # the living ones, by address
+        self.past_segments: list[Segment] = []  # given back
+        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # by size, then address
+
+    def allocate(self, bytes: int) -> Block:
+        """A block of at least so many bytes. Raises OutOfMemory, and ValueError for a request of nothing."""
+        if bytes < 1:
+            raise ValueError(f"a request is for at least one byte, not {bytes}")
+        bytes = rounded(bytes)
+        block = self._best_fit(bytes) or self._from_driver(bytes)
+        self._split(block, bytes)
+        block.used = True
+        self.requests += 1
+        self.allocated += block.bytes
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back. Raises ValueError if it is free already."""
+        if not block.used:
+            raise ValueError(f"the block at {block.address} is free already")
+        block.used = False
+        self.requests += 1
+        self.allocated -= block.bytes
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and not neighbour.used:
+                self._remove(neighbour)
+                self._merge(block, neighbour)
+        self._insert(block)
+
+    @property
+    def free_blocks(self) -> list[int]:
+        """Bytes of each free block in the segments, ascending."""
+        return sorted(bytes for pool in self._free.values() for bytes, _, _ in pool)
+
+    @property
+    def largest_free(self) -> int:
+        """Bytes of the largest block there is or could be, if segments in which nothing is used were given back."""
+        idle = sum(block.bytes for pool in self._free.values() for *_, block in pool if block.is_segment)
+        return max([*self.free_blocks, self.capacity - self.reserved + idle])
+
+    def _best_fit(self, bytes: int) -> Block | None:
+        pool = self._free[bytes <= SMALL]
+        place = bisect.bisect_left(pool, (bytes,))
+        return pool.pop(place)[-1] if place < len(pool) else None
+
+    def _from_driver(self, bytes: int) -> Block:
+        """A new segment, as one block."""
+        size = SMALL_SEGMENT if bytes <= SMALL else LARGE_SEGMENT if bytes < LARGE else rounded(bytes, LARGE_ROUND)
+        if self.reserved + size > self.capacity:
+            self._give_back()
+        if self.reserved + size > self.capacity:
+            raise OutOfMemory(bytes, size, self)
+        address = 0
+        for segment in self.segments:  # the lowest gap: only pictures look at addresses
+            if segment.address - address >= size:
+                break
+            address = segment.address + segment.bytes
+        bisect.insort(self.segments, Segment(address, size, self.requests), key=lambda segment: segment.address)
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return Block(address, size, bytes <= SMALL)
+
+    def _give_back(self) -> None:
+        """Segments in which nothing is used go back to the driver."""
+        idle = {block.address for pool in self._free.values() for *_, block in pool if block.is_segment}
+        for segment in [segment for segment in self.segments if segment.address in idle]:
+            segment.end = self.requests
+            self.segments.remove(segment)
+            self.past_segments.append(segment)
+            self.reserved -= segment.bytes
+        for pool in self._free.values():
+            pool[:] = [entry for entry in pool if not entry[-1].is_segment]
+
+    def _split(self, block: Block, bytes: int) -> None:
+        rest = block.bytes - bytes
+        if rest >= ROUND if block.is_small else rest > SMALL:
+            block.bytes = bytes
+            tail = Block(block.address + bytes, rest, block.is_small, before=block, after=block.after)
+            if tail.after:
+                tail.after.before = tail
+            block.after = tail
+            self._insert(tail)
+
+    def _merge(self, block: Block, neighbour: Block) -> None:
+        """Make the free neighbour a part of the block."""
+        if neighbour is block.before:
+            block.address, block.before = neighbour.address, neighbour.before
+            if block.before:
+                block.before.after = block
+        else:
+            block.after = neighbour.after
+            if block.after:
+                block.after.before = block
+        block.bytes += neighbour.bytes
+
+    def _insert(self, block: Block) -> None:
+        bisect.insort(self._free[block.is_small], (block.bytes, block.address, block))
+
+    def _remove(self, block: Block) -> None:
+        pool = self._free[block.is_small]
+        del pool[bisect.bisect_left(pool, (block.bytes, block.address))]
+
+
+# ------------------------------------------------------------------------------------------------------------- replay
+
+
+class Row(NamedTuple):
+    """A life in memory: from the event number `begin` up to `end`, at `address`. `category` as in the ledger."""
+
+    begin: int
+    end: int
+    address: int
+    bytes: int
+    category: str
+
+
+def replay(trace: list[Event], allocator: CachingAllocator) -> CachingAllocator:
+    """Let the allocator serve a ledger's trace; return it. Raises OutOfMemory where the training would have.
+
+    What was freed in the trace, but allocated before it began, is left out.
+    """
+    for _ in _play(trace, allocator):
+        pass
+    return allocator
+
+
+def _play(trace, allocator):
+    """Yield, for each event, its number, storage, and the block that was allocated or freed (None: left out)."""
+    blocks = {}
+    for index, (_, storage, bytes, _) in enumerate(trace):
+        if bytes > 0:
+            block = blocks[storage] = allocator.allocate(bytes)
+        else:
+            block = blocks.pop(storage, None)
+            if block is not None:
+                yield index, storage, block  # before it merges with its neighbours
+                allocator.free(block)
+            continue
+        yield index, storage, block
+
+
+def memory_map(trace: list[Event], allocator: CachingAllocator) -> tuple[list[Row], OutOfMemory | None]:
+    """Replay as `replay` does; return who lay where, by begin, and the OutOfMemory at which it ended, if it did."""
+    rows, begun, failure, last = [], {}, None, 0
+    try:
+        for last, storage, block in _play(trace, allocator):
+            if storage in begun:
+                rows.append(Row(begun.pop(storage)[0], last, block.address, block.bytes, storage.category))
+            else:
+                begun[storage] = last, block
+    except OutOfMemory as error:
+        failure = error
+    rows += [Row(begin, last + 1, block.address, block.bytes, storage.category)
+             for storage, (begin, block) in begun.items()]
+    return sorted(rows), failure
+
+
+class Finding(NamedTuple):
+    """A capacity at which one trace fails and the other does not. `failure.free_share` is what was free.
+
+    smallest_without, smallest_with: the least capacities that either trace gets through with.
+    """
+
+    capacity: int
+    failure: OutOfMemory
+    smallest_without: int
+    smallest_with: int
+
+
+def find_capacity(without: list[Event], with_slabs: list[Event], unit: int = 2 * MIB, tries: int = 48) -> Finding:
+    """The capacity at which `without` runs out of memory with most of it free, while `with_slabs` goes through.
+
+    Tries multiples of `unit`, about `tries` of them. A failure counts if no free block is large enough; a request may
+    also fail because the allocator does not mix small and large ones. Raises ValueError if there is no such capacity.
+    """
+    smallest_without, smallest_with = smallest_capacity(without, unit), smallest_capacity(with_slabs, unit)
+    step = max(1, (smallest_without - smallest_with) // unit // tries) * unit
+    findings = []
+    for capacity in range(smallest_with, smallest_without, step):
+        failure = fails(without, capacity)
+        if failure and failure.largest_free < failure.requested and not fails(with_slabs, capacity):
+            findings.append(Finding(capacity, failure, smallest_without, smallest_with))
+    if not findings:
+        raise ValueError(
+            f"no capacity tells the two apart: without slabs {smallest_without} bytes are enough, with them "
+            f"{smallest_with}. Vary the sizes more, or accumulate more micro-batches in a step"
+        )
+    return max(findings, key=lambda finding: finding.failure.free_share)
+
+
+def smallest_capacity(trace: list[Event], unit: int = 2 * MIB) -> int:
+    """A multiple of `unit` that is enough for the trace, while one `unit` less is not."""
+    generous = replay(trace, CachingAllocator(2**62))
+    low, high = generous.peak_allocated // unit, rounded(generous.peak_reserved, unit) // unit  # fails?, goes through
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fails(trace, middle * unit) else (low, middle)
+    return high * unit
+
+
+def fails(trace: list[Event], capacity: int) -> OutOfMemory | None:
+    """The OutOfMemory that the trace ends with at this capacity, or None."""
+    try:
+        replay(trace, CachingAllocator(capacity))
+    except OutOfMemory as failure:
+        return failure.with_traceback(None)
+
+
+# ------------------------------------------------------------------------------------------------- a training to record
+
+
+@dataclass
+class Recording:
+    """A training that was recorded: its losses, and the trace, in which micro-batches begin at the events `begins`."""
+
+    trace: list[Event]
+    begins: list[int]
+    losses: list[float]
+
+
+def record(config: GPTConfig, lengths: list[int], batch: int, accumulate: int, slabs: bool, seed: int = 0) -> Recording:
+    """Train a GPT with AdamW on a micro-batch for each of `lengths` (tokens in a sequence), and record its allocations.
+
+    Every block is checkpointed: with `slabs` the checkpoints and the gradients lie in slabs, without they lie where the
+    allocator puts them. All else is the same, and so are the losses, to the bit. A step takes `accumulate`
+    micro-batches: the gradients stay while the sizes of activations change, which is what fragments most. AdamW's state
+    is made before the first of them, as ZeRO does.
+    """
+    text, draw = data.read_tokens(), random.Random(seed)
+    begins, losses = [], []
+    with Ledger("cpu") as ledger:
+        before = {event.storage for event in ledger.trace}  # the text, other models: not on the device
+        torch.manual_seed(seed)
+        model = GPT(config)
+        optimizer = _with_state(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+        ledger.watch(model, optimizer)
+        slab = gradient_slab = None
+        if slabs:
+            slab = Slab(config.layers * batch * max(lengths) * config.hidden)
+            gradient_slab = gradients_in_slab(model)
+            ledger.claim(slab.memory, "activations")
+            ledger.claim(gradient_slab.memory, "gradients")
+        for block in model.blocks:
+            block.forward = _checkpointed(block.inside, slab)
+        for count, length in enumerate(lengths, 1):
+            begins.append(len(ledger.trace))
+            starts = [draw.randrange(len(text) - length) for _ in range(batch)]
+            loss = model(*data.crops(text, starts, length)) / accumulate
+            loss.backward()
+            losses.append(loss.item() * accumulate)
+            del loss
+            if slabs:
+                slab.reset()
+            if count % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                if slabs:
+                    gradient_slab.reset()
+        trace = list(ledger.trace)
+    ours = [index for index, event in enumerate(trace) if event.storage not in before]
+    return Recording([trace[index] for index in ours], [bisect.bisect_left(ours, begin) for begin in begins], losses)
+
+
+def _with_state(optimizer, model):
+    """Make the optimizer's state, with a step at a learning rate of 0."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return optimizer
+
+
+def _checkpointed(inside, slab):
+    if slab is not None:
+        return lambda x: checkpoint_in_slab(inside, x, slab)
+    return lambda x: torch.utils.checkpoint.checkpoint(inside, x, use_reentrant=False)
+
+
+def varied_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
+    """So many lengths, drawn evenly from longest / 8 to longest."""
+    draw = random.Random(f"lengths {seed}")
+    return [draw.randint(max(1, longest // 8), longest) for _ in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------------------ picture
+
+
+def draw_map(recordings: dict[str, Recording], capacity: int) -> Figure:
+    """Address over time, a panel for each recording, replayed at this capacity.
+
+    A rectangle is a storage, in the colour of its category; light grey is memory that the allocator holds and nobody
+    uses, white what it never had or gave back. Addresses go beyond the capacity where segments were given back: the
+    driver maps the same pages elsewhere. A black line ends a panel where memory ran out.
+    """
+    figure, axes = plots.figure(1, len(recordings), 7.5 * len(recordings), 5.6)
+    seen, tops = [], []
+    for axis, (title, recording) in zip(axes[0], recordings.items(), strict=True):
+        allocator = CachingAllocator(capacity)
+        rows, failure = memory_map(recording.trace, allocator)
+        last = max(row.end for row in rows)
+        cached = [Row(segment.begin, segment.end or last, segment.address, segment.bytes, "")
+                  for segment in allocator.segments + allocator.past_segments]
+        _rectangles(axis, cached, "#E4E4E4")
+        for category, (colour, _) in plots.CATEGORIES.items():
+            own = [row for row in rows if _drawn_as(row.category) == category]
+            _rectangles(axis, own, colour)
+            seen += [category] if own and category not in seen else []
+        if failure:
+            axis.axvline(last, color="black", linewidth=2)
+            title += f": out of memory, {failure.free_share:.0%} free"
+        axis.set_title(title)
+        axis.set_xlim(0, len(recording.trace))
+        tops.append(max(row.address + row.bytes for row in cached) / MIB)
+        axis.set_xticks(recording.begins, range(1, len(recording.begins) + 1))
+        axis.set_xlabel("micro-batch, from where it begins")
+    for axis in axes[0]:
+        axis.set_ylim(0, max(tops))
+        axis.set_ylabel("address, MiB; white: not the allocator's")
+    handles = [Patch(color=plots.CATEGORIES[category][0], label=category) for category in plots.CATEGORIES
+               if category in seen]
+    handles.append(Patch(color="#E4E4E4", label="held by the allocator, free"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False)
+    figure.suptitle(f"Who lies where, with a capacity of {capacity / MIB:,.0f} MiB", fontsize=14)
+    return figure
+
+
+def _drawn_as(category: str) -> str:
+    return "optimizer" if category == "scalars" else category
+
+
+def _rectangles(axis, rows: list[Row], colour: str) -> None:
+    corners = [
+        [(row.begin, row.address / MIB), (row.end, row.address / MIB),
+         (row.end, (row.address + row.bytes) / MIB), (row.begin, (row.address + row.bytes) / MIB)]
+        for row in rows
+    ]
+    axis.add_collection(PolyCollection(corners, facecolors=colour, linewidths=0, rasterized=True))
+
+
+# ------------------------------------------------------------------------------------------------------------ program
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The program of lesson 8: train with and without slabs, replay both, print what came of it."""
+    parser = Parser(description="Train a GPT with and without slabs (M_D), and replay its allocations as on a GPU.")
+    parser.add_argument("--layers", type=positive, default=8, help="blocks of the model (default: %(default)s)")
+    parser.add_argument("--hidden", type=positive, default=128, help="width of the model (default: %(default)s)")
+    parser.add_argument("--heads", type=positive, default=4, help="attention heads (default: %(default)s)")
+    parser.add_argument("--vocabulary", type=positive, default=32768, help="at least 256 (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=4, help="sequences in a micro-batch (default: %(default)s)")
+    parser.add_argument("--longest", type=positive, default=256, help="tokens of the longest (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=2, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--accumulate", type=positive, default=4,
+                        help="micro-batches in a step, each of another length (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths, the model and the batches")
+    parser.add_argument("--picture", type=output_file, metavar="FILE", help="draw both memory maps into this file")
+    options = parser.parse_args(arguments)
+    try:
+        config = GPTConfig(options.layers, options.hidden, options.heads, options.longest, options.vocabulary)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.vocabulary < 256:
+        parser.error(f"the tokens are bytes: --vocabulary must be 256 or more, not {options.vocabulary}")
+    lengths = varied_lengths(options.steps * options.accumulate, options.longest, options.seed)
+    print(f"tokens in the sequences of the micro-batches: {', '.join(map(str, lengths))}")
+    recordings = {
+        name: record(config, lengths, options.batch, options.accumulate, slabs, options.seed)
+        for name, slabs in (("without slabs", False), ("with slabs", True))
+    }
+    try:
+        finding = find_capacity(*(recording.trace for recording in recordings.values()))
+    except ValueError as error:
+        parser.error(str(error))
+    print(describe(recordings, finding))
+    if options.picture:
+        plots.save(draw_map(recordings, finding.capacity), options.picture)
+
+
+def describe(recordings: dict[str, Recording], finding: Finding) -> str:
+    """A table of both trainings, and the words of the failure."""
+    traces = [recording.trace for recording in recordings.values()]
+    generous = [replay(trace, CachingAllocator(2**62)) for trace in traces]
+    failures = [fails(trace, finding.capacity) for trace in traces]
+    losses = [recording.losses for recording in recordings.values()]
+    rows = [
+        ["MiB", *recordings],
+        ["in use at the peak", *(mib(allocator.peak_allocated) for allocator in generous)],
+        ["held by the allocator, if it may", *(mib(allocator.peak_reserved) for allocator in generous)],
+        ["least capacity that is enough", mib(finding.smallest_without), mib(finding.smallest_with)],
+        [f"a capacity of {mib(finding.capacity)} is", *("too little" if error else "enough" for error in failures)],
+        ["  free then, in all", *(mib(failure.free) if failure else "" for failure in failures)],
+        ["  free then, share", *(f"{failure.free_share:.1%}" if failure else "" for failure in failures)],
+        ["  largest free block", *(mib(failure.largest_free) if failure else "" for failure in failures)],
+        ["  asked for", *(mib(failure.requested) if failure else "" for failure in failures)],
+    ]
+    same = "the same to the bit" if losses[0] == losses[1] else "NOT the same"
+    return f"\n{table(rows)}\n\nWithout slabs: {finding.failure}\nThe losses of both are {same}."
+
+
+def mib(bytes: int) -> str:
+    """In MiB, with one decimal."""
+    return f"{bytes / MIB:,.1f}"
