@@ -18,7 +18,7 @@ Megatron sends 12 b·s·h a block with checkpoints (two all-reduces in forward, 
 
 import functools
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zero_minimal.foundations import collectives
+from zero_minimal.foundations.backward import tensors_in
 
 
 def checkpoint(function, *args, group=None, to_host=False, place=None, **kwargs):
@@ -33,12 +34,15 @@ def checkpoint(function, *args, group=None, to_host=False, place=None, **kwargs)
 
     Args:
         function: dropout inside is fine: the random state is put back for the second time.
-        args, kwargs: anything; tensors may be inside of tuples, lists and dicts.
+        args, kwargs: anything; tensors may be inside of tuples, lists and dicts, and so may those that it returns.
+            What wants a gradient must come in here, parameters aside, not through a closure.
         group: P_a. The model-parallel group, on each of whose ranks the floating-point tensors among the arguments have
             the same values; they are cut over it. Integers, booleans and parameters stay whole.
         to_host: keep the tensors in host memory, pinned where they come from a GPU. With a group that is P_a+cpu.
         place: where on the device to keep them: a function that copies a tensor there and returns the copy (M_D).
-    A group of one rank saves nothing, and gets a warning that says so.
+    A group of one rank saves nothing, and gets a warning that says so. The function runs twice: what it counts (the
+    statistics of batch-norm) it counts twice. Under stages 1 to 3 a weight may be used by one checkpoint only.
+    Raises: RuntimeError if the function changes an argument in place; TypeError for tensors hidden in other objects.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -48,6 +52,7 @@ def checkpoint(function, *args, group=None, to_host=False, place=None, **kwargs)
             "rank. Data-parallel ranks have batches of their own, so they have no copies to cut.", stacklevel=2
         )
     leaves, structure = pytree.tree_flatten((args, kwargs))
+    _refuse_hidden(leaves)
     structure_of_output = []
 
     def run(leaves):
@@ -71,7 +76,9 @@ def checkpoint_blocks(model: nn.Module, group=None, to_host=False, place=None) -
     if not blocks:
         raise ValueError("the model has no nn.ModuleList, so it is not known what its blocks are: call "
                          "checkpoint(block, x) in its forward")
-    for block in blocks:
+    for block in dict.fromkeys(blocks):  # one that stands in two places is wrapped once
+        if getattr(block.forward, "func", None) is checkpoint:
+            raise ValueError("the blocks of this model are checkpointed already")
         block.forward = functools.partial(checkpoint, block.forward, group=group, to_host=to_host, place=place)
 
 
@@ -80,14 +87,18 @@ class _Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run, keeper, anchor, *leaves):
-        ctx.run, ctx.keeper, ctx.random = run, keeper, random_state()
+        ctx.run, ctx.keeper, ctx.random, ctx.precision = run, keeper, random_state(), autocast_state()
         ctx.set_materialize_grads(False)
         ctx.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         ctx.how = {place: keeper.describe(leaf) for place, leaf in tensors.items()}
-        output = run(leaves)
         # autograd frees what is saved here as soon as backward has used it
         ctx.save_for_backward(*(keeper.keep(leaf) for leaf in tensors.values()))
+        versions = [leaf._version for leaf in tensors.values()]
+        output = run(leaves)
+        if versions != [leaf._version for leaf in tensors.values()]:
+            raise RuntimeError("a checkpointed function must not change its arguments in place: it runs again in "
+                               "backward, on what it would have changed")
         return output
 
     @staticmethod
@@ -95,7 +106,7 @@ class _Checkpoint(torch.autograd.Function):
         leaves = list(ctx.leaves)
         for (place, how), kept in zip(ctx.how.items(), ctx.saved_tensors, strict=True):
             leaves[place] = ctx.keeper.bring_back(kept, how)
-        with random_state_of(ctx.random), torch.enable_grad():
+        with random_state_of(ctx.random), autocast_as(ctx.precision), torch.enable_grad():
             outputs = ctx.run(leaves)
         pairs = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True)
                  if gradient is not None and output.requires_grad]
@@ -152,10 +163,34 @@ class _Keeper:
 
 def _flatten(output):
     flat, structure = pytree.tree_flatten(output)
+    _refuse_hidden(flat)
     return flat, [structure]
 
 
-# -------------------------------------------------------------------------------------------------------- random state
+def _refuse_hidden(leaves) -> None:
+    """Of a tensor inside some other object autograd would know nothing: its gradient would be lost without a word."""
+    for leaf in leaves:
+        if not isinstance(leaf, (torch.Tensor, nn.Module)) and any(t.is_floating_point() for t in tensors_in(leaf)):
+            raise TypeError(f"a checkpointed function takes and returns tensors in tuples, lists and dicts, not in a "
+                            f"{type(leaf).__name__}: take them out of it")
+
+
+# -------------------------------------------------------------------------------------------- random state, precision
+
+
+def autocast_state() -> list[tuple]:
+    """What torch.autocast is set to: (device type, on or off, dtype)."""
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+@contextmanager
+def autocast_as(states: list[tuple]):
+    """Context with such a setting."""
+    with ExitStack() as stack:
+        for kind, enabled, dtype in states:
+            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+        yield
 
 
 def random_state() -> list[torch.Tensor]:

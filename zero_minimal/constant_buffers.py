@@ -76,8 +76,10 @@ def all_reduce(tensors, buffers: ConstantBuffers, op: str = "avg") -> None:
         pending = collectives.all_reduce(buffer[:filled], op=op, group=buffers.group, async_op=True)
         buffers.send(pending, lambda pieces=pieces, buffer=buffer: _unpack(buffer, pieces))
 
-    for tensor in tensors:
-        flat, start = _flat(tensor), 0
+    for flat in [_flat(tensor) for tensor in tensors]:  # all are checked before anything is sent
+        if torch.promote_types(flat.dtype, buffers.buffers[0].dtype) != buffers.buffers[0].dtype:
+            raise ValueError(f"{flat.dtype} does not fit into buffers of {buffers.buffers[0].dtype}")
+        start = 0
         while start < flat.numel():
             if buffer is None:
                 buffer, filled, pieces = buffers.take(), 0, []

@@ -78,7 +78,7 @@ class Slab:
     def reset(self):
         """Forget all that was kept: the next tensor goes to the front again. Nothing is freed."""
         if self.memory is not None:
-            self._round[:0].zero_()  # counts as a change: a backward that still needs this round fails, and says why
+            self._round[:0].zero_()  # counts as a change: a backward that still needs this round fails
             self._round = self.memory.data
         elif self.used:
             self._allocate(self.used)

@@ -114,6 +114,8 @@ class System:
     """
 
     def __init__(self, name, sizes, mesh, batch, dtype, device, optimizer_class, **options):
+        if name not in CONFIGS:
+            raise ValueError(f"there is no config {name!r}: choose from {', '.join(CONFIGS)}")
         config = CONFIGS[name]
         self.mesh = mesh
         self.model = ParallelGPT(sizes, mesh.model_group).to(device, dtype)

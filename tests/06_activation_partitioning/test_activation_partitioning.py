@@ -3,6 +3,7 @@
 import copy
 import functools
 import warnings
+from dataclasses import dataclass
 
 import checks
 import pytest
@@ -261,3 +262,51 @@ def test_nothing_is_left_of_a_step():
         return checks.live_bytes(until=nothing) - nothing
 
     assert toys.run(look, 2) == [0, 0]
+
+
+def test_an_argument_changed_in_place_is_refused():
+    """Silently wrong otherwise: backward would begin from what the first run has changed."""
+    weight = nn.Parameter(torch.eye(3))
+    for x in (torch.zeros(2, 3), torch.arange(6).view(2, 3)):
+        with pytest.raises(RuntimeError, match="in place"):
+            checkpoint(lambda x: x.add_(1).float() @ weight, x)
+
+
+def test_a_tensor_hidden_in_an_object_is_refused():
+    weight = nn.Parameter(torch.eye(3))
+    with pytest.raises(TypeError, match="Output"):
+        checkpoint(lambda x: Output(x @ weight), torch.ones(2, 3))
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+
+
+def test_autocast_is_the_same_the_second_time():
+    found = []
+    for call in (lambda function, x: function(x), checkpoint):
+        torch.manual_seed(0)
+        weight, x = nn.Parameter(torch.randn(9, 9)), torch.randn(5, 9, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = call(lambda x, weight=weight: (x @ weight).relu() @ weight, x).float().square().mean()
+        loss.backward()
+        found.append([weight.grad, x.grad])
+    assert toys.identical(*found)
+
+
+def test_blocks_are_wrapped_once():
+    runs = []
+
+    class Counting(nn.Linear):
+        def forward(self, x):
+            runs.append(1)
+            return super().forward(x)
+
+    block, model = Counting(5, 5), nn.Module()
+    model.blocks = nn.ModuleList([block, block])
+    checkpoint_blocks(model)
+    block(torch.ones(2, 5)).sum().backward()
+    assert len(runs) == 2  # forward, and again in backward
+    with pytest.raises(ValueError, match="already"):
+        checkpoint_blocks(model)

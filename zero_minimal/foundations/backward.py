@@ -121,7 +121,8 @@ class Backward:
         if param not in self._left.get(bucket, ()):
             raise RuntimeError(
                 f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward pass, the first is "
-                "on its way: torch.utils.checkpoint around a module used several times needs use_reentrant=False"
+                "on its way: torch.utils.checkpoint around a module used several times needs use_reentrant=False, "
+                "and activation_partitioning.checkpoint cannot be around it"
             )
         self._left[bucket].discard(param)
         if not self._left[bucket]:

@@ -108,6 +108,8 @@ def main(arguments: list[str]) -> None:
     except ValueError as error:
         parser.error(str(error))
 
+    if flags.budget_mb and not flags.configs:
+        parser.error("--budget-mb goes with --configs")
     if flags.configs:
         compare_configs(parser, settings, flags)
         return
@@ -125,10 +127,7 @@ def compare_configs(parser: Parser, settings: Settings, flags) -> None:
 
     configs.check(parser, settings, flags.ranks, flags.model_parallel)
     budget = flags.budget_mb * 10**6 if flags.budget_mb else None
-    try:
-        rows = configs.run_all(settings, flags.ranks, flags.model_parallel, flags.device, budget)
-    except ValueError as error:
-        parser.error(str(error))
+    rows = configs.run_all(settings, flags.ranks, flags.model_parallel, flags.device, budget)
     print(configs.describe(rows))
     if flags.json:
         report.write_json({"rows": rows}, flags.json)

@@ -5,6 +5,7 @@
 
 import os
 import statistics
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -34,7 +35,7 @@ WATCHED = 2  # steps under the ledger and the meter; the others are timed
 
 
 def train(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) -> dict:
-    """Train with one config; this rank's report: losses (means over the data-parallel ranks), memory, traffic, speed.
+    """Train with one config; this rank's report: losses of its batches, memory, traffic, speed.
 
     Raises: ValueError on every rank for a world that is not D × M, or heads that M does not divide.
     """
@@ -52,9 +53,9 @@ def train(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) 
         ledger.watch(system.model, system.zero, system)
     torch.manual_seed(settings.seed + 1 + mesh.data_rank)  # dropout: alike on the ranks of one model
     for step in tqdm(range(settings.steps), desc=name, unit="step", disable=rank.rank != 0):
-        is_watched = step < WATCHED
+        is_watched, is_metered = step < WATCHED, step == min(WATCHED, settings.steps) - 1
         inputs, targets = (tokens.to(rank.device) for tokens in next(batches))
-        with ledger if is_watched else nullcontext(), meter if step == WATCHED - 1 else nullcontext():
+        with ledger if is_watched else nullcontext(), meter if is_metered else nullcontext():
             if is_watched:
                 ledger.reset()
             start = time.perf_counter()
@@ -146,9 +147,13 @@ def run_all(settings: Settings, world_size: int, model_parallel: int, device: st
     if budget:
         for row in rows:
             row["budget_bytes"] = budget
-            row["largest_layers"] = largest_model(
-                row["name"], settings, world_size, model_parallel, budget, device
-            )
+            try:
+                row["largest_layers"] = largest_model(
+                    row["name"], settings, world_size, model_parallel, budget, device
+                )
+            except ValueError as error:
+                print(error, file=sys.stderr)
+                row["largest_layers"] = 0
     return rows
 
 
@@ -157,7 +162,7 @@ def check(parser: Parser, settings: Settings, world_size: int, model_parallel: i
     if world_size % model_parallel:
         fitting = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
         parser.error(f"{world_size} ranks are not D × {model_parallel}: --model-parallel must divide them; accepted: "
-                     f"{', '.join(fitting)}")
+                     f"{', '.join(fitting)}. torchrun --nproc-per-node N starts N ranks")
     if settings.heads % model_parallel:
         parser.error(f"--heads {settings.heads} cannot be shared by {model_parallel} model-parallel ranks equally")
     if settings.clip or settings.accumulate > 1 or settings.dtype == "fp16":
