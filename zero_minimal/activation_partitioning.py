@@ -53,11 +53,12 @@ def checkpoint(function, *args, group=None, to_host=False, place=None, **kwargs)
         )
     leaves, structure = pytree.tree_flatten((args, kwargs))
     _refuse_hidden(leaves)
-    structure_of_output = []
+    structure_of_output = [None]  # known once it has run
 
     def run(leaves):
         args, kwargs = pytree.tree_unflatten(leaves, structure)
-        flat, structure_of_output[:] = _flatten(function(*args, **kwargs))
+        flat, structure_of_output[0] = pytree.tree_flatten(function(*args, **kwargs))
+        _refuse_hidden(flat)
         return tuple(flat)
 
     # autograd calls backward only if an input wants a gradient. The block's parameters do, and are no inputs.
@@ -161,12 +162,6 @@ class _Keeper:
         return part
 
 
-def _flatten(output):
-    flat, structure = pytree.tree_flatten(output)
-    _refuse_hidden(flat)
-    return flat, [structure]
-
-
 def _refuse_hidden(leaves) -> None:
     """Of a tensor inside some other object autograd would know nothing: its gradient would be lost without a word."""
     for leaf in leaves:
@@ -201,22 +196,15 @@ def random_state() -> list[torch.Tensor]:
     return states
 
 
-def set_random_state(states: list[torch.Tensor]) -> None:
-    """Go on from such a state."""
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
-
-
 @contextmanager
 def random_state_of(states: list[torch.Tensor]):
     """Context in which random numbers come as they did from that state on; afterwards as if nothing had been."""
-    now = random_state()
-    set_random_state(states)
-    try:
+    gpus = [torch.cuda.current_device()] if len(states) > 1 else []
+    with torch.random.fork_rng(gpus):
+        torch.set_rng_state(states[0])
+        if gpus:
+            torch.cuda.set_rng_state(states[1])
         yield
-    finally:
-        set_random_state(now)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m zero_minimal compare --configs --ranks 4 --model-parallel 2 --plot configs.png
 """
 
+import functools
 import os
 import statistics
 import sys
@@ -14,10 +15,10 @@ import torch
 from tqdm import tqdm
 
 from zero_minimal.foundations import ranks
-from zero_minimal.instruments import report
+from zero_minimal.instruments import report, theory
 from zero_minimal.instruments.memory import Ledger
 from zero_minimal.instruments.traffic import TrafficMeter
-from zero_minimal.tensor_parallel import make_mesh
+from zero_minimal.tensor_parallel import Mesh, divisors, make_mesh
 from zero_minimal.workload import data
 from zero_minimal.workload.settings import (
     DTYPES,
@@ -42,16 +43,11 @@ def train(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) 
     mesh = make_mesh(model_parallel)
     training, _ = data.split(data.read_tokens(settings.text), settings.sequence)
     batches = data.Batches(training, settings.batch, settings.sequence, settings.seed, mesh.data_rank)
-    torch.manual_seed(settings.seed)
     ledger, meter = Ledger(rank.device.type), TrafficMeter()
-    losses, seconds = [], []
     with ledger:
-        system = System(
-            name, settings.model_config(), mesh, settings.batch, DTYPES[settings.dtype], rank.device, torch.optim.AdamW,
-            bucket_bytes=int(settings.bucket_mb * 2**20), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1,
-        )
+        system = build(name, settings, mesh, rank)
         ledger.watch(system.model, system.zero, system)
-    torch.manual_seed(settings.seed + 1 + mesh.data_rank)  # dropout: alike on the ranks of one model
+    losses, seconds = [], []
     for step in tqdm(range(settings.steps), desc=name, unit="step", disable=rank.rank != 0):
         is_watched, is_metered = step < WATCHED, step == min(WATCHED, settings.steps) - 1
         inputs, targets = (tokens.to(rank.device) for tokens in next(batches))
@@ -68,8 +64,31 @@ def train(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) 
             seconds.append(time.perf_counter() - start)
             if is_watched:
                 states = ledger.states()
-    step_seconds = statistics.median(seconds[WATCHED:] or seconds)
-    peak = ledger.peak
+    peak, step_seconds = ledger.peak, statistics.median(seconds[WATCHED:] or seconds)
+    return describe_run(name, settings, model_parallel, rank) | {
+        "parameters_of_rank": sum(param.numel() for param in system.model.parameters()),
+        "losses": losses,
+        "step_seconds": step_seconds,
+        "tokens_per_second": settings.tokens_per_step(rank.world_size // model_parallel) / step_seconds,
+        "memory": {state: states[state] for state in theory.STATES}
+        | {"peak": peak.total, "peak_by_category": peak.bytes},
+        "traffic": meter.per_step(1),
+    }
+
+
+def build(name: str, settings: Settings, mesh: Mesh, rank: ranks.Rank) -> System:
+    """The system, its model the same in each model-parallel group; dropout of each group's own from here on."""
+    torch.manual_seed(settings.seed)
+    system = System(
+        name, settings.model_config(), mesh, settings.batch, DTYPES[settings.dtype], rank.device, torch.optim.AdamW,
+        bucket_bytes=int(settings.bucket_mb * 2**20), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1,
+    )
+    torch.manual_seed(settings.seed + 1 + mesh.data_rank)
+    return system
+
+
+def describe_run(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) -> dict:
+    """What was run, and where."""
     return {
         "name": name,
         "config": name,
@@ -78,13 +97,6 @@ def train(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) 
         "backend": rank.backend,
         "device": rank.device.type,
         "dtype": settings.dtype,
-        "parameters_of_rank": sum(param.numel() for param in system.model.parameters()),
-        "losses": losses,
-        "step_seconds": step_seconds,
-        "tokens_per_second": settings.tokens_per_step(rank.world_size // model_parallel) / step_seconds,
-        "memory": {state: states[state] for state in ("parameters", "gradients", "optimizer")}
-        | {"peak": peak.total, "peak_by_category": peak.bytes},
-        "traffic": meter.per_step(1),
     }
 
 
@@ -104,6 +116,7 @@ def largest_model(name, settings: Settings, world_size: int, model_parallel: int
     Raises: ValueError if a model of one block does not fit.
     """
 
+    @functools.cache  # each is a run
     def peak(layers: int) -> int:
         short = replace(settings, layers=layers, steps=WATCHED)
         return run(name, short, world_size, model_parallel, device)["memory"]["peak"]
@@ -129,7 +142,7 @@ def describe(rows: list[dict]) -> str:
               "blocks that fit"]]
     for row in rows:
         memory = row["memory"]
-        sizes = [memory[state] for state in ("parameters", "gradients", "optimizer", "peak")]
+        sizes = [memory[state] for state in (*theory.STATES, "peak")]
         lines.append([
             row["name"], *(f"{size / 1e6:,.2f}" for size in sizes), f"{row['traffic']['sent_bytes'] / 1e6:,.2f}",
             f"{row['tokens_per_second']:,.0f}", f"{row['losses'][-1]:.6f}", str(row.get("largest_layers", "")),
@@ -160,9 +173,8 @@ def run_all(settings: Settings, world_size: int, model_parallel: int, device: st
 def check(parser: Parser, settings: Settings, world_size: int, model_parallel: int) -> None:
     """End the program with a message, on every rank alike, for what cannot be trained."""
     if world_size % model_parallel:
-        fitting = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
         parser.error(f"{world_size} ranks are not D × {model_parallel}: --model-parallel must divide them; accepted: "
-                     f"{', '.join(fitting)}. torchrun --nproc-per-node N starts N ranks")
+                     f"{', '.join(map(str, divisors(world_size)))}. torchrun --nproc-per-node N starts N ranks")
     if settings.heads % model_parallel:
         parser.error(f"--heads {settings.heads} cannot be shared by {model_parallel} model-parallel ranks equally")
     if settings.clip or settings.accumulate > 1 or settings.dtype == "fp16":

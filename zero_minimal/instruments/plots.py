@@ -86,13 +86,14 @@ def compare(rows: list[dict], note: str) -> Figure:
 
 
 def memory_panel(axis: Axes, rows: list[dict], places: list[float]) -> None:
-    """Bytes at the highest moment, stacked by category, with the formula for the model states."""
+    """Bytes at the highest moment, stacked by category, with the formula for the model states where there is one."""
     bottom = [0.0] * len(rows)
     for category, look in CATEGORIES.items():
         heights = [row["memory"]["peak_by_category"].get(category, 0) / 1e6 for row in rows]
         bars(axis, places, heights, look, category, bottom=bottom)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-    formula_marks(axis, places, [sum(row["theory"].values()) / 1e6 for row in rows], label="formula, model states")
+    if "theory" in rows[0]:
+        formula_marks(axis, places, [sum(row["theory"].values()) / 1e6 for row in rows], label="formula, model states")
     for place, height in zip(places, bottom, strict=True):
         words = f"{height:,.0f}" if height >= 10 else f"{height:.2g}"
         axis.annotate(words, (place, height), (0, 3), textcoords="offset points", ha="center")
@@ -146,16 +147,7 @@ def configs(rows: list[dict]) -> Figure:
     has_budget = "largest_layers" in rows[0]
     result, axes = figure(1, 3 if has_budget else 2, 15.0 if has_budget else 11.0, 4.6)
     places = list(range(len(rows)))
-    bottom = [0.0] * len(rows)
-    for category, look in CATEGORIES.items():
-        heights = [row["memory"]["peak_by_category"].get(category, 0) / 1e6 for row in rows]
-        bars(axes[0][0], places, heights, look, category, bottom=bottom)
-        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-    for place, height in zip(places, bottom, strict=True):
-        axes[0][0].annotate(f"{height:,.1f}", (place, height), (0, 3), textcoords="offset points", ha="center")
-    axes[0][0].set_title("Memory of a rank at its peak")
-    axes[0][0].set_ylabel("MB")
-    legend(axes[0][0], columns=3, headroom=0.22)
+    memory_panel(axes[0][0], rows, places)
     speed_panel(axes[0][1], rows, places)
     if has_budget:
         blocks = [row["largest_layers"] for row in rows]
