@@ -532,10 +532,10 @@ def assert_reduces_during_backward(stage_class, world_size, *names):
         last_gradient = max(place for place, event in enumerate(events) if event.kind == "gradient")
         early = [place for place in starts if place < last_gradient]
         assert len(early) >= len(starts) / 2, "reductions begin only when backward is all but over"
+        waits = [place for place, kind in enumerate(kinds) if kind == ("wait", True)]  # in the order of the starts
         overlapped = 0
-        for place in early:
-            wait = next((later for later in range(place, len(kinds)) if kinds[later] == ("wait", True)), len(kinds))
-            overlapped += any(event.kind == "gradient" for event in events[place:wait])
+        for start, wait in zip(early, waits, strict=False):
+            overlapped += any(event.kind == "gradient" for event in events[start:wait])
         assert overlapped >= len(starts) / 2, "each reduction is waited for at once: nothing overlaps"
 
 

@@ -73,11 +73,12 @@ class Stage1:
             self.backward.filled(bucket, param)
 
     def bucket_complete(self, bucket):
-        self._wait()  # one reduce-scatter is under way while autograd fills the next bucket
         bucket.zero_missing()
-        self._reducing = collectives.reduce_scatter(
+        pending = collectives.reduce_scatter(
             bucket.gradient_shard, bucket.gradients, op="avg", group=self.group, async_op=True
         )
+        self._wait()  # for the one before: this one is under way while autograd fills the next bucket
+        self._reducing = pending
 
     def _wait(self):
         if self._reducing:

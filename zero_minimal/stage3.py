@@ -30,6 +30,8 @@ class Stage3:
 
     Args:
         model: any nn.Module, the same on every rank. Call it as before; all ranks use the same units in the same order.
+            One that was built under torch.device("meta") gets memory here, unit by unit, on torch's default device:
+            so no rank ever needs the whole model.
         optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4, fused=True, …).
         bucket_bytes: taken as at the other stages, and not used: here a unit is a bucket, whatever its size.
         param_groups: as torch.optim takes them; by default all parameters of the model.
@@ -57,6 +59,7 @@ class Stage3:
         self.buckets = [bucket for bucket in self.all_buckets if bucket.trained]
         layout.adopt(self, model, self.all_buckets, group)
         for unit in self.units:
+            unit.materialise(model)  # if it is on the meta device
             layout.flatten(unit.buckets)  # parameters [padded] of each bucket
             for bucket in unit.buckets:
                 collectives.broadcast(bucket.parameters, group=group)
@@ -138,22 +141,21 @@ class Stage3:
         self.turns.begin("backward")
 
     def gradient_arrived(self, param, buckets):
-        for bucket in buckets:
-            if bucket.gradients is None:
-                bucket.gradients = bucket.zeros()  # [padded] the bucket opens
-            bucket.put_gradient(param)
+        for bucket in buckets:  # until the unit is done it waits as autograd made it
             self.backward.filled(bucket, param)
-        param.grad = None
 
     def unit_done(self, unit):
         for bucket in unit.buckets:
             self.backward.hand_over(bucket)
 
     def bucket_complete(self, bucket):
-        self._wait()  # one reduce-scatter is under way while autograd fills the next bucket
-        if bucket.gradients is None:
-            bucket.gradients = bucket.zeros()  # no gradient came on this rank: it counts as zero
-        whole, bucket.gradients = bucket.gradients, None  # the bucket closes
+        self._wait()  # one reduce-scatter is under way while autograd works on the next unit
+        whole = bucket.gradients = bucket.zeros()  # [padded] where no gradient came on this rank, it counts as zero
+        for param in bucket.params:
+            if param.grad is not None:
+                bucket.put_gradient(param)
+                param.grad = None
+        bucket.gradients = None
         part = torch.empty_like(bucket.parameter_shard)  # [padded / N]
         pending = collectives.reduce_scatter(part, whole, op="avg", group=self.group, async_op=True)
         self._reducing = bucket, whole, part, pending

@@ -338,6 +338,13 @@ class ParallelGPT(nn.Module):
                 raise ValueError(f"tokens must be from 0 to {self.config.vocabulary - 1}: found {int(numbers.min())} "
                                  f"to {int(numbers.max())}")
 
+    def replicated(self) -> list[nn.Parameter]:
+        """What every rank of the group holds whole: norms, biases after g, positions."""
+        cut = {param for module in self.modules() for name, param in module.named_parameters(recurse=False)
+               if isinstance(module, (ColumnParallelLinear, VocabularyParallelEmbedding))
+               or isinstance(module, RowParallelLinear) and name == "weight"}
+        return [param for param in self.parameters() if param not in cut]
+
     def shard_of(self, whole: dict) -> dict:
         """This rank's parts of a single-process GPT's state, or of anything with its names and shapes: gradients, say.
 
@@ -380,7 +387,7 @@ if __name__ == "__main__":
         asked = settings.read_settings(parser, arguments)
         if asked.clip or asked.dtype == "fp16":
             parser.error("--clip and --dtype fp16 need sums over both groups, and stage 2 knows only its own: use "
-                         "--clip 0, and fp32 or bf16")
+                         "--clip 0, and fp32 or bf16; zero_100b.py does both")
         with ranks.start(arguments.device) as rank:
             try:
                 mesh = make_mesh(arguments.model_parallel or rank.world_size)

@@ -28,7 +28,7 @@ import torch
 from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.constant_buffers import ConstantBuffers
 from zero_minimal.defragmentation import Slab
-from zero_minimal.foundations import collectives
+from zero_minimal.foundations import collectives, precision
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.tensor_parallel import ParallelGPT
@@ -127,13 +127,31 @@ class System:
             self.model, group=mesh.model_group if config.partition else None, to_host=config.to_host,
             place=self.slab.keep if self.slab else None,
         )
-        self.zero = config.stage(self.model, optimizer_class, group=mesh.data_group, **options)
-        if world_size > 1:
-            self.zero.clip_grad_norm_ = self.refuse
+        replicated = self.model.replicated()  # in a group, and so in buckets, of their own
+        cut = [param for param in self.model.parameters() if param not in set(replicated)]
+        groups = [{"params": cut}, {"params": replicated}]
+        self.zero = config.stage(
+            self.model, optimizer_class, group=mesh.data_group, param_groups=groups, **options
+        )
+        # a stage knows the ranks that hold its part of the model, and these are not all that hold a part
+        self.zero.clip_grad_norm_ = self.clip_grad_norm_
+        self.zero.groups = [mesh.data_group, mesh.model_group]  # a loss scaler asks both for an overflow
 
-    def refuse(self, max_norm):
-        """The norm of a model that is cut needs the squares of both groups, replicated parameters counted once."""
-        raise NotImplementedError("zero_100b does not clip: a stage knows the norm of its own part of the model only")
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm):
+        """Scale the gradients down to this global norm, if theirs is larger; return the norm they had, [].
+
+        Squares add up over both groups. What all ranks of the model-parallel group hold counts once: on the first.
+        """
+        self.zero.reduced_gradients()
+        counted = [bucket.gradient_shard for bucket in self.zero.buckets
+                   if bucket.group_index == 0 or self.mesh.model_rank == 0]
+        norm = precision.global_norm(counted, self.zero.gradient_scale, group=self.mesh.data_group)
+        squares = norm.square()
+        collectives.all_reduce(squares, op="sum", group=self.mesh.model_group)
+        norm = squares.sqrt()
+        self.zero.gradient_scale = precision.clip(self.zero.gradient_scale, norm, max_norm)
+        return norm
 
     def begin(self):
         """Before a forward pass: the checkpoints of the last one are not needed any more."""

@@ -16,7 +16,7 @@ import weakref
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives, layout
+from zero_minimal.foundations import layout
 
 
 class Backward:
@@ -132,14 +132,15 @@ class Backward:
 
     def _gradient(self, param) -> None:
         self._begin()  # in case the model's output was not used, only a part of the model
-        self.stage.gradient_arrived(param, self._buckets_of[param])
+        buckets = self._buckets_of[param]
+        layout.check_place(param, buckets[0].parameters)
+        self.stage.gradient_arrived(param, buckets)
 
     def _agree_on_order(self) -> None:
         self._ordered = True
         seen = self._completed + [bucket for bucket in self.buckets if bucket not in self._completed]
-        order = torch.tensor([self.buckets.index(bucket) for bucket in seen], device=self.buckets[0].device)
-        collectives.broadcast(order, group=self.stage.group)
-        self.buckets = [self.buckets[index] for index in order.tolist()]
+        order = layout.numbers_of_all_ranks([self.buckets.index(bucket) for bucket in seen], self.stage.group)[0]
+        self.buckets = [self.buckets[index] for index in order]
 
 
 def tensors_in(value, seen=None):

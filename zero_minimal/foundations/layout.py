@@ -33,8 +33,13 @@ class Flat:
             self.offsets[param] = end
             end = _round_up(end + param.numel(), ALIGNMENT)
         self.size = _round_up(max(end, 1), world_size * ALIGNMENT)
-        self.dtype, self.device = params[0].dtype, params[0].device
+        self.dtype = params[0].dtype
         self.gradients: torch.Tensor | None = None  # [size] whole, at the stages that keep them
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are now: those of a model on the meta device come to a real one later."""
+        return next(iter(self.offsets)).device
 
     def zeros(self) -> torch.Tensor:
         """A new tensor, [size]. Zeros, so that the padding never holds garbage."""
@@ -68,7 +73,12 @@ class Bucket:
         self.params = [p for p in offsets if offsets[p] < end and offsets[p] + p.numel() > self.start]
         self.numel = sum(p[1] - p[0] for p in map(self._piece, self.params))  # without padding
         self.trained = self.group_index >= 0
-        self.dtype, self.device = self.flat.dtype, self.flat.device
+        self.dtype = self.flat.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are now."""
+        return self.flat.device
 
     def zeros(self) -> torch.Tensor:
         """A new tensor, [padded]."""
@@ -80,7 +90,6 @@ class Bucket:
 
     def put_gradient(self, param: nn.Parameter) -> None:
         """Copy the piece of param.grad that lies in this bucket to its place in `gradients`."""
-        check_place(param, self.parameters)
         begin, end = self._piece(param)
         place = self.flat.offsets[param] + begin - self.start
         self.gradients[place : place + end - begin] = _dense(param.grad).reshape(-1)[begin:end]
@@ -128,6 +137,8 @@ def flatten(buckets: list[Bucket]) -> None:
     for flat, stretches in _by_flat(buckets):
         whole = flat.zeros()
         for param in flat.offsets:
+            if param.is_meta:
+                raise ValueError("the model is on the meta device: only stage 3 can bring it into being, unit by unit")
             view = flat.view(whole, param)
             view.copy_(param.data)
             param.data = view
@@ -145,7 +156,6 @@ def make_gradients(buckets: list[Bucket]) -> None:
 
 def keep_gradient(param: nn.Parameter, buckets: list[Bucket]) -> None:
     """Let param.grad be a view of the whole gradients; autograd adds those of later micro-batches in place."""
-    check_place(param, buckets[0].parameters)
     flat = buckets[0].flat
     view = flat.view(flat.gradients, param)
     if not same_storage(param.grad, view):
@@ -221,15 +231,21 @@ def adopt(stage, model: nn.Module, buckets: list[Bucket], group=None) -> None:
     facts = [(name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in model.named_parameters()]
     facts += [(bucket.name, bucket.group_index, bucket.start, bucket.padded, bucket.numel) for bucket in buckets]
     # not hash(): it is salted anew in every process
-    digest = torch.tensor([zlib.crc32(repr((type(stage).__name__, facts)).encode())], device=buckets[0].device)
-    digests = digest.new_empty(dist.get_world_size(group))
-    collectives.all_gather(digests, digest, group=group)
-    odd = [rank for rank, other in enumerate(digests.tolist()) if other != digests[0].item()]
+    digests = numbers_of_all_ranks([zlib.crc32(repr((type(stage).__name__, facts)).encode())], group)
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         raise RuntimeError(f"the model of rank {odd[0]} differs from rank 0's in names, shapes or dtypes, or its "
                            "stage, param_groups, units or bucket_bytes do: build the same on every rank")
     for param in model.parameters():
         param._zero_stage = type(stage).__name__
+
+
+def numbers_of_all_ranks(numbers: list[int], group=None) -> list[list[int]]:
+    """Every rank's list of whole numbers, rank 0's first. The lists are of one length."""
+    own = torch.tensor(numbers, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    everybody = own.new_empty(dist.get_world_size(group) * len(numbers))
+    collectives.all_gather(everybody, own, group=group)
+    return everybody.view(-1, len(numbers)).tolist()
 
 
 def check_owner(model: nn.Module) -> None:

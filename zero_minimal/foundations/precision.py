@@ -78,7 +78,8 @@ class LossScaler:
         # this rank sees its shards only: one rank's overflow must be everybody's
         finite = torch.stack([torch.isfinite(gradient).all() for gradient in zero.reduced_gradients()]).all()
         overflow = (~finite).float()
-        collectives.all_reduce(overflow, op="max", group=zero.group)
+        for group in getattr(zero, "groups", [zero.group]):  # several, where the model itself is cut over ranks
+            collectives.all_reduce(overflow, op="max", group=group)
         self._overflow = bool(overflow)
         if not self._overflow:
             zero.step()

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from zero_minimal.foundations import ranks
+from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.instruments import report, theory
 from zero_minimal.instruments.memory import Ledger
 from zero_minimal.instruments.traffic import TrafficMeter
@@ -30,6 +31,7 @@ from zero_minimal.workload.settings import (
     positive,
     read_settings,
 )
+from zero_minimal.workload.train import learning_rate, update
 from zero_minimal.zero_100b import CONFIGS, System
 
 WATCHED = 2  # steps under the ledger and the meter; the others are timed
@@ -47,20 +49,28 @@ def train(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) 
     with ledger:
         system = build(name, settings, mesh, rank)
         ledger.watch(system.model, system.zero, system)
+    scaler = LossScaler() if settings.dtype == "fp16" else None
     losses, seconds = [], []
     for step in tqdm(range(settings.steps), desc=name, unit="step", disable=rank.rank != 0):
         is_watched, is_metered = step < WATCHED, step == min(WATCHED, settings.steps) - 1
-        inputs, targets = (tokens.to(rank.device) for tokens in next(batches))
         with ledger if is_watched else nullcontext(), meter if is_metered else nullcontext():
             if is_watched:
                 ledger.reset()
+            for group in system.zero.optimizer.param_groups:
+                group["lr"] = learning_rate(step, settings)
             start = time.perf_counter()
             system.zero.zero_grad()
-            system.begin()
-            loss = system.model(inputs, targets)
-            loss.backward()
-            system.zero.step()
-            losses.append(loss.item())
+            loss = 0.0
+            for micro in range(settings.accumulate):
+                inputs, targets = (tokens.to(rank.device) for tokens in next(batches))
+                is_last = micro == settings.accumulate - 1
+                system.begin()
+                with nullcontext() if is_last else system.zero.no_sync():
+                    part = system.model(inputs, targets) / settings.accumulate
+                    (scaler.scale(part) if scaler else part).backward()
+                loss += part.item()
+            update(system.zero, scaler, settings.clip)
+            losses.append(loss)
             seconds.append(time.perf_counter() - start)
             if is_watched:
                 states = ledger.states()
@@ -139,13 +149,14 @@ def describe(rows: list[dict]) -> str:
     head = (f"\n{', '.join(row['name'] for row in rows)} on {world_size} ranks, D × M = "
             f"{world_size // model_parallel} × {model_parallel}, {first['dtype']}, {first['device']}; MB of rank 0")
     lines = [["", "parameters", "gradients", "optimizer", "peak", "sent a step", "tokens/s", "last loss",
-              "blocks that fit"]]
+              *(["blocks that fit"] if "budget_bytes" in first else [])]]
     for row in rows:
         memory = row["memory"]
         sizes = [memory[state] for state in (*theory.STATES, "peak")]
         lines.append([
             row["name"], *(f"{size / 1e6:,.2f}" for size in sizes), f"{row['traffic']['sent_bytes'] / 1e6:,.2f}",
-            f"{row['tokens_per_second']:,.0f}", f"{row['losses'][-1]:.6f}", str(row.get("largest_layers", "")),
+            f"{row['tokens_per_second']:,.0f}", f"{row['losses'][-1]:.6f}",
+            *([str(row["largest_layers"])] if "budget_bytes" in first else []),
         ])
     parts = [head, report.table(lines)]
     if len(rows) > 1:
@@ -177,8 +188,8 @@ def check(parser: Parser, settings: Settings, world_size: int, model_parallel: i
                      f"{', '.join(map(str, divisors(world_size)))}. torchrun --nproc-per-node N starts N ranks")
     if settings.heads % model_parallel:
         parser.error(f"--heads {settings.heads} cannot be shared by {model_parallel} model-parallel ranks equally")
-    if settings.clip or settings.accumulate > 1 or settings.dtype == "fp16":
-        parser.error("the configs train without --clip, --accumulate and fp16: leave them out")
+    if settings.recompute:
+        parser.error("leave --recompute out: the configs always recompute")
 
 
 def main() -> None:
