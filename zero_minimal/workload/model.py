@@ -112,11 +112,22 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
         self.apply(initialise)
-        # Each block adds to the residual stream twice; smaller steps keep the sum at the size of one.
         for block in self.blocks:
-            for linear in (block.attention.projection, block.mlp.projection):
-                nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * config.layers))
+            self.narrow(block)
         self.head.weight = self.token_embedding.weight  # tied: one parameter with two uses
+
+    def narrow(self, block):
+        """Each block adds to the residual stream twice; smaller steps keep the sum at the size of one."""
+        for linear in (block.attention.projection, block.mlp.projection):
+            nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
+
+    def initialise(self, module):
+        """Draw one module's values, after those inside it. A stage calls this for a model on the meta device."""
+        initialise(module)
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        if isinstance(module, Block):
+            self.narrow(module)
 
     def forward(self, tokens, targets=None):
         if tokens.shape[1] > self.config.sequence:
