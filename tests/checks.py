@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import toys
 from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Recipe
 
 from zero_minimal.foundations import collectives
@@ -32,12 +33,13 @@ FSDP2_RUNS_ON_THE_CPU = hasattr(torch.cpu.Stream, "record_event")
 # ---------------------------------------------------------------------------------------------------- in a rank: memory
 
 
-def live_bytes(until=math.inf):
+def live_bytes(until=math.inf, looks=100):
     """Bytes of all storages that a Python object on this rank holds: no ledger, no book-keeping, just a look.
 
     until: look again, for some seconds, while there is more than that: gloo's threads let go of a tensor a moment late.
+    looks: how often at most.
     """
-    for _ in range(100):
+    for _ in range(looks):
         total = sum(_storages().values())
         if total <= until:
             break
@@ -170,6 +172,96 @@ def wire_bytes():
             pass  # not a TCP connection, or closed meanwhile
     dist.barrier()
     return total
+
+
+# in the order in which they are looked for in the name of an operator: "_reduce_scatter_base_", "allgather_", …
+_CALLS = {
+    "reduce_scatter": "reduce_scatter", "allgather": "all_gather", "all_gather": "all_gather",
+    "allreduce": "all_reduce", "all_reduce": "all_reduce", "alltoall": "all_to_all", "all_to_all": "all_to_all",
+    "broadcast": "broadcast", "scatter": "scatter", "gather": "gather", "reduce": "reduce", "barrier": "barrier",
+    "send": "send", "recv": "recv",
+}
+Call = namedtuple("Call", "name bytes peer at")  # at: time.monotonic(), the same clock on all ranks
+
+
+class Calls(TorchDispatchMode):
+    """Lists in `made` what this rank asks torch.distributed for, however it is called: what it sends does not depend on
+    what a backend makes of it. `bytes` are those of the message, or of a collective's whole vector; `peer` is the
+    other rank of a message, in its group. `pause`: seconds to wait before each message is sent.
+    """
+
+    def __init__(self, pause=0.0):
+        super().__init__()
+        self.made, self.pause = [], pause
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace in ("c10d", "_c10d_functional"):
+            operator = function.__name__.split(".")[0]
+            name = next((word for part, word in _CALLS.items() if part in operator), None)
+            if name:
+                size = max(map(_bytes_in, args[:2]))
+                peer = args[2] if name in ("send", "recv") and "any_source" not in operator else None
+                time.sleep(self.pause if name == "send" else 0)
+                self.made.append(Call(name, size, peer, time.monotonic()))
+        return function(*args, **kwargs or {})
+
+    def sent(self) -> float:
+        """Bytes that a ring sends for these calls, the mean over the ranks where a collective has a root."""
+        world_size = dist.get_world_size()
+        rounds = {"send": world_size / (world_size - 1), "recv": 0, "all_reduce": 2} if world_size > 1 else {}
+        return sum(rounds.get(call.name, 1) * call.bytes * (world_size - 1) / world_size for call in self.made)
+
+
+def _bytes_in(value):
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_bytes_in, value)) if isinstance(value, (list, tuple)) else 0
+
+
+@contextlib.contextmanager
+def slow_motion(model):
+    """Every rank is a bit slower in backward than the one before it, and freed memory is filled with NaN first: who
+    frees or reads a tensor while a collective still works on it is sure to be seen."""
+    pause, free = 0.002 * dist.get_rank(), collectives.free
+
+    def poison(tensor):
+        tensor.fill_(torch.nan)
+        free(tensor)
+
+    hooks = [param.register_hook(lambda gradient: time.sleep(pause)) for param in model.parameters()
+             if param.requires_grad]
+    collectives.free = poison
+    try:
+        yield
+    finally:
+        collectives.free = free
+        for hook in hooks:
+            hook.remove()
+
+
+def in_words(size):
+    """Bytes for people: 4.2 MB (a million bytes)."""
+    for unit, name in ((1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size:.0f} bytes"
+
+
+_runs: dict = {}
+
+
+def once(function, world_size, *args):
+    """toys.run(function, world_size, *args), once for all the checks that look at its results; so is its failure."""
+    key = (function, world_size, args)
+    if key not in _runs:
+        try:
+            _runs[key] = toys.run(function, world_size, *args), None
+        except Exception as error:
+            _runs[key] = None, error
+    results, error = _runs[key]
+    if error:
+        raise error.with_traceback(None)
+    return results
 
 
 # ------------------------------------------------------------------------------------------------- does it learn right?

@@ -1,6 +1,7 @@
 """What all tests share: the way to `toys`, and the class that a lesson's tests look at."""
 
 import gc
+import importlib
 import sys
 from pathlib import Path
 
@@ -10,7 +11,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests can `import toys`, in ranks too
 pytest.register_assert_rewrite("checks")
 
-STAGES = {"01_data_parallel": 0, "02_optimizer_state": 1, "03_gradients": 2, "04_parameters": 3}  # folder: stage
+# the lessons that have one, and the number of their stage
+STAGES = {"01_data_parallel": 0, "02_optimizer_state": 1, "03_gradients": 2, "04_parameters": 3}
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "step(number, points, stuck=None): a check that earns points in an assignment; "
+                            "`stuck` is what to look at if the ranks wait for ever")
 
 
 def pytest_collection_finish(session):
@@ -26,8 +33,20 @@ def functions_travel(request):
 
 
 @pytest.fixture
-def stage_class(request):
-    """The class under test in a lesson's folder: the reference's, where nobody puts a submission in its place."""
+def submission(request):
+    """The learner's file that the grader looks at, or None: then it is the reference's turn."""
+    return getattr(request.config, "submission", None)
+
+
+@pytest.fixture
+def stage_class(request, submission):
+    """The class under test in a lesson's folder."""
     import toys
 
-    return toys.STAGES[STAGES[request.path.parent.name]]
+    return submission or toys.STAGES[STAGES[request.path.parent.name]]
+
+
+@pytest.fixture
+def ring(submission):
+    """The module under test in lesson 0."""
+    return submission or importlib.import_module("zero_minimal.foundations.ring")

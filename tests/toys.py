@@ -14,6 +14,7 @@ No size here divides by 2, 3 or 4, or by the 16 elements on which the layout ali
 import contextlib
 import functools
 import gc
+import importlib
 import math
 import warnings
 from dataclasses import dataclass, field
@@ -25,19 +26,32 @@ from torch import nn
 
 from zero_minimal.foundations import ranks
 from zero_minimal.foundations.precision import LossScaler
-from zero_minimal.stage0 import Stage0
-from zero_minimal.stage1 import Stage1
-from zero_minimal.stage2 import Stage2
-from zero_minimal.stage3 import Stage3
 
-STAGES = (Stage0, Stage1, Stage2, Stage3)
 WORLDS = (1, 2, 3, 4)
 VOCABULARY, SEQUENCE = 31, 9
 
 
+def __getattr__(name):
+    """STAGES: the reference's classes, imported when a test asks for them. A grader may have none, or hide them."""
+    if name != "STAGES":
+        raise AttributeError(f"module 'toys' has no attribute {name!r}")
+    globals()[name] = tuple(
+        getattr(importlib.import_module(f"zero_minimal.stage{number}"), f"Stage{number}") for number in range(4)
+    )
+    return globals()[name]
+
+
 def run(function, world_size, *args, **options):
-    """ranks.run, with every warning in a rank an error. Returns the ranks' results."""
+    """Call the function on new ranks; return their results. See `run_strictly`."""
+    return runner(function, world_size, *args, **options)
+
+
+def run_strictly(function, world_size, *args, **options):
+    """ranks.run on the CPU, with every warning in a rank an error."""
     return ranks.run(_strictly(function), world_size, *args, device="cpu", **options)
+
+
+runner = run_strictly  # the grader puts its own here, which is careful with what a submission may do
 
 
 def _strictly(function):

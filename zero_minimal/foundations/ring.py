@@ -7,13 +7,20 @@ left neighbour. A tensor of N chunks needs N−1 steps to be reduced or to be ga
     all_reduce      2(N−1)/N  (one after the other)
     broadcast        the whole tensor (the last rank in the ring: nothing), chunk by chunk down a pipeline
 
-and, but for broadcast, no rank sends more than another. These are the reference for lesson 0; the stages use
-`collectives`, whose sums run in rank order. A ring sums each chunk from another rank on, so both agree up to rounding.
-Tensors are flat, on the CPU.
+and, but for broadcast, no rank sends more than another. This is lesson 0. The stages use `collectives`, whose sums run
+in rank order; a ring sums each chunk from another rank on, so both agree up to rounding. Tensors are flat, on the CPU.
 """
 
 import torch
 import torch.distributed as dist
+
+
+def exchange(outgoing, incoming, group=None) -> None:
+    """Send to the right, receive from the left, both at once: waiting for one first would lock the ring."""
+    rank = dist.get_rank(group)
+    sending = dist.isend(outgoing, _global(rank + 1, group), group=group)
+    dist.recv(incoming, _global(rank - 1, group), group=group)
+    sending.wait()
 
 
 def reduce_scatter(tensor, group=None):
@@ -24,7 +31,7 @@ def reduce_scatter(tensor, group=None):
         # the chunk that starts at our right neighbour ends here, with everybody's part in it, after N−1 steps
         outgoing = chunks[(rank - step - 1) % world_size]
         incoming = torch.empty_like(outgoing)
-        _exchange(outgoing, incoming, group)
+        exchange(outgoing, incoming, group)
         chunks[(rank - step - 2) % world_size] += incoming
     return chunks[rank]
 
@@ -36,7 +43,7 @@ def all_gather(part, group=None):
     chunks[rank] = part
     for step in range(world_size - 1):
         # pass on what arrived in the step before
-        _exchange(chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size], group)
+        exchange(chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size], group)
     return chunks.view(-1)
 
 
@@ -63,13 +70,6 @@ def broadcast(tensor, root: int = 0, group=None, chunk_count: int = 4):
     return tensor
 
 
-def _exchange(outgoing, incoming, group) -> None:
-    """Send to the right, receive from the left, both at once: waiting for one first would lock the ring."""
-    rank = dist.get_rank(group)
-    sending = dist.isend(outgoing, _global(rank + 1, group), group=group)
-    dist.recv(incoming, _global(rank - 1, group), group=group)
-    sending.wait()
-
-
 def _global(rank: int, group) -> int:
+    """A neighbour's number in the whole world, which is what send and receive take; rank N is rank 0 again."""
     return dist.get_global_rank(group or dist.group.WORLD, rank % dist.get_world_size(group))

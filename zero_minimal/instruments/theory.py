@@ -8,19 +8,56 @@ With Ψ parameters on N ranks, bytes a parameter:
     over N at     stage 3      stage 2 on  stage 1 on
 
 A ring sends (N−1)/N of Ψ for a reduce-scatter or an all-gather, twice that for an all-reduce.
+
+Beside model states (§3.2, §6.1, §8), elements for L blocks of width h, b sequences of s tokens, M model-parallel ranks:
+
+    activations        12·b·s·h·L         without checkpoints: the paper's estimate
+    checkpoints        b·s·h·L            one a block; P_a: over M; P_a+cpu: none on the device
+    Megatron sends     12·b·s·h·L(M−1)/M  with checkpoints; P_a 1/12 more
 """
+
+import math
 
 STATES = ("parameters", "gradients", "optimizer")
 BYTES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}  # a parameter, in the order of STATES
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the first stage that divides this state by N
 
 
-def model_states(stage: int, elements: int, world_size: int, dtype: str) -> dict[str, int | float]:
-    """Bytes of model states on one rank: {"parameters", "gradients", "optimizer"}."""
+def model_states(
+    stage: int, elements: int, world_size: int, dtype: str, optimizer_bytes: float | None = None
+) -> dict[str, int | float]:
+    """Bytes of model states on one rank: {"parameters", "gradients", "optimizer"}.
+
+    optimizer_bytes: a parameter, the paper's K, for another optimizer than Adam (None: Adam's).
+    """
+    sizes = dict(zip(STATES, BYTES[dtype], strict=True))
+    if optimizer_bytes is not None:
+        sizes["optimizer"] = optimizer_bytes
     return {
         state: _whole(size * elements / (world_size if stage >= SHARDED_FROM[state] else 1))
-        for state, size in zip(STATES, BYTES[dtype], strict=True)
+        for state, size in sizes.items()
     }
+
+
+def bytes_a_parameter(stage: int, world_size: int, dtype: str, optimizer_bytes: float | None = None) -> float:
+    """Bytes of model states on one rank for each parameter of the model: 16, 4 + 12/N, 2 + 14/N, 16/N."""
+    return sum(model_states(stage, 1, world_size, dtype, optimizer_bytes).values())
+
+
+def largest_model(stage: int, device_bytes: float, world_size: int, dtype: str, model_parallel: int = 1,
+                  optimizer_bytes: float | None = None) -> int:
+    """Parameters of the largest model whose states fit on a device (Table 2). world_size: data-parallel."""
+    return int(model_parallel * device_bytes / bytes_a_parameter(stage, world_size, dtype, optimizer_bytes))
+
+
+def fewest_ranks(stage: int, elements: int, device_bytes: float, dtype: str,
+                 optimizer_bytes: float | None = None) -> int | None:
+    """The smallest data-parallel group on which a model's states fit on a device; None if no number is enough."""
+    whole = bytes_a_parameter(stage, 10**18, dtype, optimizer_bytes) * elements  # what no number of ranks divides
+    shared = bytes_a_parameter(stage, 1, dtype, optimizer_bytes) * elements - whole
+    if whole + shared <= device_bytes:
+        return 1
+    return None if whole >= device_bytes or stage == 0 else math.ceil(shared / (device_bytes - whole) - 1e-9)
 
 
 def traffic(stage: int, elements: int, world_size: int, dtype: str, accumulate: int = 1) -> int | float:
@@ -35,6 +72,38 @@ def volume(stage: int, accumulate: int = 1) -> int:
     if stage == 2:
         return accumulate + 1  # gradients are kept in shards: reduced after each micro-batch; parameters gathered once
     return 3 * accumulate  # parameters gathered before forward and before backward, gradients reduced
+
+
+# ------------------------------------------------------------------------------------------- activations (§3.2, §6.1)
+
+
+def activations(layers: int, hidden: int, batch: int, sequence: int, dtype: str) -> int:
+    """Bytes of all activations of a GPT without checkpoints: about 12·b·s·h elements a block."""
+    return 12 * layers * batch * sequence * hidden * BYTES[dtype][0]
+
+
+def checkpoints(layers: int, hidden: int, batch: int, sequence: int, dtype: str, cut: int = 1) -> float:
+    """Bytes of the blocks' inputs, b·s·h elements each. cut: over so many model-parallel ranks (P_a)."""
+    return _whole(layers * batch * sequence * hidden * BYTES[dtype][0] / cut)
+
+
+# ------------------------------------------------------------------------------------- traffic beside ZeRO's (§8), time
+
+
+def model_parallel_traffic(layers: int, hidden: int, batch: int, sequence: int, dtype: str, ranks: int,
+                           partition: bool = False, recompute: bool = True) -> float:
+    """Bytes a rank sends in a step for Megatron's all-reduces, 2 a block forward, 2 backward, and 2 to recompute: each
+    of b·s·h elements, which a ring sends twice. partition: and for P_a's all-gather, of b·s·h."""
+    elements = ((12 if recompute else 8) + (1 if partition else 0)) * layers * batch * sequence * hidden
+    return _whole(elements * BYTES[dtype][0] * (ranks - 1) / ranks)
+
+
+def step_operations(elements: int, tokens: int, recompute: bool) -> float:
+    """Floating-point operations of a step: 2 a parameter and token forward, 4 backward, 2 more if forward runs again.
+
+    Attention's products of activations with activations are left out: s/(6h) of the rest.
+    """
+    return (8 if recompute else 6) * elements * tokens
 
 
 def formula(stage: int, state: str, dtype: str) -> str:

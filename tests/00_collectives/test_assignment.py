@@ -1,0 +1,411 @@
+"""Lesson 0's assignment, ring algorithms, in steps: what arrives, and what each rank sends to whom.
+
+The grader runs these tests against a learner's file, and shows the text of an assertion as the message. So each one
+names what went wrong and shows the evidence. In between, they run on the reference.
+"""
+
+import contextlib
+import itertools
+import time
+
+import checks
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from checks import once
+
+worlds = pytest.mark.parametrize("world_size", (2, 3, 4))
+PART = 35  # elements of a chunk
+
+
+def numbers(rank, size, dtype=torch.float32):
+    """What a rank holds: any rank can compute it."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(13 * rank + size)).mul(100).to(dtype)
+
+
+def near(one, other):
+    """Equal up to the rounding of a few additions in another order."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-3)
+
+
+@contextlib.contextmanager
+def only_messages(pause=0.0):
+    """Context in a rank; the calls that are made in it must be send and receive, or it fails."""
+    with checks.Calls(pause) as calls:
+        yield calls
+    others = sorted({call.name for call in calls.made} - {"send", "recv", "barrier"})
+    assert not others, (
+        f"it calls torch's own {' and '.join(others)}, and this lesson is about what is inside: build it from send and "
+        "receive"
+    )
+
+
+def assert_ring(calls, rank, world_size, messages, size, what):
+    """This rank sent so many messages of so many bytes, all to its right neighbour."""
+    sends = [call for call in calls if call.name == "send"]
+    right = (rank + 1) % world_size
+    strangers = sorted({call.peer for call in sends} - {right})
+    assert not strangers, (
+        f"rank {rank} of {world_size} sent to rank {', '.join(map(str, strangers))} in {what}: in a ring each rank "
+        f"sends to its right neighbour alone, here rank {right}"
+    )
+    sent, wanted = sum(call.bytes for call in sends), messages * size
+    assert sent == wanted, (
+        f"rank {rank} of {world_size} sent {sent} bytes in {what} ({len(sends)} messages), and {wanted} are needed: "
+        f"{messages} x {size}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- step 1: exchange
+
+SENT_LATE, LARGE = -7.0, 2**18
+
+
+def exchanged(ring):
+    """What came in, when rank 0 is late, and all overwrite what they sent as soon as exchange returns."""
+    rank = dist.get_rank()
+    outgoing, incoming = numbers(rank, LARGE), torch.full((LARGE,), torch.nan)
+    time.sleep(0.3 if rank == 0 else 0)
+    with only_messages() as calls:
+        ring.exchange(outgoing, incoming, None)
+        kept = torch.equal(outgoing, numbers(rank, LARGE))
+        outgoing.fill_(SENT_LATE)
+        came = incoming.clone()
+    time.sleep(0.5)  # whatever is still on its way may arrive
+    return came, kept, calls.made
+
+
+@pytest.mark.step(1, points=7, stuck="if every rank waits for its send before it receives, nobody receives; and a send "
+                  "that nobody waits for may be dropped before it was made. Start the send (isend), receive, then wait "
+                  "for the send")
+@pytest.mark.parametrize("world_size", (3, 2))
+def test_neighbours_exchange(ring, world_size):
+    for rank, (came, kept, _) in enumerate(once(exchanged, world_size, ring)):
+        left, right = (rank - 1) % world_size, (rank + 1) % world_size
+        assert kept, f"exchange changed `outgoing` on rank {rank}"
+        assert not (came == SENT_LATE).any(), (
+            f"rank {rank} received what rank {left} wrote into `outgoing` after its exchange() had returned: the send "
+            "was still under way. Wait for it before you return"
+        )
+        assert not came.isnan().any(), (
+            f"`incoming` is not filled on rank {rank} when exchange() returns: receive into it, and wait until it is "
+            "there"
+        )
+        assert world_size == 2 or not torch.equal(came, numbers(right, LARGE)), (
+            f"rank {rank} received rank {right}'s tensor: send to the right (rank + 1), receive from the left "
+            "(rank - 1)"
+        )
+        assert torch.equal(came, numbers(left, LARGE)), f"rank {rank} did not receive the tensor of rank {left}"
+
+
+@pytest.mark.step(1, points=4)
+def test_an_exchange_is_one_message(ring):
+    for rank, (*_, calls) in enumerate(once(exchanged, 3, ring)):
+        assert_ring(calls, rank, 3, 1, 4 * LARGE, "exchange")
+
+
+def in_a_group(call):
+    """call(group, the tensor [6] of a rank) on the two last of three ranks, whose numbers in the group are others."""
+    rank, group = dist.get_rank(), dist.new_group([1, 2])
+    with only_messages():
+        return call(group, numbers(rank, 6)) if rank else None
+
+
+def exchange_in_group(ring):
+    def call(group, tensor):
+        incoming = torch.zeros(6)
+        ring.exchange(tensor, incoming, group)
+        return incoming
+
+    return in_a_group(call)
+
+
+@pytest.mark.step(1, points=4, stuck="here the ring is a group of ranks 1 and 2, which are its ranks 0 and 1: send and "
+                  "receive take global ranks, and _global() gives them")
+def test_exchange_in_a_group(ring):
+    _, one, two = toys.run(exchange_in_group, 3, ring)
+    assert torch.equal(one, numbers(2, 6)) and torch.equal(two, numbers(1, 6)), (
+        "in a group of ranks 1 and 2 they did not receive each other's tensor: send and receive take global ranks, and "
+        "_global() gives them"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- step 2: reduce-scatter
+
+
+def reduce_scattered(ring):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tensor = numbers(rank, world_size * PART)
+    with only_messages() as calls:
+        part = ring.reduce_scatter(tensor)
+    return part, torch.equal(tensor, numbers(rank, world_size * PART)), calls.made
+
+
+@pytest.mark.step(2, points=14)
+@worlds
+def test_reduce_scatter_gives_this_ranks_part_of_the_sum(ring, world_size):
+    parts = [numbers(rank, world_size * PART).view(world_size, PART) for rank in range(world_size)]
+    for rank, (part, *_) in enumerate(once(reduce_scattered, world_size, ring)):
+        assert_is_tensor(part, "reduce_scatter", rank)
+        assert part.shape == (PART,), (
+            f"reduce_scatter returned a tensor {list(part.shape)} on rank {rank}: of [{world_size} x {PART}] elements "
+            f"its part is [{PART}]"
+        )
+        assert part.isfinite().all(), f"rank {rank}'s part holds {part[~part.isfinite()][0]}: memory nobody wrote to"
+        if not near(part, sum(whole[rank] for whole in parts)):
+            pytest.fail(f"rank {rank} of {world_size} returned {_found(part, parts)}, and its part of the sum is part "
+                        f"{rank}, summed over all ranks")
+
+
+def _found(part, parts):
+    """In words: which part it is, and of which ranks, where that can be seen."""
+    world_size = len(parts)
+    for place in range(world_size):
+        for count in range(1, world_size + 1):
+            for ranks in itertools.combinations(range(world_size), count):
+                total = sum(parts[rank][place] for rank in ranks)
+                whose = "summed over all ranks" if count == world_size else (
+                    f"of rank {' + '.join(map(str, ranks))} alone")
+                if near(part, total):
+                    return f"part {place}, {whose}"
+                if near(part, total / world_size):
+                    return f"part {place}, {whose}, divided by {world_size} (the mean, not the sum)"
+    return f"{part[0]:.4g}, …, which is no sum of parts of the ranks"
+
+
+def assert_is_tensor(value, name, rank):
+    assert isinstance(value, torch.Tensor), f"{name} returned {value!r} on rank {rank}, and a tensor is wanted"
+
+
+@pytest.mark.step(2, points=4)
+def test_reduce_scatter_leaves_its_input(ring):
+    for rank, (_, kept, _) in enumerate(once(reduce_scattered, 3, ring)):
+        assert kept, (
+            f"reduce_scatter changed its input on rank {rank}: add to a copy, the caller still needs the tensor"
+        )
+
+
+@pytest.mark.step(2, points=8)
+@worlds
+def test_reduce_scatter_sends_one_chunk_a_step(ring, world_size):
+    for rank, (*_, calls) in enumerate(once(reduce_scattered, world_size, ring)):
+        assert_ring(calls, rank, world_size, world_size - 1, 4 * PART, "reduce_scatter, (N-1)/N of the tensor")
+
+
+def reduced_odd(ring):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with only_messages():
+        return [ring.reduce_scatter(numbers(rank, 3 * world_size, dtype)) for dtype in (torch.float64, torch.int64)]
+
+
+@pytest.mark.step(2, points=4)
+@pytest.mark.parametrize("world_size", (1, 3))
+def test_reduce_scatter_of_other_kinds(ring, world_size):
+    for rank, results in enumerate(toys.run(reduced_odd, world_size, ring)):
+        for dtype, part in zip((torch.float64, torch.int64), results, strict=True):
+            total = sum(numbers(other, 3 * world_size, dtype) for other in range(world_size))
+            assert_is_tensor(part, "reduce_scatter", rank)
+            assert part.dtype == dtype and near(part, total.view(world_size, 3)[rank]), (
+                f"reduce_scatter of a {dtype} tensor gave {part.tolist()} ({part.dtype}) on rank {rank} of "
+                f"{world_size}, and {total.view(world_size, 3)[rank].tolist()} is right"
+            )
+
+
+# -------------------------------------------------------------------------------------------------- step 3: all-gather
+
+
+def all_gathered(ring):
+    rank = dist.get_rank()
+    part = numbers(rank, PART)
+    torch.use_deterministic_algorithms(True)  # new memory comes filled with NaN
+    with only_messages() as calls:
+        whole = ring.all_gather(part)
+    return whole, torch.equal(part, numbers(rank, PART)), calls.made
+
+
+@pytest.mark.step(3, points=10)
+@worlds
+def test_all_gather_gives_all_parts_in_order(ring, world_size):
+    for rank, (whole, kept, _) in enumerate(once(all_gathered, world_size, ring)):
+        assert_is_tensor(whole, "all_gather", rank)
+        assert whole.shape == (world_size * PART,), (
+            f"all_gather of [{PART}] returned {list(whole.shape)} on rank {rank} of {world_size}: one flat tensor "
+            f"[{world_size * PART}] is wanted"
+        )
+        assert kept, f"all_gather changed its input on rank {rank}"
+        places = [_whose(piece, world_size) for piece in whole.view(world_size, PART)]
+        assert places == list(range(world_size)), (
+            f"all_gather on rank {rank} of {world_size} gave the parts of ranks {_listed(places)}, and they must be "
+            f"{_listed(range(world_size))}, in this order on every rank"
+        )
+
+
+def _whose(piece, world_size):
+    return next((rank for rank in range(world_size) if torch.equal(piece, numbers(rank, PART))), "?")
+
+
+def _listed(places):
+    return ", ".join(map(str, places)) + (" (? is nobody's)" if "?" in places else "")
+
+
+@pytest.mark.step(3, points=6)
+@worlds
+def test_all_gather_sends_one_part_a_step(ring, world_size):
+    for rank, (*_, calls) in enumerate(once(all_gathered, world_size, ring)):
+        assert_ring(calls, rank, world_size, world_size - 1, 4 * PART, "all_gather, N-1 parts")
+
+
+def gathered_odd(ring):
+    rank = dist.get_rank()
+    with only_messages():
+        return [ring.all_gather(numbers(rank, size, dtype)) for size, dtype in ((1, torch.float64), (4, torch.int64))]
+
+
+@pytest.mark.step(3, points=4)
+@pytest.mark.parametrize("world_size", (1, 4))
+def test_all_gather_of_other_kinds(ring, world_size):
+    for rank, results in enumerate(toys.run(gathered_odd, world_size, ring)):
+        for (size, dtype), whole in zip(((1, torch.float64), (4, torch.int64)), results, strict=True):
+            wanted = torch.cat([numbers(other, size, dtype) for other in range(world_size)])
+            assert_is_tensor(whole, "all_gather", rank)
+            assert whole.dtype == dtype and torch.equal(whole, wanted), (
+                f"all_gather of {size} {dtype} numbers gave {whole.tolist()} ({whole.dtype}) on rank {rank} of "
+                f"{world_size}, and {wanted.tolist()} is right"
+            )
+
+
+# -------------------------------------------------------------------------------------------------- step 4: all-reduce
+
+SIZES = (1, 3, 64, 101)  # elements; no world divides all of them
+EVEN = 4 * 3 * PART
+
+
+def all_reduced(ring):
+    rank = dist.get_rank()
+    with only_messages():
+        results = [ring.all_reduce(numbers(rank, size)) for size in SIZES]
+    with only_messages() as calls:
+        results.append(ring.all_reduce(numbers(rank, EVEN)))
+    return results, calls.made
+
+
+@pytest.mark.step(4, points=8)
+@worlds
+def test_all_reduce_gives_the_sum_of_any_size(ring, world_size):
+    for rank, (results, _) in enumerate(once(all_reduced, world_size, ring)):
+        for size, result in zip((*SIZES, EVEN), results, strict=True):
+            total = sum(numbers(other, size) for other in range(world_size))
+            assert_is_tensor(result, "all_reduce", rank)
+            assert result.shape == (size,), (
+                f"all_reduce of {size} elements over {world_size} ranks returned {list(result.shape)}: {world_size} "
+                f"does not divide {size}, so pad it, and cut the padding off again"
+            )
+            right = int(torch.isclose(result, total, rtol=1e-5, atol=1e-3).sum())
+            assert right == size, (
+                f"all_reduce of {size} elements over {world_size} ranks: rank {rank} has the right sum in {right} of "
+                "them" + (" (it has the mean)" if near(result * world_size, total) else
+                          " (it has its own numbers)" if near(result, numbers(rank, size)) else "")
+            )
+
+
+@pytest.mark.step(4, points=4)
+@worlds
+def test_all_reduce_sends_twice_a_reduce_scatter(ring, world_size):
+    for rank, (_, calls) in enumerate(once(all_reduced, world_size, ring)):
+        assert_ring(calls, rank, world_size, 2 * (world_size - 1), 4 * EVEN // world_size,
+                    "all_reduce, 2(N-1)/N of the tensor")
+
+
+def all_reduce_in_group(ring):
+    return in_a_group(lambda group, tensor: ring.all_reduce(tensor, group))
+
+
+GROUP = "here the ring is a group of ranks 1 and 2, which are its ranks 0 and 1: is `group` passed on to every call?"
+
+
+@pytest.mark.step(4, points=3, stuck=GROUP)
+def test_all_reduce_in_a_group(ring):
+    for rank, result in enumerate(toys.run(all_reduce_in_group, 3, ring)):
+        assert rank == 0 or near(result, numbers(1, 6) + numbers(2, 6)), (
+            f"all_reduce in a group of ranks 1 and 2 gave another sum on rank {rank}: is `group` passed on to every "
+            "call?"
+        )
+
+
+# --------------------------------------------------------------------------------------------------- step 5: broadcast
+
+
+CUTS = ((1, 4), (10, 3), (64, 4), (7, 1))  # elements, chunks
+
+
+def broadcasted(ring):
+    """For every root and cut: whether the same tensor came back, and its values."""
+    rank, results = dist.get_rank(), []
+    for root in range(dist.get_world_size()):
+        for size, chunks in CUTS:
+            tensor = numbers(rank, size)
+            with only_messages():
+                returned = ring.broadcast(tensor, root, chunk_count=chunks)
+            results.append((root, size, chunks, returned is tensor, tensor))
+    return results
+
+
+@pytest.mark.step(5, points=8, stuck="the last rank of the ring, the root's left neighbour, must not send: nobody "
+                  "receives from it")
+@worlds
+def test_broadcast_copies_the_roots_tensor(ring, world_size):
+    for rank, results in enumerate(toys.run(broadcasted, world_size, ring)):
+        for root, size, chunks, same, tensor in results:
+            told = f"broadcast of {size} elements in {chunks} chunks from rank {root} of {world_size}"
+            right = int((tensor == numbers(root, size)).sum())
+            assert right == size, (
+                f"{told}: on rank {rank} {right} of {size} elements of the tensor it was given are the root's. "
+                "Receive into the tensor itself: its chunks are views of it"
+            )
+            assert same, f"{told} did not return the tensor that it was given, on rank {rank}"
+
+
+PAUSE = 0.1  # seconds before each message
+
+
+def broadcast_slowly(ring):
+    rank = dist.get_rank()
+    with only_messages(PAUSE) as calls:
+        ring.broadcast(numbers(rank, 12 * PART), 1, chunk_count=4)
+    return calls.made
+
+
+@pytest.mark.step(5, points=5)
+def test_broadcast_sends_the_tensor_once(ring):
+    for rank, calls in enumerate(once(broadcast_slowly, 3, ring)):
+        last = rank == 0  # the ring is 1, 2, 0
+        assert_ring(calls, rank, 3, 1, 0 if last else 4 * 12 * PART, "broadcast from rank 1, "
+                    + ("as the last of the ring" if last else "the whole tensor, chunk by chunk"))
+
+
+@pytest.mark.step(5, points=5)
+def test_broadcast_is_a_pipeline(ring):
+    calls = [[call for call in made if call.name == "send"] for made in once(broadcast_slowly, 3, ring)]
+    root, middle = calls[1], calls[2]
+    assert len(root) == 4, (
+        f"with chunk_count=4 the root sent {len(root)} messages: in 4 chunks, so that the next rank can pass one on "
+        "while it receives the next"
+    )
+    assert middle and middle[0].at < root[-1].at, (
+        "rank 2 passed nothing on before the root had sent its last chunk: send each chunk on as soon as it is there, "
+        "else N ranks take N times as long as two"
+    )
+
+
+def broadcast_in_group(ring):
+    return in_a_group(lambda group, tensor: ring.broadcast(tensor, 1, group))
+
+
+@pytest.mark.step(5, points=2, stuck=GROUP)
+def test_broadcast_in_a_group(ring):
+    for rank, result in enumerate(toys.run(broadcast_in_group, 3, ring)):
+        assert rank == 0 or (result is not None and torch.equal(result, numbers(2, 6))), (
+            f"broadcast from rank 1 of a group of ranks 1 and 2 (root=1: that is rank 2) gave another tensor on rank "
+            f"{rank}: root is a rank of the group"
+        )

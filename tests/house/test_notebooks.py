@@ -1,0 +1,444 @@
+"""Notebooks: ranks start with one line, say what went wrong, and never outlive the notebook; what the pictures show."""
+
+import contextlib
+import io
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from matplotlib.colors import to_rgb
+
+from zero_minimal.foundations import collectives, ring
+from zero_minimal.instruments import messages, notebook, plots, theory
+from zero_minimal.instruments.memory import Moment
+from zero_minimal.instruments.spans import Collective, Span, Spans
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+
+ALL_ALIKE = "collectives.all_reduce(x, op='sum')"
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Three ranks for the tests of this file."""
+    world = notebook.World(3, "cpu")
+    yield world
+    world.stop()
+
+
+def message_of(world, code, within=6, **options):
+    """The message of a cell that must fail, and the seconds until it came."""
+    began = time.monotonic()
+    with pytest.raises(notebook.CellError) as caught:
+        world.run(code, **options)
+    assert time.monotonic() - began < within, "the message came late"
+    return str(caught.value)
+
+
+def assert_works(world):
+    """The ranks of the world speak with each other."""
+    world.run(f"x = torch.tensor([10.0**rank])\n{ALL_ALIKE}")
+    assert world["x.item()"] == [111.0] * 3
+
+
+def test_cells_run_on_every_rank(world, capsys):
+    world.run("import math\nx = torch.full((2,), 10.0**rank)\nprint('hello')\nrank, world_size, device.type")
+    assert capsys.readouterr().out.splitlines() == [
+        line for rank in range(3) for line in (f"rank {rank} │ hello", f"rank {rank} │ ({rank}, 3, 'cpu')")
+    ]
+    world.run(f"{ALL_ALIKE}\nx")
+    assert capsys.readouterr().out == "all ranks │ tensor([111., 111.])\n", "the same on all: told once"
+    assert all(torch.equal(x, torch.full((2,), 111.0)) for x in world["x"])
+    assert world["math.floor(x[0]) + rank"] == [111, 112, 113]
+
+
+def test_an_error_on_one_rank_ends_the_cell(world):
+    text = message_of(world, f"x = torch.ones(2)\nif rank == 1:\n    x.view(5)\n{ALL_ALIKE}")
+    assert "rank 1 failed: RuntimeError: shape '[5]' is invalid" in text
+    assert "rank 1, line 3: x.view(5)" in text
+    for rank in (0, 2):
+        assert f"rank {rank}, line 4: {ALL_ALIKE}" in text, "who waited for it is named"
+    assert "keep their variables" in text
+    assert "x.view(5)" in world.tracebacks[1]
+    assert world["x.tolist()"] == [[1.0, 1.0]] * 3, "variables are gone"
+    assert_works(world)
+
+
+@pytest.mark.parametrize("code, words", [
+    ("def f(:", "all ranks failed: SyntaxError"),
+    ("import sys\nsys.exit(3)", "all ranks failed: SystemExit: 3"),
+    ("collectives.reduce_scatter(torch.empty(2), torch.empty(5))", "5 elements are not 3 times the output's 2"),
+])
+def test_the_same_error_on_all_ranks_is_told_once(world, code, words):
+    text = message_of(world, code)
+    assert words in text
+    assert text.count("line ") == 1 + text.count("%%px"), text  # a SyntaxError names the cell once more
+    assert_works(world)
+
+
+STUCK = {
+    "receive first": (
+        "x = torch.zeros(1)\ndist.recv(x, (rank - 1) % world_size)\ndist.send(x, (rank + 1) % world_size)",
+        [f"rank {rank}, line 2: dist.recv" for rank in range(3)],
+    ),
+    "other collectives": (
+        "x = torch.zeros(3)\nif rank == 0:\n    dist.recv(x, 2)\nelse:\n    collectives.all_reduce(x)",
+        ["rank 1, line 5: collectives.all_reduce(x)", "rank 2, line 5: collectives.all_reduce(x)"],
+    ),
+    "one does not come": (
+        "if rank != 1:\n    dist.barrier()",
+        ["rank 0, line 2: dist.barrier()", "rank 2, line 2", "rank 1 is through with the cell"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STUCK)
+def test_ranks_that_wait_for_each_other_are_woken(world, case):
+    code, words = STUCK[case]
+    text = message_of(world, code, patience=1.0)
+    assert text.startswith("stuck: no rank computes")
+    for word in words:
+        assert word in text
+    assert_works(world)
+
+
+def test_who_computes_is_not_stuck(world):
+    world.run("import time\nend = time.time() + 2\nwhile rank == 1 and time.time() < end: pass\ndist.barrier()",
+              patience=1.0)
+
+
+def test_who_waits_longer_may_say_so(world):
+    assert "rank 0, line 2: time.sleep(20)" in message_of(world, "import time\ntime.sleep(20)", patience=0.5)
+    assert_works(world)
+    world.run("import time\ntime.sleep(1)", patience=3.0)
+
+
+def test_an_interrupt_reaches_the_ranks(world):
+    with subprocess.Popen(["sh", "-c", f"sleep 1; kill -INT {os.getpid()}"]):
+        text = message_of(world, "if rank == 0:\n    while True: pass\ndist.barrier()")
+    assert text.startswith("interrupted")
+    assert "rank 0, line 2" in text and "rank 1, line 3: dist.barrier()" in text
+    assert_works(world)
+
+
+def test_a_rank_that_dies_is_told_and_all_start_again(world):
+    before = world.processes
+    text = message_of(world, "import os\nif rank == 2:\n    os._exit(7)\ndist.barrier()", within=30)
+    assert "rank 2: ended, exit code 7" in text and "variables are gone" in text
+    assert not any(map(lives, before)), "ranks of before still live"
+    assert_works(world)
+
+
+def test_predictions():
+    assert told(30, 30, "MB") == "measured: 30 MB. You said exactly that.\n"
+    assert told(20, 25, "MB") == "measured: 25 MB. You said 20: 20.0% too low.\n"
+    assert told(30, 25, "MB") == "measured: 25 MB. You said 30: 20.0% too high.\n"
+
+
+def told(*args):
+    """What notebook.how_far prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        notebook.how_far(*args)
+    return text.getvalue()
+
+
+def test_the_environment_has_the_last_word(monkeypatch):
+    monkeypatch.setenv("ZERO_RANKS", "two")
+    with pytest.raises(ValueError, match="whole number from 1 up, not 'two'"):
+        notebook.start(4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_ranks_that_cannot_start_say_why():
+    with pytest.raises(RuntimeError, match="2 ranks could not be started:\nValueError: device cuda was asked for, but"):
+        notebook.start(2, device="cuda")
+
+
+# ------------------------------------------------------------------------------------------------- nothing stays behind
+
+ENDS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "an error": "raise RuntimeError('of the notebook')",
+}
+SCRIPT = """
+import os, signal, subprocess, time
+from zero_minimal.instruments import notebook
+world = notebook.start(2, device="cpu")
+world.run("import subprocess\\nchild = subprocess.Popen(['sleep', '1000'])")
+print(world._guardian.pid, *world.processes, *world["child.pid"], world._folder, flush=True)
+# one rank in C code that lets no other thread run, the other in a collective
+for rank, code in ((0, "sum(iter(int, 1))"), (1, "dist.barrier()")):
+    world._client[rank].apply_async(notebook.notebook_rank.run_cell, code, "cell")
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_no_process_outlives_the_notebook(end):
+    script = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT + ENDS[end]], capture_output=True, text=True, timeout=60
+    )
+    lines = script.stdout.splitlines()
+    *processes, folder = lines[1].split()
+    assert len(processes) == 5, script.stderr
+    deadline = time.monotonic() + 5
+    while any(map(lives, processes)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [process for process in processes if lives(process)]
+    for process in left:
+        os.kill(int(process), signal.SIGKILL)
+    assert not left, "processes were left behind"
+    assert not Path(folder).exists(), "files were left behind"
+
+
+def lives(process) -> bool:
+    """Whether a process runs: a dead one that nobody has asked for yet does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------- the notebooks' files
+
+
+def cells_of(name):
+    """The code cells of a notebook, as stored: source, tags, outputs."""
+    cells = json.loads((NOTEBOOKS / name).read_text())["cells"]
+    return [cell | {"source": "".join(cell["source"]), "tags": cell["metadata"].get("tags", [])}
+            for cell in cells if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in NOTEBOOKS.glob("*.ipynb")))
+def test_notebooks_hold_the_outputs_of_one_whole_run(name):
+    cells = cells_of(name)
+    assert 12 <= len(cells) <= 20
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)), "not run from top to end"
+    for cell in cells:
+        failed = any(output["output_type"] == "error" for output in cell["outputs"])
+        assert failed == ("raises-exception" in cell["tags"])
+        text = json.dumps(cell["outputs"], ensure_ascii=False)
+        assert "/home/" not in text and "/tmp/" not in text and "Warning" not in text
+        assert "execution" not in cell["metadata"], "times of that run"
+    assert sum("nbval-check-output" in cell["tags"] for cell in cells) >= 5, "hardly anything is compared"
+    assert sum("image/png" in json.dumps(cell["outputs"]) for cell in cells) >= 4
+
+
+def run_notebook(name, monkeypatch, ranks, replacing=("", "")):
+    """Run a notebook's cells here, with another number of ranks; return the names that they leave. Not the timings."""
+    monkeypatch.setenv("ZERO_RANKS", str(ranks))
+    names = {}
+    for cell in cells_of(name):
+        first, _, rest = cell["source"].partition("\n")
+        if "timing" in first + rest or "world.stop()" in first or "world[\"runs\"]" in first:
+            continue
+        with pytest.raises(notebook.CellError) if "raises-exception" in cell["tags"] else contextlib.nullcontext():
+            if first.startswith("%%px"):
+                notebook._px_cell(first.removeprefix("%%px"), rest.replace(*replacing))
+            else:
+                exec(cell["source"], names)
+    return names
+
+
+@pytest.mark.parametrize("ranks", (2, 3))
+def test_collectives_on_fewer_ranks(monkeypatch, ranks):
+    world = run_notebook("00_collectives.ipynb", monkeypatch, ranks)["world"]
+    try:
+        counts = range(2, ranks + 1)
+        assert world["shares"][0] == {
+            "all-reduce": {n: pytest.approx(2 * (n - 1) / n) for n in counts},
+            "reduce-scatter": {n: pytest.approx((n - 1) / n) for n in counts},
+        }
+        assert world["part[0].item()"] == [pytest.approx(sum(10**rank for rank in range(ranks)) / ranks)] * ranks
+    finally:
+        world.stop()
+
+
+@pytest.mark.parametrize("ranks", (3, 4))
+def test_gradients_on_more_ranks(monkeypatch, ranks):
+    names = run_notebook("03_gradients.ipynb", monkeypatch, ranks, ("Settings()", "Settings(layers=2, hidden=48)"))
+    world = names["world"]
+    try:
+        psi = names["psi"]
+        for rank, held in enumerate(world["held"]):
+            for stage, (_, after) in enumerate(held.values()):
+                for state, expected in theory.model_states(stage, psi, ranks, "fp32").items():
+                    assert expected <= after[state] <= 1.02 * expected + 4096, f"stage {stage}, rank {rank}: {state}"
+        for losses in world["losses"]:
+            assert losses["stage 0"] == losses["stage 1"] == losses["stage 2"] == losses["stage 3"]
+        for sent in world["sent"]:
+            assert sent["stage 2"] == pytest.approx(theory.traffic(2, psi, ranks, "fp32"), rel=0.02)
+            assert sent["stage 0"] == sent["stage 1"] == sent["stage 2"] < sent["stage 3"]
+        gradients = [row["gradients"] for row in world["rows"][0]]
+        assert 4 * psi / ranks < gradients[0] < 4 * psi < gradients[-1], "the size of buckets makes no difference"
+    finally:
+        world.stop()
+
+
+# ------------------------------------------------------------------------------------------- messages, spans, pictures
+
+
+def record_of(algorithm):
+    """What Messages sees of a ring algorithm, on this rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    calls = {
+        "reduce_scatter": lambda: ring.reduce_scatter(torch.full((world_size,), 10.0**rank)),
+        "all_reduce": lambda: ring.all_reduce(torch.full((world_size,), 10.0**rank)),
+        "broadcast": lambda: ring.broadcast(torch.full((4,), 10.0**rank), root=1),
+        "large": lambda: ring.all_reduce(torch.ones(world_size * 1000)),
+    }
+    with messages.Messages() as seen:
+        calls[algorithm]()
+    assert not torch.are_deterministic_algorithms_enabled()
+    return seen.record | {"sent": seen.sent_bytes}
+
+
+def test_messages_of_a_reduce_scatter():
+    states, sends = messages.steps(toys.run(record_of, 3, "reduce_scatter"))
+    assert states == [
+        [[1, 1, 1], [10, 10, 10], [100, 100, 100]],
+        [[1, 101, 1], [10, 10, 11], [110, 100, 100]],
+        [[111, 101, 1], [10, 111, 11], [110, 100, 111]],
+    ]
+    assert sends == [[2, 0, 1], [1, 2, 0]]
+
+
+def test_messages_of_an_all_reduce():
+    records = toys.run(record_of, 3, "all_reduce")
+    states, sends = messages.steps(records)
+    assert len(states) == 5 and len(sends) == 4
+    gathering = [[[not math.isnan(value) for value in held] for held in state] for state in states[2:]]
+    assert gathering[0] == [[True, False, False], [False, True, False], [False, False, True]]
+    assert gathering[1] == [[True, False, True], [True, True, False], [False, True, True]]
+    assert states[-1] == [[111] * 3] * 3
+    assert [record["sent"] for record in records] == [2 * 2 * 4] * 3  # 2(N-1) chunks of one element
+    large = toys.run(record_of, 2, "large")[0]
+    assert large["states"] == [] and large["sent"] == 2 * 4000
+
+
+def test_messages_of_a_broadcast():
+    states, sends = messages.pipeline(toys.run(record_of, 3, "broadcast"))
+    came = [[sum(not math.isnan(value) for value in held) for held in state] for state in states]
+    assert came == [[0, 4, 0], [0, 4, 1], [1, 4, 2], [2, 4, 3], [3, 4, 4], [4, 4, 4]]
+    assert sends == [[None, 0, None], [None, 1, 0], [None, 2, 1], [None, 3, 2], [None, None, 3]]
+
+
+def spans_of_some_collectives():
+    rank = dist.get_rank()
+    x, part = torch.ones(30000), torch.empty(30000 // dist.get_world_size())
+    with Spans() as spans:
+        with spans.span("backward"):
+            pending = collectives.reduce_scatter(part, x, async_op=True)
+            time.sleep(0.2)
+            pending.wait()
+        with spans.span("update"):
+            time.sleep(0.1 * rank)
+            collectives.all_reduce(x)
+    collectives.all_reduce(x)  # not watched any more
+    return spans.computing, spans.collectives, spans.overlap
+
+
+def test_spans():
+    for computing, seen, overlap in toys.run(spans_of_some_collectives, 2):
+        assert [span.name for span in computing] == ["backward", "update"]
+        assert [(each.name, each.bytes) for each in seen] == [("reduce_scatter", 120000), ("all_reduce", 120000)]
+        asynchronous, blocking = seen
+        assert computing[0].start <= asynchronous.start < asynchronous.wait <= asynchronous.end <= computing[0].end
+        assert 0.2 <= asynchronous.wait - asynchronous.start < 0.3, "the time in which it was not waited for"
+        assert blocking.wait == blocking.start, "it was waited for at once"
+        assert 0.3 < overlap < 1.0
+
+
+def test_overlap_counts_time_once():
+    spans = Spans()
+    spans.collectives = [
+        Collective("a", 0.0, 3.0, 4.0, 1), Collective("b", 1.0, 3.5, 5.0, 1), Collective("c", 7.0, 7.0, 8.0, 1)
+    ]
+    assert spans.overlap == pytest.approx(3 / 6)  # 0 to 5 and 7 to 8 under way; 3 to 5 and 7 to 8 in a wait
+
+
+def test_picture_of_a_ring():
+    states = [[[1, math.nan], [10, 10]], [[11, 1], [11, 11]]]
+    drawn = plots.ring(states, [[0, None]], "title")
+    first, second = drawn.axes
+    assert [text.get_text() for text in first.texts] == ["0", "", "1", "1"]
+    assert [text.get_text() for text in second.texts] == ["all", "0", "all", "all"]
+    outlined = [patch for patch in first.patches if patch.get_linewidth() > 2]
+    assert len(outlined) == 1 and not any(patch.get_linewidth() > 2 for patch in second.patches)
+    assert outlined[0].get_xy() == pytest.approx((-0.44, -0.42)), "not rank 0's chunk 0"
+    greys = [to_rgb(look)[0] * 0.3 + to_rgb(look)[1] * 0.59 + to_rgb(look)[2] * 0.11 for look in plots.HELD]
+    assert all(fewer > more + 0.1 for fewer, more in itertools.pairwise(greys)), "in grey, fuller cells must be darker"
+
+
+def test_picture_of_holdings():
+    whole = {"parameters": 100, "gradients": 100, "optimizer": 200}
+    half = whole | {"gradients": 50}
+    nothing = dict.fromkeys(whole, 0)
+    drawn = plots.holdings({"stage 2": [[nothing, half], [nothing, half]]}, whole)
+    before, after = drawn.axes
+    filled = [patch for patch in after.patches if patch.get_facecolor()[3]]
+    assert [round(patch.get_width() / 0.9, 2) for patch in filled] == [1, 0.5, 1] * 2
+    own, other = filled[1], filled[4]
+    assert other.get_x() - own.get_x() == pytest.approx(0.45), "rank 1's half stands beside rank 0's"
+    assert all(patch.get_width() == 0 for patch in before.patches if patch.get_facecolor()[3])
+
+
+def moment(seconds, what, **bytes_of):
+    held = {name: bytes_of.get(name, 0) for name in (*plots.CATEGORIES, "scalars")}
+    return Moment(seconds, what, held, sum(held.values()))
+
+
+def test_picture_of_memory_over_a_step():
+    timeline = [moment(0.0, "x, forward", parameters=4e6), moment(0.01, "x, backward", parameters=4e6, gradients=2e6),
+                moment(0.03, "x, backward", parameters=4e6, gradients=3e6), moment(0.04, "x, outside", parameters=4e6)]
+    drawn = plots.memory_of_a_step({"stage 1": [timeline], "stage 2": [timeline]})
+    assert [axis.get_title() for axis in drawn.axes] == ["stage 1, rank 0", "stage 2, rank 0"]
+    assert len({axis.get_ylim() for axis in drawn.axes}) == 1, "panels that cannot be compared"
+    axis = drawn.axes[0]
+    assert "7 MB" in [text.get_text() for text in axis.texts]
+    assert [line.get_xdata()[0] for line in axis.lines[:2]] == [10.0, 30.0]  # backward's begin and end, in ms
+    gradients = axis.collections[list(plots.CATEGORIES).index("gradients")]
+    assert max(gradients.get_paths()[0].vertices[:, 1]) == 7.0, "stacked on the parameters, in MB"
+    assert drawn.axes[-1].get_xlabel().startswith("ms") and axis.get_ylabel() == "MB"
+
+
+def test_picture_of_a_time_line():
+    computing = [Span("forward", 0.0, 0.01), Span("backward", 0.01, 0.03), Span("update", 0.03, 0.04)]
+    under_way = [Collective("reduce_scatter", 0.015, 0.02, 0.022, 8), Collective("all_gather", 0.03, 0.035, 0.04, 8)]
+    axis = plots.time_line([(computing, under_way)] * 2).axes[0]
+    bars = [(bar.get_x(), bar.get_width()) for bar in axis.patches]
+    assert len(bars) == 2 * (3 + 2 * 2)
+    assert (pytest.approx(15.0), pytest.approx(7.0)) in bars and (pytest.approx(20.0), pytest.approx(2.0)) in bars
+
+
+def test_pictures_of_bytes():
+    drawn = plots.sent_by_stage({"stage 0": 5e6, "stage 3": 7e6}, {"stage 0": 5e6, "stage 3": 7.5e6}).axes[0]
+    assert [bar.get_height() for bar in drawn.patches] == [5, 7]
+    assert [line.get_ydata()[0] for line in drawn.lines] == [5, 7.5]
+    rows = [{"bucket_bytes": 2**16, "gradients": 3e6, "buffers": 1e6},
+            {"bucket_bytes": 2**22, "gradients": 5e6, "buffers": 2e6}]
+    drawn = plots.bucket_sizes(rows, shards=2.5e6, whole=5e6).axes[0]
+    assert [bar.get_height() for bar in drawn.patches] == [3, 5, 1, 2]
+    assert [bar.get_y() for bar in drawn.patches] == [0, 0, 3, 5]
+    assert [line.get_ydata()[0] for line in drawn.lines] == [2.5, 5]
+    assert [label.get_text() for label in drawn.get_xticklabels()] == ["64 KiB", "4 MiB"]
+    drawn = plots.ring_traffic({"all-reduce": {2: 1.0, 4: 1.5}}, {"all-reduce": lambda n: 2 * (n - 1) / n}).axes[0]
+    assert list(drawn.lines[1].get_ydata()) == [1.0, 1.5] and drawn.lines[0].get_ydata()[-1] == 1.75
+
+
+def test_picture_of_speeds():
+    report = [{"seconds": [2.0, 2.0, 9.0], "wire_bytes": 3e6}] * 3
+    slower = [{"seconds": [3.0, 3.0, 9.0], "wire_bytes": None}] * 3
+    left, right = plots.speeds([{"DDP": report, "stage 2": report}, {"DDP": report, "stage 2": slower}]).axes
+    assert [text.get_text() for text in left.texts] == ["1.000", "1.500"], "the slower rank's time over DDP's"
+    assert [bar.get_width() for bar in right.patches] == [3, 3]

@@ -1,0 +1,213 @@
+"""The calculator: the paper's own numbers, units as people write them, shapes of models, and the command plan."""
+
+import argparse
+import json
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+from zero_minimal import __main__ as program
+from zero_minimal.instruments import theory
+from zero_minimal.instruments.hardware import GPUS
+from zero_minimal.instruments.plan import describe, plan
+from zero_minimal.instruments.quantities import count, count_text, seconds_text, size, size_text
+from zero_minimal.instruments.shapes import parameters_of, shape_for
+from zero_minimal.workload.model import GPT, GPTConfig
+
+BIG = GPTConfig(layers=125, hidden=8192, heads=64, sequence=1024, vocabulary=50257, dropout=0.0, recompute=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- formulas
+
+
+def test_the_worked_example_of_7_billion_on_8_ranks():
+    sizes = [sum(theory.model_states(stage, 7_000_000_000, 8, "fp16").values()) / 1e9 for stage in range(4)]
+    assert sizes == [112, 38.5, 26.25, 14]
+
+
+@pytest.mark.parametrize(("ranks", "savings"), [(8, (2.91, 4.27, 8)), (64, (3.82, 7.21, 64))])
+def test_savings_reach_4_and_8_only_with_many_ranks(ranks, savings):
+    whole = theory.bytes_a_parameter(0, ranks, "bf16")
+    assert whole == 16
+    for stage, saving in zip((1, 2, 3), savings, strict=True):
+        assert whole / theory.bytes_a_parameter(stage, ranks, "bf16") == pytest.approx(saving, abs=0.005)
+    assert 16 / theory.bytes_a_parameter(1, 10**9, "bf16") == pytest.approx(4)
+    assert 16 / theory.bytes_a_parameter(2, 10**9, "bf16") == pytest.approx(8)
+
+
+def test_another_optimizer_has_another_k():
+    states = theory.model_states(1, 1000, 10, "fp16", optimizer_bytes=8)  # momentum and master
+    assert states == {"parameters": 2000, "gradients": 2000, "optimizer": 800}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("parameters", [1e9, 7.5e9, 100e9, 1e12])
+def test_the_fewest_ranks_are_enough_and_one_less_is_not(stage, parameters):
+    fewest = theory.fewest_ranks(stage, int(parameters), 32e9, "fp16")
+    if fewest is None:
+        assert sum(theory.model_states(stage, int(parameters), 10**9, "fp16").values()) > 32e9
+        return
+    assert sum(theory.model_states(stage, int(parameters), fewest, "fp16").values()) <= 32e9
+    if fewest > 1:
+        assert sum(theory.model_states(stage, int(parameters), fewest - 1, "fp16").values()) > 32e9
+
+
+def test_the_bold_cells_of_table_1_are_the_first_that_fit():
+    """Of its powers of 4: 7.5B at 64, 16, 4; 128B and 1T at stage 3 alone, with 64 and 1024."""
+    fewest = [[theory.fewest_ranks(stage, size, 32e9, "fp16") for stage in (1, 2, 3)]
+              for size in (7_500_000_000, 128 * 10**9, 10**12)]
+    assert fewest == [[45, 7, 4], [None, None, 64], [None, None, 500]]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_largest_model_just_fits(stage):
+    largest = theory.largest_model(stage, 32e9, 64, "fp16")
+    for parameters, fits in ((largest, True), (largest * 1.001, False)):
+        assert (theory.bytes_a_parameter(stage, 64, "fp16") * parameters <= 32e9) == fits
+    assert theory.largest_model(stage, 32e9, 64, "fp16", 16) == pytest.approx(16 * largest, rel=1e-9)
+
+
+def test_activations_are_those_of_the_paper():
+    assert theory.activations(48, 1600, 32, 1024, "fp16") / 1e9 == pytest.approx(60.4, abs=0.05)
+    assert theory.checkpoints(125, 8192, 32, 1024, "fp16") / 1e9 == pytest.approx(67.1, abs=0.05)
+    assert theory.checkpoints(125, 8192, 32, 1024, "fp16", cut=16) / 1e9 == pytest.approx(4.19, abs=0.005)
+
+
+def test_p_a_adds_a_twelfth_to_megatrons_traffic():
+    sent, with_p_a = (theory.model_parallel_traffic(10, 64, 2, 32, "fp16", 4, partition) for partition in (False, True))
+    assert sent == 10 * 12 * 2 * 32 * 64 * 2 * 3 / 4
+    assert with_p_a / sent == pytest.approx(13 / 12)
+    assert theory.model_parallel_traffic(10, 64, 2, 32, "fp16", 4, recompute=False) / sent == pytest.approx(8 / 12)
+    assert theory.model_parallel_traffic(10, 64, 2, 32, "fp16", 1) == 0
+
+
+# --------------------------------------------------------------------------------------------------------- quantities
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("7.5B", 7_500_000_000), ("1T", 10**12), ("1.5b", 1_500_000_000), ("125M", 125_000_000), ("3 K", 3000), ("42", 42),
+    ("1e9", 10**9), ("1_000", 1000),
+])
+def test_counts_as_people_write_them(text, value):
+    assert count(text) == value
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("32GB", 32 * 10**9), ("32GiB", 32 * 2**30), ("80 gb", 80 * 10**9), ("512MiB", 2**29), ("1TB", 10**12), ("7B", 7),
+])
+def test_sizes_are_decimal_unless_they_say_otherwise(text, value):
+    assert size(text) == value
+
+
+@pytest.mark.parametrize("wrong", ["", "B", "7.5Q", "-1B", "0", "seven", "1 2B", "32GB", "nan", "1e999"])
+def test_other_counts_are_answered_with_what_is_accepted(wrong):
+    with pytest.raises(argparse.ArgumentTypeError, match="K, M, B and T"):
+        count(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["32", "32G", "-1GB", "0GB", "lots"][1:])
+def test_other_sizes_are_answered_with_what_is_accepted(wrong):
+    with pytest.raises(argparse.ArgumentTypeError, match="32GB"):
+        size(wrong)
+
+
+def test_numbers_as_text():
+    assert [count_text(value) for value in (7.5e9, 1e12, 128e9, 999, 14_422_535_211)] == ["7.5B", "1T", "128B", "999",
+                                                                                          "14.4B"]
+    assert [size_text(value) for value in (31.4e9, 16e12, 1500, 12)] == ["31.4 GB", "16 TB", "1.5 KB", "12 B"]
+    times = [seconds_text(value) for value in (0.0123, 1.5, 90, 7200, 400_000)]
+    assert times == ["12 ms", "1.5 s", "90 s", "2 h", "4.6 d"]
+
+
+# ------------------------------------------------------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize("asked", [3e6, 125e6, 1.5e9, 7.5e9, 128e9, 1e12])
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_a_shape_hits_the_size_that_is_asked_for(asked, parallel):
+    config = shape_for(int(asked), 64, parallel)
+    assert parameters_of(config) == pytest.approx(asked, rel=1e-3)
+    assert config.heads % parallel == 0
+
+
+@pytest.mark.parametrize("config", [shape_for(3_000_000, 64), GPTConfig(layers=3, hidden=40, heads=4, vocabulary=77)])
+def test_the_size_of_a_shape_is_that_of_the_model(config):
+    with torch.device("meta"):
+        model = GPT(config)
+    assert parameters_of(config) == sum(param.numel() for param in model.parameters())
+
+
+def test_a_shape_can_have_few_blocks():
+    assert abs(shape_for(10**12, 8, layers=12).layers - 12) < 4
+
+
+# --------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_the_plan_is_figure_1_and_says_which_stage_fits():
+    told = plan(shape_for(7_500_000_000, 1024, recompute=True), 64, 32e9)
+    assert [row["states"] / 1e9 for row in told["rows"]] == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
+    assert [row["fits"] for row in told["rows"]] == [False, True, True, True]
+    assert told["first_stage_that_fits"] == 1
+    assert plan(BIG, 64, 32e9)["first_stage_that_fits"] == 3
+    assert plan(BIG, 16, 32e9)["first_stage_that_fits"] is None
+
+
+def test_activations_count_too():
+    told = plan(BIG, 400, 32e9, batch=32, model_parallel=16)
+    assert told["first_stage_that_fits"] is None and told["rows"][2]["states_fit"]
+    assert "too many" in describe(told)
+    assert told["activations"]["checkpoints"] / told["activations"]["P_a"] == 16
+    cut = plan(BIG, 400, 32e9, batch=32, model_parallel=16, checkpoints="P_a")
+    assert cut["first_stage_that_fits"] == 2
+    spared = cut["rows"][2]["activations"] - plan(
+        BIG, 400, 32e9, batch=32, model_parallel=16, checkpoints="P_a+cpu")["rows"][2]["activations"]
+    assert spared == told["activations"]["P_a"]
+
+
+def test_a_step_takes_as_long_as_arithmetic_says():
+    told = plan(BIG, 64, 32e9, batch=2, operations=100e12, network=10e9)
+    assert told["compute_seconds"] == pytest.approx(8 * parameters_of(BIG) * 2 * 1024 / 40e12, rel=1e-6)
+    assert told["rows"][3]["send_seconds"] == pytest.approx(3 * 2 * parameters_of(BIG) * 63 / 64 / 10e9, rel=1e-6)
+
+
+def test_the_command(tmp_path, capsys):
+    program.main(["plan", "--params=7.5B", "--ranks=64", f"--json={tmp_path / 'plan.json'}",
+                  f"--plot={tmp_path / 'plan.png'}"])
+    text = capsys.readouterr().out
+    assert all(figure in text for figure in ("120.00", "31.41", "16.64", "1.88"))
+    assert "stage 1, P_os, is the first that fits" in text
+    assert "10⁹ bytes" in text
+    assert len(json.loads((tmp_path / "plan.json").read_text())["rows"]) == 4
+    pixels = imread(tmp_path / "plan.png")
+    assert pixels.shape[0] > 700 and pixels[..., :3].std() > 0.1
+
+
+def test_hardware_and_memory(capsys):
+    program.main(["plan", "--params=7.5B", "--ranks=2", "--hardware=H200"])
+    assert f"H200 counts as {GPUS['H200'].memory / 1e9:.0f} GB" in capsys.readouterr().out
+    program.main(["plan", "--params=7.5B", "--ranks=2", "--memory=10GiB"])
+    assert "10.7 GB" in capsys.readouterr().out
+
+
+FLAGS = {
+    "--params=7.5Q": "K, M, B and T",
+    "--params=0": "above 0",
+    "--params=1B --hardware=V100": "V100-32GB",
+    "--params=1B --memory=32Gb5": "units:",
+    "--params=1B --ranks=0": "from 1 up",
+    "--params=1B --ranks=6 --mp=4": "accepted: 1, 2, 3, 6",
+    "--layers=2 --hidden=-4": "from 1 up",
+    "--hidden=64": "--layers and --hidden",
+    "--params=1B --optimizer-bytes=-1": "above 0",
+    "--params=1B --dtype=fp8": "fp16",
+    "--params=1B --checkpoints=P_a": "needs --mp",
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_the_command_refuses(flags, capsys):
+    with pytest.raises(SystemExit):
+        program.main(["plan", *flags.split()])
+    assert FLAGS[flags] in capsys.readouterr().err

@@ -1,0 +1,321 @@
+"""Simulation: the stages' code as one rank of many on fake tensors, and models that stage 3 brings into being."""
+
+import dataclasses
+import functools
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from matplotlib.image import imread
+from torch import nn
+
+from zero_minimal import __main__ as program
+from zero_minimal.foundations import ranks
+from zero_minimal.instruments import theory
+from zero_minimal.instruments.memory import Ledger
+from zero_minimal.instruments.simulate import STAGES, Case, describe, simulate
+from zero_minimal.stage2 import Stage2
+from zero_minimal.stage3 import Stage3
+from zero_minimal.workload.model import GPT, GPTConfig
+from zero_minimal.workload.settings import Settings
+from zero_minimal.workload.train import train
+
+SMALL = GPTConfig(layers=3, hidden=48, heads=3, sequence=16, dropout=0.0)  # 48 does not divide by 16 · 4 elements
+
+
+# ---------------------------------------------------------------------------------------- beside ranks that are real
+
+
+def reports_of_all_stages(dtype):
+    """Rank 0's report of two real steps with each stage."""
+    sizes = {name: getattr(SMALL, name) for name in ("layers", "hidden", "heads", "sequence")}
+    settings = Settings(**sizes, batch=2, steps=2, dtype=dtype, bucket_mb=0.05)
+    with ranks.start() as rank:
+        return [train(stage, settings, rank) for stage in STAGES]
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, "fp32"), (2, "fp16"), (4, "bf16")])
+def test_simulated_model_states_are_those_of_real_ranks_to_the_byte(world_size, dtype):
+    for stage, real in enumerate(toys.run(reports_of_all_stages, world_size, dtype)[0]):
+        case = Case(SMALL, stage, world_size, dtype, batch=2, bucket_bytes=int(0.05 * 2**20))
+        simulated = simulate(case).report
+        for state in theory.STATES:
+            assert simulated["memory"][state] == real["memory"][state], f"stage {stage}: {state}"
+        assert simulated["theory"] == real["theory"] and simulated["padding"] == real["padding"]
+        if dtype != "fp16":  # there the scaler skips a real step that overflows
+            assert simulated["traffic"]["sent_bytes"] == real["traffic"]["sent_bytes"]
+            peak = real["memory"]["peak"] - real["memory"]["peak_by_category"]["other"]  # the text
+            # gloo's reduce-scatter needs scratch: parts that arrive, and all of them and their sum in fp32
+            shard = 4 * (12 * 48**2 + 13 * 48) / world_size
+            assert 0 <= peak - simulated["memory"]["peak"] <= 1.01 * shard * 2 * world_size
+
+
+def test_every_rank_of_an_odd_number_holds_the_same():
+    own = simulate(Case(SMALL, 3, 7, "bf16", rank=5)).report
+    first = simulate(Case(SMALL, 3, 7, "bf16")).report
+    assert own["memory"] == first["memory"] and own["rank"] == 5
+
+
+# ------------------------------------------------------------------------------------------------ what is told of it
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Stage 3 of a model of 100 million parameters, on 1024 ranks."""
+    config = GPTConfig(layers=4, hidden=1408, heads=11, sequence=32, vocabulary=2000, dropout=0.0, recompute=True)
+    return simulate(Case(config, 3, 1024, "fp16"))
+
+
+def test_states_are_formula_and_padding(run):
+    told = run.report
+    for state in theory.STATES:
+        assert told["memory"][state] == told["theory"][state] + told["padding"][state] > 0
+    assert sum(told["padding"].values()) < 0.01 * sum(told["theory"].values())
+
+
+def test_what_cannot_exist_is_null(run):
+    told = json.loads(json.dumps(run.report))
+    for name in ("losses", "step_seconds", "tokens_per_second"):
+        assert told[name] is None
+    assert told["traffic"]["wire_bytes"] is None
+    assert (told["ranks"], told["stage"], told["dtype"], told["backend"]) == (1024, 3, "fp16", "fake")
+
+
+def test_a_rank_never_holds_the_whole_model(run):
+    """Not in construction either: the root, a unit twice (as it was drawn, and in its bucket), masters, shards."""
+    whole, unit, root = 2 * run.report["parameters"], 2 * (12 * 1408**2 + 13 * 1408), 2 * 2034 * 1408
+    masters = run.report["memory"]["optimizer"] / 3
+    assert unit < run.report["memory"]["construction_peak"] < 2 * unit + root + 2 * masters < 0.6 * whole
+    for moment in run.timeline:
+        assert moment.bytes["parameters"] < 2.1 * unit + root
+
+
+def test_the_peak_is_the_highest_moment_and_what_lives_there_adds_up_to_it(run):
+    memory = run.report["memory"]
+    assert memory["peak"] == max(moment.total - moment.bytes["other"] for moment in run.timeline)
+    assert memory["peak"] == sum(memory["peak_by_category"].values())
+    assert memory["peak"] == sum(living.bytes * living.count for living in run.at_peak)
+    assert memory["peak_when"] == "backward 2" and "backward" in memory["peak_what"]
+    assert run.at_peak == sorted(run.at_peak, key=lambda living: -living.bytes * living.count)
+
+
+def test_the_phases_come_in_order(run):
+    names = [name for name, _ in run.phases]
+    parts = ("forward", "backward", "update")
+    assert names == ["model", "stage", *(f"{part} {step}" for step in (1, 2) for part in parts)]
+    starts = [start for _, start in run.phases]
+    assert starts == sorted(starts)
+
+
+def test_the_words_hold_the_figures(run):
+    text = describe(run)
+    assert "N = 1,024" in text and "12Ψ/N" in text and "backward 2" in text
+    assert f"{run.report['theory']['optimizer'] / 1e9:,.3f}" in text
+
+
+def test_model_parallelism_and_stage_3_together():
+    config = dataclasses.replace(SMALL, heads=4, recompute=True)
+    told = simulate(Case(config, 3, 8, "bf16", model_parallel=2)).report
+    assert 0.5 < told["parameters_of_rank"] / told["parameters"] < 0.6
+    for state in theory.STATES:
+        assert told["memory"][state] == told["theory"][state] + told["padding"][state]
+
+
+def test_a_config_keeps_its_checkpoints_on_the_host_only_in_c5():
+    config = dataclasses.replace(SMALL, heads=4, sequence=64)
+    told = {name: simulate(Case(config, ranks=8, batch=16, model_parallel=4, config=name)).report["memory"]
+            for name in ("C2", "C3", "C4", "C5")}
+    checkpoints = 3 * 16 * 64 * 48 * 2  # a block's input each, fp16
+    assert told["C5"]["host"] == checkpoints / 4
+    assert all(memory["host"] == 0 for name, memory in told.items() if name != "C5")
+    saved = told["C3"]["peak"] - told["C4"]["peak"]
+    assert 0.5 * checkpoints < saved <= 0.75 * checkpoints
+    assert told["C4"]["peak"] > told["C5"]["peak"]
+
+
+# torch's own checkpoint stops to recompute where it has all that backward needs: before the last all-reduce
+@pytest.mark.parametrize(("config", "share"), [("C4", 1), ("", 10 / 12)])
+def test_traffic_is_data_parallelism_and_megatrons(config, share):
+    model = GPTConfig(layers=8, hidden=64, heads=4, sequence=64, vocabulary=64, dropout=0.0, recompute=True)
+    told = simulate(Case(model, 2, 8, "bf16", batch=8, model_parallel=4, config=config)).report["traffic"]
+    formula = told["theory_bytes"] + told["padding_bytes"] + share * told["model_parallel_theory_bytes"]
+    assert formula < told["sent_bytes"] < 1.08 * formula  # embedding, head and loss come on top
+
+
+def simulated_in_a_rank():
+    with pytest.raises(RuntimeError) as caught:
+        simulate(Case(SMALL))
+    return str(caught.value)
+
+
+def test_a_rank_that_is_real_cannot_be_another_one():
+    assert "no process group is up" in toys.run(simulated_in_a_rank, 1)[0]
+
+
+def test_no_trace_is_left():
+    assert not dist.is_initialized()
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.ones(2).sum().item() == 2
+    linear = nn.Linear(2, 2)
+    assert linear.weight.abs().sum().item() > 0
+
+
+WRONG = {
+    "ranks": (dict(ranks=0), "from 1 up"),
+    "rank": (dict(ranks=4, rank=4), "from 0 to 3"),
+    "groups": (dict(ranks=6, model_parallel=4), "accepted: 1, 2, 3, 6"),
+    "heads": (dict(ranks=8, model_parallel=2), "accepted: 1, 3"),
+    "dtype": (dict(dtype="fp8"), "fp32, bf16, fp16"),
+    "stage": (dict(stage=4), "0, 1, 2 or 3"),
+    "config": (dict(config="C6"), "C1, C2, C3, C4, C5"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_simulated_is_answered_with_what_can(name):
+    wrong, accepted = WRONG[name]
+    with pytest.raises(ValueError, match=accepted):
+        Case(SMALL, **wrong)
+
+
+def test_the_command(tmp_path, capsys):
+    program.main(["simulate", "--params=3M", "--sequence=32", "--ranks=1024", "--stage=2", "--dtype=bf16",
+                  f"--json={tmp_path / 'run.json'}", f"--plot={tmp_path / 'run.png'}"])
+    told = json.loads((tmp_path / "run.json").read_text())
+    assert told["stage"] == 2 and told["parameters"] == pytest.approx(3e6, rel=1e-3)
+    assert "N = 1,024" in capsys.readouterr().out
+    pixels = imread(tmp_path / "run.png")
+    assert pixels.shape[0] > 700 and pixels[..., :3].std() > 0.1
+
+
+FLAGS = {
+    "--params=7.5Q": "K, M, B and T",
+    "--params=-1B": "above 0",
+    "--params=1B --layers=2": "not both",
+    "--layers=2": "--layers and --hidden",
+    "--params=1B --ranks=6 --mp=4": "accepted: 1, 2, 3, 6",
+    "--layers=2 --hidden=100 --heads=3": "accepted with it: 1, 2, 4, 5",
+    "--params=100 --sequence=32": "ask for more parameters",
+    "--params=1B --stage=4": "invalid choice",
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_the_command_refuses(flags, capsys):
+    with pytest.raises(SystemExit):
+        program.main(["simulate", *flags.split()])
+    assert FLAGS[flags] in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ models on the meta device, with ranks that are real
+
+
+def on_meta(make):
+    with torch.device("meta"):
+        return make()
+
+
+def trained_from_meta(make, dtype=torch.float32):
+    """Losses, the first parameters of all ranks, and the highest moment of construction over the bytes of the model."""
+    rank = dist.get_rank()
+    torch.manual_seed(100 + rank)  # each rank draws other values, and rank 0's count
+    model = on_meta(make).to(dtype)
+    names = dict(model.named_parameters())
+    with Ledger() as ledger:
+        before = ledger.total
+        zero = Stage3(model, torch.optim.AdamW, lr=1e-2)
+        peak = ledger.peak.total - before
+    assert dict(model.named_parameters()) == names  # the same objects: others may refer to them
+    first, losses = toys.whole_parameters(zero), []
+    for _ in range(8):
+        zero.zero_grad()
+        loss = model(*toys.tokens(rank, step=0))
+        loss.backward()
+        zero.step()
+        losses.append(loss.item())
+    return losses, first, peak, sum(param.nbytes for param in first)
+
+
+DEEP = functools.partial(toys.Transformer, blocks=12, hidden=45)
+
+
+@pytest.mark.parametrize("make", [DEEP, functools.partial(DEEP, tied=True)], ids=["plain", "tied"])
+def test_a_model_on_the_meta_device_trains_and_was_never_whole(make):
+    ranks_ = toys.run(trained_from_meta, 2, make, torch.bfloat16)
+    for losses, first, peak, whole in ranks_:
+        assert losses[-1] < 0.8 * losses[0]
+        assert toys.identical(first, ranks_[0][1])
+        shards = (2 + 4) / 2 / 2 * whole  # of parameters and masters, over two ranks, in units of 2 bytes
+        assert peak < shards + 0.35 * whole  # and a unit or two, and the root
+
+
+def gpt_from_meta(config):
+    torch.manual_seed(dist.get_rank())
+    return toys.whole_parameters(Stage3(on_meta(lambda: GPT(config)), torch.optim.AdamW))
+
+
+def test_a_gpt_on_the_meta_device_gets_gpt_2s_initialisation():
+    config = GPTConfig(layers=4, hidden=64, heads=2, sequence=32, dropout=0.0)
+    torch.manual_seed(0)
+    reference = GPT(config)
+    for mine, (name, theirs) in zip(toys.run(gpt_from_meta, 1, config)[0], reference.named_parameters(), strict=True):
+        assert mine.shape == theirs.shape
+        if theirs.std() == 0:
+            assert torch.equal(mine, theirs), name
+        else:
+            assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.1), name
+
+
+class Scale(nn.Module):
+    """A parameter of its own, and nothing that could draw it."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+class Tied(nn.Module):
+    """Two blocks share a weight, so it belongs to the root, and have biases of their own; the norm has statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.blocks[2].weight = self.blocks[0].weight
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.norm(x)
+
+
+def tied_from_meta():
+    torch.manual_seed(0)
+    zero = Stage3(on_meta(Tied), torch.optim.SGD, lr=0.1)
+    weight, *_ = values = toys.whole_parameters(zero)
+    zero.model(torch.randn(5, 6)).square().sum().backward()
+    zero.step()
+    return weight, values, [buffer.clone() for buffer in zero.model.buffers()], toys.whole_parameters(zero)
+
+
+def test_what_two_units_share_is_drawn_once():
+    weight, values, (mean, variance, seen), after = toys.run(tied_from_meta, 1)[0]
+    assert all(value.isfinite().all() for value in values + after)
+    assert weight.abs().max() <= 6**-0.5 and weight.std() > 0.1  # nn.Linear's own initialisation
+    assert mean.isfinite().all() and variance.isfinite().all() and seen == 1
+
+
+def refused(make, stage):
+    with pytest.raises(ValueError) as caught:
+        stage(on_meta(make), torch.optim.AdamW)
+    return str(caught.value)
+
+
+def test_models_that_cannot_come_into_being_are_refused():
+    assert "Scale has no reset_parameters()" in toys.run(refused, 1, lambda: nn.Sequential(Scale()), Stage3)[0]
+    assert "only stage 3" in toys.run(refused, 1, toys.MLP, Stage2)[0]

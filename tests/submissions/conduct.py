@@ -1,0 +1,102 @@
+"""Submissions that do more than be wrong: they hang, crash, print, kill, cheat. Written into lesson 3's step()."""
+
+from submissions import Wrong
+from submissions.gradients import READY
+
+HEAD = "import torch\nimport torch.distributed as dist\n\nfrom zero_minimal.foundations import checkpoint"
+
+
+def in_step(*lines, rank=None):
+    """These lines at the beginning of step(), on one rank or on all."""
+    margin = " " * (8 if rank is None else 12)
+    condition = "" if rank is None else f"        if {rank} == dist.get_rank():\n"
+    return [(READY, condition + "".join(f"{margin}{line}\n" for line in lines) + READY)]
+
+
+def at_the_top(*lines):
+    return [(HEAD, "\n".join(lines) + "\n" + HEAD)]
+
+
+def caught(message, changes, step=2, check="test_every_rank_has_all_updated_parameters", world_size=2, hangs=False):
+    return Wrong(step, check, message, changes, world_size, hangs)
+
+
+FIRST = dict(step=1, check="test_shards_hold_the_mean_gradient")
+
+WRONG = {
+    "loops for ever": caught(
+        r"(?s)rank 0 waited in wait, at line \d+ of assignment.py \(step\): pending.wait\(\)"
+        r".*rank 1 was at line \d+ of assignment.py \(step\): while True: pass",
+        in_step("while True: pass", rank=1), hangs=True),
+    "one rank calls another collective": caught(
+        r"(?s)had not come to an end.*rank 0 waited in all_reduce, at line \d+|it raised RuntimeError",
+        in_step("dist.all_reduce(torch.zeros(1))", rank=0), hangs=True),
+    "gathers in another order on each rank": caught(
+        r"parameters differ|had not come to an end|it raised|do all ranks call the same collectives in the same order",
+        [(READY + "        for bucket in self.buckets:",
+          READY + "        for bucket in self.buckets[:: 1 - 2 * dist.get_rank()]:")]),
+    "raises on one rank": caught(
+        r"(?s)rank 1: it raised ValueError: oh.*line \d+ in step: raise ValueError",
+        in_step("raise ValueError('oh')", rank=1)),
+    "leaves without a word": caught(
+        r"rank 1 is gone in the middle of the test: it ended with exit code 0",
+        in_step("import os; os._exit(0)", rank=1)),
+    "crashes": caught(
+        r"rank 1 is gone in the middle of the test: it was killed by SIGSEGV",
+        in_step("import signal; signal.raise_signal(signal.SIGSEGV)", rank=1)),
+    "calls sys.exit": caught(
+        r"rank 1: it ended the program: sys.exit\(0\)", in_step("raise SystemExit(0)", rank=1)),
+    "kills another process": caught(
+        r"calls os.kill: a submission may not", in_step("import os; os.kill(os.getppid(), 9)", rank=1)),
+    "kills where Python does not see it": caught(
+        r"a process of the grader's was killed while this test ran",
+        in_step("import os, signal; signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)", rank=1)),
+    "calls C": caught(r"calls ctypes.dlopen", in_step("import ctypes; ctypes.CDLL(None).getpid()")),
+    "prints without end": caught(
+        r"(?s)it printed more than 1 MB.*while True: print", in_step("while True: print('again' * 99)", rank=0)),
+    "leaves a thread": caught(
+        r"1 of its threads still run when the test is over",
+        in_step("import threading, time", "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()")),
+    "starts a program": caught(
+        r"calls subprocess.Popen", in_step("import subprocess; subprocess.Popen(['sleep', '99'])")),
+    "forks": caught(r"calls os.fork", in_step("import os; os.fork()")),
+    "forks where Python does not see it": caught(
+        r"it left 1 process running",
+        in_step("from multiprocessing import util",
+                "util.spawnv_passfds(b'/bin/sleep', [b'sleep', b'99'], [])", rank=1)),
+    "takes all memory": caught(
+        r"it asked for more than 4 GB of memory", in_step("hoard = [bytes(2**30) for _ in range(99)]", rank=0)),
+    "imports the reference": caught(
+        r"it imports zero_minimal.stage2, where the work of lesson 03_gradients is done already",
+        at_the_top("from zero_minimal.stage2 import Stage2 as Theirs"), **FIRST),
+    "imports it by its name": caught(
+        r"it (imports|reads) .*stage2",
+        at_the_top("import importlib", "importlib.import_module('zero_minimal.stage2')"), **FIRST),
+    "imports another stage, and hides that it failed": caught(
+        r"it imports zero_minimal.stage3", at_the_top("try:", "    import zero_minimal.stage3", "except BaseException:",
+                                                      "    pass"), **FIRST),
+    "reads the reference": caught(
+        r"it reads stage2.py, where the work",
+        at_the_top("import os, zero_minimal", "here = os.path.dirname(zero_minimal.__file__)",
+                   "text = open(here + '/foundations/../stage2.py').read()"), **FIRST),
+    "writes into the tests": caught(
+        r"it writes to checks.py: what measures a submission must stay as it is",
+        in_step("import sys; open(sys.modules['checks'].__file__, 'r+')")),
+    "measures no memory": caught(
+        r"it replaced checks.live_bytes", in_step("import sys",
+                                                  "sys.modules['checks'].live_bytes = lambda *args, **kwargs: 0")),
+    "rewrites how memory is measured": caught(
+        r"it replaced checks.live_bytes",
+        in_step("import sys", "sys.modules['checks'].live_bytes.__code__ = (lambda until=0: 0).__code__")),
+    "hides its tensors": caught(r"it replaced gc.get_objects", in_step("import gc; gc.get_objects = list")),
+    "replaces a collective": caught(
+        r"it replaced torch.distributed.*all_gather", in_step("dist.all_gather = print")),
+    "replaces a method of tensors": caught(r"it replaced torch.Tensor.*", in_step("torch.Tensor.backward = print")),
+    "has no class of that name": caught(
+        r"the file has no Stage2",
+        [("class Stage2:", "class Stage2b:"), ("    main(Stage2)", "    main(Stage2b)")], **FIRST),
+    "cannot be imported": caught(
+        r"(?s)it raised ModuleNotFoundError: No module named 'zero_maximal'.*line \d+",
+        at_the_top("import zero_maximal"), **FIRST),
+}
+RIGHT: dict = {}

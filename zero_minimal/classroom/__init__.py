@@ -1,0 +1,1 @@
+"""The classroom: starters for learners, and the grader."""

@@ -1,0 +1,226 @@
+"""python -m zero_minimal grade FILE: points for an assignment by step, and for each step that fails what to mend.
+
+The lesson's tests run in a process of their own, against the learner's file; what they find comes through a pipe.
+Should the file bring that process down, the test under way has failed, and another process goes on with the next.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+from zero_minimal.classroom.lessons import HOUSE, LESSONS, Lesson, Step
+
+SECONDS = 120  # for a lesson; most take some 20
+EXTRA = 10.0  # seconds that the tests have after that, to say so themselves
+INDENT = " " * 8
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: 0 for full marks, 1 for fewer, 3 if the grader itself could not work."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zero_minimal grade", allow_abbrev=False, description="Points for an assignment, step by step. "
+        "The exit code is 0 for full marks, 1 for fewer, 2 for a wrong call, 3 if the grader itself fails.")
+    parser.add_argument("file", type=Path, help="what you wrote: lessons/NN_name/assignment.py")
+    parser.add_argument("--lesson", choices=LESSONS, help="default: the name of the file's folder")
+    parser.add_argument("--json", type=_writable, metavar="FILE", help="also write results.json for Gradescope")
+    options = parser.parse_args(arguments)
+    lesson = _lesson(parser, options)
+    print(f"{options.file}: lesson {lesson.name}, {lesson.world}\n", flush=True)
+    began, grades = time.monotonic(), Grades(lesson)
+    if options.json:  # should the grader itself be brought down, this is what counts
+        options.json.write_text(json.dumps(gradescope(grades, 0.0)))
+    error = _syntax_error(options.file)
+    if error:
+        grades.fail_all(error)
+        for step in lesson.steps:
+            grades.show(step)
+    else:
+        try:
+            grade(lesson, options.file.resolve(), grades, show=grades.show)
+        except RuntimeError as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            return 3
+    seconds = time.monotonic() - began
+    print(f"\n{grades.score:g} of {grades.most:g} points, {seconds:.0f} s")
+    if options.json:
+        options.json.write_text(json.dumps(gradescope(grades, seconds), indent=1))
+    return 0 if grades.score == grades.most else 1
+
+
+def _writable(path: str) -> Path:
+    try:
+        Path(path).touch()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be written ({error.strerror}): name a file in a folder that "
+                                         "exists") from None
+    return Path(path)
+
+
+def _lesson(parser, options) -> Lesson:
+    file = options.file
+    if not file.is_file():
+        parser.error(f"{file} is not a file: name the assignment.py that you filled in")
+    name = options.lesson or file.resolve().parent.name
+    if name not in LESSONS:
+        parser.error(f"which lesson is {file}? Its folder is none of {', '.join(LESSONS)}: say --lesson NAME")
+    if not LESSONS[name].tests.exists():
+        parser.error(f"the tests of lesson {name} are not here ({LESSONS[name].tests}): grade from a checkout")
+    return LESSONS[name]
+
+
+def _syntax_error(file: Path) -> str:
+    try:
+        compile(file.read_text(), str(file), "exec")
+    except (SyntaxError, ValueError) as error:  # ValueError: bytes that are no text
+        line = getattr(error, "lineno", None)
+        return f"the file is not Python{f', line {line}' if line else ''}: {getattr(error, 'msg', error)}"
+    return ""
+
+
+class Grades:
+    """Points by step. A check may be several tests (worlds of 2 and of 3 ranks): it earns its points if all pass."""
+
+    def __init__(self, lesson: Lesson):
+        self.lesson, self.results = lesson, []
+
+    def add(self, step: int, check: str, points: float, passed: bool, message: str = "") -> None:
+        self.results.append((step, check, points, passed, message))
+
+    def fail_all(self, message: str) -> None:
+        """No test could run, or none of them any more."""
+        for step in self.lesson.steps:
+            self.add(step.number, "", 0, False, message)
+
+    def of(self, step: Step) -> tuple[float, str]:
+        """Points of a step, and one message: that of the first test that failed."""
+        results = [result for result in self.results if result[0] == step.number]
+        lost = {check for _, check, _, passed, _ in results if not passed}
+        earned = {check: points for _, check, points, _, _ in results if check not in lost}
+        message = next((message for *_, passed, message in results if not passed), "")
+        failed = [earlier for earlier, _, _, passed, _ in self.results if not passed and earlier < step.number]
+        if message and failed and "not written yet" not in message:
+            message += f"\nThis may come from step {min(failed)}: mend that first."
+        return sum(earned.values()), message
+
+    @property
+    def score(self) -> float:
+        return sum(self.of(step)[0] for step in self.lesson.steps)
+
+    @property
+    def most(self) -> float:
+        return sum(step.points for step in self.lesson.steps)
+
+    def show(self, step: Step) -> None:
+        points, message = self.of(step)
+        print(f"step {step.number}  {points:3g} of {step.points:g}   {step.title}")
+        for line in message.splitlines():
+            print(textwrap.fill(line, 116, initial_indent=INDENT, subsequent_indent=INDENT), flush=True)
+
+
+def grade(lesson: Lesson, file: Path, grades: Grades, seconds: float = SECONDS, only: str = "", show=print) -> None:
+    """Run the lesson's tests against the file and fill `grades`. `show(step)` is called when a step is done.
+
+    Args: only: as pytest's -k takes it, to run some of the tests.
+    Raises: RuntimeError if the tests themselves cannot run.
+    """
+    until, done, shown = time.monotonic() + seconds, [], 0
+    while True:
+        command = [*_pytest(lesson, file, max(1.0, until - time.monotonic())), *(["-k", only] if only else []),
+                   *(f"--deselect={test}" for test in done)]
+        under_way, ended = None, False
+        with Process(command, until + EXTRA) as process:
+            for line in process.lines():
+                if under_way is None or line.get("begins"):
+                    under_way = line
+                if "end" in line:
+                    ended, under_way = True, None
+                elif "passed" in line:
+                    done.append(line["test"])
+                    grades.add(*(line[key] for key in ("step", "check", "points", "passed", "message")))
+                    under_way = None
+                else:
+                    for step in lesson.steps[shown : line["step"] - 1]:
+                        show(step)
+                        shown = step.number
+        if ended:
+            break
+        if under_way is None:
+            raise RuntimeError(f"the tests of lesson {lesson.name} could not run:\n{process.printed}")
+        words = ("the grader's own process was brought down while this test ran: a submission may not signal other "
+                 "processes, or take memory without end")
+        grades.add(under_way["step"], under_way["check"], under_way["points"], False, words)
+        done.append(under_way["begins"])
+        if time.monotonic() > until:
+            grades.fail_all("not looked at: the time for this lesson was used up before")
+            break
+    for step in lesson.steps[shown:]:
+        show(step)
+
+
+def _pytest(lesson: Lesson, file: Path, seconds: float) -> list[str]:
+    return [
+        sys.executable, "-m", "pytest", str(lesson.tests), "-q", "--rootdir", str(HOUSE), "-p", "no:cacheprovider",
+        "-p", "zero_minimal.classroom.plugin", "--submission", str(file), "--lesson", lesson.name,
+        "--seconds", str(seconds), "--report",
+    ]
+
+
+class Process:
+    """Runs pytest with a pipe for its reports, in a session of its own that ends with it."""
+
+    def __init__(self, command: list[str], until: float):
+        self.command, self.until = command, until
+
+    def __enter__(self):
+        self.output = tempfile.TemporaryFile()
+        self.reports, theirs = os.pipe()
+        place = self.command.index("--report") + 1
+        self.process = subprocess.Popen(
+            [*self.command[:place], str(theirs), *self.command[place:]], cwd=HOUSE, pass_fds=[theirs],
+            stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        os.close(theirs)
+        return self
+
+    def lines(self):
+        """What it reports, line by line, until it ends or its time is over."""
+        rest = b""
+        while select.select([self.reports], [], [], max(0.0, self.until - time.monotonic()))[0]:
+            received = os.read(self.reports, 2**16)
+            if not received:
+                return
+            *lines, rest = (rest + received).split(b"\n")
+            yield from map(json.loads, lines)
+
+    def __exit__(self, *error):
+        os.close(self.reports)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(2)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.output.seek(0)
+        self.printed = self.output.read().decode(errors="replace")[-3000:]  # the end of what it wrote
+        self.output.close()
+
+
+def gradescope(grades: Grades, seconds: float) -> dict:
+    """results.json as Gradescope's autograder reads it: one test a step."""
+    tests = []
+    for step in grades.lesson.steps:
+        points, message = grades.of(step)
+        tests.append({
+            "number": str(step.number), "name": step.title, "score": points, "max_score": step.points,
+            "status": "passed" if points == step.points else "failed", "output": message, "visibility": "visible",
+        })
+    return {"score": grades.score, "execution_time": round(seconds, 1), "visibility": "visible", "tests": tests}

@@ -1,0 +1,273 @@
+"""Guard: what a rank watches over while a submission runs in it.
+
+The numbers that earn points are taken inside the ranks, where the submission could reach them. So a rank makes sure
+that a submission
+
+- does not use the files that solve its lesson, neither by import nor by reading them;
+- leaves what measures it as it was: the tests, this package, torch.distributed, torch.Tensor, in memory and on disk;
+- starts no other process, signals none, and leaves no thread behind;
+- cannot print or take memory without end.
+
+It stops what a learner would try. It is no sandbox: a program that attacks the interpreter itself runs with the rights
+of whoever grades it, so strangers' files belong into a container, as on Gradescope.
+"""
+
+import _thread
+import contextlib
+import dataclasses
+import errno
+import gc
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import types
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from zero_minimal.classroom.lessons import HOUSE, Lesson
+
+PRINTED = 2**20  # bytes that a rank may print or write into one file
+MEMORY = 4 * 10**9  # bytes of memory that a rank may ask for
+LONG = 400  # characters of an error that are shown
+
+PROCESS_EVENTS = {
+    "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen", "pty.spawn",
+    "os.kill", "os.killpg", "signal.pthread_kill", "ctypes.dlopen", "ctypes.dlsym",
+}
+WRITE_EVENTS = {"os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+OURS = tuple(os.path.join(os.path.realpath(HOUSE), folder, "") for folder in ("zero_minimal", "tests"))
+
+
+class Fault(RuntimeError):
+    """What went wrong in a rank, in words for the learner."""
+
+
+class Foul(Exception):
+    """The submission did what it must not. Raised at once, and remembered: to catch it does not help."""
+
+
+def guarded(function, submission):
+    """The function as a rank runs it for the grader: with a guard around, and with failures in a learner's words."""
+
+    def in_a_rank(*args, **kwargs):
+        warnings.simplefilter("ignore")
+        gc.freeze()
+        torch.set_num_threads(1)
+        _limit()
+        guard = Guard(submission.lesson)
+        try:
+            result = function(*args, **kwargs)
+            guard.look_again()
+        except BaseException as error:
+            raise Fault(guard.fouls[0] if guard.fouls else in_words(error, submission.path)) from None
+        finally:
+            guard.end_children()
+        if guard.fouls:
+            raise Fault(guard.fouls[0])
+        return plain(result)
+
+    return in_a_rank
+
+
+def _limit() -> None:
+    """Prints go to a file that is thrown away and cannot grow far. Python ignores SIGXFSZ: a write fails instead."""
+    with contextlib.suppress(ValueError, OSError):  # a lower limit may hold already
+        resource.setrlimit(resource.RLIMIT_FSIZE, (PRINTED, PRINTED))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    printed = tempfile.TemporaryFile()
+    os.dup2(printed.fileno(), 1)
+    os.dup2(printed.fileno(), 2)
+
+
+class Guard:
+    """Watches this process from now on; `fouls` are what the submission did, in words."""
+
+    def __init__(self, lesson: Lesson):
+        self.lesson = lesson
+        self.fouls: list[str] = []
+        self.over = False  # the rest is ours
+        self._hide_forbidden()
+        self._threads = _thread._count()
+        self._before = _fingerprint()
+        sys.addaudithook(self._hook())
+
+    def _hide_forbidden(self) -> None:
+        """Forget modules that solve the lesson, so that an import of them is seen; note their files."""
+        self._files = set()
+        for name in self.lesson.forbidden:
+            package, _, last = name.rpartition(".")
+            sys.modules.pop(name, None)
+            with contextlib.suppress(KeyError, AttributeError):
+                delattr(sys.modules[package], last)
+            folder = os.path.join(os.path.dirname(os.path.dirname(__file__)), *name.split(".")[1:-1])
+            compiled = os.path.join(folder, "__pycache__")
+            files = [os.path.join(folder, last + ".py")]
+            with contextlib.suppress(OSError):
+                files += [os.path.join(compiled, file) for file in os.listdir(compiled) if file.startswith(last + ".")]
+            self._files |= {_identity(file) for file in files} - {None}
+
+    def _hook(self):
+        """The audit hook. Python offers no way to remove one."""
+        forbidden, files, lesson = set(self.lesson.forbidden), self._files, self.lesson
+
+        def foul(words):
+            self.fouls.append(words)
+            raise Foul(words)
+
+        def hook(event, args):
+            if self.over:
+                return
+            if event == "import" and args[0] in forbidden:
+                foul(f"it imports {args[0]}, where the work of lesson {lesson.name} is done already")
+            elif event == "open" and _identity(args[0]) in files:
+                foul(f"it reads {_name(args[0])}, where the work of lesson {lesson.name} is done already")
+            elif (event == "open" and args[2] & WRITING or event in WRITE_EVENTS) and any(map(_is_ours, args[:2])):
+                foul(f"it writes to {_name(args[0])}: what measures a submission must stay as it is")
+            elif event in PROCESS_EVENTS:
+                foul(f"it calls {event}: a submission may not start other processes, signal them, or call C")
+
+        return hook
+
+    def look_again(self) -> None:
+        """After the function: is everything still as it was?"""
+        changed = _changes(self._before)
+        if changed:
+            self.fouls.append(f"it replaced {changed[0]}: what measures a submission must stay as it is")
+        for _ in range(20):
+            if _thread._count() <= self._threads:
+                break
+            time.sleep(0.05)
+        else:
+            self.fouls.append(f"{_thread._count() - self._threads} of its threads still run when the test is over: "
+                              "join them")
+        if children := _children():
+            self.fouls.append(f"it left {len(children)} process{'es' * (len(children) > 1)} running")
+
+    def end_children(self) -> None:
+        self.over = True
+        for process in _children():
+            with contextlib.suppress(OSError):
+                os.kill(int(process), signal.SIGKILL)
+
+
+def _identity(path):
+    """What makes a file the same under each of its names; None if there is none."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        status = os.stat(path)
+        return status.st_dev, status.st_ino
+    return None
+
+
+def _name(path) -> str:
+    return os.path.basename(os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else f"file {path}"
+
+
+def _is_ours(path) -> bool:
+    """Whether it lies in this package or among the tests."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        return False
+    return os.path.realpath(os.fsdecode(path)).startswith(OURS)
+
+
+def _children() -> list[str]:
+    found = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/children") as listed:
+                found += listed.read().split()
+    return found
+
+
+# ------------------------------------------------------------------------------------------- is everything as it was?
+
+
+def _watched():
+    """(name, what it is) of all modules and classes that a grade depends on."""
+    for name in ("torch", "torch.distributed", "torch.distributed.distributed_c10d", "gc", "time", "builtins", "os",
+                 "toys", "checks", *(name for name in sys.modules if name.split(".")[0] == "zero_minimal")):
+        if name in sys.modules:
+            module = sys.modules[name]
+            yield name, module
+            for label, value in vars(module).items():
+                if isinstance(value, type) and value.__module__ == name and name not in ("torch", "builtins", "os"):
+                    yield f"{name}.{label}", value
+    yield "torch.Tensor", torch.Tensor
+    yield "torch.nn.Parameter", torch.nn.Parameter
+    yield "torch.nn.Module", torch.nn.Module
+    yield "torch.distributed.Work", dist.Work
+
+
+def _fingerprint() -> dict:
+    """name: (owner, label, value, code, defaults) of every function, method and class there is."""
+    found = {}
+    for name, owner in _watched():
+        for label, value in list(vars(owner).items()):
+            if callable(value) or isinstance(value, (property, staticmethod, classmethod)):
+                found[f"{name}.{label}"] = owner, label, value, *_insides(value)
+    return found
+
+
+def _insides(value) -> tuple:
+    value = getattr(value, "__func__", value)
+    if isinstance(value, types.FunctionType):
+        return value.__code__, value.__defaults__, value.__kwdefaults__
+    return None, None, None
+
+
+def _changes(before: dict) -> list[str]:
+    return [
+        name for name, (owner, label, value, *insides) in before.items()
+        if vars(owner).get(label) is not value or any(a is not b for a, b in zip(_insides(value), insides, strict=True))
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def plain(value):
+    """A result made of plain numbers, text, tensors and containers: nothing of a submission's own leaves its rank."""
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().as_subclass(torch.Tensor)
+    if isinstance(value, dict):
+        return {plain(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(plain, value)) if type(value).__module__ in ("checks", "toys") else tuple(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else list(map(plain, value))
+    if dataclasses.is_dataclass(value) and type(value).__module__ in ("checks", "toys"):
+        return type(value)(**{entry.name: plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)})
+    raise TypeError(f"a number or a tensor was expected, and the submission gave a {type(value).__name__}")
+
+
+def in_words(error: BaseException, path: str) -> str:
+    """An exception as a message: what the submission raised and where, or the text of a test's assertion."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == path]
+    text = str(error).strip()
+    if isinstance(error, NotImplementedError) and own:
+        return f"{text.split(': ')[-1]}() is not written yet ({text.split(':')[0]}, line {own[-1].lineno})"
+    if isinstance(error, AssertionError) and not own:
+        return text.split("\nassert ")[0]
+    where = ""
+    if own:
+        lines = "; ".join(f"line {frame.lineno} in {frame.name}: {frame.line}" for frame in own[-2:])
+        where = f"\n    {lines}"
+    if isinstance(error, SystemExit):
+        return f"it ended the program: sys.exit({error.code!r}){where}"
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return f"it printed more than {PRINTED // 2**20} MB: take the prints out of loops{where}"
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return f"it asked for more than {MEMORY // 10**9} GB of memory{where}"
+    if "storage of size 0" in text:
+        return f"it used a tensor whose memory was freed: was it freed before a collective on it had ended?{where}"
+    return f"it raised {type(error).__name__}: {text[:LONG]}{'…' * (len(text) > LONG)}{where}"

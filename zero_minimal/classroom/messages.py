@@ -1,0 +1,63 @@
+"""Messages: what became of the ranks, told to a learner. Which rank waited in which collective, at which line."""
+
+import linecache
+import re
+from pathlib import Path
+
+from zero_minimal.classroom.guard import Fault
+from zero_minimal.foundations.ranks import RankError
+
+_RANK = re.compile(r"^rank (\d+) stands here", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_LATE = re.compile(r"^after (\S+) s rank ([\d, ]+) of (\d+) had not finished")
+
+
+def of_failure(error: Exception, path: str) -> str:
+    """What a RankError or TimeoutError of ranks.run says about the submission in the file `path`."""
+    if isinstance(error, TimeoutError):
+        return _stuck(str(error), path)
+    if isinstance(error, RankError):
+        if isinstance(error.__cause__, Fault):
+            words = str(error.__cause__)
+            return words if "not written yet" in words else f"rank {error.rank}: {words}"
+        words = str(error).split("failed:\n", 1)[-1].split("\n(after it")[0].strip()
+        if "\n" in words:  # a traceback of ours: the rank could not even begin, or end
+            words = words.splitlines()[-1]
+        if "SIGABRT" in words:
+            words += (". gloo ends a rank when a message is larger than expected: do all ranks call the same "
+                      "collectives in the same order, with the same sizes?")
+        return f"rank {error.rank} is gone in the middle of the test: {words}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _stuck(text: str, path: str) -> str:
+    seconds, late, world_size = _LATE.match(text).groups()
+    stacks = {int(rank): _FRAME.findall(stack) for rank, stack in zip(*[iter(_RANK.split(text)[1:])] * 2, strict=True)}
+    places: dict = {}
+    for rank in late.split(", "):
+        places.setdefault(_place(stacks.get(int(rank), []), path), []).append(rank)
+    lines = [f"the ranks had not come to an end after {seconds} s."]
+    lines += [f"    rank {', '.join(ranks)} {place}" for place, ranks in places.items()]
+    if not any(file == path for stack in stacks.values() for file, *_ in stack):
+        lines.append("    A collective that you started and nobody waited for can hold up the next one.")
+    done = [rank for rank in map(str, range(int(world_size))) if rank not in late.split(", ")]
+    if done:
+        lines.append(f"    rank {', '.join(done)} had returned: it waited for nobody")
+    return "\n".join(lines)
+
+
+def _place(frames: list, path: str) -> str:
+    """Where a rank stands, from its stack, innermost first."""
+    own = next((place for place, (file, _, _) in enumerate(frames) if file == path), None)
+    if own is None:
+        outside = [(Path(file).name, function) for file, _, function in frames
+                   if "/zero_minimal/foundations/" in file or "/tests/" in file]
+        waits = [function for file, function in outside if file == "collectives.py" and function != "_launched"]
+        others = [f"{file}, {function}" for file, function in outside if file != "collectives.py"]
+        if not frames or not others:
+            return "could not say where it was"
+        return f"waited outside of your file{f', in {waits[-1]}' if waits else ''} ({others[0]})"
+    _, line, function = frames[own]
+    called = [inner for file, _, inner in frames[:own] if inner not in ("wrapper", "_fn")]
+    what = f"waited in {called[-1]}, at" if called else "was at"
+    return f"{what} line {line} of {Path(path).name} ({function}): {linecache.getline(path, int(line)).strip()}"

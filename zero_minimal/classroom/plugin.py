@@ -1,0 +1,147 @@
+"""The grader's part inside pytest: run a lesson's graded tests against a submission, and report each one as it ends.
+
+A line of JSON a test goes to the pipe that --report names: {"test", "step", "points", "passed", "message"}; one
+with "begins" says which test is next, so that the grader knows it should pytest itself be killed.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from zero_minimal.classroom import messages
+from zero_minimal.classroom.guard import guarded
+from zero_minimal.classroom.submission import Submission
+from zero_minimal.foundations import ranks
+
+PATIENCE = 15.0  # seconds that ranks may take for one test: some 10 times what they need
+LESS_PATIENCE = 3.0  # once a test has run out of time: the learner waits too
+GLOO = ("gloo", "is not part of group", "Connection")  # signs that a rank failed because of another
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("grading")
+    group.addoption("--submission", help="the learner's file")
+    group.addoption("--lesson", help="its lesson")
+    group.addoption("--report", type=int, help="file descriptor to write results to")
+    group.addoption("--seconds", type=float, help="time for all tests together")
+
+
+def pytest_configure(config):
+    config.submission = Submission(Path(config.option.submission), config.option.lesson)
+    config.pluginmanager.register(Grading(config), "grading")
+
+
+class Runner:
+    """What tests use as toys.run while a submission is graded: guarded in the ranks, never for long, nothing left."""
+
+    def __init__(self, submission: Submission, seconds: float):
+        self.submission, self.until, self.patience = submission, time.monotonic() + seconds, PATIENCE
+        self._start()
+
+    def _start(self) -> None:
+        ranks.run(os.getpid, 1, device="cpu")  # the server that forks ranks is up: what comes later is not ours
+        self.ours = _children()
+
+    def __call__(self, function, world_size, *args, timeout=float("inf")):
+        left = self.until - time.monotonic()
+        if left < 1:
+            pytest.fail("not looked at: the time for this lesson was used up before", pytrace=False)
+        try:
+            limit = min(timeout, self.patience, left)
+            return ranks.run(guarded(function, self.submission), world_size, *args, timeout=limit, device="cpu")
+        except TimeoutError:
+            self.patience = LESS_PATIENCE
+            raise
+        finally:
+            self._clean_up()
+
+    def _clean_up(self) -> None:
+        """End what the ranks left behind. Raises: a failure of the test if they ended what is ours."""
+        children = _children()
+        for process in children - self.ours:
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+        if self.ours - children:
+            self._start()
+            pytest.fail("a process of the grader's was killed while this test ran: a submission may not signal other "
+                        "processes", pytrace=False)
+
+
+def in_words(error: BaseException, path: str, stuck: str = "") -> str:
+    """A test's failure as a message for the learner; `stuck` is what to look at if the ranks wait for each other."""
+    if isinstance(error, (ranks.RankError, TimeoutError)):
+        words = messages.of_failure(error, path)
+        lost = isinstance(error, TimeoutError) or any(sign in words for sign in GLOO)
+        return words + (f"\n    To look at: {stuck}." if stuck and lost else "")
+    return str(error).split("\nassert ")[0].strip() or type(error).__name__
+
+
+class Grading:
+    """Hooks of pytest: only graded tests, each reported as it ends."""
+
+    def __init__(self, config):
+        self.config, self.submission = config, config.submission
+        self.reports = os.fdopen(config.option.report, "w", buffering=1)
+
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [item for item in items if item.get_closest_marker("step")]
+
+    def pytest_collection_finish(self, session):
+        import toys  # conftest has made it importable
+
+        _adopt_orphans()
+        toys.runner = Runner(self.submission, self.config.option.seconds)
+
+    def pytest_runtest_protocol(self, item):
+        self._tell(begins=item.nodeid, **_worth(item))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        if report.when == "call" or report.failed:
+            stuck = item.get_closest_marker("step").kwargs.get("stuck", "")
+            message = "" if report.passed else in_words(call.excinfo.value, self.submission.path, stuck)
+            self._tell(test=item.nodeid, passed=report.passed, message=message, **_worth(item))
+        return report
+
+    def pytest_sessionfinish(self):
+        self._tell(end=True)
+
+    def _tell(self, **entries):
+        self.reports.write(json.dumps(entries) + "\n")
+
+
+def _worth(item) -> dict:
+    marker = item.get_closest_marker("step")
+    return {"step": marker.args[0], "points": marker.kwargs["points"], "check": item.originalname}
+
+
+def _adopt_orphans() -> None:
+    """What a rank leaves behind becomes a child of ours, so that we can end it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SUBREAPER, 1)
+
+
+def _children() -> set[int]:
+    """Processes that this one has started or adopted, and that live."""
+    found = set()
+    with suppress(OSError):
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/children") as listed:
+                found |= set(map(int, listed.read().split()))
+    return {process for process in found if _lives(process)}
+
+
+def _lives(process: int) -> bool:
+    with suppress(OSError), open(f"/proc/{process}/stat") as status:
+        return status.read().rpartition(")")[2].split()[0] != "Z"
+    return False

@@ -1,0 +1,86 @@
+"""python -m zero_minimal starters: write lessons/*/assignment.py anew, from the reference.
+
+A starter is the reference with the bodies taken out that its lesson is about. Signatures and docstrings stay; in place
+of a body stands what must hold when the function returns, and an error that names the step.
+"""
+
+import ast
+import importlib.util
+import textwrap
+from pathlib import Path
+
+from zero_minimal.classroom.lessons import LESSONS, Lesson
+from zero_minimal.workload.settings import Parser
+
+WIDTH = 120
+
+
+def reference_file(lesson: Lesson) -> Path:
+    """Where the reference is. Raises: FileNotFoundError if this copy comes without it."""
+    try:
+        spec = importlib.util.find_spec(lesson.reference)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(f"{lesson.name}: the reference {lesson.reference} is not here, so no starter can be "
+                                "made from it")
+    return Path(spec.origin)
+
+
+def starter(lesson: Lesson, source: str) -> str:
+    """The text of assignment.py. Raises: ValueError if the reference has not got one of the lesson's functions."""
+    lines, functions = source.splitlines(), _functions(ast.parse(source))
+    missing = [name for name in lesson.tasks if name not in functions]
+    if missing:
+        raise ValueError(f"{lesson.name}: the reference has no function {', '.join(missing)}")
+    # from the last one up, so that the line numbers of the others stay right
+    for name in sorted(lesson.tasks, key=lambda name: -functions[name].lineno):
+        first, last, indent = _body(functions[name])
+        lines[first - 1 : last] = _instead(name, *lesson.tasks[name], indent)
+    return "\n".join(lines) + "\n"
+
+
+def _functions(tree: ast.Module) -> dict:
+    """"function" or "Class.method": node."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{part.name}": part for part in node.body if isinstance(part, ast.FunctionDef)}
+    return found
+
+
+def _body(function: ast.FunctionDef) -> tuple[int, int, int]:
+    """First and last line without the docstring, and the indentation. Comments before the first statement belong to
+    it."""
+    body = function.body
+    after = function.args if not ast.get_docstring(function) else body[0]
+    if after is body[0]:
+        first = body[0].end_lineno + 1
+    else:
+        first = max([function.lineno, *(arg.end_lineno for arg in ast.walk(function.args) if isinstance(arg, ast.arg))])
+        first = max(first, function.returns.end_lineno if function.returns else 0) + 1
+        first = min(first, body[0].lineno)
+    return first, body[-1].end_lineno, function.col_offset + 4
+
+
+def _instead(name: str, number: int, task: str, indent: int) -> list[str]:
+    margin = " " * indent
+    comment = textwrap.wrap(f"step {number}: {task}", WIDTH, initial_indent=margin + "# ",
+                            subsequent_indent=margin + "# ")
+    return [*comment, f'{margin}raise NotImplementedError("step {number}: {name.split(".")[-1]}")']
+
+
+def main(arguments: list[str]) -> None:
+    parser = Parser(prog="python -m zero_minimal starters", description="Write lessons/*/assignment.py anew from the "
+                    "reference. What a learner wrote into them is lost.")
+    parser.parse_args(arguments)
+    for lesson in LESSONS.values():
+        try:
+            text = starter(lesson, reference_file(lesson).read_text())
+        except FileNotFoundError as error:
+            parser.error(str(error))
+        lesson.starter.parent.mkdir(parents=True, exist_ok=True)
+        lesson.starter.write_text(text)
+        print(lesson.starter)

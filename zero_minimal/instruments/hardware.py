@@ -1,0 +1,29 @@
+"""Hardware: what a GPU holds, computes and sends, as its maker says. What is computed from it is a bound.
+
+Memory is decimal, as in the paper: a V100-32GB counts as 32·10⁹ bytes (it has 32 GiB, 7% more, of which the driver and
+the context of CUDA take a part).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GPU:
+    """memory in bytes; 16-bit operations a second on dense matrices; bytes a second to a neighbour, one direction."""
+
+    memory: float
+    operations: float
+    link: float
+
+
+GPUS = {
+    "T4": GPU(16e9, 65e12, 16e9),  # PCIe 3
+    "V100-16GB": GPU(16e9, 125e12, 150e9),  # NVLink from here on, where nothing else stands
+    "V100-32GB": GPU(32e9, 125e12, 150e9),  # the paper's
+    "RTX-4090": GPU(24e9, 165e12, 32e9),  # PCIe 4
+    "A100-40GB": GPU(40e9, 312e12, 300e9),
+    "A100-80GB": GPU(80e9, 312e12, 300e9),
+    "H100-80GB": GPU(80e9, 989e12, 450e9),
+    "H200": GPU(141e9, 989e12, 450e9),
+}
+NETWORK = 12.5e9  # bytes a second between nodes: 100 Gbit/s, as in the paper's cluster

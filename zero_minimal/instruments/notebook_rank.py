@@ -1,0 +1,158 @@
+"""A rank of a notebook: an engine of ipyparallel that has joined a process group, and runs the cells marked %%px.
+
+Its main thread runs cells. While that waits in a collective it hears nothing; so a second thread answers when the
+notebook asks where the rank stands, and cuts its connections to the other ranks on request: what waits then fails.
+"""
+
+import ast
+import contextlib
+import io
+import json
+import linecache
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Listener
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ipyparallel.engine.app import IPEngine
+from IPython import get_ipython
+
+from zero_minimal.foundations import collectives, ranks, ring
+
+PROJECT = Path(collectives.__file__).parent.parent
+HOURS = 24 * 3600  # a group's own time limit: the notebook has a better one
+
+names = {"torch": torch, "dist": dist, "collectives": collectives, "ring": ring}  # what every cell finds
+_here: dict = {}  # folder, rank, world_size, device
+_running: list[str] = []  # the cell that runs, if one does
+_changes = threading.Lock()  # of _running: a cell does not end while its connections are cut
+
+
+def main(folder: str, rank: int, world_size: int, device: str) -> None:
+    """What the guardian's fork does: join the other ranks, then wait for cells."""
+    _here.update(folder=folder, rank=rank, world_size=world_size, device=device)
+    ranks._stay_on_this_machine()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    join(0)
+    threading.Thread(target=_answer, daemon=True).start()
+    engine = IPEngine.instance(user_ns=names)
+    engine.initialize([f"--profile-dir={folder}", f"--IPEngine.id={rank}", "--IPEngine.enable_nanny=False",
+                       "--log-level=WARN"])
+    engine.start()
+
+
+def join(attempt: int) -> None:
+    """Meet the others in a new process group, in place of the one that there may be."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    rank, world_size = _here["rank"], _here["world_size"]
+    store = dist.FileStore(f"{_here['folder']}/store{attempt}", world_size)
+    ranks._join(store, rank, world_size, _here["device"], None, HOURS, rank, world_size)
+    with ranks.start() as described:
+        names.update(rank=rank, world_size=world_size, device=described.device)
+
+
+def facts() -> tuple[str, str]:
+    """Device type and backend, for the line that the notebook shows."""
+    return names["device"].type, dist.get_backend()
+
+
+def value(expression: str):
+    """What an expression is worth on this rank; tensors as copies in host memory."""
+    result = eval(expression, get_ipython().user_ns)
+    return result.detach().cpu().clone() if isinstance(result, torch.Tensor) else result
+
+
+# --------------------------------------------------------------------------------------------------------------- cells
+
+
+def run_cell(code: str, name: str) -> tuple[str, dict | None]:
+    """Run a cell, under a file name of its own. Returns what it printed and, if it failed, how (see `_failure`)."""
+    printed, failure = io.StringIO(), None
+    _running.append(name)
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            code = get_ipython().transform_cell(code)  # magics
+            linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+            _execute(code, name, get_ipython().user_ns)
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too
+            failure = _failure(error, name)
+        with _changes:
+            _running.clear()
+    return printed.getvalue(), failure
+
+
+def _execute(code: str, name: str, namespace: dict) -> None:
+    """Run it, and print the value of its last line if that is an expression, as a notebook does."""
+    tree = ast.parse(code, name)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, name, "exec"), namespace)
+    if last:
+        result = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+        if result is not None and not code.rstrip().endswith(";"):
+            print(repr(result))
+
+
+def _failure(error: BaseException, name: str) -> dict:
+    if isinstance(error, SyntaxError) and error.filename == name:
+        place = {"line": error.lineno, "source": (error.text or "").strip(), "earlier": False, "inside": ""}
+    else:
+        place = _place(traceback.extract_tb(error.__traceback__), name)
+    text = "".join(traceback.format_exception(error))
+    because_of_another = ranks._lost_a_peer(error) or isinstance(error, KeyboardInterrupt)
+    return place | {
+        "kind": type(error).__name__, "message": str(error), "traceback": text, "lost": because_of_another
+    }
+
+
+def _place(frames, name: str) -> dict:
+    """Where in the cells a stack has come to, and in which function of the project below that."""
+    own = [frame for frame in frames if frame.filename.startswith("<%%px")]
+    if not own:
+        return {"line": None, "source": "", "earlier": False, "inside": ""}
+    below = frames[frames.index(own[-1]) + 1 :]
+    ours = [frame for frame in below if Path(frame.filename).is_relative_to(PROJECT)]
+    return {
+        "line": own[-1].lineno, "source": own[-1].line, "earlier": own[-1].filename != name,
+        "inside": f"{ours[-1].name}, {Path(ours[-1].filename).name}" if ours else "",
+    }
+
+
+# ------------------------------------------------------------------------------------------ what the second thread does
+
+
+def _answer() -> None:
+    with Listener(f"{_here['folder']}/{_here['rank']}.socket", "AF_UNIX") as listener:
+        while True:
+            with contextlib.suppress(OSError, EOFError), listener.accept() as caller:
+                request, cell = caller.recv()
+                stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+                with _changes:
+                    if request == "cut" and cell in _running:
+                        cut()
+                worked = time.process_time() - time.thread_time()  # answering is no work
+                caller.send(_place(stack, cell) | {"worked": worked})
+
+
+def cut() -> None:
+    """Close the connections to other ranks: whoever waits for a message, here or there, gets an error at once."""
+    ports = _numbers(json.loads(Path(_here["folder"], "security", "ipcontroller-engine.json").read_text()))
+    for number in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] not in ports:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _numbers(content) -> set[int]:
+    """All whole numbers in a JSON object: the controller's ports are among them."""
+    if isinstance(content, dict):
+        content = list(content.values())
+    if isinstance(content, list):
+        return set().union(*map(_numbers, content))
+    return {content} if isinstance(content, int) else set()

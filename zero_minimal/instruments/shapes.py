@@ -1,0 +1,98 @@
+"""Shapes: a GPT with a given number of parameters.
+
+The paper gives sizes (7.5B, 128B, 1T), and a run needs layers, width and heads. Depth and width follow the paper's own
+models, which grow wider faster than deeper: 48 × 1600 at 1.5B, 72 × 3072 at 8B, 125 × 8192 at 100B; 128 × 25600 at 1T.
+The vocabulary, about as large as GPT-2's, takes up what is left, so that Ψ is hit within half the width.
+"""
+
+import argparse
+import math
+
+from zero_minimal.instruments.quantities import count
+from zero_minimal.workload.model import GPTConfig
+from zero_minimal.workload.settings import positive
+
+VOCABULARY = 50257  # GPT-2's
+SMALL = 100_000_000  # below this a vocabulary of bytes: GPT-2's would be most of the model
+
+
+def parameters_of(config: GPTConfig) -> int:
+    """Elements of our GPT: in a block 12h² of matrices and 13h of biases and norms; embeddings; the last norm."""
+    hidden = config.hidden
+    block = 12 * hidden**2 + 13 * hidden
+    return config.layers * block + (config.vocabulary + config.sequence + 2) * hidden
+
+
+def shape_for(
+    parameters: int, sequence: int, model_parallel: int = 1, layers: int | None = None, **options
+) -> GPTConfig:
+    """The GPTConfig of about `parameters` elements whose shape is the most usual one.
+
+    Args:
+        sequence: tokens; positions are parameters too.
+        model_parallel: must divide the heads, and so the width.
+        layers: about so many, where the usual depth does not matter.
+        options: for GPTConfig (recompute, …).
+    Raises: ValueError if there is none, since the model is too small for these.
+    """
+    vocabulary = VOCABULARY if parameters >= SMALL else 256
+    ideal = (parameters / 12 / layers**3) ** 0.5 if layers else _aspect(parameters)  # Ψ ≈ 12 L³ aspect²
+    best = None
+    for head in (128, 64, 16) if parameters >= 1e9 else (64, 16):
+        step = head * model_parallel
+        middle = (parameters * ideal / 12) ** (1 / 3)  # Ψ ≈ 12 h³ / aspect
+        for hidden in range(step, int(2 * middle) + step, step):
+            block = 12 * hidden**2 + 13 * hidden
+            depth = (parameters - (vocabulary + sequence + 2) * hidden) // block
+            for blocks in (depth, depth + 1):
+                left = (parameters - blocks * block) / hidden - sequence - 2
+                if blocks < 1 or round(left) < model_parallel or round(left) < 2:
+                    continue
+                off = abs(math.log(left / vocabulary)) + 0.3 * abs(math.log(hidden / blocks / ideal))
+                if best is None or off < best[0]:
+                    best = off, GPTConfig(
+                        layers=blocks, hidden=hidden, heads=hidden // head, sequence=sequence, vocabulary=round(left),
+                        dropout=0.0, **options,
+                    )
+        if best is not None and best[0] < 1:
+            return best[1]  # else with smaller heads
+    if best is None:
+        raise ValueError(f"no GPT of {parameters:,} parameters reads {sequence} tokens on {model_parallel} "
+                         "model-parallel ranks: ask for more parameters, a shorter sequence or fewer of these ranks")
+    return best[1]
+
+
+def _aspect(parameters: int) -> float:
+    """Width over depth: 33 at 1.5B, 200 at 1T."""
+    return max(20.0, 33 * (parameters / 1.5e9) ** 0.277)
+
+
+# --------------------------------------------------------------------------------------------------------------- flags
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Give the parser the flags that say which model."""
+    group = parser.add_argument_group("model: --params, or its sizes")
+    group.add_argument("--params", type=count, metavar="Ψ", help="parameters, such as 7.5B: a usual shape is chosen")
+    group.add_argument("--layers", type=positive, help="blocks")
+    group.add_argument("--hidden", type=positive, help="width")
+    group.add_argument("--heads", type=positive, help="attention heads (default: of size 128, 64 or 16)")
+    group.add_argument("--vocabulary", type=positive, help=f"tokens (default: {VOCABULARY}, GPT-2's)")
+    group.add_argument("--sequence", type=positive, default=1024, help="tokens in a sequence (default: 1024)")
+    group.add_argument("--batch", type=positive, default=1, help="sequences a rank works on at once (default: 1)")
+    group.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
+                       help="keep only each block's input, and recompute its inside in backward (default: yes)")
+
+
+def read_shape(flags: argparse.Namespace) -> GPTConfig:
+    """The model that the flags ask for. Raises: ValueError, saying what is accepted."""
+    sizes = [flags.layers, flags.hidden, flags.heads, flags.vocabulary]
+    if flags.params and any(sizes):
+        raise ValueError("give --params, or --layers and --hidden, not both")
+    if flags.params:
+        return shape_for(flags.params, flags.sequence, flags.model_parallel, recompute=flags.recompute)
+    if not (flags.layers and flags.hidden):
+        raise ValueError("which model? Give --params 7.5B, or --layers and --hidden")
+    heads = flags.heads or next((flags.hidden // size for size in (128, 64, 16) if flags.hidden % size == 0), 1)
+    return GPTConfig(layers=flags.layers, hidden=flags.hidden, heads=heads, sequence=flags.sequence, dropout=0.0,
+                     vocabulary=flags.vocabulary or VOCABULARY, recompute=flags.recompute)

@@ -1,0 +1,415 @@
+"""Simulate: the stages' own code, as one rank of many, on tensors without memory.
+
+    python -m zero_minimal simulate --params 1T --ranks 1024 --stage 3 --dtype fp16
+
+Nothing here knows how a stage works. Model, stage, optimizer and autograd run as in training; only tensors have no
+values (instruments/fakes.py), and the ranks are torch's "fake" backend: a group of 1024 whose collectives return at
+once.
+
+The memory ledger counts each storage as what it stands for, as in a real run. So the bytes are those of the running
+code, not of a formula; a test holds them to the byte against real ranks. What has no value, such as a loss, is null.
+
+Not simulated: the search for infinities in fp16's gradients, which would read them; NCCL's own buffers, workspaces of
+kernels, what an allocator loses to fragmentation. Attention is torch's fused kernel, which keeps no matrix of scores.
+"""
+
+import contextlib
+import functools
+import gc
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from zero_minimal import activation_partitioning
+from zero_minimal.foundations import optimizers
+from zero_minimal.foundations.precision import LossScaler
+from zero_minimal.instruments import plots, report, theory
+from zero_minimal.instruments.fakes import new_tensors_in, without_values
+from zero_minimal.instruments.memory import Event, Ledger, Moment
+from zero_minimal.instruments.quantities import count_text, size_text
+from zero_minimal.instruments.shapes import add_shape, parameters_of, read_shape
+from zero_minimal.instruments.traffic import TrafficMeter
+from zero_minimal.stage0 import Stage0
+from zero_minimal.stage1 import Stage1
+from zero_minimal.stage2 import Stage2
+from zero_minimal.stage3 import Stage3
+from zero_minimal.tensor_parallel import Mesh, ParallelGPT, divisors, make_mesh
+from zero_minimal.workload.model import GPT, GPTConfig
+from zero_minimal.workload.settings import DTYPES, Parser, output_file, positive
+from zero_minimal.zero_100b import CONFIGS, System
+
+STAGES = (Stage0, Stage1, Stage2, Stage3)
+BUCKETS = 256  # with 4 MiB a trillion parameters would make half a million: so many, and they grow with the model
+OPTIMIZER = dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to simulate. Raises ValueError, saying what is accepted, for what cannot be."""
+
+    model: GPTConfig
+    stage: int = 3
+    ranks: int = 64
+    dtype: str = "fp16"
+    batch: int = 1  # sequences a rank (with model parallelism: a group of ranks) works on at once
+    model_parallel: int = 1  # M ranks share a model; the stage works among the other ranks / M
+    rank: int = 0  # which one
+    steps: int = 2  # optimizer state is made in the first; the second is like all that follow
+    bucket_bytes: int | None = None  # None: 4 MiB or, if these were many, as large as makes 256
+    config: str = ""  # "C1" … "C5": that system of zero_100b.py, instead of `stage`
+
+    def __post_init__(self):
+        for name in ("ranks", "batch", "model_parallel", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a whole number from 1 up, not {getattr(self, name)}")
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"rank must be from 0 to {self.ranks - 1}, not {self.rank}")
+        if self.ranks % self.model_parallel:
+            raise ValueError(f"{self.ranks} ranks are not groups of {self.model_parallel} that share a model; "
+                             f"accepted: {', '.join(map(str, divisors(self.ranks)))}")
+        if self.model.heads % self.model_parallel:
+            raise ValueError(f"{self.model_parallel} ranks cannot share {self.model.heads} heads equally; accepted: "
+                             f"{', '.join(map(str, divisors(self.model.heads)))}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.config and self.config not in CONFIGS:
+            raise ValueError(f"config must be one of {', '.join(CONFIGS)}, not {self.config!r}")
+        if not self.config and self.stage not in range(4):
+            raise ValueError(f"stage must be 0, 1, 2 or 3, not {self.stage}")
+
+
+class Living(NamedTuple):
+    """Storages of one category and size that live at the same moment."""
+
+    category: str
+    bytes: int  # of each
+    count: int
+
+
+@dataclass
+class Simulation:
+    """What came of it: the report (the JSON object of the README), and what memory did, moment by moment."""
+
+    report: dict
+    timeline: list[Moment]
+    phases: list[tuple[str, float]]  # name, and the seconds at which it begins, as in the timeline
+    at_peak: list[Living]  # the largest first
+    trace: list[Event]  # allocations and frees on the device: what instruments/fragmentation.py replays
+
+
+def simulate(case: Case) -> Simulation:
+    """Run the case. Raises: RuntimeError in a process whose process group is up already."""
+    if dist.is_initialized():
+        raise RuntimeError("a simulation makes ranks of its own: call it where no process group is up")
+    optimizers.check_element_wise(AdamW, OPTIMIZER)  # with values, before there are none
+    dist.init_process_group("fake", rank=case.rank, world_size=case.ranks, store=FakeStore())
+    try:
+        run = _Run(case)
+        peak = run.peak(f"forward {case.steps}")
+        return Simulation(run.report(), run.timeline, run.phases, run.living_at(peak), run.on_device())
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+
+
+class _Run:
+    """One rank's steps under the ledger."""
+
+    def __init__(self, case: Case):
+        self.case, self.phases = case, []
+        self.ledger, self.meter = Ledger(), TrafficMeter()
+        mesh = make_mesh(case.model_parallel)
+        with without_values(), self.ledger, self._host_memory_apart():
+            somebody = torch.nn.Module()
+            self.ledger.watch(somebody)  # so that what has no owner yet counts as a temporary buffer
+            self._construct(mesh)
+            self.ledger.watch(self.model, self.zero, *filter(None, [self.system]))
+            for step in range(1, case.steps + 1):
+                with self.meter if step == case.steps else contextlib.nullcontext():
+                    self._step(step)
+                    self.states = self.ledger.states()
+            self.timeline = self.ledger.timeline
+
+    def _phase(self, name: str) -> None:
+        self.phases.append((name, self.ledger.trace[-1].seconds if self.ledger.trace else 0.0))
+
+    def _construct(self, mesh: Mesh) -> None:
+        case, dtype = self.case, DTYPES[self.case.dtype]
+        options = OPTIMIZER | {"bucket_bytes": bucket_bytes(case)}
+        self.system = None
+        self._phase("model")
+        with new_tensors_in(dtype), torch.no_grad():
+            if case.config:
+                device = torch.device("cpu")
+                self.system = System(case.config, case.model, mesh, case.batch, dtype, device, AdamW, **options)
+                self.model, self.zero = self.system.model, self.system.zero
+                return
+            with torch.device("meta" if case.stage == 3 else "cpu"):  # stage 3 builds it unit by unit
+                self.model = build_model(case, mesh)
+            self._phase("stage")
+            group = mesh.data_group if case.model_parallel > 1 else None
+            self.zero = STAGES[case.stage](self.model, AdamW, group=group, **options)
+
+    def _step(self, number: int) -> None:
+        """A training step; at its end the gradients are still there."""
+        case, scaler = self.case, LossScaler()
+        self._phase(f"forward {number}")
+        self.zero.zero_grad()
+        if self.system:
+            self.system.begin()
+        tokens = torch.zeros(case.batch, case.model.sequence, dtype=torch.int64)
+        loss = self.model(tokens, tokens)
+        self._phase(f"backward {number}")
+        (scaler.scale(loss) if case.dtype == "fp16" else loss).backward()
+        self._phase(f"update {number}")
+        if case.dtype == "fp16":
+            scaler.unscale_(self.zero)
+        self.zero.step()
+
+    @contextlib.contextmanager
+    def _host_memory_apart(self):
+        """Here device and host are one: what P_a+cpu keeps on the host is called "other", which nothing else is."""
+        keep = activation_partitioning._Keeper.keep
+
+        def keep_and_tell(keeper, tensor):
+            kept = keep(keeper, tensor)
+            if keeper.to_host and not isinstance(kept, torch.nn.Parameter):
+                self.ledger.claim(kept, "other")
+            return kept
+
+        with mock.patch.object(activation_partitioning._Keeper, "keep", keep_and_tell):
+            yield
+
+    # ------------------------------------------------------------------------------------------------------- reports
+
+    def report(self) -> dict:
+        case, peak = self.case, self.peak(f"forward {self.case.steps}")
+        elements = sum(param.numel() for param in self.model.parameters())
+        padding = sum(bucket.padded - bucket.numel for bucket in getattr(self.zero, "buckets", []))
+        stage, ranks = stage_of(case), case.ranks // case.model_parallel
+        return {
+            "name": case.config or f"stage {case.stage}",
+            "stage": stage,
+            "theory_stage": stage,
+            "config": case.config or None,
+            "ranks": case.ranks,
+            "rank": case.rank,
+            "model_parallel": case.model_parallel,
+            "backend": "fake",
+            "device": "fake",
+            "dtype": case.dtype,
+            "parameters": parameters_of(case.model),
+            "parameters_of_rank": elements,
+            "bucket_bytes": bucket_bytes(case),
+            "losses": None,
+            "step_seconds": None,
+            "tokens_per_second": None,
+            "memory": {state: self.states[state] for state in theory.STATES} | {
+                "activations": max(moment.bytes["activations"] for moment in self.since(f"forward {case.steps}")),
+                "buffers": max(moment.bytes["buffers"] for moment in self.since(f"forward {case.steps}")),
+                "host": self.host_bytes(),
+                "peak": on_device(peak),
+                "peak_by_category": {name: size for name, size in peak.bytes.items() if name != "other"},
+                "peak_when": self.phase_of(peak),
+                "peak_what": peak.what,
+                "construction_peak": on_device(max(self.until("forward 1"), key=on_device)),
+            },
+            "theory": theory.model_states(stage, elements, ranks, case.dtype),
+            "padding": theory.model_states(stage, padding, ranks, case.dtype),
+            "traffic": self.meter.per_step(1) | {
+                "theory_bytes": theory.traffic(stage, elements, ranks, case.dtype),
+                "theory_volume": theory.volume(stage),
+                "padding_bytes": theory.traffic(stage, padding, ranks, case.dtype),
+                "model_parallel_theory_bytes": theory.model_parallel_traffic(
+                    case.model.layers, case.model.hidden, case.batch, case.model.sequence, case.dtype,
+                    case.model_parallel, bool(case.config) and CONFIGS[case.config].partition,
+                    bool(case.config) or case.model.recompute,
+                ),
+                "wire_bytes": None,
+            },
+            "settings": asdict(case),
+        }
+
+    def since(self, phase: str) -> list[Moment]:
+        """The moments from the beginning of a phase on, and the last one before it: that is what it begins with."""
+        start = dict(self.phases)[phase]
+        first = next((place for place, moment in enumerate(self.timeline) if moment.seconds > start), 1)
+        return self.timeline[max(0, first - 1):]
+
+    def until(self, phase: str) -> list[Moment]:
+        """The moments before a phase."""
+        return [moment for moment in self.timeline if moment.seconds <= dict(self.phases)[phase]]
+
+    def peak(self, phase: str) -> Moment:
+        """The highest moment since a phase began, the first of them if there are several."""
+        return max(self.since(phase), key=on_device)
+
+    def phase_of(self, moment: Moment) -> str:
+        return [name for name, start in self.phases if start < moment.seconds or start == 0.0][-1]
+
+    def host_bytes(self) -> int:
+        """The most that lay in host memory at a time: "other" that was not there before."""
+        alive, most, strangers = 0, 0, set()
+        for event in self.ledger.trace:
+            if event.what.startswith("alive already"):
+                strangers.add(event.storage)
+            elif event.storage.category == "other" and event.storage not in strangers:
+                alive += event.bytes
+                most = max(most, alive)
+        return most
+
+    def on_device(self) -> list[Event]:
+        """The ledger's trace, without what lies elsewhere."""
+        return [event for event in self.ledger.trace
+                if event.storage.device.type != "meta" and event.storage.category != "other"]
+
+    def living_at(self, peak: Moment) -> list[Living]:
+        """What is alive at this moment, alike storages counted together, the most bytes first."""
+        place = next(place for place, moment in enumerate(self.timeline) if moment is peak)
+        counted = [event for event in self.ledger.trace if event.storage.device.type != "meta"]
+        alive: Counter = Counter()
+        for event in counted[: place + 1]:
+            alive[event.storage] += event.bytes
+        alike = Counter((storage.category, size) for storage, size in alive.items() if size)
+        groups = [Living(category, size, number) for (category, size), number in alike.items() if category != "other"]
+        return sorted(groups, key=lambda group: -group.bytes * group.count)
+
+
+def on_device(moment: Moment) -> int:
+    """Bytes alive, without "other": what was there before the simulation, and host memory."""
+    return moment.total - moment.bytes["other"]
+
+
+def stage_of(case: Case) -> int:
+    """The stage whose formula holds."""
+    if not case.config:
+        return case.stage
+    return 2 if issubclass(CONFIGS[case.config].stage, Stage2) else 1
+
+
+def bucket_bytes(case: Case) -> int:
+    """Size of the stage's buckets."""
+    if case.bucket_bytes:
+        return case.bucket_bytes
+    whole = parameters_of(case.model) * DTYPES[case.dtype].itemsize // case.model_parallel
+    return max(4 * 2**20, -(-whole // BUCKETS))
+
+
+def build_model(case: Case, mesh: Mesh) -> torch.nn.Module:
+    """The GPT, or this rank's part of it."""
+    if case.model_parallel == 1:
+        return GPT(case.model)
+    model = ParallelGPT(case.model, mesh.model_group)
+    if case.model.recompute:
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.inside, use_reentrant=False)
+    model.initialise = lambda module: None  # stage 3 would let it draw values, and there are none
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------- for readers
+
+
+def describe(simulation: Simulation) -> str:
+    """Ledger beside formula, the peak and what is alive there, traffic."""
+    result = simulation.report
+    memory, case = result["memory"], result["settings"]
+    data_parallel = result["ranks"] // result["model_parallel"]
+    model, share = case["model"], ""
+    if result["model_parallel"] > 1:
+        share = (f" = {data_parallel} × {result['model_parallel']}, with {count_text(result['parameters_of_rank'])} "
+                 "parameters of its own")
+    lines = [
+        f"\n{result['name']}, rank {result['rank']} of N = {result['ranks']:,}{share}; simulated on fake tensors, "
+        f"{result['dtype']}",
+        f"Ψ = {result['parameters']:,} parameters: {model['layers']} blocks of width {model['hidden']}, "
+        f"{model['heads']} heads, vocabulary {model['vocabulary']}; {case['batch']} × {model['sequence']} tokens a rank"
+        f"{', recomputed block by block' if model['recompute'] or result['config'] else ''}",
+        "GB are 10⁹ bytes.", "",
+        report.table(_state_rows(result)), "",
+        f"highest moment of a step: {size_text(memory['peak'], 4)}, in {memory['peak_when']}, reached by "
+        f"{memory['peak_what'].split(',')[0]}. Alive there:",
+        *_living_lines(simulation.at_peak),
+        f"highest moment of construction: {size_text(memory['construction_peak'], 4)}",
+    ]
+    if memory["host"]:
+        lines.append(f"in host memory, at most: {size_text(memory['host'], 4)}")
+    lines.append(f"buckets of {size_text(result['bucket_bytes'])}"
+                 + (" (not used: a unit is a bucket)" if result["stage"] == 3 else ""))
+    traffic = result["traffic"]
+    lines += ["", "sent in a step, as a ring sends: " + size_text(traffic["sent_bytes"], 4)
+              + f"; {traffic['theory_volume']}Ψ(N−1)/N of data parallelism: {size_text(traffic['theory_bytes'], 4)}"]
+    if result["model_parallel"] > 1:
+        lines[-1] += f"; of model parallelism's blocks: {size_text(traffic['model_parallel_theory_bytes'], 4)}"
+    for name, counts in sorted(traffic["collectives"].items()):
+        lines.append(f"  {counts['calls']:,} × {name}, of {size_text(counts['bytes'], 4)} in all")
+    return "\n".join(lines)
+
+
+def _state_rows(result: dict) -> list[list[str]]:
+    rows = [["memory of this rank", "ledger, GB", "formula, GB", "", "padding, bytes", "unexplained, bytes"]]
+    for state in theory.STATES:
+        measured, formula, padding = (result[part][state] for part in ("memory", "theory", "padding"))
+        rows.append([
+            f"  {state}", f"{measured / 1e9:,.3f}", f"{formula / 1e9:,.3f}",
+            theory.formula(result["stage"], state, result["dtype"]), report.number(padding),
+            report.number(measured - formula - padding),
+        ])
+    total, formula = (sum(result[part][state] for state in theory.STATES) for part in ("memory", "theory"))
+    rows.append(["  together", f"{total / 1e9:,.3f}", f"{formula / 1e9:,.3f}", "", "", ""])
+    for part in ("activations", "buffers"):
+        rows.append([f"  {part}, at most", f"{result['memory'][part] / 1e9:,.3f}", "", "", "", ""])
+    return rows
+
+
+def _living_lines(groups: list[Living], most: int = 6) -> list[str]:
+    """The largest groups, and the rest in one line."""
+    lines = [f"  {size_text(group.bytes * group.count, 4):>9}  {group.category}: {group.count:,} × "
+             f"{size_text(group.bytes, 4)}" for group in groups[:most]]
+    rest = sum(group.bytes * group.count for group in groups[most:])
+    return lines + ([f"  {size_text(rest, 4):>9}  in smaller ones"] if rest else [])
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+
+def main(arguments: list[str]) -> None:
+    """The command: read the flags, simulate, print, write JSON and picture."""
+    parser = Parser(
+        prog="python -m zero_minimal simulate",
+        description="Run a stage's own code as one rank of many, on tensors that have a size and no memory, and count.",
+    )
+    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="default: 3")
+    parser.add_argument("--config", default="", choices=tuple(CONFIGS), metavar="C1…C5",
+                        help="instead of a stage: a system of zero_100b.py")
+    parser.add_argument("--ranks", type=positive, default=64, metavar="N", help="all of them (default: 64)")
+    parser.add_argument("--mp", "--model-parallel", type=positive, default=1, metavar="M", dest="model_parallel",
+                        help="ranks that share one model (default: 1)")
+    parser.add_argument("--rank", type=int, default=0, help="which rank to be (default: 0)")
+    parser.add_argument("--dtype", default="fp16", choices=tuple(DTYPES), help="default: fp16")
+    parser.add_argument("--bucket-mb", type=positive, metavar="MIB",
+                        help=f"size of the buckets (default: 4, or as large as makes {BUCKETS} of them)")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
+    parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw memory over the steps")
+    add_shape(parser)
+    flags = parser.parse_args(arguments)
+    try:
+        case = Case(
+            read_shape(flags), flags.stage, flags.ranks, flags.dtype, flags.batch, flags.model_parallel, flags.rank,
+            bucket_bytes=flags.bucket_mb * 2**20 if flags.bucket_mb else None, config=flags.config,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    simulation = simulate(case)
+    print(describe(simulation))
+    if flags.json:
+        report.write_json(simulation.report, flags.json)
+    if flags.plot:
+        plots.save(plots.simulation(simulation), flags.plot)
