@@ -16,8 +16,9 @@ STAGES = {"01_data_parallel": 0, "02_optimizer_state": 1, "03_gradients": 2, "04
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "step(number, points, stuck=None): a check that earns points in an assignment; "
-                            "`stuck` is what to look at if the ranks wait for ever")
+    config.addinivalue_line("markers", "step(number, points, stuck, left, raised): a check that earns points in an "
+                            "assignment. What to look at if ranks wait for each other (stuck), or for one that has "
+                            "returned (left), or if a line of the file raised (raised)")
 
 
 def pytest_collection_finish(session):

@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import checkpoint, collectives, layout, optimizers, precision
+from zero_minimal.foundations import checkpoint, collectives, layout, meta, optimizers, precision
 from zero_minimal.foundations.backward import Backward
 from zero_minimal.foundations.units import Turns, find_units, placeholder, refuse_state_dict, whole_parameters
 
@@ -59,7 +59,7 @@ class Stage3:
         self.buckets = [bucket for bucket in self.all_buckets if bucket.trained]
         layout.adopt(self, model, self.all_buckets, group)
         for unit in self.units:
-            unit.materialise(model)  # if it is on the meta device
+            meta.materialise(unit, model)  # if it is on the meta device
             layout.flatten(unit.buckets)  # parameters [padded] of each bucket
             for bucket in unit.buckets:
                 collectives.broadcast(bucket.parameters, group=group)

@@ -41,8 +41,8 @@ def all_reduce(tensor, group=None):
 
 
 def broadcast(tensor, root: int = 0, group=None, chunk_count: int = 4):
-    """Copy rank root's tensor [n] to all ranks, in place: while one chunk is passed on, the next one arrives."""
-    # step 5: chunks go down the ring from the root; a rank passes one on while the next one arrives.
+    """Copy rank root's tensor [n] to all ranks, in place; return it. While one chunk is passed on, the next arrives."""
+    # step 5: chunks go down the ring from the root; a rank passes one on while the next one arrives. Returns `tensor`.
     raise NotImplementedError("step 5: broadcast")
 
 

@@ -41,8 +41,8 @@ def only_messages(pause=0.0):
     )
 
 
-def assert_ring(calls, rank, world_size, messages, size, what):
-    """This rank sent so many messages of so many bytes, all to its right neighbour."""
+def assert_ring(calls, rank, world_size, messages, size, what, share):
+    """This rank sent so many messages of so many bytes, all to its right neighbour; `share` says why so many."""
     sends = [call for call in calls if call.name == "send"]
     right = (rank + 1) % world_size
     strangers = sorted({call.peer for call in sends} - {right})
@@ -52,8 +52,8 @@ def assert_ring(calls, rank, world_size, messages, size, what):
     )
     sent, wanted = sum(call.bytes for call in sends), messages * size
     assert sent == wanted, (
-        f"rank {rank} of {world_size} sent {sent} bytes in {what} ({len(sends)} messages), and {wanted} are needed: "
-        f"{messages} x {size}"
+        f"rank {rank} of {world_size} sent {sent} bytes in {what}, in {len(sends)} message{'s' * (len(sends) != 1)}; "
+        f"{share} is {wanted} bytes" + (f": {messages} messages of {size}" if wanted and messages > 1 else "")
     )
 
 
@@ -76,9 +76,10 @@ def exchanged(ring):
     return came, kept, calls.made
 
 
-@pytest.mark.step(1, points=7, stuck="if every rank waits for its send before it receives, nobody receives; and a send "
-                  "that nobody waits for may be dropped before it was made. Start the send (isend), receive, then wait "
-                  "for the send")
+@pytest.mark.step(1, points=7, stuck="if every rank waits for its send before it receives, nobody receives, and the "
+                  "other way round. Start the send (isend), receive, then wait for the send",
+                  left="a send that nobody waits for may be dropped before it was made: wait() for each isend before "
+                  "you return")
 @pytest.mark.parametrize("world_size", (3, 2))
 def test_neighbours_exchange(ring, world_size):
     for rank, (came, kept, _) in enumerate(once(exchanged, world_size, ring)):
@@ -102,7 +103,7 @@ def test_neighbours_exchange(ring, world_size):
 @pytest.mark.step(1, points=4)
 def test_an_exchange_is_one_message(ring):
     for rank, (*_, calls) in enumerate(once(exchanged, 3, ring)):
-        assert_ring(calls, rank, 3, 1, 4 * LARGE, "exchange")
+        assert_ring(calls, rank, 3, 1, 4 * LARGE, "exchange", "one tensor")
 
 
 def in_a_group(call):
@@ -110,6 +111,9 @@ def in_a_group(call):
     rank, group = dist.get_rank(), dist.new_group([1, 2])
     with only_messages():
         return call(group, numbers(rank, 6)) if rank else None
+
+
+GROUP = "here the ring is a group of ranks 1 and 2, which are its ranks 0 and 1: is `group` passed on to every call?"
 
 
 def exchange_in_group(ring):
@@ -142,7 +146,7 @@ def reduce_scattered(ring):
     return part, torch.equal(tensor, numbers(rank, world_size * PART)), calls.made
 
 
-@pytest.mark.step(2, points=14)
+@pytest.mark.step(2, points=12)
 @worlds
 def test_reduce_scatter_gives_this_ranks_part_of_the_sum(ring, world_size):
     parts = [numbers(rank, world_size * PART).view(world_size, PART) for rank in range(world_size)]
@@ -190,7 +194,8 @@ def test_reduce_scatter_leaves_its_input(ring):
 @worlds
 def test_reduce_scatter_sends_one_chunk_a_step(ring, world_size):
     for rank, (*_, calls) in enumerate(once(reduce_scattered, world_size, ring)):
-        assert_ring(calls, rank, world_size, world_size - 1, 4 * PART, "reduce_scatter, (N-1)/N of the tensor")
+        assert_ring(calls, rank, world_size, world_size - 1, 4 * PART, "reduce_scatter",
+                    "(N-1)/N of the tensor")
 
 
 def reduced_odd(ring):
@@ -199,7 +204,7 @@ def reduced_odd(ring):
         return [ring.reduce_scatter(numbers(rank, 3 * world_size, dtype)) for dtype in (torch.float64, torch.int64)]
 
 
-@pytest.mark.step(2, points=4)
+@pytest.mark.step(2, points=3)
 @pytest.mark.parametrize("world_size", (1, 3))
 def test_reduce_scatter_of_other_kinds(ring, world_size):
     for rank, results in enumerate(toys.run(reduced_odd, world_size, ring)):
@@ -210,6 +215,20 @@ def test_reduce_scatter_of_other_kinds(ring, world_size):
                 f"reduce_scatter of a {dtype} tensor gave {part.tolist()} ({part.dtype}) on rank {rank} of "
                 f"{world_size}, and {total.view(world_size, 3)[rank].tolist()} is right"
             )
+
+
+def reduce_scatter_in_group(ring):
+    return in_a_group(lambda group, tensor: ring.reduce_scatter(tensor, group))
+
+
+@pytest.mark.step(2, points=3, stuck=GROUP, raised=GROUP)
+def test_reduce_scatter_in_a_group(ring):
+    total = (numbers(1, 6) + numbers(2, 6)).view(2, 3)
+    for rank, part in enumerate(toys.run(reduce_scatter_in_group, 3, ring)):
+        assert rank == 0 or (part.shape == (3,) and near(part, total[rank - 1])), (
+            f"reduce_scatter in a group of ranks 1 and 2 gave rank {rank} another part: there it is rank {rank - 1} of "
+            "2. Is `group` passed on to every call, get_rank() and get_world_size() too?"
+        )
 
 
 # -------------------------------------------------------------------------------------------------- step 3: all-gather
@@ -224,7 +243,7 @@ def all_gathered(ring):
     return whole, torch.equal(part, numbers(rank, PART)), calls.made
 
 
-@pytest.mark.step(3, points=10)
+@pytest.mark.step(3, points=9)
 @worlds
 def test_all_gather_gives_all_parts_in_order(ring, world_size):
     for rank, (whole, kept, _) in enumerate(once(all_gathered, world_size, ring)):
@@ -233,12 +252,12 @@ def test_all_gather_gives_all_parts_in_order(ring, world_size):
             f"all_gather of [{PART}] returned {list(whole.shape)} on rank {rank} of {world_size}: one flat tensor "
             f"[{world_size * PART}] is wanted"
         )
-        assert kept, f"all_gather changed its input on rank {rank}"
         places = [_whose(piece, world_size) for piece in whole.view(world_size, PART)]
         assert places == list(range(world_size)), (
             f"all_gather on rank {rank} of {world_size} gave the parts of ranks {_listed(places)}, and they must be "
             f"{_listed(range(world_size))}, in this order on every rank"
         )
+        assert kept, f"all_gather changed its input on rank {rank}: write into a new tensor"
 
 
 def _whose(piece, world_size):
@@ -249,11 +268,11 @@ def _listed(places):
     return ", ".join(map(str, places)) + (" (? is nobody's)" if "?" in places else "")
 
 
-@pytest.mark.step(3, points=6)
+@pytest.mark.step(3, points=5)
 @worlds
 def test_all_gather_sends_one_part_a_step(ring, world_size):
     for rank, (*_, calls) in enumerate(once(all_gathered, world_size, ring)):
-        assert_ring(calls, rank, world_size, world_size - 1, 4 * PART, "all_gather, N-1 parts")
+        assert_ring(calls, rank, world_size, world_size - 1, 4 * PART, "all_gather", "N-1 parts")
 
 
 def gathered_odd(ring):
@@ -262,7 +281,7 @@ def gathered_odd(ring):
         return [ring.all_gather(numbers(rank, size, dtype)) for size, dtype in ((1, torch.float64), (4, torch.int64))]
 
 
-@pytest.mark.step(3, points=4)
+@pytest.mark.step(3, points=3)
 @pytest.mark.parametrize("world_size", (1, 4))
 def test_all_gather_of_other_kinds(ring, world_size):
     for rank, results in enumerate(toys.run(gathered_odd, world_size, ring)):
@@ -273,6 +292,19 @@ def test_all_gather_of_other_kinds(ring, world_size):
                 f"all_gather of {size} {dtype} numbers gave {whole.tolist()} ({whole.dtype}) on rank {rank} of "
                 f"{world_size}, and {wanted.tolist()} is right"
             )
+
+
+def all_gather_in_group(ring):
+    return in_a_group(lambda group, tensor: ring.all_gather(tensor, group))
+
+
+@pytest.mark.step(3, points=3, stuck=GROUP, raised=GROUP)
+def test_all_gather_in_a_group(ring):
+    for rank, whole in enumerate(toys.run(all_gather_in_group, 3, ring)):
+        assert rank == 0 or torch.equal(whole, torch.cat([numbers(1, 6), numbers(2, 6)])), (
+            f"all_gather in a group of ranks 1 and 2 gave rank {rank} other parts than theirs in order: there it is "
+            f"rank {rank - 1} of 2. Is `group` passed on to every call, get_rank() and get_world_size() too?"
+        )
 
 
 # -------------------------------------------------------------------------------------------------- step 4: all-reduce
@@ -290,7 +322,8 @@ def all_reduced(ring):
     return results, calls.made
 
 
-@pytest.mark.step(4, points=8)
+@pytest.mark.step(4, points=8, raised="N need not divide the number of elements: is the tensor padded before it is cut "
+                  "into N chunks?")
 @worlds
 def test_all_reduce_gives_the_sum_of_any_size(ring, world_size):
     for rank, (results, _) in enumerate(once(all_reduced, world_size, ring)):
@@ -314,17 +347,14 @@ def test_all_reduce_gives_the_sum_of_any_size(ring, world_size):
 def test_all_reduce_sends_twice_a_reduce_scatter(ring, world_size):
     for rank, (_, calls) in enumerate(once(all_reduced, world_size, ring)):
         assert_ring(calls, rank, world_size, 2 * (world_size - 1), 4 * EVEN // world_size,
-                    "all_reduce, 2(N-1)/N of the tensor")
+                    "all_reduce", "2(N-1)/N of the tensor")
 
 
 def all_reduce_in_group(ring):
     return in_a_group(lambda group, tensor: ring.all_reduce(tensor, group))
 
 
-GROUP = "here the ring is a group of ranks 1 and 2, which are its ranks 0 and 1: is `group` passed on to every call?"
-
-
-@pytest.mark.step(4, points=3, stuck=GROUP)
+@pytest.mark.step(4, points=3, stuck=GROUP, raised=GROUP)
 def test_all_reduce_in_a_group(ring):
     for rank, result in enumerate(toys.run(all_reduce_in_group, 3, ring)):
         assert rank == 0 or near(result, numbers(1, 6) + numbers(2, 6)), (
@@ -351,19 +381,18 @@ def broadcasted(ring):
     return results
 
 
-@pytest.mark.step(5, points=8, stuck="the last rank of the ring, the root's left neighbour, must not send: nobody "
+@pytest.mark.step(5, points=7, stuck="the last rank of the ring, the root's left neighbour, must not send: nobody "
                   "receives from it")
 @worlds
 def test_broadcast_copies_the_roots_tensor(ring, world_size):
-    for rank, results in enumerate(toys.run(broadcasted, world_size, ring)):
-        for root, size, chunks, same, tensor in results:
-            told = f"broadcast of {size} elements in {chunks} chunks from rank {root} of {world_size}"
+    for rank, results in enumerate(once(broadcasted, world_size, ring)):
+        for root, size, chunks, _, tensor in results:
             right = int((tensor == numbers(root, size)).sum())
             assert right == size, (
-                f"{told}: on rank {rank} {right} of {size} elements of the tensor it was given are the root's. "
-                "Receive into the tensor itself: its chunks are views of it"
+                f"broadcast over {world_size} ranks, root is {root}: on rank {rank} the tensor that it was given holds "
+                f"{right} of the root's {size} element{'s' * (size > 1)} (chunk_count={chunks}). Receive into the "
+                "tensor itself: its chunks are views of it"
             )
-            assert same, f"{told} did not return the tensor that it was given, on rank {rank}"
 
 
 PAUSE = 0.1  # seconds before each message
@@ -380,8 +409,8 @@ def broadcast_slowly(ring):
 def test_broadcast_sends_the_tensor_once(ring):
     for rank, calls in enumerate(once(broadcast_slowly, 3, ring)):
         last = rank == 0  # the ring is 1, 2, 0
-        assert_ring(calls, rank, 3, 1, 0 if last else 4 * 12 * PART, "broadcast from rank 1, "
-                    + ("as the last of the ring" if last else "the whole tensor, chunk by chunk"))
+        assert_ring(calls, rank, 3, 1, 0 if last else 4 * 12 * PART, "broadcast from rank 1",
+                    "what the last rank of the ring has to send" if last else "the whole tensor")
 
 
 @pytest.mark.step(5, points=5)
@@ -399,13 +428,25 @@ def test_broadcast_is_a_pipeline(ring):
 
 
 def broadcast_in_group(ring):
-    return in_a_group(lambda group, tensor: ring.broadcast(tensor, 1, group))
+    def call(group, tensor):
+        ring.broadcast(tensor, 1, group)
+        return tensor
+
+    return in_a_group(call)
 
 
-@pytest.mark.step(5, points=2, stuck=GROUP)
+@pytest.mark.step(5, points=2, stuck=GROUP, raised=GROUP)
 def test_broadcast_in_a_group(ring):
     for rank, result in enumerate(toys.run(broadcast_in_group, 3, ring)):
-        assert rank == 0 or (result is not None and torch.equal(result, numbers(2, 6))), (
+        assert rank == 0 or torch.equal(result, numbers(2, 6)), (
             f"broadcast from rank 1 of a group of ranks 1 and 2 (root=1: that is rank 2) gave another tensor on rank "
             f"{rank}: root is a rank of the group"
+        )
+
+
+@pytest.mark.step(5, points=1)
+def test_broadcast_returns_its_tensor(ring):
+    for rank, results in enumerate(once(broadcasted, 2, ring)):
+        assert all(same for *_, same, _ in results), (
+            f"broadcast did not return the tensor that it was given, on rank {rank}: end with return tensor"
         )

@@ -158,7 +158,9 @@ def awkward_backward(stage_class):
 
 
 @pytest.mark.step(1, points=6, stuck="one parameter got a gradient on rank 0 alone, and one on no rank at all: each "
-                  "rank must reduce all buckets in the same order all the same, with zero for what is missing")
+                  "rank must reduce all buckets in the same order all the same, with zero for what is missing",
+                  raised="a bucket may get no gradient on a rank, and its bucket.gradients is None then: it counts as "
+                  "zero, bucket.zeros()")
 def test_a_missing_gradient_is_zero(stage_class):
     gradients = gradients_of(3, make=checks.Awkward, batch=checks.awkward_batch)
     assert_shards_hold(once(awkward_backward, 3, stage_class), gradients, "the mean gradient, where one parameter got "

@@ -12,7 +12,8 @@ from zero_minimal.instruments import theory
 from zero_minimal.instruments.hardware import GPUS
 from zero_minimal.instruments.plan import describe, plan
 from zero_minimal.instruments.quantities import count, count_text, seconds_text, size, size_text
-from zero_minimal.instruments.shapes import parameters_of, shape_for
+from zero_minimal.instruments.shapes import block_parameters, parameters_of, root_parameters, shape_for
+from zero_minimal.instruments.simulate import Case, simulate
 from zero_minimal.workload.model import GPT, GPTConfig
 
 BIG = GPTConfig(layers=125, hidden=8192, heads=64, sequence=1024, vocabulary=50257, dropout=0.0, recompute=True)
@@ -87,7 +88,7 @@ def test_p_a_adds_a_twelfth_to_megatrons_traffic():
 
 @pytest.mark.parametrize(("text", "value"), [
     ("7.5B", 7_500_000_000), ("1T", 10**12), ("1.5b", 1_500_000_000), ("125M", 125_000_000), ("3 K", 3000), ("42", 42),
-    ("1e9", 10**9), ("1_000", 1000),
+    ("1e9", 10**9), ("1_000", 1000), ("7.5E9", 7_500_000_000), ("1e+9", 10**9), ("1e18", 10**18),
 ])
 def test_counts_as_people_write_them(text, value):
     assert count(text) == value
@@ -100,13 +101,13 @@ def test_sizes_are_decimal_unless_they_say_otherwise(text, value):
     assert size(text) == value
 
 
-@pytest.mark.parametrize("wrong", ["", "B", "7.5Q", "-1B", "0", "seven", "1 2B", "32GB", "nan", "1e999"])
+@pytest.mark.parametrize("wrong", ["", "B", "7.5Q", "-1B", "0", "seven", "1 2B", "32GB", "nan", "1e999", "1e19"])
 def test_other_counts_are_answered_with_what_is_accepted(wrong):
     with pytest.raises(argparse.ArgumentTypeError, match="K, M, B and T"):
         count(wrong)
 
 
-@pytest.mark.parametrize("wrong", ["32", "32G", "-1GB", "0GB", "lots"][1:])
+@pytest.mark.parametrize("wrong", ["32G", "-1GB", "0GB", "lots", "2e6TB"])
 def test_other_sizes_are_answered_with_what_is_accepted(wrong):
     with pytest.raises(argparse.ArgumentTypeError, match="32GB"):
         size(wrong)
@@ -136,6 +137,8 @@ def test_the_size_of_a_shape_is_that_of_the_model(config):
     with torch.device("meta"):
         model = GPT(config)
     assert parameters_of(config) == sum(param.numel() for param in model.parameters())
+    assert block_parameters(config) == sum(param.numel() for param in model.blocks[0].parameters())
+    assert root_parameters(config) == parameters_of(config) - config.layers * block_parameters(config)
 
 
 def test_a_shape_can_have_few_blocks():
@@ -148,10 +151,46 @@ def test_a_shape_can_have_few_blocks():
 def test_the_plan_is_figure_1_and_says_which_stage_fits():
     told = plan(shape_for(7_500_000_000, 1024, recompute=True), 64, 32e9)
     assert [row["states"] / 1e9 for row in told["rows"]] == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
-    assert [row["fits"] for row in told["rows"]] == [False, True, True, True]
-    assert told["first_stage_that_fits"] == 1
-    assert plan(BIG, 64, 32e9)["first_stage_that_fits"] == 3
+    assert [row["states_fit"] for row in told["rows"]] == [False, True, True, True]
+    assert [row["fits"] for row in told["rows"]] == [False, False, True, True]  # 31.4 GB leave no room for logits
+    assert told["first_stage_that_fits"] == 2 and "the states alone: stage 1" in describe(told)
+    assert plan(BIG, 128, 32e9)["first_stage_that_fits"] == 3
     assert plan(BIG, 16, 32e9)["first_stage_that_fits"] is None
+
+
+NARROW, WIDE = (GPTConfig(layers=layers, hidden=hidden, heads=hidden // 64, sequence=256, vocabulary=vocabulary,
+                          dropout=0.0, recompute=True)
+                for layers, hidden, vocabulary in ((6, 256, 50257), (4, 4096, 1000)))  # logits, or units, are the most
+
+
+@pytest.mark.parametrize(("config", "parallel"), [(NARROW, 1), (NARROW, 4), (WIDE, 1), (WIDE, 4)])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_plan_is_what_running_code_peaks_at(config, parallel, stage):
+    """Buffers come on top; not all units are whole at the moment of the logits, and the plan cuts no block's inside."""
+    row = plan(config, 256, 32e9, batch=8, model_parallel=parallel)["rows"][stage]
+    case = Case(config, stage, 256, "fp16", batch=8, model_parallel=parallel)
+    peak = simulate(case).report["memory"]["peak"] / row["together"]
+    assert (0.9 if parallel == 1 else 0.8) < peak < 1.05
+
+
+def test_units_of_stage_3_can_be_too_large_for_a_device():
+    huge = GPTConfig(layers=113, hidden=27136, heads=212, sequence=1024, vocabulary=52504, dropout=0.0, recompute=True)
+    told = plan(huge, 1024, 32e9)
+    row = told["rows"][3]
+    assert row["states"] / 1e9 == pytest.approx(15.6, abs=0.05) and row["states_fit"]  # Table 1
+    assert row["together"] / 1e9 == pytest.approx(96.7, rel=0.03)  # what `simulate` counts
+    assert not row["fits"] and told["first_stage_that_fits"] is None and "gathers whole" in describe(told)
+    assert row["fewest_data_parallel_ranks"] is None and row["fewest_data_parallel_ranks_for_states"] == 500
+    assert all(row["units"] == 0 for row in told["rows"][:3])
+    assert plan(huge, 16384, 32e9, model_parallel=4)["first_stage_that_fits"] == 3
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fewest_ranks_are_the_fewest_on_which_all_fits(stage):
+    config = shape_for(7_500_000_000, 1024, recompute=True)
+    fewest = plan(config, 64, 32e9)["rows"][stage]["fewest_data_parallel_ranks"]
+    fits = [plan(config, ranks, 32e9)["rows"][stage]["fits"] for ranks in (fewest - 1, fewest)]
+    assert fits == [False, True]
 
 
 def test_activations_count_too():
@@ -166,6 +205,43 @@ def test_activations_count_too():
     assert spared == told["activations"]["P_a"]
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_model_parallelism_sends_less_where_nothing_is_recomputed(recompute):
+    config = GPTConfig(layers=4, hidden=256, heads=8, sequence=64, dropout=0.0, recompute=recompute)
+    told = plan(config, 32, 32e9, batch=2, model_parallel=4)
+    assert told["model_parallel_bytes"] == (12 if recompute else 8) * 4 * 2 * 64 * 256 * 2 * 3 / 4
+    assert ("since blocks are recomputed" if recompute else "since nothing is recomputed") in describe(told)
+
+
+@pytest.mark.parametrize(("parallel", "speed"), [(8, 100e9), (32, 10e9)])
+def test_a_step_waits_for_model_parallelism_over_the_link_inside_a_node_or_the_network(parallel, speed):
+    told = plan(BIG, 64, 32e9, model_parallel=parallel, network=10e9, link=100e9, node=16)
+    waited = told["model_parallel_bytes"] / speed
+    assert told["model_parallel_seconds"] == pytest.approx(waited, rel=1e-9)
+    parts = (told["compute_seconds"], told["rows"][3]["send_seconds"])
+    bounds = [seconds_text(waited + part) for part in (max(parts), sum(parts))]
+    assert f"a step of {bounds[0]} (all of it overlaps) to {bounds[1]} (nothing does)" in describe(told)
+    partitioned = plan(BIG, 64, 32e9, model_parallel=parallel, network=10e9, link=100e9, node=16, checkpoints="P_a")
+    assert partitioned["model_parallel_seconds"] == pytest.approx(13 / 12 * waited, rel=1e-9)
+
+
+def test_a_device_is_slower_in_fp32(capsys):
+    seconds = []
+    for dtype, rate in (("fp16", "125 TFLOP/s"), ("fp32", "15.7 TFLOP/s")):
+        program.main(["plan", "--params=1.5B", f"--dtype={dtype}"])
+        text = capsys.readouterr().out
+        assert f"40% of {rate}, the device's in {dtype}" in text and "at 12.5 GB/s, the network" in text
+        seconds.append(plan(BIG, 64, 32e9, dtype)["compute_seconds"])
+    assert seconds[1] / seconds[0] == pytest.approx(125 / 15.7)
+    assert all(gpu.operations_fp32 < gpu.operations for gpu in GPUS.values())
+
+
+def test_heads_that_nobody_gave_are_such_that_model_parallel_ranks_can_share_them(capsys, tmp_path):
+    for parallel in (1, 16, 64):
+        program.main(["plan", "--layers=48", "--hidden=1600", f"--mp={parallel}", f"--json={tmp_path / 'plan.json'}"])
+        assert json.loads((tmp_path / "plan.json").read_text())["heads"] % parallel == 0
+
+
 def test_a_step_takes_as_long_as_arithmetic_says():
     told = plan(BIG, 64, 32e9, batch=2, operations=100e12, network=10e9)
     assert told["compute_seconds"] == pytest.approx(8 * parameters_of(BIG) * 2 * 1024 / 40e12, rel=1e-6)
@@ -177,7 +253,7 @@ def test_the_command(tmp_path, capsys):
                   f"--plot={tmp_path / 'plan.png'}"])
     text = capsys.readouterr().out
     assert all(figure in text for figure in ("120.00", "31.41", "16.64", "1.88"))
-    assert "stage 1, P_os, is the first that fits" in text
+    assert "stage 2, P_os+g, is the first that fits" in text and "+ units" in text and "keeps about 16" in text
     assert "10⁹ bytes" in text
     assert len(json.loads((tmp_path / "plan.json").read_text())["rows"]) == 4
     pixels = imread(tmp_path / "plan.png")
@@ -203,6 +279,11 @@ FLAGS = {
     "--params=1B --optimizer-bytes=-1": "above 0",
     "--params=1B --dtype=fp8": "fp16",
     "--params=1B --checkpoints=P_a": "needs --mp",
+    "--params=1e30": "at most 10¹⁸",
+    "--params=1B --ranks=1000000000000": "to 10⁹",
+    "--layers=48 --hidden=1600 --heads=25 --mp=16": "accepted: 1, 5, 25",
+    "--layers=2 --hidden=100 --mp=64": "accepted: 1, 2, 4, 5",
+    "--params=1B --plot=picture.txt": ".png, .svg",
 }
 
 

@@ -4,6 +4,10 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
+from zero_minimal.classroom.lessons import LESSONS
+
 HOUSE = Path(__file__).parents[2]
 README = (HOUSE / "README.md").read_text()
 RUN = json.loads((HOUSE / "lessons/pictures/compare.json").read_text())
@@ -32,8 +36,23 @@ def test_there_are_two_commands_and_ci_finds_them():
     ]
 
 
-def test_every_file_that_the_readme_links_to_is_there():
-    links = re.findall(r"\]\(((?!http)[^)]+)\)", README)
+PAGES = [HOUSE / "README.md", *sorted((HOUSE / "lessons").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOUSE)))
+def test_every_file_that_a_page_links_to_is_there(page):
+    links = re.findall(r"\]\(((?!http)[^)]+)\)", page.read_text())
     assert links
     for link in links:
-        assert (HOUSE / link).exists(), link
+        assert (page.parent / link).exists(), link
+
+
+def test_the_points_on_the_course_page_are_those_of_the_graders():
+    page = (HOUSE / "lessons/README.md").read_text().split("## For teachers")[1]
+    said = [int(points) for points in re.findall(r"^\|.*\| (\d+) \|$", page, re.MULTILINE)]
+    assert said == [step.points for lesson in LESSONS.values() for step in lesson.steps]
+    for lesson in LESSONS.values():
+        own = (HOUSE / "lessons" / lesson.name / "README.md").read_text().split("## The assignment")[1]
+        rows = re.findall(r"^\| \d \|(.*)\|$", own, re.MULTILINE)
+        for row, step in zip(rows, lesson.steps, strict=True):
+            assert str(step.points) in [cell.strip() for cell in row.split("|")], row

@@ -137,6 +137,7 @@ def test_figure_2_is_arithmetic_and_says_so(tmp_path):
         assert row["baseline_model_parallel"] > 16 or name < 40
     assert rows[100]["speed_up_paper"] == pytest.approx(10.2, abs=0.05)
     assert rows[100]["zero_estimate"] > 20 * rows[100]["baseline_estimate"]
+    assert any("From 40B on" in note for note in result["notes"])
     text = tables.describe("figure2", result)
     assert "no speed is reproduced here" in text and "39.0" in text and "1.47x" in text
     assert drawn(plots.figure2(result), tmp_path)
@@ -152,13 +153,24 @@ def test_the_command(tmp_path, capsys):
     assert (tmp_path / "figure.png").exists()
 
 
+def test_figures_are_written_though_a_picture_fails(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("no room")
+
+    monkeypatch.setattr(plots, "save", fail)
+    with pytest.raises(OSError, match="no room"):
+        program.main(["reproduce", "figure2", f"--json={tmp_path / 'f.json'}", f"--plot={tmp_path / 'f.png'}"])
+    assert json.loads((tmp_path / "f.json").read_text())["figure2"]
+
+
 def test_runs_in_processes_come_in_order():
     keys = [(7, 31), (2, 5), (1, 2)]
     assert reproduce.run_all(max, keys, processes=2, name="order") == [31, 5, 2]
 
 
 def test_the_command_refuses(capsys):
-    for flags, accepted in ((["table3"], "figure7"), (["table1", "--processes=0"], "from 1 up")):
+    for flags, accepted in ((["table3"], "figure7"), (["table1", "--processes=0"], "from 1 up"),
+                            (["figure2", "--plot=picture.txt"], ".png, .svg")):
         with pytest.raises(SystemExit):
             program.main(["reproduce", *flags])
         assert accepted in capsys.readouterr().err

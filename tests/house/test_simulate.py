@@ -112,7 +112,21 @@ def test_the_phases_come_in_order(run):
 def test_the_words_hold_the_figures(run):
     text = describe(run)
     assert "N = 1,024" in text and "12Ψ/N" in text and "backward 2" in text
-    assert f"{run.report['theory']['optimizer'] / 1e9:,.3f}" in text
+    assert f"{run.report['theory']['optimizer'] / 1e6:,.3f}" in text and "ledger, MB" in text
+
+
+def test_one_is_not_many_and_formulas_say_what_their_letters_are():
+    text = describe(simulate(Case(dataclasses.replace(SMALL, layers=1, heads=1), 2, 1, "bf16")))
+    assert "N = 1 rank;" in text and "1 block of" in text and "1 head," in text and "ledger, KB" in text
+    text = describe(simulate(Case(dataclasses.replace(SMALL, heads=4), 3, 8, "bf16", model_parallel=2)))
+    assert "rank 0 of 8 = 4 × 2 that share a model" in text and "N in the formulas is 4, Ψ this rank's share" in text
+
+
+def test_gradients_are_simulated_where_they_are_switched_off():
+    case = Case(SMALL, 2, 4, "bf16")
+    with torch.no_grad():
+        without = simulate(case).report
+    assert without["memory"] == simulate(case).report["memory"]
 
 
 def test_model_parallelism_and_stage_3_together():
@@ -199,6 +213,9 @@ FLAGS = {
     "--layers=2 --hidden=100 --heads=3": "accepted with it: 1, 2, 4, 5",
     "--params=100 --sequence=32": "ask for more parameters",
     "--params=1B --stage=4": "invalid choice",
+    "--params=1B --config=C4 --stage=0": "without --stage and --no-recompute",
+    "--params=1B --config=C4 --no-recompute": "without --stage and --no-recompute",
+    "--params=1B --plot=picture.txt": ".png, .svg",
 }
 
 
@@ -316,6 +333,49 @@ def refused(make, stage):
     return str(caught.value)
 
 
+class Forgetful(nn.Linear):
+    """What it inherits draws weight and bias, and not what it adds."""
+
+    def __init__(self, buffer):
+        super().__init__(4, 4)
+        if buffer:
+            self.register_buffer("table", torch.arange(4.0))
+        else:
+            self.scale = nn.Parameter(torch.ones(4))
+
+
+class Recursive(nn.Module):
+    """Draws what its child has, which belongs to the root, since another block has it too."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.inner, self.own = shared, nn.Linear(6, 6)
+
+    def reset_parameters(self):
+        self.inner.reset_parameters()
+        self.own.reset_parameters()
+
+    def forward(self, x):
+        return self.own(self.inner(x))
+
+
+def recursive_from_meta():
+    def make():
+        shared = nn.Linear(6, 6)
+        model = nn.Module()
+        model.blocks = nn.ModuleList([Recursive(shared), Recursive(shared)])
+        return model
+
+    return toys.whole_parameters(Stage3(on_meta(make), torch.optim.SGD, lr=0.1))
+
+
+def test_a_block_may_draw_what_its_child_shares():
+    assert all(value.isfinite().all() and value.abs().max() <= 6**-0.5 for value in toys.run(recursive_from_meta, 1)[0])
+
+
 def test_models_that_cannot_come_into_being_are_refused():
     assert "Scale has no reset_parameters()" in toys.run(refused, 1, lambda: nn.Sequential(Scale()), Stage3)[0]
+    for buffer, name in ((True, "Forgetful.table"), (False, "scale")):
+        make = functools.partial(Forgetful, buffer)
+        assert f"nothing gave '{name}' a value" in toys.run(refused, 1, make, Stage3)[0]
     assert "only stage 3" in toys.run(refused, 1, toys.MLP, Stage2)[0]

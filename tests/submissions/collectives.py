@@ -5,6 +5,9 @@ from submissions import Wrong
 SEND = "    sending = dist.isend(outgoing, _global(rank + 1, group), group=group)\n"
 RECEIVE = "    dist.recv(incoming, _global(rank - 1, group), group=group)\n    sending.wait()\n"
 SUM = "        chunks[(rank - step - 2) % world_size] += incoming\n    return chunks[rank]\n"
+SCATTER_RANK = ("    rank, world_size = dist.get_rank(group), dist.get_world_size(group)\n"
+                "    chunks = list")
+GATHER_RANK = "    rank, world_size = dist.get_rank(group), dist.get_world_size(group)\n    chunks = part"
 ADD = "        chunks[(rank - step - 2) % world_size] += incoming\n"
 EXCHANGE = "        exchange(outgoing, incoming, group)\n"
 PASS_ON = "        exchange(chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size], group)\n"
@@ -23,17 +26,18 @@ WRONG = {
         [(SEND, SEND.replace("+ 1", "- 1")), (RECEIVE, RECEIVE.replace("- 1", "+ 1"))], 3),
     "waits for its send before it receives": Wrong(
         1, "test_neighbours_exchange",
-        r"(?s)rank 0, 1, 2 waited in send, at line \d+ of assignment.py \(exchange\): dist.send.*isend",
+        r"(?s)ranks 0, 1 and 2 waited in send, at line \d+ of assignment.py \(exchange\): dist.send.*isend",
         [(SEND, SEND.replace("sending = dist.isend", "dist.send")), (RECEIVE, RECEIVE.splitlines()[0] + "\n")],
         3, True),
     "receives before it sends": Wrong(
-        1, "test_neighbours_exchange", r"rank 0, 1, 2 waited in recv, at line \d+ of assignment.py \(exchange\)",
+        1, "test_neighbours_exchange", r"ranks 0, 1 and 2 waited in recv, at line \d+ of assignment.py \(exchange\)",
         [(SEND, ""), (RECEIVE, RECEIVE.splitlines()[0] + "\n" + SEND + "    sending.wait()\n")], 3, True),
     "does not wait for its send": Wrong(
         1, "test_neighbours_exchange", r"the send was still under way",
         [(RECEIVE, RECEIVE.splitlines()[0] + "\n    dist.my_sends = [sending]\n")], 3),
     "drops its send": Wrong(
-        1, "test_neighbours_exchange", r"(?s)rank 0 waited in recv.*rank 1, 2 had returned.*dropped before it was made",
+        1, "test_neighbours_exchange",
+        r"(?s)rank 0 waited in recv.*ranks 1 and 2 had returned.*look at: a send that nobody waits for may be",
         [(RECEIVE, RECEIVE.splitlines()[0] + "\n")], 3, True),
     "does not wait for what it receives": Wrong(
         1, "test_neighbours_exchange", r"`incoming` is not filled on rank \d",
@@ -48,6 +52,14 @@ WRONG = {
         [(SEND, "    size = dist.get_world_size(group)\n"
                 + SEND.replace("_global(rank + 1, group)", "(rank + 1) % size")),
          (RECEIVE, RECEIVE.replace("_global(rank - 1, group)", "(rank - 1) % size"))]),
+    "loops for ever in its file": Wrong(
+        1, "test_neighbours_exchange",
+        r"(?s)ranks 0, 1 and 2 stood at line \d+ of assignment.py \(exchange\): while True: pass\n    A rank .*loop",
+        [(SEND, "    while True: pass\n" + SEND)], 3, True),
+    "takes its rank in the world for that in the group": Wrong(
+        2, "test_reduce_scatter_in_a_group",
+        r"it raised IndexError(?s:.*)To look at: .*is `group` passed on to every call",
+        [(SCATTER_RANK, SCATTER_RANK.replace("get_rank(group)", "get_rank()"))]),
     "ends on the right neighbour's chunk": Wrong(
         2, "test_reduce_scatter_gives_this_ranks_part_of_the_sum",
         r"rank 0 of 3 returned part 1, summed over all ranks",
@@ -69,7 +81,8 @@ WRONG = {
         2, "test_reduce_scatter_leaves_its_input", r"changed its input",
         [("tensor.clone().view", "tensor.view")]),
     "sends whole tensors around": Wrong(
-        2, "test_reduce_scatter_sends_one_chunk_a_step", r"sent 840 bytes in reduce_scatter.*280 are needed: 2 x 140",
+        2, "test_reduce_scatter_sends_one_chunk_a_step",
+        r"sent 840 bytes in reduce_scatter, in 2 messages; .* is 280 bytes: 2 messages of 140",
         [(EXCHANGE, "        whole, other = torch.cat(chunks), tensor.clone()\n        exchange(whole, other, group)\n"
                     "        incoming = other.view(world_size, -1)[(rank - step - 2) % world_size].clone()\n")], 3),
     "reduces by torch's own collective": Wrong(
@@ -109,6 +122,15 @@ WRONG = {
     "gathers numbers of fp32 only": Wrong(
         3, "test_all_gather_of_other_kinds", r"it raised RuntimeError|torch.float32",
         [("chunks = part.new_empty(world_size, part.numel())", "chunks = torch.empty(world_size, part.numel())")], 4),
+    "gathers with its rank in the world": Wrong(
+        3, "test_all_gather_in_a_group", r"it raised IndexError(?s:.*)To look at: .*is `group` passed on to every call",
+        [(GATHER_RANK, GATHER_RANK.replace("get_rank(group)", "get_rank()"))]),
+    "gathers into its input": Wrong(
+        3, "test_all_gather_gives_all_parts_in_order", r"changed its input on rank 0: write into a new tensor",
+        [("    return chunks.view(-1)\n", "    part.zero_()\n    return chunks.view(-1)\n")], 3),
+    "does not pad": Wrong(
+        4, "test_all_reduce_gives_the_sum_of_any_size", r"(?s)it raised .*To look at: N need not divide",
+        [(REDUCED, "    return all_gather(reduce_scatter(tensor, group), group)\n")], 3),
     "drops the tail": Wrong(
         4, "test_all_reduce_gives_the_sum_of_any_size", r"returned \[0\]|returned \[63\]: 3 does not divide 64",
         [(PAD, "    whole = tensor.numel() // world_size * world_size\n"), (FILL, ""),
@@ -117,7 +139,7 @@ WRONG = {
         4, "test_all_reduce_gives_the_sum_of_any_size", r"returned \[3\]: 3 does not divide 1, so pad it",
         [(REDUCED, REDUCED.replace("[: tensor.numel()]", ""))], 3),
     "gathers everything and sums": Wrong(
-        4, "test_all_reduce_sends_twice_a_reduce_scatter", r"sent 3360 bytes in all_reduce, 2\(N-1\)/N",
+        4, "test_all_reduce_sends_twice_a_reduce_scatter", r"sent 3360 bytes in all_reduce, in 2 messages; 2\(N-1\)/N",
         [(REDUCED, "    return all_gather(padded, group).view(world_size, -1).sum(0)[: tensor.numel()]\n")], 3),
     "all-reduces in the whole world": Wrong(
         4, "test_all_reduce_in_a_group", r"is `group` passed on to every call|had not come to an end",
@@ -136,11 +158,15 @@ WRONG = {
     "the last rank sends too": Wrong(
         5, "test_broadcast_copies_the_roots_tensor", r"(?s)at line \d+ of assignment.py \(broadcast\).*must not send",
         [(TO_RIGHT, TO_RIGHT.replace("distance < world_size - 1", "world_size > 1"))], 3, True),
+    "returns nothing": Wrong(
+        5, "test_broadcast_returns_its_tensor", r"did not return the tensor .* end with return tensor",
+        [("    return tensor\n", "")]),
     "receives into copies": Wrong(
         5, "test_broadcast_copies_the_roots_tensor", r"its chunks are views of it",
         [(CHUNKS, "    for chunk in tensor.clone().chunk(chunk_count):\n")], 2),
     "broadcasts from rank 0 whoever is the root": Wrong(
-        5, "test_broadcast_copies_the_roots_tensor", r"from rank 1 of 2: on rank \d 0 of",
+        5, "test_broadcast_copies_the_roots_tensor",
+        r"over 2 ranks, root is 1: on rank \d .* holds 0 of the root's 1 element ",
         [("distance = (rank - root) % world_size", "distance = rank")], 2),
     "takes the root for a rank of the world": Wrong(
         5, "test_broadcast_in_a_group", r"root is a rank of the group|had not come to an end",

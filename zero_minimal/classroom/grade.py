@@ -17,9 +17,9 @@ import textwrap
 import time
 from pathlib import Path
 
-from zero_minimal.classroom.lessons import HOUSE, LESSONS, Lesson, Step
+from zero_minimal.classroom.lessons import HOUSE, LESSONS, LOOK_AT, UNWRITTEN, Lesson, Step
 
-SECONDS = 120  # for a lesson; most take some 20
+SECONDS = 120  # for a lesson
 EXTRA = 10.0  # seconds that the tests have after that, to say so themselves
 INDENT = " " * 8
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=_writable, metavar="FILE", help="also write results.json for Gradescope")
     options = parser.parse_args(arguments)
     lesson = _lesson(parser, options)
-    print(f"{options.file}: lesson {lesson.name}, {lesson.world}\n", flush=True)
+    print(f"{options.file}: lesson {lesson.name}, {lesson.world} (about 20 s)\n", flush=True)
     began, grades = time.monotonic(), Grades(lesson)
     if options.json:  # should the grader itself be brought down, this is what counts
         options.json.write_text(json.dumps(gradescope(grades, 0.0)))
@@ -87,10 +87,14 @@ def _syntax_error(file: Path) -> str:
 
 
 class Grades:
-    """Points by step. A check may be several tests (worlds of 2 and of 3 ranks): it earns its points if all pass."""
+    """Points by step. A check may be several tests (worlds of 2 and of 3 ranks): it earns its points if all pass.
+
+    A step that has a function to be written still has 0 points, whatever passes without it.
+    """
 
     def __init__(self, lesson: Lesson):
         self.lesson, self.results = lesson, []
+        self._said = ""  # the message shown last
 
     def add(self, step: int, check: str, points: float, passed: bool, message: str = "") -> None:
         self.results.append((step, check, points, passed, message))
@@ -103,11 +107,16 @@ class Grades:
     def of(self, step: Step) -> tuple[float, str]:
         """Points of a step, and one message: that of the first test that failed."""
         results = [result for result in self.results if result[0] == step.number]
+        unwritten = next((message for *_, passed, message in results if not passed and UNWRITTEN in message), "")
+        if unwritten:
+            return 0, unwritten
         lost = {check for _, check, _, passed, _ in results if not passed}
         earned = {check: points for _, check, points, _, _ in results if check not in lost}
         message = next((message for *_, passed, message in results if not passed), "")
-        failed = [earlier for earlier, _, _, passed, _ in self.results if not passed and earlier < step.number]
-        if message and failed and "not written yet" not in message:
+        failed = {earlier: text for earlier, _, _, passed, text in self.results if not passed and earlier < step.number}
+        if message and failed and message not in failed.values():
+            if "had not come to an end" in message:
+                message = message.split(LOOK_AT)[0]  # it would look for the cause in this step
             message += f"\nThis may come from step {min(failed)}: mend that first."
         return sum(earned.values()), message
 
@@ -121,9 +130,10 @@ class Grades:
 
     def show(self, step: Step) -> None:
         points, message = self.of(step)
-        print(f"step {step.number}  {points:3g} of {step.points:g}   {step.title}")
-        for line in message.splitlines():
+        print(f"step {step.number}  {points:3g} of {step.points:g}   {step.title}", flush=True)
+        for line in message.splitlines() if message != self._said else ():  # what concerns all steps is said once
             print(textwrap.fill(line, 116, initial_indent=INDENT, subsequent_indent=INDENT), flush=True)
+        self._said = message
 
 
 def grade(lesson: Lesson, file: Path, grades: Grades, seconds: float = SECONDS, only: str = "", show=print) -> None:

@@ -30,7 +30,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from zero_minimal.classroom.lessons import HOUSE, Lesson
+from zero_minimal.classroom.lessons import HOUSE, UNWRITTEN, Lesson
 
 PRINTED = 2**20  # bytes that a rank may print or write into one file
 MEMORY = 4 * 10**9  # bytes of memory that a rank may ask for
@@ -249,13 +249,17 @@ def plain(value):
     raise TypeError(f"a number or a tensor was expected, and the submission gave a {type(value).__name__}")
 
 
+def unwritten(function: str, step, line: int) -> str:
+    return f"{function}{UNWRITTEN}{step}, line {line})"
+
+
 def in_words(error: BaseException, path: str) -> str:
     """An exception as a message: what the submission raised and where, or the text of a test's assertion."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == path]
     text = str(error).strip()
     if isinstance(error, NotImplementedError) and own:
-        return f"{text.split(': ')[-1]}() is not written yet ({text.split(':')[0]}, line {own[-1].lineno})"
+        return unwritten(text.split(": ")[-1], text.split(":")[0].removeprefix("step "), own[-1].lineno)
     if isinstance(error, AssertionError) and not own:
         return text.split("\nassert ")[0]
     where = ""

@@ -9,6 +9,10 @@ from pathlib import Path
 
 HOUSE = Path(__file__).parents[2]  # the repository
 
+# words that messages are recognized by
+UNWRITTEN = "() is not written yet (step "
+LOOK_AT = "\n    To look at: "
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
@@ -71,7 +75,8 @@ COLLECTIVES = Lesson(
             "all_reduce": "made of the two above, also when N does not divide n.",
         }),
         Step(5, "broadcast, chunk by chunk", 20, {
-            "broadcast": "chunks go down the ring from the root; a rank passes one on while the next one arrives.",
+            "broadcast": "chunks go down the ring from the root; a rank passes one on while the next one arrives. "
+                         "Returns `tensor`.",
         }),
     ),
 )

@@ -5,10 +5,15 @@ import re
 from pathlib import Path
 
 from zero_minimal.classroom.guard import Fault
+from zero_minimal.classroom.lessons import LOOK_AT, UNWRITTEN
 from zero_minimal.foundations.ranks import RankError
 
 _RANK = re.compile(r"^rank (\d+) stands here", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_WAITS = re.compile(r"\b(wait|recv|send|synchronize)\(")  # in C: the stack has no frame of it
+_GLOO = re.compile(r"\[[^\]\[]*\.(?:cc|h):\d+\] *")  # where gloo's own source says so
+AT = "stood"  # a rank that computes
+LOST = ("gloo", "is not part of group", "Connection")  # signs that a rank failed because of another
 _LATE = re.compile(r"^after (\S+) s rank ([\d, ]+) of (\d+) had not finished")
 
 
@@ -19,13 +24,15 @@ def of_failure(error: Exception, path: str) -> str:
     if isinstance(error, RankError):
         if isinstance(error.__cause__, Fault):
             words = str(error.__cause__)
-            return words if "not written yet" in words else f"rank {error.rank}: {words}"
+            return words if UNWRITTEN in words else f"rank {error.rank}: {words}"
         words = str(error).split("failed:\n", 1)[-1].split("\n(after it")[0].strip()
         if "\n" in words:  # a traceback of ours: the rank could not even begin, or end
             words = words.splitlines()[-1]
         if "SIGABRT" in words:
             words += (". gloo ends a rank when a message is larger than expected: do all ranks call the same "
                       "collectives in the same order, with the same sizes?")
+        if "SIGSEGV" in words:
+            words += f"{LOOK_AT}does it use memory that is gone? A shard that is a view of a freed tensor is gone too."
         return f"rank {error.rank} is gone in the middle of the test: {words}"
     return f"{type(error).__name__}: {error}"
 
@@ -37,13 +44,38 @@ def _stuck(text: str, path: str) -> str:
     for rank in late.split(", "):
         places.setdefault(_place(stacks.get(int(rank), []), path), []).append(rank)
     lines = [f"the ranks had not come to an end after {seconds} s."]
-    lines += [f"    rank {', '.join(ranks)} {place}" for place, ranks in places.items()]
+    lines += [f"    {listed(ranks)} {place}" for place, ranks in places.items()]
     if not any(file == path for stack in stacks.values() for file, *_ in stack):
         lines.append("    A collective that you started and nobody waited for can hold up the next one.")
     done = [rank for rank in map(str, range(int(world_size))) if rank not in late.split(", ")]
     if done:
-        lines.append(f"    rank {', '.join(done)} had returned: it waited for nobody")
+        lines.append(f"    {listed(done)} had returned, and waited for nobody")
+    if any(place.startswith(AT) for place in places):
+        lines.append("    A rank that stood at a line did not wait: is that a loop that never ends?")
     return "\n".join(lines)
+
+
+def listed(ranks) -> str:
+    """rank 0; ranks 0 and 1; ranks 0, 1 and 2"""
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+
+
+def hint(error: Exception, words: str, hints: dict) -> str:
+    """What to look at, if one of a test's hints fits: `left` when ranks wait for one that has returned, `stuck` when
+    they wait for each other, or failed because of another, `raised` when the file's own line raised."""
+    if isinstance(error, TimeoutError):
+        loops, waits = f" {AT} " in words, " waited " in words
+        found = "" if loops or not waits else "left" if "had returned" in words and "left" in hints else "stuck"
+    else:
+        found = "stuck" if any(sign in words for sign in LOST) else "raised" if "it raised" in words else ""
+    text = hints.get(found, "")
+    return f"{LOOK_AT}{text}{'' if text.endswith('?') else '.'}" if text else ""
+
+
+def brief(words: str) -> str:
+    """Without the places in gloo's source."""
+    return _GLOO.sub("", words)
 
 
 def _place(frames: list, path: str) -> str:
@@ -59,5 +91,6 @@ def _place(frames: list, path: str) -> str:
         return f"waited outside of your file{f', in {waits[-1]}' if waits else ''} ({others[0]})"
     _, line, function = frames[own]
     called = [inner for file, _, inner in frames[:own] if inner not in ("wrapper", "_fn")]
-    what = f"waited in {called[-1]}, at" if called else "was at"
-    return f"{what} line {line} of {Path(path).name} ({function}): {linecache.getline(path, int(line)).strip()}"
+    text = linecache.getline(path, int(line)).strip()
+    what = f"waited in {called[-1]}, at" if called else "waited at" if _WAITS.search(text) else AT + " at"
+    return f"{what} line {line} of {Path(path).name} ({function}): {text}"

@@ -4,6 +4,7 @@ A line of JSON a test goes to the pipe that --report names: {"test", "step", "po
 with "begins" says which test is next, so that the grader knows it should pytest itself be killed.
 """
 
+import ast
 import ctypes
 import json
 import os
@@ -16,13 +17,14 @@ from pathlib import Path
 import pytest
 
 from zero_minimal.classroom import messages
-from zero_minimal.classroom.guard import guarded
+from zero_minimal.classroom.guard import guarded, unwritten
+from zero_minimal.classroom.lessons import UNWRITTEN
+from zero_minimal.classroom.starters import functions_of
 from zero_minimal.classroom.submission import Submission
 from zero_minimal.foundations import ranks
 
 PATIENCE = 15.0  # seconds that ranks may take for one test: some 10 times what they need
 LESS_PATIENCE = 3.0  # once a test has run out of time: the learner waits too
-GLOO = ("gloo", "is not part of group", "Connection")  # signs that a rank failed because of another
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 
 
@@ -44,7 +46,7 @@ class Runner:
 
     def __init__(self, submission: Submission, seconds: float):
         self.submission, self.until, self.patience = submission, time.monotonic() + seconds, PATIENCE
-        self._start()
+        self.ours = None  # processes, once they have started
 
     def _start(self) -> None:
         ranks.run(os.getpid, 1, device="cpu")  # the server that forks ranks is up: what comes later is not ours
@@ -54,6 +56,8 @@ class Runner:
         left = self.until - time.monotonic()
         if left < 1:
             pytest.fail("not looked at: the time for this lesson was used up before", pytrace=False)
+        if self.ours is None or self.ours - _children():
+            self._start()
         try:
             limit = min(timeout, self.patience, left)
             return ranks.run(guarded(function, self.submission), world_size, *args, timeout=limit, device="cpu")
@@ -76,20 +80,21 @@ class Runner:
                         "processes", pytrace=False)
 
 
-def in_words(error: BaseException, path: str, stuck: str = "") -> str:
-    """A test's failure as a message for the learner; `stuck` is what to look at if the ranks wait for each other."""
+def in_words(error: BaseException, path: str, hints: dict) -> str:
+    """A test's failure as a message for the learner; `hints` are those of its mark."""
     if isinstance(error, (ranks.RankError, TimeoutError)):
         words = messages.of_failure(error, path)
-        lost = isinstance(error, TimeoutError) or any(sign in words for sign in GLOO)
-        return words + (f"\n    To look at: {stuck}." if stuck and lost else "")
+        return messages.brief(words) + messages.hint(error, words, hints)
     return str(error).split("\nassert ")[0].strip() or type(error).__name__
 
 
 class Grading:
-    """Hooks of pytest: only graded tests, each reported as it ends."""
+    """Hooks of pytest: only graded tests, each reported as it ends. Once a test finds that a function is not written
+    yet, the other tests of its step are not run: they would say the same."""
 
     def __init__(self, config):
         self.config, self.submission = config, config.submission
+        self.unwritten = unwritten_steps(self.submission)  # step: message
         self.reports = os.fdopen(config.option.report, "w", buffering=1)
 
     def pytest_collection_modifyitems(self, items):
@@ -104,12 +109,19 @@ class Grading:
     def pytest_runtest_protocol(self, item):
         self._tell(begins=item.nodeid, **_worth(item))
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem):
+        if message := self.unwritten.get(_worth(pyfuncitem)["step"]):
+            pytest.fail(message, pytrace=False)
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
         report = yield
         if report.when == "call" or report.failed:
-            stuck = item.get_closest_marker("step").kwargs.get("stuck", "")
-            message = "" if report.passed else in_words(call.excinfo.value, self.submission.path, stuck)
+            hints = item.get_closest_marker("step").kwargs
+            message = "" if report.passed else in_words(call.excinfo.value, self.submission.path, hints)
+            if UNWRITTEN in message:
+                self.unwritten.setdefault(_worth(item)["step"], message)
             self._tell(test=item.nodeid, passed=report.passed, message=message, **_worth(item))
         return report
 
@@ -118,6 +130,22 @@ class Grading:
 
     def _tell(self, **entries):
         self.reports.write(json.dumps(entries) + "\n")
+
+
+def unwritten_steps(submission: Submission) -> dict[int, str]:
+    """{step: message} of the steps whose functions are all as the starter has them."""
+    found = {}
+    functions = functions_of(ast.parse(submission.source))
+    for step in submission.lesson.steps:
+        holes = [functions[name] for name in step.tasks if name in functions and _is_hole(functions[name])]
+        if len(holes) == len(step.tasks):
+            found[step.number] = unwritten(holes[0].name, step.number, holes[0].body[-1].lineno)
+    return found
+
+
+def _is_hole(function) -> bool:
+    body = [line for line in function.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))]
+    return len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplementedError" in ast.dump(body[0])
 
 
 def _worth(item) -> dict:

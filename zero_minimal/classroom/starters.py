@@ -29,7 +29,7 @@ def reference_file(lesson: Lesson) -> Path:
 
 def starter(lesson: Lesson, source: str) -> str:
     """The text of assignment.py. Raises: ValueError if the reference has not got one of the lesson's functions."""
-    lines, functions = source.splitlines(), _functions(ast.parse(source))
+    lines, functions = source.splitlines(), functions_of(ast.parse(source))
     missing = [name for name in lesson.tasks if name not in functions]
     if missing:
         raise ValueError(f"{lesson.name}: the reference has no function {', '.join(missing)}")
@@ -40,7 +40,7 @@ def starter(lesson: Lesson, source: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _functions(tree: ast.Module) -> dict:
+def functions_of(tree: ast.Module) -> dict:
     """"function" or "Class.method": node."""
     found = {}
     for node in tree.body:

@@ -56,7 +56,7 @@ def all_reduce(tensor, group=None):
 
 
 def broadcast(tensor, root: int = 0, group=None, chunk_count: int = 4):
-    """Copy rank root's tensor [n] to all ranks, in place: while one chunk is passed on, the next one arrives."""
+    """Copy rank root's tensor [n] to all ranks, in place; return it. While one chunk is passed on, the next arrives."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     distance = (rank - root) % world_size  # steps from the root, along the ring
     sends = []

@@ -28,37 +28,6 @@ class Unit:
     whole: bool = False  # its parameters can be read
     gathering: list = field(default_factory=list)  # all-gathers under way
 
-    @torch.no_grad()
-    def materialise(self, model: nn.Module) -> None:
-        """Give what this unit has on the meta device memory on torch's default device, and values.
-
-        If the model has a method initialise(module), that draws them, children first; else each module does so in its
-        reset_parameters(). Raises: ValueError for a module that has none.
-        """
-        coming = {param for param in self.params if param.is_meta}
-        modules = [module for module in self.module.modules() if coming.intersection(module.parameters())
-                   or any(buffer.is_meta for buffer in module.buffers(recurse=False))]
-        settled = {param: param.data for module in modules for param in module.parameters(recurse=False)
-                   if not param.is_meta}
-        for param in settled:  # a module would draw these again, together with its others: let it draw into the void
-            param.data = torch.empty_like(param)
-        for param in coming:
-            _give_memory(param)
-        for module in reversed(modules):
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_meta:
-                    module._buffers[name] = torch.empty_like(buffer, device=torch.get_default_device())
-            if hasattr(model, "initialise"):
-                model.initialise(module)
-            elif hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-            elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-                raise ValueError(f"the model is on the meta device, and its {type(module).__name__} has no "
-                                 "reset_parameters() to draw its values with; give it one, or the model a method "
-                                 "initialise(module), or build the model on a real device")
-        for param, data in settled.items():
-            param.data = data
-
 
 def find_units(model: nn.Module, units=None) -> list[Unit]:
     """The model's units in the order of registration, the root first.
@@ -114,14 +83,6 @@ def _owners(found: dict) -> dict:
 
     visit(next(iter(found)), None, set())
     return owners
-
-
-def _give_memory(param: nn.Parameter) -> None:
-    """It stays the same object: others refer to it already."""
-    real = nn.Parameter(torch.empty_like(param, device=torch.get_default_device()), param.requires_grad)
-    attributes = {name: value for name, value in vars(param).items() if name not in vars(real)}
-    torch.utils.swap_tensors(param, real)
-    vars(param).update(attributes)
 
 
 class Turns:

@@ -292,7 +292,7 @@ def make_parser() -> Parser:
                         help="let ranks (1, 2, 4), size (5M to 100M) or sequence (64 to 512) grow")
     add_device(parser)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all rows to this file")
-    parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw them")
+    parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw them")
     return parser
 
 

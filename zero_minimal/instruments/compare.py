@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--budget-mb", type=positive, metavar="MB",
                         help="with --configs: also find the most blocks that fit into this much memory of a rank")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the reports of all runs to this file")
-    parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw them")
+    parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw them")
     add_device(parser)
     add_settings(parser, steps=60)
     flags = parser.parse_args(arguments)

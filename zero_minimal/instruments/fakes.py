@@ -9,6 +9,7 @@ whether there are any. So they are answered from outside, while this is open:
 
     do all ranks hold the same model?     what this rank says, all say
     is the optimizer element-wise?        not asked: ask before, with values
+    was every parameter given a value?    yes
     are the tokens in the vocabulary?     they are
 """
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zero_minimal.foundations import collectives, layout, optimizers, units
+from zero_minimal.foundations import collectives, layout, meta, optimizers, units
 from zero_minimal.tensor_parallel import ParallelGPT
 
 
@@ -42,6 +43,7 @@ def without_values():
         for place, name, answer in (
             (layout, "numbers_of_all_ranks", lambda numbers, group=None: [numbers] * dist.get_world_size(group)),
             (optimizers, "check_element_wise", lambda optimizer_class, options: None),
+            (meta, "has_no_value", lambda tensor: False),
             (ParallelGPT, "check", lambda model, tokens, targets: None),
             (weakref, "getweakrefs", lambda tensor: []),  # fake tensors have some, which torch's swap_tensors refuses
         ):

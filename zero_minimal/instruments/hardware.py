@@ -9,21 +9,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GPU:
-    """memory in bytes; 16-bit operations a second on dense matrices; bytes a second to a neighbour, one direction."""
+    """memory in bytes; operations a second on dense matrices; bytes a second to a neighbour, one direction."""
 
     memory: float
-    operations: float
+    operations: float  # in 16 bit, on tensor cores
+    operations_fp32: float  # beside them: torch rounds nothing to TF32 unless it is asked to
     link: float
+    node: int = 8  # GPUs of a usual node, between which the link is
+
+    def rate(self, dtype: str) -> float:
+        """Operations a second in "fp32", "bf16" or "fp16"."""
+        return self.operations_fp32 if dtype == "fp32" else self.operations
 
 
 GPUS = {
-    "T4": GPU(16e9, 65e12, 16e9),  # PCIe 3
-    "V100-16GB": GPU(16e9, 125e12, 150e9),  # NVLink from here on, where nothing else stands
-    "V100-32GB": GPU(32e9, 125e12, 150e9),  # the paper's
-    "RTX-4090": GPU(24e9, 165e12, 32e9),  # PCIe 4
-    "A100-40GB": GPU(40e9, 312e12, 300e9),
-    "A100-80GB": GPU(80e9, 312e12, 300e9),
-    "H100-80GB": GPU(80e9, 989e12, 450e9),
-    "H200": GPU(141e9, 989e12, 450e9),
+    "T4": GPU(16e9, 65e12, 8.1e12, 16e9),  # PCIe 3
+    "V100-16GB": GPU(16e9, 125e12, 15.7e12, 150e9),  # NVLink from here on, where nothing else stands
+    "V100-32GB": GPU(32e9, 125e12, 15.7e12, 150e9, node=16),  # the paper's, in a DGX-2
+    "RTX-4090": GPU(24e9, 165e12, 82.6e12, 32e9),  # PCIe 4
+    "A100-40GB": GPU(40e9, 312e12, 19.5e12, 300e9),
+    "A100-80GB": GPU(80e9, 312e12, 19.5e12, 300e9),
+    "H100-80GB": GPU(80e9, 989e12, 67e12, 450e9),
+    "H200": GPU(141e9, 989e12, 67e12, 450e9),
 }
 NETWORK = 12.5e9  # bytes a second between nodes: 100 Gbit/s, as in the paper's cluster

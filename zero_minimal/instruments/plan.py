@@ -5,13 +5,12 @@
 
 import argparse
 
-from zero_minimal.instruments import plots, report, theory
+from zero_minimal.instruments import plots, report, shapes, theory
 from zero_minimal.instruments.hardware import GPUS, NETWORK
-from zero_minimal.instruments.quantities import count_text, seconds_text, size, size_text
-from zero_minimal.instruments.shapes import add_shape, parameters_of, read_shape
-from zero_minimal.tensor_parallel import divisors
+from zero_minimal.instruments.quantities import count_text, divisors, plural, seconds_text, size, size_text
+from zero_minimal.instruments.shapes import add_shape, check_heads, parameters_of, read_shape
 from zero_minimal.workload.model import GPTConfig
-from zero_minimal.workload.settings import DTYPES, Parser, output_file, positive
+from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
 
 NAMES = ("data parallel", "P_os", "P_os+g", "P_os+g+p")
 UTILISATION = 0.4  # of the operations that a GPU could do: what good training runs reach
@@ -19,22 +18,27 @@ UTILISATION = 0.4  # of the operations that a GPU could do: what good training r
 
 def plan(
     config: GPTConfig, ranks: int, device_bytes: float, dtype: str = "fp16", batch: int = 1, model_parallel: int = 1,
-    optimizer_bytes: float | None = None, operations: float = 125e12, network: float = NETWORK,
-    checkpoints: str = "whole",
+    optimizer_bytes: float | None = None, operations: float | None = None, network: float = NETWORK,
+    checkpoints: str = "whole", link: float | None = None, node: int | None = None,
 ) -> dict:
     """The whole calculation, as JSON (bytes and seconds); "rows" has an entry for each stage.
 
     Args:
         optimizer_bytes: the paper's K.
-        operations: a second, of a device; network: bytes a second, of a device.
+        operations: a second, of a device; network: bytes a second that a device sends to other nodes; link: inside a
+            node of so many devices (None: those of the paper's V100, in this dtype).
         checkpoints: "whole", "P_a" or "P_a+cpu", where config.recompute keeps only these.
-    Raises: ValueError if ranks are not groups of model_parallel, or for P_a without these.
+    Raises: ValueError if ranks are not groups of model_parallel, if these cannot share the heads, or for P_a without
+        them.
     """
+    paper = GPUS["V100-32GB"]
+    operations, link, node = operations or paper.rate(dtype), link or paper.link, node or paper.node
     if ranks % model_parallel:
         raise ValueError(f"{ranks} ranks are not groups of {model_parallel} that share a model; accepted: "
                          f"{', '.join(map(str, divisors(ranks)))}")
     if checkpoints != "whole" and (model_parallel == 1 or not config.recompute):
         raise ValueError(f"{checkpoints} cuts the checkpoints of model-parallel ranks: it needs --mp, and --recompute")
+    check_heads(config, model_parallel)
     elements, data_parallel = parameters_of(config), ranks // model_parallel
     run = (config.layers, config.hidden, batch, config.sequence, dtype)
     kept = {
@@ -42,13 +46,21 @@ def plan(
         "P_a": theory.checkpoints(*run, cut=model_parallel),
         "P_a+cpu": 0,
     }[checkpoints]
-    block = theory.activations(1, *run[1:]) if config.recompute else 0  # the one that backward works on
+    at_work = theory.activations(1, *run[1:]) if config.recompute else 0  # of the block in backward
+    logits = theory.logits(batch, config.sequence, config.vocabulary, model_parallel)
+    kept += max(at_work, logits)  # never together: logits go before backward comes to a block
+    units = (shapes.block_parameters(config), shapes.root_parameters(config), dtype, model_parallel)
     tokens = batch * config.sequence
     compute = theory.step_operations(elements // model_parallel, tokens, config.recompute) / (operations * UTILISATION)
     rows = [
-        _row(stage, elements // model_parallel, data_parallel, device_bytes, dtype, optimizer_bytes, kept + block)
+        _row(stage, elements // model_parallel, data_parallel, device_bytes, dtype, optimizer_bytes, kept,
+             theory.gathered(stage, *units))
         for stage in range(4)
     ]
+    traffic = theory.model_parallel_traffic(*run, model_parallel, recompute=config.recompute)
+    with_p_a = theory.model_parallel_traffic(*run, model_parallel, partition=True, recompute=config.recompute)
+    inside = model_parallel <= node
+    waited = (traffic if checkpoints == "whole" else with_p_a) / (link if inside else network)
     for row in rows:
         row["largest_model"] = theory.largest_model(
             row["stage"], device_bytes, data_parallel, dtype, model_parallel, optimizer_bytes
@@ -70,24 +82,32 @@ def plan(
             "P_a": theory.checkpoints(*run, cut=model_parallel),
             "P_a+cpu": 0,
             "block_at_work": theory.activations(1, *run[1:]),
+            "logits": logits,
         },
-        "model_parallel_bytes": theory.model_parallel_traffic(*run, model_parallel),
-        "P_a_bytes": theory.model_parallel_traffic(*run, model_parallel, partition=True)
-        - theory.model_parallel_traffic(*run, model_parallel),
+        "recompute": config.recompute,
+        "model_parallel_bytes": traffic,
+        "P_a_bytes": with_p_a - traffic,
+        "model_parallel_inside_a_node": inside,
+        "model_parallel_seconds": waited,
         "compute_seconds": compute,
+        "operations": operations, "network": network, "link": link,
         "utilisation": UTILISATION,
     }
 
 
-def _row(stage, elements, data_parallel, device_bytes, dtype, optimizer_bytes, activations) -> dict:
+def _row(stage, elements, data_parallel, device_bytes, dtype, optimizer_bytes, activations, units) -> dict:
     states = theory.model_states(stage, elements, data_parallel, dtype, optimizer_bytes)
-    total = sum(states.values())
+    total, beside = sum(states.values()), activations + units
+    fewest = (theory.fewest_ranks(stage, elements, room, dtype, optimizer_bytes)
+              for room in (device_bytes - beside, device_bytes))
     return {
         "stage": stage, "name": NAMES[stage], **states, "states": total, "activations": activations,
+        "units": units, "together": total + beside,
         "whole": [state for state in theory.STATES if stage < theory.SHARDED_FROM[state]],
         "states_fit": total <= device_bytes,
-        "fits": total + activations <= device_bytes,
-        "fewest_data_parallel_ranks": theory.fewest_ranks(stage, elements, device_bytes, dtype, optimizer_bytes),
+        "fits": total + beside <= device_bytes,
+        "fewest_data_parallel_ranks": next(fewest),
+        "fewest_data_parallel_ranks_for_states": next(fewest),
         "sent_bytes": theory.traffic(stage, elements, data_parallel, dtype),
     }
 
@@ -95,21 +115,24 @@ def _row(stage, elements, data_parallel, device_bytes, dtype, optimizer_bytes, a
 def describe(told: dict, hardware: str = "") -> str:
     """The tables for a reader."""
     mp, parallel = told["model_parallel"], told["ranks"] // told["model_parallel"]
-    groups = "" if mp == 1 else f" = {parallel} × {mp} that share a model: N in formulas is {parallel}, Ψ is 1/{mp}"
+    groups = "" if mp == 1 else f" = {parallel:,} × {mp} that share a model: N in formulas is {parallel:,}, Ψ is 1/{mp}"
     device = size_text(told["device_bytes"])
-    rows = [["GB on each device", *theory.STATES, "states", "+ activations", f"in {device}?", "fewest ranks",
-             f"largest model in {device}"]]
+    rows = [["GB on each device", *theory.STATES, "states", "+ activations", "+ units", "together", f"in {device}?",
+             "fewest ranks", "… for states", "largest model"]]
     for row in told["rows"]:
-        sizes = [row[state] for state in (*theory.STATES, "states")] + [row["states"] + row["activations"]]
+        sizes = [row[name] for name in (*theory.STATES, "states", "activations", "units", "together")]
         fits = "yes" if row["fits"] else "states only" if row["states_fit"] else "no"
-        fewest = row["fewest_data_parallel_ranks"]
+        fewest = [row[name] for name in ("fewest_data_parallel_ranks", "fewest_data_parallel_ranks_for_states")]
         rows.append([f"  {row['stage']}  {row['name']}", *map(gigabytes, sizes), fits,
-                     "no number" if fewest is None else f"{fewest * mp:,}", count_text(row["largest_model"])])
+                     *("none" if number is None else f"{number * mp:,}" for number in fewest),
+                     count_text(row["largest_model"])])
     return "\n".join((
-        f"\nΨ = {told['parameters']:,} parameters ({told['layers']} blocks of width {told['hidden']}, vocabulary "
-        f"{told['vocabulary']}), {told['dtype']}, on {told['ranks']:,} ranks{groups}",
-        f"GB are 10⁹ bytes, as in the paper{f'; {hardware} counts as {device}' if hardware else ''}. The last two "
-        "columns count states alone; what ran in the paper's Table 2 was 62% to 82% of that.", "",
+        f"\nΨ = {told['parameters']:,} parameters ({plural(told['layers'], 'block')} of width {told['hidden']}, "
+        f"vocabulary {told['vocabulary']}), {told['dtype']}, on {plural(told['ranks'], 'rank')}{groups}",
+        f"GB are 10⁹ bytes, as in the paper{f'; {hardware} counts as {device}' if hardware else ''}. Units: what stage "
+        "3 holds whole in backward, parameters and",
+        "gradients of two blocks and of what is outside the blocks. The last two columns count states alone, as the "
+        "paper does;", "what ran in its Table 2 was 62% to 82% of that.", "",
         report.table(rows), "", verdict(told), "", activation_lines(told), "", time_lines(told),
     ))
 
@@ -118,36 +141,55 @@ def verdict(told: dict) -> str:
     """Which stage fits, in a sentence."""
     stage, device = told["first_stage_that_fits"], size_text(told["device_bytes"])
     if stage is not None:
-        return (f"stage {stage}, {NAMES[stage]}, is the first that fits into {device}. Buffers, gathered units of "
-                "stage 3 and fragmentation come on top: `simulate` shows them.")
-    if any(row["states_fit"] for row in told["rows"]):
-        return (f"no stage fits into {device}, since the activations are too many: a smaller --batch, --mp, or "
-                "--checkpoints P_a")
-    return f"no stage fits into {device} on so few ranks: more --ranks, or --mp"
+        alone = next(row["stage"] for row in told["rows"] if row["states_fit"])
+        return (f"stage {stage}, {NAMES[stage]}, is the first that fits into {device}"
+                f"{'' if alone == stage else f' (the states alone: stage {alone})'}.\nBuffers, such as those of "
+                "reductions, and fragmentation come on top: `simulate` shows the buffers.")
+    with_states = [row for row in told["rows"] if row["states_fit"]]
+    if not with_states:
+        return f"no stage fits into {device} on so few ranks: more --ranks, or --mp"
+    last = with_states[-1]
+    if last["activations"] < last["units"]:
+        return (f"no stage fits into {device}: the states do, but not the units that stage 3 gathers whole beside "
+                "them: more --mp, or more and narrower blocks")
+    return (f"no stage fits into {device}, since the activations are too many: a smaller --batch, --mp, or "
+            "--checkpoints P_a")
 
 
 def activation_lines(told: dict) -> str:
     """What activations take, with what is done about them."""
     sizes, mp = told["activations"], told["model_parallel"]
+    inside = ", whose inside --mp cuts besides" if mp > 1 else ""
     partitioned = (f"{size_text(sizes['P_a'])} with P_a, none of it on the device with P_a+cpu" if mp > 1
                    else "P_a needs model parallelism (--mp)")
-    return (f"activations of {told['batch']} × {told['sequence']} tokens: {size_text(sizes['all'])} if all are kept; "
-            f"{size_text(sizes['checkpoints'])} as one checkpoint a block, and {size_text(sizes['block_at_work'])} for "
-            f"the block at work; of the checkpoints {partitioned}")
+    return (f"activations of {told['batch']} × {told['sequence']} tokens: {size_text(sizes['all'])} if all are kept "
+            "(12·b·s·h a block, the paper's estimate: this project's GPT keeps about 16 of them)\n"
+            f"  {size_text(sizes['checkpoints'])} as one checkpoint a block, and {size_text(sizes['block_at_work'])} "
+            f"for the block at work{inside}; of the checkpoints {partitioned}\n"
+            f"  {size_text(sizes['logits'])} for logits and loss, before a block is at work: the larger of both "
+            "counts")
 
 
 def time_lines(told: dict) -> str:
     """What a step takes at least, if sending and computing overlap, and at most."""
-    lines = [f"a step computes for {seconds_text(told['compute_seconds'])} (at {told['utilisation']:.0%} of what the "
-             "device can do), and sends for"]
+    lines = [f"a step computes for {seconds_text(told['compute_seconds'])} (at {told['utilisation']:.0%} of "
+             f"{told['operations'] / 1e12:,.4g} TFLOP/s, the device's in {told['dtype']})"]
+    waited = told["model_parallel_seconds"]
+    if told["model_parallel"] > 1:
+        place, speed = "network", told["network"]
+        if told["model_parallel_inside_a_node"]:
+            place, speed = "link inside a node", told["link"]
+        lines.append(f"and waits {seconds_text(waited)} for the all-reduces of model parallelism, which nothing "
+                     f"overlaps (at {size_text(speed)}/s, the {place}):")
+        again = "blocks are recomputed" if told["recompute"] else "nothing is recomputed"
+        more = f"; P_a sends another {size_text(told['P_a_bytes'])}" if told["recompute"] else ""
+        lines.append(f"  {size_text(told['model_parallel_bytes'])}, since {again}{more}")
+    lines.append(f"and for data parallelism it sends (at {size_text(told['network'])}/s, the network) for")
     for row in told["rows"]:
-        slower = max(row["send_seconds"], told["compute_seconds"])
-        both = row["send_seconds"] + told["compute_seconds"]
+        slower = max(row["send_seconds"], told["compute_seconds"]) + waited
+        both = row["send_seconds"] + told["compute_seconds"] + waited
         lines.append(f"  stage {row['stage']}: {seconds_text(row['send_seconds'])} for {size_text(row['sent_bytes'])}: "
                      f"a step of {seconds_text(slower)} (all of it overlaps) to {seconds_text(both)} (nothing does)")
-    if told["model_parallel"] > 1:
-        lines.append(f"model parallelism sends {size_text(told['model_parallel_bytes'])} more, inside a node, if "
-                     f"blocks are recomputed, and P_a another {size_text(told['P_a_bytes'])}")
     return "\n".join(lines)
 
 
@@ -157,13 +199,13 @@ def gigabytes(count: float) -> str:
 
 
 def rate(text: str) -> float:
-    """The type of a flag: a number above 0."""
+    """The type of a flag: a number above 0, at most 10¹⁸."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"a number above 0 is wanted, not {text!r}")
+    if not 0 < value <= 1e18:
+        raise argparse.ArgumentTypeError(f"a number above 0, at most 10¹⁸, is wanted, not {text!r}")
     return value
 
 
@@ -185,15 +227,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--checkpoints", default="whole", choices=("whole", "P_a", "P_a+cpu"),
                         help="how the blocks' inputs are kept on model-parallel ranks (default: whole)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw memory by stage and by ranks")
+    parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw memory by stage and by ranks")
     add_shape(parser)
     flags = parser.parse_args(arguments)
     gpu = GPUS[flags.hardware]
     try:
         told = plan(
             read_shape(flags), flags.ranks, flags.memory or gpu.memory, flags.dtype, flags.batch, flags.model_parallel,
-            flags.optimizer_bytes, flags.tflops * 1e12 if flags.tflops else gpu.operations, flags.network,
-            flags.checkpoints,
+            flags.optimizer_bytes, flags.tflops * 1e12 if flags.tflops else gpu.rate(flags.dtype), flags.network,
+            flags.checkpoints, gpu.link, gpu.node,
         )
     except ValueError as error:
         parser.error(str(error))

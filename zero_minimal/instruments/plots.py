@@ -179,12 +179,15 @@ def plan(told: dict) -> Figure:
     by_stage, by_ranks = axes[0]
     rows, device = told["rows"], told["device_bytes"] / 1e9
     bottom = [0.0] * len(rows)
-    for category in ("parameters", "gradients", "optimizer", "activations"):
+    looks = {name: CATEGORIES[name] for name in ("parameters", "gradients", "optimizer", "activations")}
+    for category, look in (looks | {"units": CATEGORIES["buffers"]}).items():
         heights = [row[category] / 1e9 for row in rows]
-        bars(by_stage, range(len(rows)), heights, CATEGORIES[category], category, bottom=bottom)
+        name = "whole units" if category == "units" else category
+        bars(by_stage, range(len(rows)), heights, look, name, bottom=bottom)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     for place, height in enumerate(bottom):
-        by_stage.annotate(f"{height:,.4g}", (place, height), (0, 3), textcoords="offset points", ha="center")
+        by_stage.annotate(f"{height:,.4g}", (place, height), (0, 3), textcoords="offset points", ha="center",
+                          bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     by_stage.axhline(device, label=f"a device: {device:,.4g} GB", **DEVICE)
     by_stage.set_xticks(range(len(rows)), [f"stage {row['stage']}\n{row['name']}" for row in rows])
     by_stage.tick_params(axis="x", length=0)
@@ -206,7 +209,7 @@ def plan(told: dict) -> Figure:
     by_ranks.set_ylabel("GB on a device")
     by_ranks.set_title("model states alone, on more or fewer ranks")
     by_ranks.legend(fontsize=9, frameon=False)
-    result.suptitle(f"{told['parameters'] / 1e9:,.4g} billion parameters, {told['dtype']}, formulas of the paper",
+    result.suptitle(f"{told['parameters'] / 1e9:,.4g} billion parameters, {told['dtype']}, by formula",
                     fontsize=14)
     return result
 

@@ -7,6 +7,7 @@ import argparse
 import math
 import re
 
+MOST = 10**18
 COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 BYTES = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -16,23 +17,29 @@ BYTES = {
 
 def count(text: str) -> int:
     """A number of things: "7.5B" is 7500000000. The type of a flag; raises argparse.ArgumentTypeError otherwise."""
-    return _read(text, COUNTS, "a number above 0 such as 1.5B: K, M, B and T are thousands, millions, 10⁹ and 10¹²")
+    return _read(text, COUNTS, "a number above 0, at most 10¹⁸, such as 1.5B: K, M, B and T are 10³, 10⁶, 10⁹ and 10¹²")
 
 
 def size(text: str) -> int:
     """A number of bytes: "32GB" is 32000000000. The type of a flag; raises argparse.ArgumentTypeError otherwise."""
-    return _read(text, BYTES, f"a size above 0 such as 32GB; units: {', '.join(BYTES)} (GB = 10⁹ bytes, GiB = 2³⁰)")
+    return _read(text, BYTES, f"a size above 0, at most 10¹⁸ bytes, such as 32GB; units: {', '.join(BYTES)} "
+                 "(GB = 10⁹ bytes, GiB = 2³⁰)")
 
 
 def _read(text: str, units: dict[str, int], wanted: str) -> int:
-    match = re.fullmatch(r"\s*([-+]?[0-9_]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([-+]?[0-9_]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     by_name = {unit.lower(): factor for unit, factor in units.items()}
     if match is None or match[2].lower() not in by_name:
         raise argparse.ArgumentTypeError(f"{wanted}; not {text!r}")
     value = float(match[1]) * by_name[match[2].lower()]
-    if not 1 <= value < math.inf:
+    if not 1 <= value <= MOST:
         raise argparse.ArgumentTypeError(f"{wanted}; not {text!r}")
     return round(value)
+
+
+def divisors(number: int, most: int = 1024) -> list[int]:
+    """What divides a number, up to `most`: the groups into which ranks or heads can be cut."""
+    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
 
 def count_text(value: float, digits: int = 3) -> str:
@@ -49,6 +56,16 @@ def size_text(value: float, digits: int = 3) -> str:
         if value >= BYTES[unit]:
             return f"{_digits(value / BYTES[unit], digits)} {unit}"
     return f"{_digits(value, digits)} B"
+
+
+def size_unit(value: float) -> tuple[str, int]:
+    """The unit in which to print sizes up to this one, and its bytes: 31400000000 → ("GB", 10⁹)."""
+    return next(((unit, BYTES[unit]) for unit in ("GB", "MB", "KB") if value >= BYTES[unit]), ("B", 1))
+
+
+def plural(number: int, thing: str) -> str:
+    """"1 rank", "1,024 ranks"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def seconds_text(value: float) -> str:

@@ -8,7 +8,7 @@ The vocabulary, about as large as GPT-2's, takes up what is left, so that Ψ is 
 import argparse
 import math
 
-from zero_minimal.instruments.quantities import count
+from zero_minimal.instruments.quantities import count, divisors
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import positive
 
@@ -18,9 +18,17 @@ SMALL = 100_000_000  # below this a vocabulary of bytes: GPT-2's would be most o
 
 def parameters_of(config: GPTConfig) -> int:
     """Elements of our GPT: in a block 12h² of matrices and 13h of biases and norms; embeddings; the last norm."""
-    hidden = config.hidden
-    block = 12 * hidden**2 + 13 * hidden
-    return config.layers * block + (config.vocabulary + config.sequence + 2) * hidden
+    return config.layers * block_parameters(config) + root_parameters(config)
+
+
+def block_parameters(config: GPTConfig) -> int:
+    """Elements of a block, which is a unit of stage 3."""
+    return 12 * config.hidden**2 + 13 * config.hidden
+
+
+def root_parameters(config: GPTConfig) -> int:
+    """Elements of what is outside the blocks, which is stage 3's root unit."""
+    return (config.vocabulary + config.sequence + 2) * config.hidden
 
 
 def shape_for(
@@ -76,7 +84,8 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--params", type=count, metavar="Ψ", help="parameters, such as 7.5B: a usual shape is chosen")
     group.add_argument("--layers", type=positive, help="blocks")
     group.add_argument("--hidden", type=positive, help="width")
-    group.add_argument("--heads", type=positive, help="attention heads (default: of size 128, 64 or 16)")
+    group.add_argument("--heads", type=positive,
+                       help="attention heads (default: of size 128, 64 or 16, so that --mp divides them)")
     group.add_argument("--vocabulary", type=positive, help=f"tokens (default: {VOCABULARY}, GPT-2's)")
     group.add_argument("--sequence", type=positive, default=1024, help="tokens in a sequence (default: 1024)")
     group.add_argument("--batch", type=positive, default=1, help="sequences a rank works on at once (default: 1)")
@@ -93,6 +102,23 @@ def read_shape(flags: argparse.Namespace) -> GPTConfig:
         return shape_for(flags.params, flags.sequence, flags.model_parallel, recompute=flags.recompute)
     if not (flags.layers and flags.hidden):
         raise ValueError("which model? Give --params 7.5B, or --layers and --hidden")
-    heads = flags.heads or next((flags.hidden // size for size in (128, 64, 16) if flags.hidden % size == 0), 1)
+    heads = flags.heads or usual_heads(flags.hidden, flags.model_parallel)
     return GPTConfig(layers=flags.layers, hidden=flags.hidden, heads=heads, sequence=flags.sequence, dropout=0.0,
                      vocabulary=flags.vocabulary or VOCABULARY, recompute=flags.recompute)
+
+
+def usual_heads(hidden: int, model_parallel: int) -> int:
+    """Heads of a usual size that model-parallel ranks can share. Raises: ValueError if the width has none."""
+    if hidden % model_parallel:
+        raise ValueError(f"{model_parallel} model-parallel ranks cannot share a width of {hidden} equally; accepted: "
+                         f"{', '.join(map(str, divisors(hidden)))}")
+    share = hidden // model_parallel  # of a rank: whole heads
+    return hidden // next((size for size in (128, 64, 16) if share % size == 0),
+                          max(size for size in divisors(share) if size <= 128))
+
+
+def check_heads(config: GPTConfig, model_parallel: int) -> None:
+    """Raises: ValueError unless model-parallel ranks can share the heads."""
+    if config.heads % model_parallel:
+        raise ValueError(f"{model_parallel} ranks cannot share {config.heads} heads equally; accepted: "
+                         f"{', '.join(map(str, divisors(config.heads)))}")

@@ -33,16 +33,16 @@ from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.instruments import plots, report, theory
 from zero_minimal.instruments.fakes import new_tensors_in, without_values
 from zero_minimal.instruments.memory import Event, Ledger, Moment
-from zero_minimal.instruments.quantities import count_text, size_text
-from zero_minimal.instruments.shapes import add_shape, parameters_of, read_shape
+from zero_minimal.instruments.quantities import divisors, plural, size_text, size_unit
+from zero_minimal.instruments.shapes import add_shape, check_heads, parameters_of, read_shape
 from zero_minimal.instruments.traffic import TrafficMeter
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
-from zero_minimal.tensor_parallel import Mesh, ParallelGPT, divisors, make_mesh
+from zero_minimal.tensor_parallel import Mesh, ParallelGPT, make_mesh
 from zero_minimal.workload.model import GPT, GPTConfig
-from zero_minimal.workload.settings import DTYPES, Parser, output_file, positive
+from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
 from zero_minimal.zero_100b import CONFIGS, System
 
 STAGES = (Stage0, Stage1, Stage2, Stage3)
@@ -74,9 +74,7 @@ class Case:
         if self.ranks % self.model_parallel:
             raise ValueError(f"{self.ranks} ranks are not groups of {self.model_parallel} that share a model; "
                              f"accepted: {', '.join(map(str, divisors(self.ranks)))}")
-        if self.model.heads % self.model_parallel:
-            raise ValueError(f"{self.model_parallel} ranks cannot share {self.model.heads} heads equally; accepted: "
-                             f"{', '.join(map(str, divisors(self.model.heads)))}")
+        check_heads(self.model, self.model_parallel)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.config and self.config not in CONFIGS:
@@ -126,7 +124,7 @@ class _Run:
         self.case, self.phases = case, []
         self.ledger, self.meter = Ledger(), TrafficMeter()
         mesh = make_mesh(case.model_parallel)
-        with without_values(), self.ledger, self._host_memory_apart():
+        with torch.enable_grad(), without_values(), self.ledger, self._host_memory_apart():
             somebody = torch.nn.Module()
             self.ledger.watch(somebody)  # so that what has no owner yet counts as a temporary buffer
             self._construct(mesh)
@@ -321,18 +319,18 @@ def describe(simulation: Simulation) -> str:
     """Ledger beside formula, the peak and what is alive there, traffic."""
     result = simulation.report
     memory, case = result["memory"], result["settings"]
-    data_parallel = result["ranks"] // result["model_parallel"]
-    model, share = case["model"], ""
-    if result["model_parallel"] > 1:
-        share = (f" = {data_parallel} × {result['model_parallel']}, with {count_text(result['parameters_of_rank'])} "
-                 "parameters of its own")
+    model, parallel = case["model"], result["model_parallel"]
+    of, whole, share = f"N = {plural(result['ranks'], 'rank')}", "Ψ = ", []
+    if parallel > 1:
+        data_parallel = result["ranks"] // parallel
+        of, whole = f"{result['ranks']:,} = {data_parallel:,} × {parallel} that share a model", "the model: "
+        share = [f"N in the formulas is {data_parallel:,}, Ψ this rank's share, {result['parameters_of_rank']:,}"]
     lines = [
-        f"\n{result['name']}, rank {result['rank']} of N = {result['ranks']:,}{share}; simulated on fake tensors, "
-        f"{result['dtype']}",
-        f"Ψ = {result['parameters']:,} parameters: {model['layers']} blocks of width {model['hidden']}, "
-        f"{model['heads']} heads, vocabulary {model['vocabulary']}; {case['batch']} × {model['sequence']} tokens a rank"
-        f"{', recomputed block by block' if model['recompute'] or result['config'] else ''}",
-        "GB are 10⁹ bytes.", "",
+        f"\n{result['name']}, rank {result['rank']} of {of}; simulated on fake tensors, {result['dtype']}",
+        f"{whole}{result['parameters']:,} parameters: {plural(model['layers'], 'block')} of width {model['hidden']}, "
+        f"{plural(model['heads'], 'head')}, vocabulary {model['vocabulary']}; {case['batch']} × {model['sequence']} "
+        f"tokens a rank{', recomputed block by block' if model['recompute'] or result['config'] else ''}", *share,
+        "Sizes are decimal: GB are 10⁹ bytes.", "",
         report.table(_state_rows(result)), "",
         f"highest moment of a step: {size_text(memory['peak'], 4)}, in {memory['peak_when']}, reached by "
         f"{memory['peak_what'].split(',')[0]}. Alive there:",
@@ -354,18 +352,19 @@ def describe(simulation: Simulation) -> str:
 
 
 def _state_rows(result: dict) -> list[list[str]]:
-    rows = [["memory of this rank", "ledger, GB", "formula, GB", "", "padding, bytes", "unexplained, bytes"]]
+    unit, scale = size_unit(max(result["theory"].values()))
+    rows = [["memory of this rank", f"ledger, {unit}", f"formula, {unit}", "", "padding, bytes", "unexplained, bytes"]]
     for state in theory.STATES:
         measured, formula, padding = (result[part][state] for part in ("memory", "theory", "padding"))
         rows.append([
-            f"  {state}", f"{measured / 1e9:,.3f}", f"{formula / 1e9:,.3f}",
+            f"  {state}", f"{measured / scale:,.3f}", f"{formula / scale:,.3f}",
             theory.formula(result["stage"], state, result["dtype"]), report.number(padding),
             report.number(measured - formula - padding),
         ])
     total, formula = (sum(result[part][state] for state in theory.STATES) for part in ("memory", "theory"))
-    rows.append(["  together", f"{total / 1e9:,.3f}", f"{formula / 1e9:,.3f}", "", "", ""])
+    rows.append(["  together", f"{total / scale:,.3f}", f"{formula / scale:,.3f}", "", "", ""])
     for part in ("activations", "buffers"):
-        rows.append([f"  {part}, at most", f"{result['memory'][part] / 1e9:,.3f}", "", "", "", ""])
+        rows.append([f"  {part}, at most", f"{result['memory'][part] / scale:,.3f}", "", "", "", ""])
     return rows
 
 
@@ -386,7 +385,7 @@ def main(arguments: list[str]) -> None:
         prog="python -m zero_minimal simulate",
         description="Run a stage's own code as one rank of many, on tensors that have a size and no memory, and count.",
     )
-    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="default: 3")
+    parser.add_argument("--stage", type=int, choices=range(4), help="default: 3")
     parser.add_argument("--config", default="", choices=tuple(CONFIGS), metavar="C1…C5",
                         help="instead of a stage: a system of zero_100b.py")
     parser.add_argument("--ranks", type=positive, default=64, metavar="N", help="all of them (default: 64)")
@@ -397,12 +396,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--bucket-mb", type=positive, metavar="MIB",
                         help=f"size of the buckets (default: 4, or as large as makes {BUCKETS} of them)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
-    parser.add_argument("--plot", type=output_file, metavar="FILE.png", help="draw memory over the steps")
+    parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw memory over the steps")
     add_shape(parser)
     flags = parser.parse_args(arguments)
+    if flags.config and (flags.stage is not None or not flags.recompute):
+        parser.error("--config chooses a stage, and recomputes: give it without --stage and --no-recompute")
     try:
         case = Case(
-            read_shape(flags), flags.stage, flags.ranks, flags.dtype, flags.batch, flags.model_parallel, flags.rank,
+            read_shape(flags), 3 if flags.stage is None else flags.stage, flags.ranks, flags.dtype, flags.batch,
+            flags.model_parallel, flags.rank,
             bucket_bytes=flags.bucket_mb * 2**20 if flags.bucket_mb else None, config=flags.config,
         )
     except ValueError as error:

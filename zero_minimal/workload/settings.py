@@ -11,6 +11,7 @@ import torch
 from zero_minimal.workload import data
 from zero_minimal.workload.model import GPTConfig
 
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg")  # what a drawing can be written as
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -131,11 +132,19 @@ def output_file(path: str) -> Path:
     return file
 
 
+def picture_file(path: str) -> Path:
+    """The type of a flag that names a picture to write: refuses a suffix that is none of a picture's."""
+    file = output_file(path)
+    if file.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{path!r} is no picture: its name must end in {', '.join(PICTURES)}")
+    return file
+
+
 def positive(text: str) -> int:
     """The type of a flag that counts something: a whole number from 1 up."""
     value = _number(int)(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"a whole number from 1 up is wanted, not {text}")
+    if not 1 <= value <= 10**9:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 up (to 10⁹) is wanted, not {text}")
     return value
 
 

@@ -1,0 +1,80 @@
+"""Meta: a model that was built without memory comes into being unit by unit.
+
+    with torch.device("meta"):
+        model = GPT(config)                    # shapes, and nothing else
+    zero = Stage3(model, torch.optim.AdamW)    # each unit gets memory, draws its values, and is cut to shards
+
+So stage 3 can begin with a model that no rank could hold.
+"""
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def materialise(unit, model: nn.Module) -> None:
+    """Give what a unit has on the meta device memory on torch's default device, and values.
+
+    If the model has a method initialise(module), that draws them, children first; else each module does so in its
+    reset_parameters().
+    Raises: ValueError for a module that has none, or if something is left without a value.
+    """
+    coming = {param for param in unit.params if param.is_meta}
+    modules = [module for module in unit.module.modules() if coming.intersection(module.parameters())
+               or any(buffer.is_meta for buffer in module.buffers(recurse=False))]
+    if not modules:
+        return
+    settled = {param: param.data for module in modules for param in module.parameters() if not param.is_meta}
+    for param in settled:  # a module would draw these again, together with its others: let it draw into the void
+        param.data = torch.empty_like(param)
+    for param in coming:
+        _give_memory(param)
+    drawn = [(name, param) for name, param in unit.module.named_parameters() if param in coming]
+    for module in reversed(modules):
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                module._buffers[name] = _nothing_like(buffer)
+                drawn.append((f"{type(module).__name__}.{name}", module._buffers[name]))
+        if hasattr(model, "initialise"):
+            model.initialise(module)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            raise ValueError(f"the model is on the meta device, and its {type(module).__name__} has no "
+                             f"reset_parameters() to draw its values with; {ADVICE}")
+    for param, data in settled.items():
+        param.data = data
+    for name, tensor in drawn:
+        if has_no_value(tensor):
+            raise ValueError(f"the model is on the meta device, and nothing gave {name!r} a value: neither "
+                             f"reset_parameters() nor initialise(); {ADVICE}")
+
+
+ADVICE = ("give it one that draws all it has, or the model a method initialise(module), or build the model on a real "
+          "device")
+
+
+def has_no_value(tensor: torch.Tensor) -> bool:
+    """Whether an element is still as `_nothing_like` made it."""
+    if tensor.dtype == torch.bool:
+        return False
+    is_whole = tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    return bool((tensor == _nothing(tensor.dtype) if is_whole else tensor.isnan()).any())
+
+
+def _nothing(dtype: torch.dtype):
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+def _nothing_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory, filled with what nobody draws, so that it can be told from a value. (A bool has no room for that.)"""
+    real = torch.empty_like(tensor, device=torch.get_default_device())
+    return real if real.dtype == torch.bool else real.fill_(_nothing(real.dtype))
+
+
+def _give_memory(param: nn.Parameter) -> None:
+    """It stays the same object: others refer to it already."""
+    real = nn.Parameter(_nothing_like(param), param.requires_grad)
+    attributes = {name: value for name, value in vars(param).items() if name not in vars(real)}
+    torch.utils.swap_tensors(param, real)
+    vars(param).update(attributes)
