@@ -38,7 +38,7 @@ from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 from zero_minimal.workload import data
-from zero_minimal.workload.settings import Parser, Settings, add_device, output_file, positive
+from zero_minimal.workload.settings import Parser, Settings, add_device, output_file, picture_file, positive
 
 REFERENCE = "DDP"
 CONTENDERS = {

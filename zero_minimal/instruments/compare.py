@@ -17,6 +17,7 @@ from zero_minimal.workload.settings import (
     add_device,
     add_settings,
     output_file,
+    picture_file,
     positive,
     read_settings,
 )

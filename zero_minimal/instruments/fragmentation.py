@@ -36,7 +36,7 @@ from zero_minimal.instruments.memory import Event, Ledger
 from zero_minimal.instruments.report import number, table
 from zero_minimal.workload import data
 from zero_minimal.workload.model import GPT, GPTConfig
-from zero_minimal.workload.settings import Parser, output_file, positive
+from zero_minimal.workload.settings import Parser, picture_file, positive
 
 MIB = 2**20
 ROUND = 512  # bytes
@@ -472,7 +472,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--accumulate", type=positive, default=4,
                         help="micro-batches in a step, each of another length (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths, the model and the batches")
-    parser.add_argument("--picture", type=output_file, metavar="FILE", help="draw both memory maps into this file")
+    parser.add_argument("--picture", type=picture_file, metavar="FILE", help="draw both memory maps into this file")
     options = parser.parse_args(arguments)
     try:
         config = GPTConfig(options.layers, options.hidden, options.heads, options.longest, options.vocabulary)
