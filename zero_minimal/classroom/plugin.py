@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from zero_minimal.classroom import messages
-from zero_minimal.classroom.guard import guarded, unwritten
+from zero_minimal.classroom.guard import children_of_this_process, guarded, unwritten
 from zero_minimal.classroom.lessons import UNWRITTEN
 from zero_minimal.classroom.starters import functions_of
 from zero_minimal.classroom.submission import Submission
@@ -161,12 +161,7 @@ def _adopt_orphans() -> None:
 
 def _children() -> set[int]:
     """Processes that this one has started or adopted, and that live."""
-    found = set()
-    with suppress(OSError):
-        for task in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{task}/children") as listed:
-                found |= set(map(int, listed.read().split()))
-    return {process for process in found if _lives(process)}
+    return {process for process in children_of_this_process() if _lives(process)}
 
 
 def _lives(process: int) -> bool:

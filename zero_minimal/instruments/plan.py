@@ -41,31 +41,26 @@ def plan(
     check_heads(config, model_parallel)
     elements, data_parallel = parameters_of(config), ranks // model_parallel
     run = (config.layers, config.hidden, batch, config.sequence, dtype)
-    kept = {
-        "whole": theory.checkpoints(*run) if config.recompute else theory.activations(*run),
-        "P_a": theory.checkpoints(*run, cut=model_parallel),
-        "P_a+cpu": 0,
-    }[checkpoints]
-    at_work = theory.activations(1, *run[1:]) if config.recompute else 0  # of the block in backward
-    logits = theory.logits(batch, config.sequence, config.vocabulary, model_parallel)
-    kept += max(at_work, logits)  # never together: logits go before backward comes to a block
+    activations = _activations(config, run, model_parallel)
+    kept = activations[("checkpoints" if config.recompute else "all") if checkpoints == "whole" else checkpoints]
+    at_work = activations["block_at_work"] if config.recompute else 0
+    kept += max(at_work, activations["logits"])  # never together: logits go before backward comes to a block
     units = (shapes.block_parameters(config), shapes.root_parameters(config), dtype, model_parallel)
     tokens = batch * config.sequence
     compute = theory.step_operations(elements // model_parallel, tokens, config.recompute) / (operations * UTILISATION)
     rows = [
         _row(stage, elements // model_parallel, data_parallel, device_bytes, dtype, optimizer_bytes, kept,
              theory.gathered(stage, *units))
+        | {"largest_model": theory.largest_model(stage, device_bytes, data_parallel, dtype, model_parallel,
+                                                 optimizer_bytes)}
         for stage in range(4)
     ]
+    for row in rows:
+        row["send_seconds"] = row["sent_bytes"] / network
     traffic = theory.model_parallel_traffic(*run, model_parallel, recompute=config.recompute)
     with_p_a = theory.model_parallel_traffic(*run, model_parallel, partition=True, recompute=config.recompute)
     inside = model_parallel <= node
     waited = (traffic if checkpoints == "whole" else with_p_a) / (link if inside else network)
-    for row in rows:
-        row["largest_model"] = theory.largest_model(
-            row["stage"], device_bytes, data_parallel, dtype, model_parallel, optimizer_bytes
-        )
-        row["send_seconds"] = row["sent_bytes"] / network
     fitting = [row["stage"] for row in rows if row["fits"]]
     return {
         "parameters": elements,
@@ -76,14 +71,7 @@ def plan(
         "rows": rows,
         "first_stage_that_fits": fitting[0] if fitting else None,
         "checkpoints": checkpoints,
-        "activations": {
-            "all": theory.activations(*run),
-            "checkpoints": theory.checkpoints(*run),
-            "P_a": theory.checkpoints(*run, cut=model_parallel),
-            "P_a+cpu": 0,
-            "block_at_work": theory.activations(1, *run[1:]),
-            "logits": logits,
-        },
+        "activations": activations,
         "recompute": config.recompute,
         "model_parallel_bytes": traffic,
         "P_a_bytes": with_p_a - traffic,
@@ -92,6 +80,19 @@ def plan(
         "compute_seconds": compute,
         "operations": operations, "network": network, "link": link,
         "utilisation": UTILISATION,
+    }
+
+
+def _activations(config: GPTConfig, run: tuple, model_parallel: int) -> dict:
+    """Bytes of what a rank may keep for backward, in the ways there are, and of what is there for a moment."""
+    _, _, batch, sequence, _ = run
+    return {
+        "all": theory.activations(*run),
+        "checkpoints": theory.checkpoints(*run),
+        "P_a": theory.checkpoints(*run, cut=model_parallel),
+        "P_a+cpu": 0,
+        "block_at_work": theory.activations(1, *run[1:]),
+        "logits": theory.logits(batch, sequence, config.vocabulary, model_parallel),
     }
 
 

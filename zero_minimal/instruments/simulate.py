@@ -188,7 +188,7 @@ class _Run:
     # ------------------------------------------------------------------------------------------------------- reports
 
     def report(self) -> dict:
-        case, peak = self.case, self.peak(f"forward {self.case.steps}")
+        case = self.case
         elements = sum(param.numel() for param in self.model.parameters())
         padding = sum(bucket.padded - bucket.numel for bucket in getattr(self.zero, "buckets", []))
         stage, ranks = stage_of(case), case.ranks // case.model_parallel
@@ -209,30 +209,39 @@ class _Run:
             "losses": None,
             "step_seconds": None,
             "tokens_per_second": None,
-            "memory": {state: self.states[state] for state in theory.STATES} | {
-                "activations": max(moment.bytes["activations"] for moment in self.since(f"forward {case.steps}")),
-                "buffers": max(moment.bytes["buffers"] for moment in self.since(f"forward {case.steps}")),
-                "host": self.host_bytes(),
-                "peak": on_device(peak),
-                "peak_by_category": {name: size for name, size in peak.bytes.items() if name != "other"},
-                "peak_when": self.phase_of(peak),
-                "peak_what": peak.what,
-                "construction_peak": on_device(max(self.until("forward 1"), key=on_device)),
-            },
+            "memory": self._memory(),
             "theory": theory.model_states(stage, elements, ranks, case.dtype),
             "padding": theory.model_states(stage, padding, ranks, case.dtype),
-            "traffic": self.meter.per_step(1) | {
-                "theory_bytes": theory.traffic(stage, elements, ranks, case.dtype),
-                "theory_volume": theory.volume(stage),
-                "padding_bytes": theory.traffic(stage, padding, ranks, case.dtype),
-                "model_parallel_theory_bytes": theory.model_parallel_traffic(
-                    case.model.layers, case.model.hidden, case.batch, case.model.sequence, case.dtype,
-                    case.model_parallel, bool(case.config) and CONFIGS[case.config].partition,
-                    bool(case.config) or case.model.recompute,
-                ),
-                "wire_bytes": None,
-            },
+            "traffic": self._traffic(stage, elements, padding, ranks),
             "settings": asdict(case),
+        }
+
+    def _memory(self) -> dict:
+        last = self.since(f"forward {self.case.steps}")
+        peak = max(last, key=on_device)
+        return {state: self.states[state] for state in theory.STATES} | {
+            "activations": max(moment.bytes["activations"] for moment in last),
+            "buffers": max(moment.bytes["buffers"] for moment in last),
+            "host": self.host_bytes(),
+            "peak": on_device(peak),
+            "peak_by_category": {name: size for name, size in peak.bytes.items() if name != "other"},
+            "peak_when": self.phase_of(peak),
+            "peak_what": peak.what,
+            "construction_peak": on_device(max(self.until("forward 1"), key=on_device)),
+        }
+
+    def _traffic(self, stage: int, elements: int, padding: int, ranks: int) -> dict:
+        case = self.case
+        return self.meter.per_step(1) | {
+            "theory_bytes": theory.traffic(stage, elements, ranks, case.dtype),
+            "theory_volume": theory.volume(stage),
+            "padding_bytes": theory.traffic(stage, padding, ranks, case.dtype),
+            "model_parallel_theory_bytes": theory.model_parallel_traffic(
+                case.model.layers, case.model.hidden, case.batch, case.model.sequence, case.dtype,
+                case.model_parallel, bool(case.config) and CONFIGS[case.config].partition,
+                bool(case.config) or case.model.recompute,
+            ),
+            "wire_bytes": None,
         }
 
     def since(self, phase: str) -> list[Moment]:
