@@ -209,9 +209,9 @@ def random_state_of(states: list[torch.Tensor]):
 
 if __name__ == "__main__":
     from zero_minimal.foundations import ranks
-    from zero_minimal.instruments.memory import Ledger
-    from zero_minimal.instruments.report import table
-    from zero_minimal.instruments.traffic import TrafficMeter
+    from zero_minimal.meters.memory import Ledger
+    from zero_minimal.meters.traffic import TrafficMeter
+    from zero_minimal.programs.report import table
     from zero_minimal.workload.model import GPT, GPTConfig
 
     def measure(name, options, device):

@@ -270,6 +270,6 @@ class Arena:
 
 
 if __name__ == "__main__":
-    from zero_minimal.instruments.fragmentation import main
+    from zero_minimal.programs.fragmentation import main
 
     main()

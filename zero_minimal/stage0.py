@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import checkpoint, collectives, layout, optimizers, precision
+from zero_minimal.foundations import collectives, layout, optimizers, precision, saved_state
 from zero_minimal.foundations.backward import Backward
 
 
@@ -118,11 +118,11 @@ class Stage0:
 
     def state_dict(self):
         """This rank's training state, for a restart with the same number of ranks."""
-        return checkpoint.shard_state(self)
+        return saved_state.shard_state(self)
 
     def load_state_dict(self, state):
         """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not fit."""
-        checkpoint.load_shards(self, state)
+        saved_state.load_shards(self, state)
 
     @contextmanager
     def gather_parameters(self):

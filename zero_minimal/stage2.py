@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import checkpoint, collectives, layout, optimizers, precision
+from zero_minimal.foundations import collectives, layout, optimizers, precision, saved_state
 from zero_minimal.foundations.backward import Backward
 
 
@@ -140,11 +140,11 @@ class Stage2:
 
     def state_dict(self):
         """This rank's training state, for a restart with the same number of ranks."""
-        return checkpoint.shard_state(self)
+        return saved_state.shard_state(self)
 
     def load_state_dict(self, state):
         """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not fit."""
-        checkpoint.load_shards(self, state)
+        saved_state.load_shards(self, state)
         for bucket in self.buckets:
             collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group)
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import checkpoint, collectives, layout, meta, optimizers, precision
+from zero_minimal.foundations import collectives, layout, meta, optimizers, precision, saved_state
 from zero_minimal.foundations.backward import Backward
 from zero_minimal.foundations.units import Turns, find_units, placeholder, refuse_state_dict, whole_parameters
 
@@ -217,12 +217,12 @@ class Stage3:
 
     def state_dict(self):
         """This rank's training state, for a restart with the same number of ranks."""
-        return checkpoint.shard_state(self)
+        return saved_state.shard_state(self)
 
     def load_state_dict(self, state):
         """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not fit."""
         self._release_all()
-        checkpoint.load_shards(self, state)
+        saved_state.load_shards(self, state)
 
     @contextmanager
     def gather_parameters(self):

@@ -160,6 +160,6 @@ class System:
 
 
 if __name__ == "__main__":
-    from zero_minimal.instruments.configs import main
+    from zero_minimal.programs.configs import main
 
     main()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import toys
 from torch import optim
 
-from zero_minimal.instruments.memory import Ledger
+from zero_minimal.meters.memory import Ledger
 
 worlds = pytest.mark.parametrize("world_size", (2, 3, 4))
 

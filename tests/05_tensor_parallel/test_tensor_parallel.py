@@ -19,7 +19,7 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from zero_minimal.foundations import collectives
-from zero_minimal.instruments.traffic import TrafficMeter
+from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.stage2 import Stage2
 from zero_minimal.tensor_parallel import ParallelGPT, f, g, make_mesh, parallel_random
 from zero_minimal.workload.model import GPT, GPTConfig

@@ -13,8 +13,8 @@ import toys
 from torch import nn
 
 from zero_minimal.activation_partitioning import checkpoint, checkpoint_blocks
-from zero_minimal.instruments.memory import Ledger
-from zero_minimal.instruments.traffic import TrafficMeter
+from zero_minimal.meters.memory import Ledger
+from zero_minimal.meters.traffic import TrafficMeter
 
 MODES = {
     "plain": dict(),

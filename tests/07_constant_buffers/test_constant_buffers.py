@@ -7,7 +7,7 @@ import torch.distributed as dist
 import toys
 
 from zero_minimal.constant_buffers import ConstantBuffers, all_reduce, fused_all_reduce
-from zero_minimal.instruments.memory import Ledger
+from zero_minimal.meters.memory import Ledger
 
 SHAPES = [(3, 5), (1,), (40, 7), (), (0, 3), (2, 129), (17,)]
 

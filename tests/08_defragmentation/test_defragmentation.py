@@ -10,9 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero_minimal.defragmentation import Arena, Slab, checkpoint_in_slab, gradients_in_slab
-from zero_minimal.instruments import fragmentation
-from zero_minimal.instruments.fragmentation import MIB, CachingAllocator, OutOfMemory
-from zero_minimal.instruments.memory import Ledger
+from zero_minimal.meters import allocator as allocator_model
+from zero_minimal.meters.allocator import MIB, CachingAllocator, OutOfMemory
+from zero_minimal.meters.memory import Ledger
+from zero_minimal.programs import fragmentation
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.model import GPT, GPTConfig
 
@@ -520,39 +521,39 @@ def test_recordings_are_of_the_same_training(recordings):
 
 def test_replay_serves_every_event(recordings):
     for recording in recordings.values():
-        allocator = fragmentation.replay(recording.trace, CachingAllocator(2**40))
+        allocator = allocator_model.replay(recording.trace, CachingAllocator(2**40))
         alive, peak = {}, 0
         for event in recording.trace:
             alive[event.storage] = alive.get(event.storage, 0) + event.bytes
             peak = max(peak, sum(alive.values()))
         assert allocator.requests == len(recording.trace)
         assert peak <= allocator.peak_allocated <= allocator.peak_reserved
-        rows, failure = fragmentation.memory_map(recording.trace, CachingAllocator(2**40))
+        rows, failure = allocator_model.memory_map(recording.trace, CachingAllocator(2**40))
         assert failure is None
         assert len(rows) == sum(event.bytes > 0 for event in recording.trace)
         assert all(row.begin < row.end and row.bytes > 0 for row in rows)
 
 
 def test_map_has_no_two_tensors_in_one_place(recordings):
-    rows, _ = fragmentation.memory_map(recordings[False].trace, CachingAllocator(2**40))
+    rows, _ = allocator_model.memory_map(recordings[False].trace, CachingAllocator(2**40))
     for moment in range(0, len(recordings[False].trace), 97):
         lying = sorted((row.address, row.bytes) for row in rows if row.begin <= moment < row.end)
         assert all(a + size <= b for (a, size), (b, _) in zip(lying, lying[1:], strict=False))
 
 
 def test_slabs_prevent_the_failure(recordings):
-    finding = fragmentation.find_capacity(recordings[False].trace, recordings[True].trace, tries=12)
+    finding = allocator_model.find_capacity(recordings[False].trace, recordings[True].trace, tries=12)
     assert finding.smallest_with <= finding.capacity < finding.smallest_without
     with pytest.raises(OutOfMemory) as caught:
-        fragmentation.replay(recordings[False].trace, CachingAllocator(finding.capacity))
+        allocator_model.replay(recordings[False].trace, CachingAllocator(finding.capacity))
     assert caught.value.requested <= caught.value.free, "free memory would have been enough, in one piece"
     assert caught.value.largest_free < caught.value.requested
     assert caught.value.free_share > 0.3, "what section 3.2 of the paper saw"
-    fragmentation.replay(recordings[True].trace, CachingAllocator(finding.capacity))
+    allocator_model.replay(recordings[True].trace, CachingAllocator(finding.capacity))
 
 
 def test_slabs_are_two_storages_of_the_trace(recordings):
-    rows, _ = fragmentation.memory_map(recordings[True].trace, CachingAllocator(2**40))
+    rows, _ = allocator_model.memory_map(recordings[True].trace, CachingAllocator(2**40))
     lasting = [row for row in rows if row.begin < recordings[True].begins[0] and row.end > recordings[True].begins[-1]]
     longest = max(fragmentation.varied_lengths(4, LONGEST))
     assert ("activations", 4 * 4 * longest * 128 * 4) in {(row.category, row.bytes) for row in lasting}
@@ -610,7 +611,7 @@ def test_replay_reserves_what_cuda_reserves(recordings, slabs):
             else:
                 del tensors[storage]
         reserved = sum(bytes for bytes, _ in segments_of(pool))
-    allocator = fragmentation.replay(recordings[slabs].trace, CachingAllocator(2**40))
+    allocator = allocator_model.replay(recordings[slabs].trace, CachingAllocator(2**40))
     assert abs(reserved - allocator.reserved) <= 20 * MIB, "but for a segment: among equal blocks addresses decide"
 
 

@@ -9,7 +9,9 @@ from torch.optim import AdamW
 from tqdm import tqdm
 
 from zero_minimal.foundations import ranks
-from zero_minimal.instruments import benchmark, peers, plots, scaling, timing
+from zero_minimal.meters import timing
+from zero_minimal.pictures import plots
+from zero_minimal.programs import bench, peers, scaling
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.settings import Settings
 
@@ -30,7 +32,7 @@ def report(tmp_path_factory):
         printed = []
         patch.setattr(tqdm, "write", staticmethod(lambda text, **_: printed.append(text)))
         flags = [*TINY, "--only", only, "--json", str(folder / "f.json"), "--plot", str(folder / "f.png")]
-        assert benchmark.main(flags) is None
+        assert bench.main(flags) is None
     rows = json.loads((folder / "f.json").read_text())["rows"]
     return {row["name"]: row for row in rows}, "\n".join(printed), folder
 
@@ -109,18 +111,18 @@ class Absent(peers.DDP):
 
 
 def test_who_computes_something_else_is_an_error(monkeypatch):
-    monkeypatch.setitem(benchmark.CONTENDERS, "stage 2", Hasty)
-    message = benchmark.main([*TINY, "--only", "stage2"])
+    monkeypatch.setitem(bench.CONTENDERS, "stage 2", Hasty)
+    message = bench.main([*TINY, "--only", "stage2"])
     assert message.startswith("error: stage 2 computes something else than DDP") and "step 1" in message
 
 
 def test_a_peer_that_does_not_run_is_left_out(monkeypatch):
-    monkeypatch.setitem(benchmark.CONTENDERS, "FSDP2", Absent)
+    monkeypatch.setitem(bench.CONTENDERS, "FSDP2", Absent)
     written = []
     monkeypatch.setattr(tqdm, "write", staticmethod(lambda text, **_: written.append(text)))
     [point] = scaling.points(["1x32"], 1, Settings(sequence=16, batch=2, steps=1), [])
     with tqdm(disable=True) as progress:
-        rows = benchmark.measure(point, ["DDP", "FSDP2"], 1, 1, "cpu", progress)
+        rows = bench.measure(point, ["DDP", "FSDP2"], 1, 1, "cpu", progress)
     assert [row["name"] for row in rows] == ["DDP"]
     assert "FSDP2 does not run here" in written[0] and "no such thing here" in written[0]
 
@@ -130,19 +132,19 @@ def result(*losses):
 
 
 def test_losses_are_compared_rank_by_rank_and_step_by_step():
-    benchmark.check_losses("stage 1", [result(3.0, 2.0)], [result(3.00002, 2.0)])
+    bench.check_losses("stage 1", [result(3.0, 2.0)], [result(3.00002, 2.0)])
     for wrong in ([result(3.0, 2.0), result(3.0, 2.001)], [result(float("nan"), 2.0), result(3.0, 2.0)]):
         with pytest.raises(ValueError, match="stage 1 computes something else than DDP.* on rank"):
-            benchmark.check_losses("stage 1", wrong, [result(3.0, 2.0), result(3.0, 2.0)])
+            bench.check_losses("stage 1", wrong, [result(3.0, 2.0), result(3.0, 2.0)])
 
 
 def test_the_floor_is_compared_until_its_ranks_part():
     right = [result(3.0, 2.0), result(3.5, 2.0)]
-    benchmark.check_losses("floor", [result(3.0, 1.5), result(3.5, 1.7)], right)
+    bench.check_losses("floor", [result(3.0, 1.5), result(3.5, 1.7)], right)
     with pytest.raises(ValueError, match="rank 1 its loss in step 0"):
-        benchmark.check_losses("floor", [result(3.0, 1.5), result(3.6, 1.7)], right)
+        bench.check_losses("floor", [result(3.0, 1.5), result(3.6, 1.7)], right)
     with pytest.raises(ValueError, match="step 1"):
-        benchmark.check_losses("floor", [result(3.0, 1.5)], [result(3.0, 2.0)])  # one rank: it is plain training
+        bench.check_losses("floor", [result(3.0, 1.5)], [result(3.0, 2.0)])  # one rank: it is plain training
 
 
 # --------------------------------------------------------------------------------------------------------- arithmetic
@@ -150,26 +152,26 @@ def test_the_floor_is_compared_until_its_ranks_part():
 
 def test_a_step_is_as_long_as_on_the_slowest_rank():
     results = [{"seconds": [1.0, 5.0, 2.0]}, {"seconds": [3.0, 1.0, 1.0]}]
-    assert benchmark.run_seconds(results) == 3.0, "median of 3, 5 and 2"
+    assert bench.run_seconds(results) == 3.0, "median of 3, 5 and 2"
 
 
 def test_spread():
     named = dict(min=1.0, lower_quartile=2.0, median=3.0, upper_quartile=4.0, max=9.0)
-    assert benchmark.spread([4.0, 1.0, 9.0, 3.0, 2.0]) == named
-    assert set(benchmark.spread([2.0]).values()) == {2.0}
+    assert bench.spread([4.0, 1.0, 9.0, 3.0, 2.0]) == named
+    assert set(bench.spread([2.0]).values()) == {2.0}
 
 
 def test_over_rounds_and_ranks():
     timed = [[{"x": 1}, {"x": 5}], [{"x": 2}, {"x": 1}], [{"x": 3}, {"x": 3}]]
-    assert benchmark.over_rounds("x", timed) == 3, "median of 5, 2 and 3"
-    assert benchmark.over_rounds("x", [[{"x": None}, {"x": None}]]) is None
+    assert bench.over_rounds("x", timed) == 3, "median of 5, 2 and 3"
+    assert bench.over_rounds("x", [[{"x": None}, {"x": None}]]) is None
 
 
 def test_share_of_other_programs(monkeypatch):
-    monkeypatch.setattr(benchmark.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(bench.os, "cpu_count", lambda: 2)
     rank = {"elapsed_seconds": 10.0, "cpu_seconds": 8.0, "machine_seconds": 18.0}
-    assert benchmark.others_share([[rank, rank]]) == pytest.approx((18 - 16) / 20)
-    assert benchmark.others_share([[rank | {"machine_seconds": None}]]) is None
+    assert bench.others_share([[rank, rank]]) == pytest.approx((18 - 16) / 20)
+    assert bench.others_share([[rank | {"machine_seconds": None}]]) is None
 
 
 # ------------------------------------------------------------------------------------------------------------- peers
@@ -203,7 +205,7 @@ def test_the_floor_updates_its_share_and_no_more():
 def test_deepspeed_takes_part_only_where_it_is_installed(monkeypatch):
     for installed in (False, True):
         monkeypatch.setattr(peers.DeepSpeed, "is_installed", staticmethod(lambda installed=installed: installed))
-        assert ("DeepSpeed 2" in benchmark.available()) is installed
+        assert ("DeepSpeed 2" in bench.available()) is installed
 
 
 def test_resident_memory_is_counted_from_the_start():
@@ -261,7 +263,7 @@ WRONG = {
 def test_wrong_flags_are_refused_before_anything_starts(flags, monkeypatch, capsys):
     monkeypatch.setattr(ranks, "run", lambda *_, **__: pytest.fail("a rank was started"))
     with pytest.raises(SystemExit) as end:
-        benchmark.main(flags.split())
+        bench.main(flags.split())
     assert end.value.code == 2
     assert WRONG[flags] in capsys.readouterr().err
 
@@ -277,16 +279,16 @@ def made_up_row(name: str, point: scaling.Point) -> dict:
                 "traffic": {"sent_bytes": 5}, "memory": {"peak": 7}}]  # fmt: skip
     timed = [[{"wire_bytes": None, "resident_bytes": None, "machine_seconds": None, "losses": [1.0]}]] * 3
     millions = settings.layers * settings.hidden**2
-    return benchmark.row(point, name, millions, watched, timed, {name: seconds, "DDP": [0.2, 0.2, 0.2]})
+    return bench.row(point, name, millions, watched, timed, {name: seconds, "DDP": [0.2, 0.2, 0.2]})
 
 
 @pytest.mark.parametrize("sweeps", [[], ["ranks", "size", "sequence"]], ids=["models", "sweeps"])
 def test_every_contender_can_be_drawn_and_told_apart(sweeps):
     points = scaling.points(["5M", "11M"], 2, Settings(batch=2), sweeps)
-    rows = [made_up_row(name, point) for point in points for name in benchmark.CONTENDERS]
+    rows = [made_up_row(name, point) for point in points for name in bench.CONTENDERS]
     picture = plots.benchmark(rows)
     picture.draw_without_rendering()
-    looks = [json.dumps(plots.run_look(name), sort_keys=True) for name in benchmark.CONTENDERS]
+    looks = [json.dumps(plots.run_look(name), sort_keys=True) for name in bench.CONTENDERS]
     assert len(set(looks)) == len(looks)
     if sweeps:
         assert [axis.get_xlabel() for axis in picture.axes[::2]] == [words for _, words, _ in plots.CURVES.values()]
@@ -295,5 +297,5 @@ def test_every_contender_can_be_drawn_and_told_apart(sweeps):
 
 def test_what_is_not_known_is_a_question_mark():
     [point] = scaling.points(["5M"], 2, Settings(batch=2), [])
-    table = benchmark.describe([made_up_row("DDP", point)])
+    table = bench.describe([made_up_row("DDP", point)])
     assert "?" in table and "Other programs" not in table

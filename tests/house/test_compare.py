@@ -8,7 +8,9 @@ from matplotlib.image import imread
 
 from zero_minimal import __main__ as program
 from zero_minimal.foundations import ranks
-from zero_minimal.instruments import compare, peers, plots, report, theory
+from zero_minimal.paper import formulas
+from zero_minimal.pictures import plots
+from zero_minimal.programs import compare, peers, report
 from zero_minimal.stage0 import Stage0
 from zero_minimal.workload.settings import Settings
 from zero_minimal.workload.train import train
@@ -39,7 +41,7 @@ def test_all_stages_and_peers_run_on_the_same_work(compared):
 
 def test_model_states_and_traffic_shrink_and_grow_as_the_paper_says(compared):
     rows, _ = compared
-    states = [sum(row["memory"][state] for state in theory.STATES) for row in rows]
+    states = [sum(row["memory"][state] for state in formulas.STATES) for row in rows]
     assert states[0] > states[1] > states[2] > states[3]
     sent = [row["traffic"]["sent_bytes"] for row in rows]
     assert sent[0] == sent[1] == sent[2] < sent[3] <= 1.5 * sent[0]
@@ -100,7 +102,7 @@ def test_every_peer_learns_what_stage_0_learns(options):
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.875)])
 def test_the_formulas_are_those_of_figure_1(stage, gigabytes):
-    states = theory.model_states(stage, 7_500_000_000, 64, "fp16")
+    states = formulas.model_states(stage, 7_500_000_000, 64, "fp16")
     assert sum(states.values()) / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
@@ -109,8 +111,8 @@ VOLUMES = [(0, 1, 2), (0, 4, 2), (1, 4, 2), (2, 1, 2), (2, 4, 5), (3, 1, 3), (3,
 
 @pytest.mark.parametrize(("stage", "accumulate", "volume"), VOLUMES)
 def test_the_formulas_of_traffic(stage, accumulate, volume):
-    assert theory.traffic(stage, 1000, 4, "fp32", accumulate) == volume * 1000 * 4 * 3 / 4
-    assert theory.traffic(stage, 1000, 1, "bf16", accumulate) == 0
+    assert formulas.traffic(stage, 1000, 4, "fp32", accumulate) == volume * 1000 * 4 * 3 / 4
+    assert formulas.traffic(stage, 1000, 1, "bf16", accumulate) == 0
 
 
 def test_an_unknown_command_is_answered_with_those_there_are(capsys):

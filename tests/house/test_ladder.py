@@ -14,8 +14,8 @@ from torch import optim
 from torch.nn.parallel import DistributedDataParallel
 from toys import STAGES, WORLDS, Recipe
 
-from zero_minimal.instruments.memory import Ledger
-from zero_minimal.instruments.traffic import TrafficMeter, loopback_bytes
+from zero_minimal.meters.memory import Ledger
+from zero_minimal.meters.traffic import TrafficMeter, loopback_bytes
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.workload.settings import Settings
 

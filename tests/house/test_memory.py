@@ -17,8 +17,8 @@ from torch.nn.modules import module as hooks_of_all_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.foundations import collectives, ranks
-from zero_minimal.instruments import traffic
-from zero_minimal.instruments.memory import CATEGORIES, Ledger
+from zero_minimal.meters import traffic
+from zero_minimal.meters.memory import CATEGORIES, Ledger
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2

@@ -18,10 +18,13 @@ import torch.distributed as dist
 import toys
 from matplotlib.colors import to_rgb
 
+from zero_minimal import notebook
 from zero_minimal.foundations import collectives, ring
-from zero_minimal.instruments import messages, notebook, plots, theory
-from zero_minimal.instruments.memory import Moment
-from zero_minimal.instruments.spans import Collective, Span, Spans
+from zero_minimal.meters import messages
+from zero_minimal.meters.memory import Moment
+from zero_minimal.meters.spans import Collective, Span, Spans
+from zero_minimal.paper import formulas
+from zero_minimal.pictures import plots
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
@@ -172,7 +175,7 @@ ENDS = {
 }
 SCRIPT = """
 import os, signal, subprocess, time
-from zero_minimal.instruments import notebook
+from zero_minimal import notebook
 world = notebook.start(2, device="cpu")
 world.run("import subprocess\\nchild = subprocess.Popen(['sleep', '1000'])")
 print(world._guardian.pid, *world.processes, *world["child.pid"], world._folder, flush=True)
@@ -272,12 +275,12 @@ def test_gradients_on_more_ranks(monkeypatch, ranks):
         psi = names["psi"]
         for rank, held in enumerate(world["held"]):
             for stage, (_, after) in enumerate(held.values()):
-                for state, expected in theory.model_states(stage, psi, ranks, "fp32").items():
+                for state, expected in formulas.model_states(stage, psi, ranks, "fp32").items():
                     assert expected <= after[state] <= 1.02 * expected + 4096, f"stage {stage}, rank {rank}: {state}"
         for losses in world["losses"]:
             assert losses["stage 0"] == losses["stage 1"] == losses["stage 2"] == losses["stage 3"]
         for sent in world["sent"]:
-            assert sent["stage 2"] == pytest.approx(theory.traffic(2, psi, ranks, "fp32"), rel=0.02)
+            assert sent["stage 2"] == pytest.approx(formulas.traffic(2, psi, ranks, "fp32"), rel=0.02)
             assert sent["stage 0"] == sent["stage 1"] == sent["stage 2"] < sent["stage 3"]
         gradients = [row["gradients"] for row in world["rows"][0]]
         assert 4 * psi / ranks < gradients[0] < 4 * psi < gradients[-1], "the size of buckets makes no difference"

@@ -8,12 +8,12 @@ import torch
 from matplotlib.image import imread
 
 from zero_minimal import __main__ as program
-from zero_minimal.instruments import theory
-from zero_minimal.instruments.hardware import GPUS
-from zero_minimal.instruments.plan import describe, plan
-from zero_minimal.instruments.quantities import count, count_text, seconds_text, size, size_text
-from zero_minimal.instruments.shapes import block_parameters, parameters_of, root_parameters, shape_for
-from zero_minimal.instruments.simulate import Case, simulate
+from zero_minimal.paper import formulas
+from zero_minimal.paper.hardware import GPUS
+from zero_minimal.paper.quantities import count, count_text, seconds_text, size, size_text
+from zero_minimal.paper.shapes import block_parameters, parameters_of, root_parameters, shape_for
+from zero_minimal.programs.plan import describe, plan
+from zero_minimal.programs.simulate import Case, simulate
 from zero_minimal.workload.model import GPT, GPTConfig
 
 BIG = GPTConfig(layers=125, hidden=8192, heads=64, sequence=1024, vocabulary=50257, dropout=0.0, recompute=True)
@@ -23,64 +23,65 @@ BIG = GPTConfig(layers=125, hidden=8192, heads=64, sequence=1024, vocabulary=502
 
 
 def test_the_worked_example_of_7_billion_on_8_ranks():
-    sizes = [sum(theory.model_states(stage, 7_000_000_000, 8, "fp16").values()) / 1e9 for stage in range(4)]
+    sizes = [sum(formulas.model_states(stage, 7_000_000_000, 8, "fp16").values()) / 1e9 for stage in range(4)]
     assert sizes == [112, 38.5, 26.25, 14]
 
 
 @pytest.mark.parametrize(("ranks", "savings"), [(8, (2.91, 4.27, 8)), (64, (3.82, 7.21, 64))])
 def test_savings_reach_4_and_8_only_with_many_ranks(ranks, savings):
-    whole = theory.bytes_a_parameter(0, ranks, "bf16")
+    whole = formulas.bytes_a_parameter(0, ranks, "bf16")
     assert whole == 16
     for stage, saving in zip((1, 2, 3), savings, strict=True):
-        assert whole / theory.bytes_a_parameter(stage, ranks, "bf16") == pytest.approx(saving, abs=0.005)
-    assert 16 / theory.bytes_a_parameter(1, 10**9, "bf16") == pytest.approx(4)
-    assert 16 / theory.bytes_a_parameter(2, 10**9, "bf16") == pytest.approx(8)
+        assert whole / formulas.bytes_a_parameter(stage, ranks, "bf16") == pytest.approx(saving, abs=0.005)
+    assert 16 / formulas.bytes_a_parameter(1, 10**9, "bf16") == pytest.approx(4)
+    assert 16 / formulas.bytes_a_parameter(2, 10**9, "bf16") == pytest.approx(8)
 
 
 def test_another_optimizer_has_another_k():
-    states = theory.model_states(1, 1000, 10, "fp16", optimizer_bytes=8)  # momentum and master
+    states = formulas.model_states(1, 1000, 10, "fp16", optimizer_bytes=8)  # momentum and master
     assert states == {"parameters": 2000, "gradients": 2000, "optimizer": 800}
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("parameters", [1e9, 7.5e9, 100e9, 1e12])
 def test_the_fewest_ranks_are_enough_and_one_less_is_not(stage, parameters):
-    fewest = theory.fewest_ranks(stage, int(parameters), 32e9, "fp16")
+    fewest = formulas.fewest_ranks(stage, int(parameters), 32e9, "fp16")
     if fewest is None:
-        assert sum(theory.model_states(stage, int(parameters), 10**9, "fp16").values()) > 32e9
+        assert sum(formulas.model_states(stage, int(parameters), 10**9, "fp16").values()) > 32e9
         return
-    assert sum(theory.model_states(stage, int(parameters), fewest, "fp16").values()) <= 32e9
+    assert sum(formulas.model_states(stage, int(parameters), fewest, "fp16").values()) <= 32e9
     if fewest > 1:
-        assert sum(theory.model_states(stage, int(parameters), fewest - 1, "fp16").values()) > 32e9
+        assert sum(formulas.model_states(stage, int(parameters), fewest - 1, "fp16").values()) > 32e9
 
 
 def test_the_bold_cells_of_table_1_are_the_first_that_fit():
     """Of its powers of 4: 7.5B at 64, 16, 4; 128B and 1T at stage 3 alone, with 64 and 1024."""
-    fewest = [[theory.fewest_ranks(stage, size, 32e9, "fp16") for stage in (1, 2, 3)]
+    fewest = [[formulas.fewest_ranks(stage, size, 32e9, "fp16") for stage in (1, 2, 3)]
               for size in (7_500_000_000, 128 * 10**9, 10**12)]
     assert fewest == [[45, 7, 4], [None, None, 64], [None, None, 500]]
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_the_largest_model_just_fits(stage):
-    largest = theory.largest_model(stage, 32e9, 64, "fp16")
+    largest = formulas.largest_model(stage, 32e9, 64, "fp16")
     for parameters, fits in ((largest, True), (largest * 1.001, False)):
-        assert (theory.bytes_a_parameter(stage, 64, "fp16") * parameters <= 32e9) == fits
-    assert theory.largest_model(stage, 32e9, 64, "fp16", 16) == pytest.approx(16 * largest, rel=1e-9)
+        assert (formulas.bytes_a_parameter(stage, 64, "fp16") * parameters <= 32e9) == fits
+    assert formulas.largest_model(stage, 32e9, 64, "fp16", 16) == pytest.approx(16 * largest, rel=1e-9)
 
 
 def test_activations_are_those_of_the_paper():
-    assert theory.activations(48, 1600, 32, 1024, "fp16") / 1e9 == pytest.approx(60.4, abs=0.05)
-    assert theory.checkpoints(125, 8192, 32, 1024, "fp16") / 1e9 == pytest.approx(67.1, abs=0.05)
-    assert theory.checkpoints(125, 8192, 32, 1024, "fp16", cut=16) / 1e9 == pytest.approx(4.19, abs=0.005)
+    assert formulas.activations(48, 1600, 32, 1024, "fp16") / 1e9 == pytest.approx(60.4, abs=0.05)
+    assert formulas.checkpoints(125, 8192, 32, 1024, "fp16") / 1e9 == pytest.approx(67.1, abs=0.05)
+    assert formulas.checkpoints(125, 8192, 32, 1024, "fp16", cut=16) / 1e9 == pytest.approx(4.19, abs=0.005)
 
 
 def test_p_a_adds_a_twelfth_to_megatrons_traffic():
-    sent, with_p_a = (theory.model_parallel_traffic(10, 64, 2, 32, "fp16", 4, partition) for partition in (False, True))
+    sent, with_p_a = (formulas.model_parallel_traffic(10, 64, 2, 32, "fp16", 4, partition)
+                      for partition in (False, True))
     assert sent == 10 * 12 * 2 * 32 * 64 * 2 * 3 / 4
     assert with_p_a / sent == pytest.approx(13 / 12)
-    assert theory.model_parallel_traffic(10, 64, 2, 32, "fp16", 4, recompute=False) / sent == pytest.approx(8 / 12)
-    assert theory.model_parallel_traffic(10, 64, 2, 32, "fp16", 1) == 0
+    assert formulas.model_parallel_traffic(10, 64, 2, 32, "fp16", 4, recompute=False) / sent == pytest.approx(8 / 12)
+    assert formulas.model_parallel_traffic(10, 64, 2, 32, "fp16", 1) == 0
 
 
 # --------------------------------------------------------------------------------------------------------- quantities

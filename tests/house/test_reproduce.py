@@ -6,8 +6,10 @@ import pytest
 from matplotlib.image import imread
 
 from zero_minimal import __main__ as program
-from zero_minimal.instruments import paper, plots, reproduce, tables, theory
-from zero_minimal.instruments.quantities import count
+from zero_minimal.paper import formulas, published
+from zero_minimal.paper.quantities import count
+from zero_minimal.pictures import plots
+from zero_minimal.programs import reproduce, tables
 
 
 @pytest.fixture
@@ -29,10 +31,10 @@ def drawn(picture, folder):
 
 def test_all_54_cells_of_table_1_are_its_formulas():
     cells = [(count(size), stage, ranks, printed[stage - 1])
-             for size, rows in paper.TABLE1.items() for ranks, printed in rows.items() for stage in (1, 2, 3)]
+             for size, rows in published.TABLE1.items() for ranks, printed in rows.items() for stage in (1, 2, 3)]
     assert len(cells) == 54
     for parameters, stage, ranks, printed in cells:
-        value = sum(theory.model_states(stage, parameters, ranks, "fp16").values()) / 1e9
+        value = sum(formulas.model_states(stage, parameters, ranks, "fp16").values()) / 1e9
         assert reproduce.agrees(printed, value), (parameters, stage, ranks)
 
 
@@ -55,7 +57,7 @@ def test_cells_of_table_1_from_running_code(few_blocks, tmp_path):
 
 
 def test_a_cell_that_differs_is_marked(few_blocks, monkeypatch):
-    monkeypatch.setitem(paper.TABLE1["7.5B"], 64, ("31.4", "17.6", "1.88"))
+    monkeypatch.setitem(published.TABLE1["7.5B"], 64, ("31.4", "17.6", "1.88"))
     result = reproduce.table1(sizes=("7.5B",), ranks=(64,))
     assert [cell["agrees"] for cell in result["cells"]] == [True, False, True] and not result["agree"]
     assert "!" in tables.describe("table1", result)
@@ -86,10 +88,10 @@ def test_the_search_finds_what_fits_and_tries_what_does_not():
         reproduce.search(lambda parameters: 1e12, start=2e9, limit=32e9)
 
 
-@pytest.mark.parametrize("parallel", paper.TABLE2)
+@pytest.mark.parametrize("parallel", published.TABLE2)
 def test_table_2_is_its_formula(parallel):
-    for stage, printed in enumerate(paper.TABLE2[parallel][0]):
-        formula = theory.largest_model(stage, 32e9, 64, "fp16", parallel)
+    for stage, printed in enumerate(published.TABLE2[parallel][0]):
+        formula = formulas.largest_model(stage, 32e9, 64, "fp16", parallel)
         assert reproduce.agrees_with_table2(printed, formula)
         assert not reproduce.agrees_with_table2(printed, 1.1 * formula)
         assert not reproduce.agrees_with_table2(printed, 0.9 * formula)
@@ -108,9 +110,9 @@ def test_cells_of_table_2_from_running_code(few_blocks, tmp_path):
 
 
 def test_figure_7_in_small(monkeypatch, tmp_path):
-    shape = paper.Shape(layers=3, hidden=64, heads=8, batch=16, model_parallel=4)
+    shape = published.Shape(layers=3, hidden=64, heads=8, batch=16, model_parallel=4)
     bars = dict.fromkeys(("C1", "C2", "C3", "C4", "C5"), 25.0) | {"C1": None}
-    monkeypatch.setattr(paper, "FIGURE7", {"40B": (shape, bars), "100B": paper.FIGURE7["100B"]})
+    monkeypatch.setattr(published, "FIGURE7", {"40B": (shape, bars), "100B": published.FIGURE7["100B"]})
     monkeypatch.setattr(reproduce, "VOCABULARY", 500)
     result = reproduce.figure7(sizes=("40B",), ranks=16)
     allocated = {bar["config"]: bar["allocated_gb"] for bar in result["bars"]}

@@ -13,9 +13,9 @@ from torch import nn
 
 from zero_minimal import __main__ as program
 from zero_minimal.foundations import ranks
-from zero_minimal.instruments import theory
-from zero_minimal.instruments.memory import Ledger
-from zero_minimal.instruments.simulate import STAGES, Case, describe, simulate
+from zero_minimal.meters.memory import Ledger
+from zero_minimal.paper import formulas
+from zero_minimal.programs.simulate import STAGES, Case, describe, simulate
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 from zero_minimal.workload.model import GPT, GPTConfig
@@ -41,7 +41,7 @@ def test_simulated_model_states_are_those_of_real_ranks_to_the_byte(world_size, 
     for stage, real in enumerate(toys.run(reports_of_all_stages, world_size, dtype)[0]):
         case = Case(SMALL, stage, world_size, dtype, batch=2, bucket_bytes=int(0.05 * 2**20))
         simulated = simulate(case).report
-        for state in theory.STATES:
+        for state in formulas.STATES:
             assert simulated["memory"][state] == real["memory"][state], f"stage {stage}: {state}"
         assert simulated["theory"] == real["theory"] and simulated["padding"] == real["padding"]
         if dtype != "fp16":  # there the scaler skips a real step that overflows
@@ -70,7 +70,7 @@ def run():
 
 def test_states_are_formula_and_padding(run):
     told = run.report
-    for state in theory.STATES:
+    for state in formulas.STATES:
         assert told["memory"][state] == told["theory"][state] + told["padding"][state] > 0
     assert sum(told["padding"].values()) < 0.01 * sum(told["theory"].values())
 
@@ -133,7 +133,7 @@ def test_model_parallelism_and_stage_3_together():
     config = dataclasses.replace(SMALL, heads=4, recompute=True)
     told = simulate(Case(config, 3, 8, "bf16", model_parallel=2)).report
     assert 0.5 < told["parameters_of_rank"] / told["parameters"] < 0.6
-    for state in theory.STATES:
+    for state in formulas.STATES:
         assert told["memory"][state] == told["theory"][state] + told["padding"][state]
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_minimal.foundations import collectives, ranks, ring
-from zero_minimal.instruments import traffic
-from zero_minimal.instruments.traffic import TrafficMeter, loopback_bytes
+from zero_minimal.meters import traffic
+from zero_minimal.meters.traffic import TrafficMeter, loopback_bytes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import a test file
 

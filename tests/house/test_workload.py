@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zero_minimal.foundations import ranks
-from zero_minimal.instruments import theory
+from zero_minimal.paper import formulas
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
@@ -216,7 +216,7 @@ def test_a_run_reports_what_it_measured(stage_class):
     assert len(report["losses"]) == 9 and all(map(math.isfinite, report["losses"]))
     assert report["validation_losses"][1] < report["validation_losses"][0]
     memory, traffic = report["memory"], report["traffic"]
-    for state, expected in theory.model_states(stage, elements, 3, "fp32").items():
+    for state, expected in formulas.model_states(stage, elements, 3, "fp32").items():
         assert report["theory"][state] == expected
         assert memory[state] == pytest.approx(expected + report["padding"][state], abs=1e-6)
     assert memory["peak"] == sum(memory["peak_by_category"].values()) > sum(report["theory"].values())
@@ -238,7 +238,7 @@ def test_sixteen_bits_train(stage_class, dtype):
     report = ranks.run(run, 2, stage_class, settings, device="cpu")[0]
     assert all(map(math.isfinite, report["losses"]))
     assert report["validation_losses"][1] < report["validation_losses"][0]
-    for state, expected in theory.model_states(report["stage"], report["parameters"], 2, dtype).items():
+    for state, expected in formulas.model_states(report["stage"], report["parameters"], 2, dtype).items():
         assert report["memory"][state] == expected + report["padding"][state]
 
 

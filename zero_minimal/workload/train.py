@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from zero_minimal.foundations import collectives, ranks
 from zero_minimal.foundations.precision import LossScaler
-from zero_minimal.instruments import report
-from zero_minimal.instruments.observer import Observer
+from zero_minimal.meters.observer import Observer
+from zero_minimal.programs import report
 from zero_minimal.workload import data
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import (

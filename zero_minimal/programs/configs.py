@@ -16,9 +16,10 @@ from tqdm import tqdm
 
 from zero_minimal.foundations import ranks
 from zero_minimal.foundations.precision import LossScaler
-from zero_minimal.instruments import report, theory
-from zero_minimal.instruments.memory import Ledger
-from zero_minimal.instruments.traffic import TrafficMeter
+from zero_minimal.meters.memory import Ledger
+from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.paper import formulas
+from zero_minimal.programs import report
 from zero_minimal.tensor_parallel import Mesh, divisors, make_mesh
 from zero_minimal.workload import data
 from zero_minimal.workload.settings import (
@@ -80,7 +81,7 @@ def train(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) 
         "losses": losses,
         "step_seconds": step_seconds,
         "tokens_per_second": settings.tokens_per_step(rank.world_size // model_parallel) / step_seconds,
-        "memory": {state: states[state] for state in theory.STATES}
+        "memory": {state: states[state] for state in formulas.STATES}
         | {"peak": peak.total, "peak_by_category": peak.bytes},
         "traffic": meter.per_step(1),
     }
@@ -152,7 +153,7 @@ def describe(rows: list[dict]) -> str:
               *(["blocks that fit"] if "budget_bytes" in first else [])]]
     for row in rows:
         memory = row["memory"]
-        sizes = [memory[state] for state in (*theory.STATES, "peak")]
+        sizes = [memory[state] for state in (*formulas.STATES, "peak")]
         lines.append([
             row["name"], *(f"{size / 1e6:,.2f}" for size in sizes), f"{row['traffic']['sent_bytes'] / 1e6:,.2f}",
             f"{row['tokens_per_second']:,.0f}", f"{row['losses'][-1]:.6f}",

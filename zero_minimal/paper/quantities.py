@@ -83,3 +83,9 @@ def _digits(value: float, digits: int) -> str:
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def number(value: int | float) -> str:
+    """With separators, and a decimal only where there is one: 9,641,984 or 0.5."""
+    value = round(value, 1)
+    return f"{int(value) if value == int(value) else value:,}"

@@ -1,6 +1,6 @@
 """Notebook: ranks for a notebook. One line starts them, and cells marked %%px run on each.
 
-    from zero_minimal.instruments import notebook
+    from zero_minimal import notebook
     world = notebook.start(4)
 
     %%px
@@ -13,7 +13,7 @@ A rank is an engine of ipyparallel, in a process group with the others. A cell f
 `device`, `torch`, `dist`, `collectives`, `ring`, and what cells before it have made. When a cell fails on a rank, or
 all ranks wait for each other, the cell ends with a message that says where each rank stood; the ranks meet in a new
 process group, and keep their variables. The ranks end with the notebook's kernel, in whatever way that ends
-(notebook_guardian.py).
+(guardian.py).
 """
 
 import argparse
@@ -33,7 +33,7 @@ import ipyparallel
 from IPython import get_ipython
 from IPython.core.pylabtools import select_figure_formats
 
-from zero_minimal.instruments import notebook_rank
+from zero_minimal.notebook import rank as notebook_rank
 
 START_SECONDS = 60  # the longest that a start may take
 PATIENCE = 5.0  # seconds in which no rank computes, until a cell counts as stuck
@@ -113,7 +113,7 @@ class World:
         self._folder = Path(tempfile.mkdtemp(prefix="zero_ranks_"))
         with open(self._folder / "log.txt", "w") as log:
             self._guardian = subprocess.Popen(
-                [sys.executable, "-m", "zero_minimal.instruments.notebook_guardian", str(self._folder),
+                [sys.executable, "-m", "zero_minimal.notebook.guardian", str(self._folder),
                  str(self.world_size), self.device],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
             )

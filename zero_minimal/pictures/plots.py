@@ -722,7 +722,7 @@ def memory_panel_of(axis: Axes, timeline: list) -> None:
 def time_line(ranks: list) -> Figure:
     """Two lanes a rank: what it does itself, with its waiting; and the collectives that are under way meanwhile.
 
-    Args: ranks, [rank] (computing, collectives) as in instruments/spans.py.
+    Args: ranks, [rank] (computing, collectives) as in meters/spans.py.
     """
     result, axes = figure(1, 1, 11.0, 1.3 + 0.95 * len(ranks))
     axis = axes[0][0]

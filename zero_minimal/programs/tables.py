@@ -1,11 +1,12 @@
 """Tables: what `python -m zero_minimal reproduce` prints. What does not agree with the paper is marked with !."""
 
-from zero_minimal.instruments import paper, report, theory
-from zero_minimal.instruments.quantities import count_text
+from zero_minimal.paper import formulas, published
+from zero_minimal.paper.quantities import count_text
+from zero_minimal.programs import report
 
 
 def describe(name: str, result: dict) -> str:
-    """A table, and what there is to say about it. `name` and `result` as in instruments/reproduce.py."""
+    """A table, and what there is to say about it. `name` and `result` as in programs/reproduce.py."""
     head, rows = TABLES[name](result)
     notes = [f"- {note}" for note in result["notes"]]
     return "\n".join([f"\n{head}", "", report.table(rows), "", *notes])
@@ -13,7 +14,7 @@ def describe(name: str, result: dict) -> str:
 
 def table1(result: dict) -> tuple[str, list[list[str]]]:
     """For each size and N: paper, formula, code and the difference, at stages 1 to 3."""
-    rows = [["model, N", *(column for name in paper.STAGES for column in (name, "formula", "code", "off"))]]
+    rows = [["model, N", *(column for name in published.STAGES for column in (name, "formula", "code", "off"))]]
     cells = {(cell["model"], cell["ranks"], cell["stage"]): cell for cell in result["cells"]}
     for model, ranks in dict.fromkeys(key[:2] for key in cells):
         row = [f"{model}, {ranks}"]
@@ -30,11 +31,11 @@ def table1(result: dict) -> tuple[str, list[list[str]]]:
 
 def figure1(result: dict) -> tuple[str, list[list[str]]]:
     """For each stage: its model states by kind."""
-    rows = [["stage", *theory.STATES, "code", "formula", "paper", "difference"]]
+    rows = [["stage", *formulas.STATES, "code", "formula", "paper", "difference"]]
     for bar in result["bars"]:
         states, code = bar["states"], sum(bar["states"].values()) / 1e9
         rows.append([
-            f"{bar['stage']}", *(f"{states[state] / 1e9:.2f}" for state in theory.STATES), f"{code:.3f}",
+            f"{bar['stage']}", *(f"{states[state] / 1e9:.2f}" for state in formulas.STATES), f"{code:.3f}",
             f"{sum(bar['formula'].values()) / 1e9:.3f}", bar["paper"], f"{code - float(bar['paper']):+.3f}",
         ])
     return "Figure 1: GB of model states on a device, 7.5B parameters on 64 ranks", rows
@@ -64,7 +65,7 @@ def figure7(result: dict) -> tuple[str, list[list[str]]]:
             f"{bar['model']}, {bar['config']}", "no bar" if printed is None else f"{printed:.1f}",
             f"{bar['cached_gb']:.1f}", f"{bar['allocated_gb']:.1f}",
             "" if printed is None else f"{printed - bar['cached_gb']:+.1f}",
-            *(f"{categories[name]:.2f}" for name in (*theory.STATES, "activations", "buffers")),
+            *(f"{categories[name]:.2f}" for name in (*formulas.STATES, "activations", "buffers")),
             f"{bar['host_gb']:.2f}",
         ])
     return "Figure 7: GB on a device at the highest moment of a step, MP 16, 400 GPUs, fp16", rows

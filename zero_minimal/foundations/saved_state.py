@@ -1,4 +1,4 @@
-"""Checkpoint: this rank's part of the training state. All ranks' parts together are the whole."""
+"""Saved state: this rank's part of the training state. All ranks' parts together are the whole."""
 
 import torch
 import torch.distributed as dist

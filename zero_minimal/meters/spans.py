@@ -16,7 +16,7 @@ import time
 from typing import NamedTuple
 
 from zero_minimal.foundations import collectives
-from zero_minimal.instruments.traffic import OURS
+from zero_minimal.meters.traffic import OURS
 
 
 class Span(NamedTuple):

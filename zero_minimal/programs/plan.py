@@ -5,10 +5,12 @@
 
 import argparse
 
-from zero_minimal.instruments import plots, report, shapes, theory
-from zero_minimal.instruments.hardware import GPUS, NETWORK
-from zero_minimal.instruments.quantities import count_text, divisors, plural, seconds_text, size, size_text
-from zero_minimal.instruments.shapes import add_shape, check_heads, parameters_of, read_shape
+from zero_minimal.paper import formulas, shapes
+from zero_minimal.paper.hardware import GPUS, NETWORK
+from zero_minimal.paper.quantities import count_text, divisors, plural, seconds_text, size, size_text
+from zero_minimal.paper.shapes import add_shape, check_heads, parameters_of, read_shape
+from zero_minimal.pictures import plots
+from zero_minimal.programs import report
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
 
@@ -47,18 +49,19 @@ def plan(
     kept += max(at_work, activations["logits"])  # never together: logits go before backward comes to a block
     units = (shapes.block_parameters(config), shapes.root_parameters(config), dtype, model_parallel)
     tokens = batch * config.sequence
-    compute = theory.step_operations(elements // model_parallel, tokens, config.recompute) / (operations * UTILISATION)
+    operations_of_step = formulas.step_operations(elements // model_parallel, tokens, config.recompute)
+    compute = operations_of_step / (operations * UTILISATION)
     rows = [
         _row(stage, elements // model_parallel, data_parallel, device_bytes, dtype, optimizer_bytes, kept,
-             theory.gathered(stage, *units))
-        | {"largest_model": theory.largest_model(stage, device_bytes, data_parallel, dtype, model_parallel,
+             formulas.gathered(stage, *units))
+        | {"largest_model": formulas.largest_model(stage, device_bytes, data_parallel, dtype, model_parallel,
                                                  optimizer_bytes)}
         for stage in range(4)
     ]
     for row in rows:
         row["send_seconds"] = row["sent_bytes"] / network
-    traffic = theory.model_parallel_traffic(*run, model_parallel, recompute=config.recompute)
-    with_p_a = theory.model_parallel_traffic(*run, model_parallel, partition=True, recompute=config.recompute)
+    traffic = formulas.model_parallel_traffic(*run, model_parallel, recompute=config.recompute)
+    with_p_a = formulas.model_parallel_traffic(*run, model_parallel, partition=True, recompute=config.recompute)
     inside = model_parallel <= node
     waited = (traffic if checkpoints == "whole" else with_p_a) / (link if inside else network)
     fitting = [row["stage"] for row in rows if row["fits"]]
@@ -87,29 +90,29 @@ def _activations(config: GPTConfig, run: tuple, model_parallel: int) -> dict:
     """Bytes of what a rank may keep for backward, in the ways there are, and of what is there for a moment."""
     _, _, batch, sequence, _ = run
     return {
-        "all": theory.activations(*run),
-        "checkpoints": theory.checkpoints(*run),
-        "P_a": theory.checkpoints(*run, cut=model_parallel),
+        "all": formulas.activations(*run),
+        "checkpoints": formulas.checkpoints(*run),
+        "P_a": formulas.checkpoints(*run, cut=model_parallel),
         "P_a+cpu": 0,
-        "block_at_work": theory.activations(1, *run[1:]),
-        "logits": theory.logits(batch, sequence, config.vocabulary, model_parallel),
+        "block_at_work": formulas.activations(1, *run[1:]),
+        "logits": formulas.logits(batch, sequence, config.vocabulary, model_parallel),
     }
 
 
 def _row(stage, elements, data_parallel, device_bytes, dtype, optimizer_bytes, activations, units) -> dict:
-    states = theory.model_states(stage, elements, data_parallel, dtype, optimizer_bytes)
+    states = formulas.model_states(stage, elements, data_parallel, dtype, optimizer_bytes)
     total, beside = sum(states.values()), activations + units
-    fewest = (theory.fewest_ranks(stage, elements, room, dtype, optimizer_bytes)
+    fewest = (formulas.fewest_ranks(stage, elements, room, dtype, optimizer_bytes)
               for room in (device_bytes - beside, device_bytes))
     return {
         "stage": stage, "name": NAMES[stage], **states, "states": total, "activations": activations,
         "units": units, "together": total + beside,
-        "whole": [state for state in theory.STATES if stage < theory.SHARDED_FROM[state]],
+        "whole": [state for state in formulas.STATES if stage < formulas.SHARDED_FROM[state]],
         "states_fit": total <= device_bytes,
         "fits": total + beside <= device_bytes,
         "fewest_data_parallel_ranks": next(fewest),
         "fewest_data_parallel_ranks_for_states": next(fewest),
-        "sent_bytes": theory.traffic(stage, elements, data_parallel, dtype),
+        "sent_bytes": formulas.traffic(stage, elements, data_parallel, dtype),
     }
 
 
@@ -118,10 +121,10 @@ def describe(told: dict, hardware: str = "") -> str:
     mp, parallel = told["model_parallel"], told["ranks"] // told["model_parallel"]
     groups = "" if mp == 1 else f" = {parallel:,} × {mp} that share a model: N in formulas is {parallel:,}, Ψ is 1/{mp}"
     device = size_text(told["device_bytes"])
-    rows = [["GB on each device", *theory.STATES, "states", "+ activations", "+ units", "together", f"in {device}?",
+    rows = [["GB on each device", *formulas.STATES, "states", "+ activations", "+ units", "together", f"in {device}?",
              "fewest ranks", "… for states", "largest model"]]
     for row in told["rows"]:
-        sizes = [row[name] for name in (*theory.STATES, "states", "activations", "units", "together")]
+        sizes = [row[name] for name in (*formulas.STATES, "states", "activations", "units", "together")]
         fits = "yes" if row["fits"] else "states only" if row["states_fit"] else "no"
         fewest = [row[name] for name in ("fewest_data_parallel_ranks", "fewest_data_parallel_ranks_for_states")]
         rows.append([f"  {row['stage']}  {row['name']}", *map(gigabytes, sizes), fits,

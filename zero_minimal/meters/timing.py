@@ -1,4 +1,4 @@
-"""Timing: what a rank does to be measured, for one stage or peer. benchmark.py starts the ranks and compares.
+"""Timing: what a rank does to be measured, for one stage or peer. programs/bench.py starts the ranks and compares.
 
     time_steps     nothing but the steps, a clock, and the highest memory the operating system saw
     watch_steps    a short run under the memory ledger and the traffic meter, which slow it
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.foundations import ranks
-from zero_minimal.instruments.observer import Observer
-from zero_minimal.instruments.traffic import loopback_bytes
+from zero_minimal.meters.observer import Observer
+from zero_minimal.meters.traffic import loopback_bytes
 from zero_minimal.workload import data
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import DTYPES, Settings

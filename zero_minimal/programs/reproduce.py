@@ -15,11 +15,13 @@ from itertools import product
 import torch
 from tqdm import tqdm
 
-from zero_minimal.instruments import paper, plots, report, tables, theory
-from zero_minimal.instruments.fragmentation import CachingAllocator, replay
-from zero_minimal.instruments.quantities import count, size_text
-from zero_minimal.instruments.shapes import VOCABULARY, parameters_of, shape_for
-from zero_minimal.instruments.simulate import Case, simulate
+from zero_minimal.meters.allocator import CachingAllocator, replay
+from zero_minimal.paper import formulas, published
+from zero_minimal.paper.quantities import count, size_text
+from zero_minimal.paper.shapes import VOCABULARY, parameters_of, shape_for
+from zero_minimal.pictures import plots
+from zero_minimal.programs import report, tables
+from zero_minimal.programs.simulate import Case, simulate
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Parser, output_file, picture_file, positive
 from zero_minimal.zero_100b import CONFIGS
@@ -32,7 +34,7 @@ GB = 1e9
 def states_of(case: Case) -> dict[str, int]:
     """Bytes of model states that the running code holds after its first step."""
     memory = simulate(replace(case, steps=1)).report["memory"]
-    return {state: memory[state] for state in theory.STATES}
+    return {state: memory[state] for state in formulas.STATES}
 
 
 def states_case(parameters: int, stage: int, ranks: int, model_parallel: int = 1) -> Case:
@@ -45,9 +47,9 @@ def states_case(parameters: int, stage: int, ranks: int, model_parallel: int = 1
 # ------------------------------------------------------------------------------------------------- Table 1 and Figure 1
 
 
-def table1(sizes=tuple(paper.TABLE1), ranks=None, processes: int = 0) -> dict:
+def table1(sizes=tuple(published.TABLE1), ranks=None, processes: int = 0) -> dict:
     """Model states of stages 1 to 3 for each size and N: paper, formula and running code. {"cells", "notes"}."""
-    keys = [(size, stage, n) for size in sizes for n in ranks or paper.TABLE1[size] for stage in (1, 2, 3)]
+    keys = [(size, stage, n) for size in sizes for n in ranks or published.TABLE1[size] for stage in (1, 2, 3)]
     cells = run_all(table1_cell, keys, processes, "Table 1")
     return {"cells": cells, "agree": all(cell["agrees"] for cell in cells), "notes": [
         "The paper rounds its 7.5B columns and truncates those of 128B and 1T (4187.5 is printed as 4187), so a cell "
@@ -61,11 +63,11 @@ def table1(sizes=tuple(paper.TABLE1), ranks=None, processes: int = 0) -> dict:
 def table1_cell(key) -> dict:
     """One cell. key: size, stage, N."""
     name, stage, ranks = key
-    parameters, printed = count(name), paper.TABLE1[name][ranks][stage - 1]
-    formula = sum(theory.model_states(stage, parameters, ranks, "fp16").values())
+    parameters, printed = count(name), published.TABLE1[name][ranks][stage - 1]
+    formula = sum(formulas.model_states(stage, parameters, ranks, "fp16").values())
     case = states_case(parameters, stage, ranks)
     states = states_of(case)
-    own = sum(theory.model_states(stage, parameters_of(case.model), ranks, "fp16").values())
+    own = sum(formulas.model_states(stage, parameters_of(case.model), ranks, "fp16").values())
     return {
         "model": name, "stage": stage, "ranks": ranks, "parameters": parameters_of(case.model), "paper": printed,
         "formula_gb": formula / GB, "code_gb": sum(states.values()) / GB, "states": states,
@@ -76,16 +78,16 @@ def table1_cell(key) -> dict:
 
 def agrees(printed: str, value: float) -> bool:
     """Whether a number rounds or truncates to what is printed."""
-    return abs(value - float(printed)) < paper.unit(printed)
+    return abs(value - float(printed)) < published.unit(printed)
 
 
 def figure1(parameters: int = 7_500_000_000, ranks: int = 64, processes: int = 0) -> dict:
     """The states of stages 0 to 3, by kind: formula and running code. {"bars", "notes"}."""
     keys = [(stage, parameters, ranks) for stage in range(4)]
     bars = run_all(figure1_bar, keys, processes, "Figure 1")
-    for bar, printed in zip(bars, paper.FIGURE1, strict=True):
+    for bar, printed in zip(bars, published.FIGURE1, strict=True):
         bar |= {"paper": printed, "agrees": agrees(printed, sum(bar["states"].values()) / GB)}
-    example = [sum(theory.model_states(stage, 7_000_000_000, 8, "fp16").values()) / GB for stage in range(4)]
+    example = [sum(formulas.model_states(stage, 7_000_000_000, 8, "fp16").values()) / GB for stage in range(4)]
     return {"bars": bars, "agree": all(bar["agrees"] for bar in bars), "notes": [
         '"4x" and "8x" of stages 1 and 2 are limits for many ranks: here they are '
         f"{_times(bars, 1)}x and {_times(bars, 2)}x, and stage 3 {_times(bars, 3)}x.",
@@ -97,7 +99,7 @@ def figure1_bar(key) -> dict:
     """One bar. key: stage, parameters, ranks."""
     stage, parameters, ranks = key
     states = states_of(states_case(parameters, stage, ranks))
-    return {"stage": stage, "formula": theory.model_states(stage, parameters, ranks, "fp16"), "states": states}
+    return {"stage": stage, "formula": formulas.model_states(stage, parameters, ranks, "fp16"), "states": states}
 
 
 def _times(bars: list[dict], stage: int) -> str:
@@ -108,12 +110,12 @@ def _times(bars: list[dict], stage: int) -> str:
 # -------------------------------------------------------------------------------------------------------------- Table 2
 
 
-def table2(groups=tuple(paper.TABLE2), stages=range(4), ranks: int = 64, device_bytes: float = paper.DEVICE,
+def table2(groups=tuple(published.TABLE2), stages=range(4), ranks: int = 64, device_bytes: float = published.DEVICE,
            processes: int = 0) -> dict:
     """The largest model whose states fit on a device: paper, formula, and a search over runs. {"cells", "notes"}."""
     keys = [(parallel, stage, ranks, device_bytes) for parallel, stage in product(groups, stages)]
     cells = run_all(table2_cell, keys, processes, "Table 2")
-    shares = [float(got) / float(stated[stage]) for stated, measured in paper.TABLE2.values()
+    shares = [float(got) / float(stated[stage]) for stated, measured in published.TABLE2.values()
               for stage, got in enumerate(measured)]
     return {"cells": cells, "agree": all(cell["agrees"] for cell in cells), "notes": [
         "The paper divides 32 GB by the bytes a parameter, truncates, and multiplies by MP: so 7.64 became 7.6 and "
@@ -128,11 +130,11 @@ def table2(groups=tuple(paper.TABLE2), stages=range(4), ranks: int = 64, device_
 def table2_cell(key) -> dict:
     """One cell: the search. key: MP, stage, N, bytes of the device."""
     parallel, stage, ranks, device_bytes = key
-    printed = paper.TABLE2[parallel][0][stage]
-    formula = theory.largest_model(stage, device_bytes, ranks, "fp16", parallel)
+    printed = published.TABLE2[parallel][0][stage]
+    formula = formulas.largest_model(stage, device_bytes, ranks, "fp16", parallel)
     fitting, runs = search(lambda parameters: sum(states_of(states_case(parameters, stage, ranks, parallel)).values()),
                            formula, device_bytes)
-    measured = paper.TABLE2[parallel][1]
+    measured = published.TABLE2[parallel][1]
     return {
         "model_parallel": parallel, "stage": stage, "ranks": ranks * parallel, "paper": float(printed),
         "formula": formula, "code": fitting, "runs": runs, "agrees": agrees_with_table2(printed, fitting),
@@ -170,15 +172,15 @@ def search(states, start: float, limit: float, precision: float = 0.002) -> tupl
 # ------------------------------------------------------------------------------------------------------------- Figure 7
 
 
-def figure7(sizes=tuple(paper.FIGURE7), processes: int = 0, ranks: int = paper.FIGURE2_GPUS) -> dict:
+def figure7(sizes=tuple(published.FIGURE7), processes: int = 0, ranks: int = published.FIGURE2_GPUS) -> dict:
     """Peaks of C1 to C5 at both sizes, allocated and cached, beside the bars of the paper. {"bars", "notes"}."""
     keys = [(size, config, ranks) for size in sizes for config in CONFIGS]
     bars = run_all(figure7_bar, keys, processes, "Figure 7")
-    shape, _ = paper.FIGURE7["100B"]
+    shape, _ = published.FIGURE7["100B"]
     run = (shape.layers, shape.hidden, shape.batch, 1024, "fp16")
-    whole, cut = theory.checkpoints(*run), theory.checkpoints(*run, cut=16)
+    whole, cut = formulas.checkpoints(*run), formulas.checkpoints(*run, cut=16)
     scores = [f"{shape.batch * shape.heads // 16 * 1024**2 * 2 / GB:.2g} GB at {name}"
-              for name, (shape, _) in paper.FIGURE7.items()]
+              for name, (shape, _) in published.FIGURE7.items()]
     return {"bars": bars, "notes": [
         "The paper's bars are read off a chart (±0.3), and are memory cached by PyTorch's allocator: what it took from "
         "the GPU. \"Cached\" here replays the code's allocations in a model of that allocator without a limit; "
@@ -203,7 +205,7 @@ def distances(bars: list[dict]) -> list[str]:
         notes.append(f"{name}: the paper's bars less what the code caches, GB: {off}.")
         absent = [bar for bar in own if bar["paper_cached_gb"] is None]
         if absent:
-            words = [f"{bar['config']} (its largest model is {paper.LARGEST[bar['config']]}; the code allocates "
+            words = [f"{bar['config']} (its largest model is {published.LARGEST[bar['config']]}; the code allocates "
                      f"{bar['allocated_gb']:.0f} GB)" for bar in absent]
             notes.append(f"{name}: the paper has no bar for {', '.join(words)}.")
         printed = {bar["config"]: bar["paper_cached_gb"] for bar in own}
@@ -218,7 +220,7 @@ def distances(bars: list[dict]) -> list[str]:
 def figure7_bar(key) -> dict:
     """One bar. key: size, config, ranks."""
     name, config, ranks = key
-    shape, printed = paper.FIGURE7[name]
+    shape, printed = published.FIGURE7[name]
     run = simulate(Case(gpt_of(shape), ranks=ranks, batch=shape.batch, model_parallel=shape.model_parallel,
                         config=config))
     memory = run.report["memory"]
@@ -231,7 +233,7 @@ def figure7_bar(key) -> dict:
     }
 
 
-def gpt_of(shape: paper.Shape) -> GPTConfig:
+def gpt_of(shape: published.Shape) -> GPTConfig:
     """The paper's model as ours, with GPT-2's vocabulary."""
     return GPTConfig(layers=shape.layers, hidden=shape.hidden, heads=shape.heads, sequence=1024, vocabulary=VOCABULARY,
                      dropout=0.0, recompute=True)
@@ -242,9 +244,9 @@ def gpt_of(shape: paper.Shape) -> GPTConfig:
 
 def figure2(processes: int = 0) -> dict:
     """What arithmetic says of the models of Figure 2, beside the speeds that the paper gives. {"rows", "notes"}."""
-    rows = [figure2_row(billions, run) for billions, run in paper.FIGURE2.items()]
-    mean = sum(paper.FIGURE4) / len(paper.FIGURE4)
-    per_gpu = paper.FIGURE3[400] * 400 / (paper.FIGURE3[256] * 256)
+    rows = [figure2_row(billions, run) for billions, run in published.FIGURE2.items()]
+    mean = sum(published.FIGURE4) / len(published.FIGURE4)
+    per_gpu = published.FIGURE3[400] * 400 / (published.FIGURE3[256] * 256)
     return {"rows": rows, "notes": [
         "TFLOP/s a GPU are the paper's, read off its chart: no speed is reproduced here. \"Estimate\" is arithmetic: "
         "computing at 125 TFLOP/s, and model parallelism's all-reduces, which nothing can overlap, at 300 GB/s inside "
@@ -261,13 +263,13 @@ def figure2(processes: int = 0) -> dict:
     ]}
 
 
-def figure2_row(billions: float, run: paper.Run) -> dict:
+def figure2_row(billions: float, run: published.Run) -> dict:
     """Sizes, memory and time of a pair of runs."""
     ours, shape, other = gpt_of(run.zero), run.zero, run.baseline
     elements = parameters_of(ours)
-    data_parallel = paper.FIGURE2_GPUS // shape.model_parallel
-    zero = sum(theory.model_states(2, elements, data_parallel, "fp16").values()) / shape.model_parallel
-    baseline = sum(theory.model_states(0, elements, 1, "fp16").values()) / other.model_parallel
+    data_parallel = published.FIGURE2_GPUS // shape.model_parallel
+    zero = sum(formulas.model_states(2, elements, data_parallel, "fp16").values()) / shape.model_parallel
+    baseline = sum(formulas.model_states(0, elements, 1, "fp16").values()) / other.model_parallel
     return {
         "name_billions": billions,
         "matrices": 12 * shape.layers * shape.hidden**2,
@@ -276,19 +278,19 @@ def figure2_row(billions: float, run: paper.Run) -> dict:
         "zero_states_gb": zero / GB,
         "baseline_model_parallel": other.model_parallel,
         "baseline_states_gb": baseline / GB,
-        "baseline_states_inside_a_node_gb": 16 * elements / paper.NODE / GB,
+        "baseline_states_inside_a_node_gb": 16 * elements / published.NODE / GB,
         "zero_estimate": estimate(shape, elements), "zero_paper": run.zero_tflops,
         "baseline_estimate": estimate(other, elements), "baseline_paper": run.baseline_tflops,
         "speed_up_paper": run.zero_tflops / run.baseline_tflops,
     }
 
 
-def estimate(shape: paper.Shape, elements: int) -> float:
+def estimate(shape: published.Shape, elements: int) -> float:
     """TFLOP/s a GPU, if computing runs at the peak and only model parallelism's all-reduces come on top."""
-    operations = theory.step_operations(elements, shape.batch * 1024, recompute=True) / shape.model_parallel
-    sent = theory.model_parallel_traffic(shape.layers, shape.hidden, shape.batch, 1024, "fp16", shape.model_parallel)
-    bandwidth = paper.INSIDE if shape.model_parallel <= paper.NODE else paper.BETWEEN
-    return operations / (operations / paper.PEAK + sent / bandwidth) / 1e12
+    operations = formulas.step_operations(elements, shape.batch * 1024, recompute=True) / shape.model_parallel
+    sent = formulas.model_parallel_traffic(shape.layers, shape.hidden, shape.batch, 1024, "fp16", shape.model_parallel)
+    bandwidth = published.INSIDE if shape.model_parallel <= published.NODE else published.BETWEEN
+    return operations / (operations / published.PEAK + sent / bandwidth) / 1e12
 
 
 # ------------------------------------------------------------------------------------------------------------- running

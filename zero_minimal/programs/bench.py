@@ -29,10 +29,12 @@ import torch
 from tqdm import tqdm
 
 from zero_minimal.foundations import ranks
-from zero_minimal.instruments import peers, plots, report, scaling, theory
-from zero_minimal.instruments.observer import MEMORY_STEPS, TRAFFIC_STEPS
-from zero_minimal.instruments.scaling import Point
-from zero_minimal.instruments.timing import time_steps, watch_steps
+from zero_minimal.meters.observer import MEMORY_STEPS, TRAFFIC_STEPS
+from zero_minimal.meters.timing import time_steps, watch_steps
+from zero_minimal.paper import formulas
+from zero_minimal.pictures import plots
+from zero_minimal.programs import peers, report, scaling
+from zero_minimal.programs.scaling import Point
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
@@ -130,7 +132,7 @@ def row(point: Point, name: str, parameters: int, watched: list[dict], timed: li
     """What --json writes for one contender at one point. Of memory and traffic, the rank with the most counts."""
     settings, first = point.settings, watched[0]
     step_seconds = statistics.median(seconds[name])
-    expected = theory.traffic(first["theory_stage"], parameters, point.ranks, settings.dtype)
+    expected = formulas.traffic(first["theory_stage"], parameters, point.ranks, settings.dtype)
     return {
         "name": name,
         "model": point.model,

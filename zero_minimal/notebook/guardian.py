@@ -21,7 +21,7 @@ def main(folder: str, world_size: int, device: str) -> None:
     """Start everything; wait until the kernel lets go of the pipe, our standard input; end everything."""
     parent = os.getppid()
     _fork(_controller, folder)
-    from zero_minimal.instruments import notebook_rank  # imports torch
+    from zero_minimal.notebook import rank as notebook_rank  # imports torch
 
     gc.freeze()  # what is imported is no garbage: the ranks share it, and the ledger need not look at it
     ranks = {_fork(notebook_rank.main, folder, rank, world_size, device): rank for rank in range(world_size)}

@@ -4,7 +4,8 @@ import json
 import os
 from pathlib import Path
 
-from zero_minimal.instruments import theory
+from zero_minimal.paper import formulas
+from zero_minimal.paper.quantities import number
 
 
 def write_json(content: dict, path: str | Path) -> None:
@@ -37,11 +38,11 @@ def describe(report: dict) -> str:
 
 def memory_rows(report: dict) -> list[list[str]]:
     """Rows of the memory table: measured = formula + padding + unexplained, in bytes on rank 0."""
-    memory, formulas = report["memory"], report["theory"]
+    memory, theory = report["memory"], report["theory"]
     rows = [["memory of rank 0, bytes", "measured", "formula", "", "padding", "unexplained"]]
-    for state in theory.STATES:
-        words = theory.formula(report["theory_stage"], state, report["dtype"])
-        rows.append([f"  {state}", *explained(memory[state], formulas[state], words, report["padding"][state])])
+    for state in formulas.STATES:
+        words = formulas.formula(report["theory_stage"], state, report["dtype"])
+        rows.append([f"  {state}", *explained(memory[state], theory[state], words, report["padding"][state])])
     rows.append(["  activations, at most", number(memory["activations"]), "", "", "", ""])
     rows.append(["  temporary buffers, at most", number(memory["buffers"]), "", "", "", ""])
     rows.append(["  all at the same moment, at most", number(memory["peak"]), "", "", "", ""])
@@ -78,9 +79,3 @@ def table(rows: list[list[str]]) -> str:
         lines.append("  ".join([f"{row[0]:<{widths[0]}}", *numbers]).rstrip())
     lines.insert(1, "─" * max(map(len, lines)))
     return "\n".join(lines)
-
-
-def number(value: int | float) -> str:
-    """With separators, and a decimal only where there is one: 9,641,984 or 0.5."""
-    value = round(value, 1)
-    return f"{int(value) if value == int(value) else value:,}"

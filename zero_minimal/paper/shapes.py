@@ -8,7 +8,7 @@ The vocabulary, about as large as GPT-2's, takes up what is left, so that Ψ is 
 import argparse
 import math
 
-from zero_minimal.instruments.quantities import count, divisors
+from zero_minimal.paper.quantities import count, divisors
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import positive
 

@@ -44,8 +44,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.instruments.owners import Owners, parameters_of, tensors_in
-from zero_minimal.instruments.traffic import inside_collective, listening
+from zero_minimal.meters.owners import Owners, parameters_of, tensors_in
+from zero_minimal.meters.traffic import inside_collective, listening
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "scalars", "buffers", "activations", "other")
 UNOWNED = ("buffers", "activations", "other")  # guessed from the moment of birth, until an owner is found

@@ -6,7 +6,8 @@
 import sys
 
 from zero_minimal.foundations import ranks
-from zero_minimal.instruments import peers, plots, report
+from zero_minimal.pictures import plots
+from zero_minimal.programs import peers, report
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
@@ -124,7 +125,7 @@ def main(arguments: list[str]) -> None:
 
 def compare_configs(parser: Parser, settings: Settings, flags) -> None:
     """The command with --configs."""
-    from zero_minimal.instruments import configs  # needs all of ZeRO-R
+    from zero_minimal.programs import configs  # needs all of ZeRO-R
 
     configs.check(parser, settings, flags.ranks, flags.model_parallel)
     budget = flags.budget_mb * 10**6 if flags.budget_mb else None

@@ -10,9 +10,9 @@ import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
-from zero_minimal.instruments import theory
-from zero_minimal.instruments.memory import Ledger
-from zero_minimal.instruments.traffic import TrafficMeter, loopback_bytes
+from zero_minimal.meters.memory import Ledger
+from zero_minimal.meters.traffic import TrafficMeter, loopback_bytes
+from zero_minimal.paper import formulas
 
 MEMORY_STEPS = 2  # the optimizer makes its state in the first; the second is like all that follow, and is reported
 TRAFFIC_STEPS = 5
@@ -80,7 +80,7 @@ class Observer:
         padding = sum(bucket.padded - bucket.numel for bucket in getattr(zero, "buckets", []))  # elements
         is_peer = hasattr(zero, "theory_stage")  # torch's own: it says whose formulas it is to be held against
         stage = zero.theory_stage if is_peer else int(type(zero).__name__.removeprefix("Stage"))
-        states = theory.model_states(stage, parameters, rank.world_size, settings.dtype)
+        states = formulas.model_states(stage, parameters, rank.world_size, settings.dtype)
         # the first steps were slowed down, but a short run has no others
         step_seconds = statistics.median(self.seconds[self.traffic_to :] or self.seconds)
         return {
@@ -96,7 +96,7 @@ class Observer:
             "tokens_per_second": settings.tokens_per_step(rank.world_size) / step_seconds,
             "memory": self._memory(),
             "theory": states,
-            "padding": theory.model_states(stage, padding, rank.world_size, settings.dtype),
+            "padding": formulas.model_states(stage, padding, rank.world_size, settings.dtype),
             "traffic": self._traffic(stage, parameters, padding),
             "settings": asdict(settings),
         }
@@ -118,9 +118,9 @@ class Observer:
         accumulate = self.settings.accumulate
         rest = (self.rank.world_size, self.settings.dtype, accumulate)
         return self.meter.per_step(steps) | {
-            "theory_bytes": theory.traffic(stage, parameters, *rest),
-            "theory_volume": theory.volume(stage, accumulate),
-            "padding_bytes": theory.traffic(stage, padding, *rest),
+            "theory_bytes": formulas.traffic(stage, parameters, *rest),
+            "theory_volume": formulas.volume(stage, accumulate),
+            "padding_bytes": formulas.traffic(stage, padding, *rest),
             # the median: other programs of this machine speak over the loopback too, now and then
             "wire_bytes": statistics.median(self.wire_bytes) if self.wire_bytes else None,
         }

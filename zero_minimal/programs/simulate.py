@@ -3,7 +3,7 @@
     python -m zero_minimal simulate --params 1T --ranks 1024 --stage 3 --dtype fp16
 
 Nothing here knows how a stage works. Model, stage, optimizer and autograd run as in training; only tensors have no
-values (instruments/fakes.py), and the ranks are torch's "fake" backend: a group of 1024 whose collectives return at
+values (paper/fakes.py), and the ranks are torch's "fake" backend: a group of 1024 whose collectives return at
 once.
 
 The memory ledger counts each storage as what it stands for, as in a real run. So the bytes are those of the running
@@ -30,12 +30,14 @@ from torch.utils.checkpoint import checkpoint
 from zero_minimal import activation_partitioning
 from zero_minimal.foundations import optimizers
 from zero_minimal.foundations.precision import LossScaler
-from zero_minimal.instruments import plots, report, theory
-from zero_minimal.instruments.fakes import new_tensors_in, without_values
-from zero_minimal.instruments.memory import Event, Ledger, Moment
-from zero_minimal.instruments.quantities import divisors, plural, size_text, size_unit
-from zero_minimal.instruments.shapes import add_shape, check_heads, parameters_of, read_shape
-from zero_minimal.instruments.traffic import TrafficMeter
+from zero_minimal.meters.memory import Event, Ledger, Moment
+from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.paper import formulas
+from zero_minimal.paper.fakes import new_tensors_in, without_values
+from zero_minimal.paper.quantities import divisors, number, plural, size_text, size_unit
+from zero_minimal.paper.shapes import add_shape, check_heads, parameters_of, read_shape
+from zero_minimal.pictures import plots
+from zero_minimal.programs import report
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
@@ -99,7 +101,7 @@ class Simulation:
     timeline: list[Moment]
     phases: list[tuple[str, float]]  # name, and the seconds at which it begins, as in the timeline
     at_peak: list[Living]  # the largest first
-    trace: list[Event]  # allocations and frees on the device: what instruments/fragmentation.py replays
+    trace: list[Event]  # allocations and frees on the device: what meters/allocator.py replays
 
 
 def simulate(case: Case) -> Simulation:
@@ -210,8 +212,8 @@ class _Run:
             "step_seconds": None,
             "tokens_per_second": None,
             "memory": self._memory(),
-            "theory": theory.model_states(stage, elements, ranks, case.dtype),
-            "padding": theory.model_states(stage, padding, ranks, case.dtype),
+            "theory": formulas.model_states(stage, elements, ranks, case.dtype),
+            "padding": formulas.model_states(stage, padding, ranks, case.dtype),
             "traffic": self._traffic(stage, elements, padding, ranks),
             "settings": asdict(case),
         }
@@ -219,7 +221,7 @@ class _Run:
     def _memory(self) -> dict:
         last = self.since(f"forward {self.case.steps}")
         peak = max(last, key=on_device)
-        return {state: self.states[state] for state in theory.STATES} | {
+        return {state: self.states[state] for state in formulas.STATES} | {
             "activations": max(moment.bytes["activations"] for moment in last),
             "buffers": max(moment.bytes["buffers"] for moment in last),
             "host": self.host_bytes(),
@@ -233,10 +235,10 @@ class _Run:
     def _traffic(self, stage: int, elements: int, padding: int, ranks: int) -> dict:
         case = self.case
         return self.meter.per_step(1) | {
-            "theory_bytes": theory.traffic(stage, elements, ranks, case.dtype),
-            "theory_volume": theory.volume(stage),
-            "padding_bytes": theory.traffic(stage, padding, ranks, case.dtype),
-            "model_parallel_theory_bytes": theory.model_parallel_traffic(
+            "theory_bytes": formulas.traffic(stage, elements, ranks, case.dtype),
+            "theory_volume": formulas.volume(stage),
+            "padding_bytes": formulas.traffic(stage, padding, ranks, case.dtype),
+            "model_parallel_theory_bytes": formulas.model_parallel_traffic(
                 case.model.layers, case.model.hidden, case.batch, case.model.sequence, case.dtype,
                 case.model_parallel, bool(case.config) and CONFIGS[case.config].partition,
                 bool(case.config) or case.model.recompute,
@@ -363,14 +365,14 @@ def describe(simulation: Simulation) -> str:
 def _state_rows(result: dict) -> list[list[str]]:
     unit, scale = size_unit(max(result["theory"].values()))
     rows = [["memory of this rank", f"ledger, {unit}", f"formula, {unit}", "", "padding, bytes", "unexplained, bytes"]]
-    for state in theory.STATES:
+    for state in formulas.STATES:
         measured, formula, padding = (result[part][state] for part in ("memory", "theory", "padding"))
         rows.append([
             f"  {state}", f"{measured / scale:,.3f}", f"{formula / scale:,.3f}",
-            theory.formula(result["stage"], state, result["dtype"]), report.number(padding),
-            report.number(measured - formula - padding),
+            formulas.formula(result["stage"], state, result["dtype"]), number(padding),
+            number(measured - formula - padding),
         ])
-    total, formula = (sum(result[part][state] for state in theory.STATES) for part in ("memory", "theory"))
+    total, formula = (sum(result[part][state] for state in formulas.STATES) for part in ("memory", "theory"))
     rows.append(["  together", f"{total / scale:,.3f}", f"{formula / scale:,.3f}", "", "", ""])
     for part in ("activations", "buffers"):
         rows.append([f"  {part}, at most", f"{result['memory'][part] / scale:,.3f}", "", "", "", ""])

@@ -1,1 +1,0 @@
-"""What watches a run from outside: memory, traffic, time, and the formulas to hold them against."""

@@ -1,0 +1,1 @@
+"""What watches from outside: no lesson knows that it is watched."""

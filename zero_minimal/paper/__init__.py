@@ -1,0 +1,1 @@
+"""The paper's formulas, its published numbers, and tensors that have a size and no memory."""

@@ -1,0 +1,1 @@
+"""What `python -m zero_minimal NAME` and the lessons' last lines start."""

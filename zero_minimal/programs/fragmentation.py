@@ -1,0 +1,164 @@
+"""Fragmentation: train with and without slabs (M_D), and replay both runs in a model of CUDA's allocator.
+
+    python zero_minimal/defragmentation.py --picture map.png
+"""
+
+import bisect
+import random
+from dataclasses import dataclass
+
+import torch
+import torch.utils.checkpoint
+
+from zero_minimal.defragmentation import Slab, checkpoint_in_slab, gradients_in_slab
+from zero_minimal.meters.allocator import MIB, CachingAllocator, Finding, fails, find_capacity, replay
+from zero_minimal.meters.memory import Event, Ledger
+from zero_minimal.pictures import plots
+from zero_minimal.pictures.fragmentation import draw_map
+from zero_minimal.programs.report import table
+from zero_minimal.workload import data
+from zero_minimal.workload.model import GPT, GPTConfig
+from zero_minimal.workload.settings import Parser, picture_file, positive
+
+
+@dataclass
+class Recording:
+    """A training that was recorded: its losses, and the trace, in which micro-batches begin at the events `begins`."""
+
+    trace: list[Event]
+    begins: list[int]
+    losses: list[float]
+
+
+def record(config: GPTConfig, lengths: list[int], batch: int, accumulate: int, slabs: bool, seed: int = 0) -> Recording:
+    """Train a GPT with AdamW on a micro-batch for each of `lengths` (tokens in a sequence), and record its allocations.
+
+    Every block is checkpointed: with `slabs` the checkpoints and the gradients lie in slabs, without they lie where the
+    allocator puts them. All else is the same, and so are the losses, to the bit. A step takes `accumulate`
+    micro-batches: the gradients stay while the sizes of activations change, which is what fragments most. AdamW's state
+    is made before the first of them, as ZeRO does.
+    """
+    text, draw = data.read_tokens(), random.Random(seed)
+    begins, losses = [], []
+    with Ledger("cpu") as ledger:
+        before = {event.storage for event in ledger.trace}  # the text, other models: not on the device
+        torch.manual_seed(seed)
+        model = GPT(config)
+        optimizer = _with_state(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+        ledger.watch(model, optimizer)
+        slab = gradient_slab = None
+        if slabs:
+            slab = Slab(config.layers * batch * max(lengths) * config.hidden)
+            gradient_slab = gradients_in_slab(model)
+            ledger.claim(slab.memory, "activations")
+            ledger.claim(gradient_slab.memory, "gradients")
+        for block in model.blocks:
+            block.forward = _checkpointed(block.inside, slab)
+        for count, length in enumerate(lengths, 1):
+            begins.append(len(ledger.trace))
+            starts = [draw.randrange(len(text) - length) for _ in range(batch)]
+            loss = model(*data.crops(text, starts, length)) / accumulate
+            loss.backward()
+            losses.append(loss.item() * accumulate)
+            del loss
+            if slabs:
+                slab.reset()
+            if count % accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                if slabs:
+                    gradient_slab.reset()
+        trace = list(ledger.trace)
+    ours = [index for index, event in enumerate(trace) if event.storage not in before]
+    return Recording([trace[index] for index in ours], [bisect.bisect_left(ours, begin) for begin in begins], losses)
+
+
+def _with_state(optimizer, model):
+    """Make the optimizer's state, with a step at a learning rate of 0."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return optimizer
+
+
+def _checkpointed(inside, slab):
+    if slab is not None:
+        return lambda x: checkpoint_in_slab(inside, x, slab)
+    return lambda x: torch.utils.checkpoint.checkpoint(inside, x, use_reentrant=False)
+
+
+def varied_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
+    """So many lengths, drawn evenly from longest / 8 to longest."""
+    draw = random.Random(f"lengths {seed}")
+    return [draw.randint(max(1, longest // 8), longest) for _ in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------------------ program
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The program of lesson 8: train with and without slabs, replay both, print what came of it."""
+    parser = Parser(description="Train a GPT with and without slabs (M_D), and replay its allocations as on a GPU.")
+    parser.add_argument("--layers", type=positive, default=8, help="blocks of the model (default: %(default)s)")
+    parser.add_argument("--hidden", type=positive, default=128, help="width of the model (default: %(default)s)")
+    parser.add_argument("--heads", type=positive, default=4, help="attention heads (default: %(default)s)")
+    parser.add_argument("--vocabulary", type=positive, default=32768, help="at least 256 (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=4, help="sequences in a micro-batch (default: %(default)s)")
+    parser.add_argument("--longest", type=positive, default=256, help="tokens of the longest (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=2, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--accumulate", type=positive, default=4,
+                        help="micro-batches in a step, each of another length (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths, the model and the batches")
+    parser.add_argument("--picture", type=picture_file, metavar="FILE", help="draw both memory maps into this file")
+    options = parser.parse_args(arguments)
+    try:
+        config = GPTConfig(options.layers, options.hidden, options.heads, options.longest, options.vocabulary)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.vocabulary < 256:
+        parser.error(f"the tokens are bytes: --vocabulary must be 256 or more, not {options.vocabulary}")
+    lengths = varied_lengths(options.steps * options.accumulate, options.longest, options.seed)
+    print(f"tokens in the sequences of the micro-batches: {', '.join(map(str, lengths))}")
+    recordings = {
+        name: record(config, lengths, options.batch, options.accumulate, slabs, options.seed)
+        for name, slabs in (("without slabs", False), ("with slabs", True))
+    }
+    try:
+        finding = find_capacity(*(recording.trace for recording in recordings.values()))
+    except ValueError as error:
+        parser.error(str(error))
+    print(describe(recordings, finding))
+    if options.picture:
+        plots.save(draw_map(recordings, finding.capacity), options.picture)
+
+
+def describe(recordings: dict[str, Recording], finding: Finding) -> str:
+    """A table of both trainings, and the words of the failure."""
+    traces = [recording.trace for recording in recordings.values()]
+    generous = [replay(trace, CachingAllocator(2**62)) for trace in traces]
+    failures = [fails(trace, finding.capacity) for trace in traces]
+    losses = [recording.losses for recording in recordings.values()]
+    rows = [
+        ["MiB", *recordings],
+        ["in use at the peak", *(mib(allocator.peak_allocated) for allocator in generous)],
+        ["held by the allocator, if it may", *(mib(allocator.peak_reserved) for allocator in generous)],
+        ["least capacity that is enough", mib(finding.smallest_without), mib(finding.smallest_with)],
+        [f"a capacity of {mib(finding.capacity)} is", *("too little" if error else "enough" for error in failures)],
+        ["  free then, in all", *(mib(failure.free) if failure else "" for failure in failures)],
+        ["  free then, share", *(f"{failure.free_share:.1%}" if failure else "" for failure in failures)],
+        ["  largest free block", *(mib(failure.largest_free) if failure else "" for failure in failures)],
+        ["  asked for", *(mib(failure.requested) if failure else "" for failure in failures)],
+    ]
+    same = "the same to the bit" if losses[0] == losses[1] else "NOT the same"
+    return f"\n{table(rows)}\n\nWithout slabs: {finding.failure}\nThe losses of both are {same}."
+
+
+def mib(bytes: int) -> str:
+    """In MiB, with one decimal."""
+    return f"{bytes / MIB:,.1f}"
