@@ -78,55 +78,22 @@ class Watch:
     """
 
     def __init__(self):
-        self.events, self._inside = [], False
+        self.events = []
 
     def note(self, kind, name=""):
         self.events.append(Event(kind, name))
 
     def __enter__(self):
-        names = ("reduce_scatter", "all_gather", "all_reduce", "reduce", "broadcast")
-        self._originals = {name: getattr(collectives, name) for name in names}
-        for name, function in self._originals.items():
-            setattr(collectives, name, self._watched(name, function))
+        self._listening = collectives.heard_by(self._hear)
+        self._listening.__enter__()
         return self
 
     def __exit__(self, *error):
-        for name, function in self._originals.items():
-            setattr(collectives, name, function)
+        self._listening.__exit__(*error)
 
-    def _watched(self, name, function):
-        def collective(*args, **kwargs):
-            if self._inside:  # an all-reduce that is made of others
-                return function(*args, **kwargs)
-            size = max(value.nbytes for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-            self.events.append(Event("start", name, size))
-            with self._within():
-                pending = function(*args, **kwargs)
-            wait = Event("wait", name, size)
-            if pending is None:
-                self.events.append(wait)
-                return None
-            return _Pending(self, pending, wait)
-
-        return collective
-
-    @contextlib.contextmanager
-    def _within(self):
-        self._inside = True
-        try:
-            yield
-        finally:
-            self._inside = False
-
-
-class _Pending:
-    def __init__(self, watch, pending, event):
-        self.watch, self.pending, self.event = watch, pending, event
-
-    def wait(self):
-        self.watch.events.append(self.event)
-        with self.watch._within():
-            return self.pending.wait()
+    def _hear(self, moment, call):
+        if moment != "end":
+            self.events.append(Event(moment, call.name, call.bytes))
 
 
 def events_of_a_step(stage_class, accumulate=1, make=toys.Transformer, **options):

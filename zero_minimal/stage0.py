@@ -1,4 +1,5 @@
-"""Data parallelism: every rank holds everything and works on its own batch. Where ZeRO starts (section 3 of the paper).
+"""Data parallelism: every rank holds everything, and works on its own batch. Where ZeRO starts
+(section 3 of the paper).
 
 Memory a rank, for Ψ parameters:
     fp32     4Ψ parameters + 4Ψ gradients + 8Ψ Adam's momentum and variance
@@ -6,80 +7,83 @@ Memory a rank, for Ψ parameters:
 
 Communication plan, a step:
     start      broadcast rank 0's parameters, once
-    backward   all-reduce each bucket of gradients as soon as it is complete          2Ψ(N−1)/N elements
+    backward   all-reduce each bucket of gradients as soon as it is complete     2Ψ(N−1)/N elements
     step       every rank makes the same update: no communication
+
+naive.py is the same without buckets and without overlap: read it first.
 """
 
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
-from zero_minimal.foundations import collectives, layout, optimizers, precision, saved_state
-from zero_minimal.foundations.backward import Backward
+from zero_minimal.foundations import (
+    collectives,
+    layout,
+    optimizers,
+    ownership,
+    precision,
+    saved_state,
+)
+from zero_minimal.foundations.backward import Backward, Hooks
+from zero_minimal.foundations.set_up import set_up
 
 
-class Stage0:
+class Stage0(Hooks):
     """Data parallelism over the ranks of `group`.
 
     Args:
         model: any nn.Module, the same on every rank. It stays yours: call it as before.
-        optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4, fused=True, …).
+        optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4,
+            fused=True, …).
         bucket_bytes: gradients are reduced in pieces of about this size.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose gradient is zero: unlike in
-    plain torch, momentum and weight decay still move it.
-    Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not element-wise.
+    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose
+    gradient is zero: unlike in plain torch, momentum and weight decay still move it.
+    Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not
+    element-wise.
     """
 
     def __init__(
-        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None, **optimizer_options
+        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None,
+        **optimizer_options,
     ):
-        groups = layout.parameter_groups(model, param_groups)
-        optimizers.check_element_wise(optimizer_class, optimizer_options)
-        self.model, self.group = model, group
-
-        self.buckets = layout.pack(layout.trained(model, groups), groups, dist.get_world_size(group), bucket_bytes)
-        layout.adopt(self, model, self.buckets, group)
-        layout.flatten(self.buckets)  # parameters [padded] of each bucket
-        layout.make_gradients(self.buckets)  # gradients [padded]
-        for bucket in self.buckets:
-            collectives.broadcast(bucket.parameters, group=group)
-            bucket.parameter_shard, bucket.gradient_shard = bucket.parameters, bucket.gradients  # all of it
-            bucket.master = precision.master_of(bucket.parameter_shard)
-        layout.broadcast_rest(model, self.buckets, group)
-
-        self.optimizer = optimizers.on_shards(optimizer_class, optimizer_options, groups, self.buckets)
-        self.gradient_scale = None  # what the update multiplies gradients with, if anything
+        set_up(
+            self, model, optimizer_class, optimizer_options,
+            group=group, bucket_bytes=bucket_bytes, param_groups=param_groups,
+        )
         self.backward = Backward(self)
-        self._reducing = None
+        self.reducing = None  # the all-reduce under way, if any
+
+    def own(self, bucket):
+        """A rank keeps all of every bucket (foundations/set_up.py calls this at the start)."""
+        bucket.gradients = bucket.whole_gradients()  # [padded]
+        bucket.parameter_shard, bucket.gradient_shard = bucket.parameters, bucket.gradients
 
     # during backward: foundations/backward.py calls these
 
-    def backward_begins(self):
-        pass
+    def gradient_arrived(self, param, flat):
+        flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
 
-    def gradient_arrived(self, param, buckets):
-        layout.keep_gradient(param, buckets)  # in its buckets, where later micro-batches add to it
-        for bucket in buckets:
-            self.backward.filled(bucket, param)
-
-    def bucket_complete(self, bucket):
+    def bucket_complete(self, bucket, done):
         self._wait()  # one all-reduce is under way while autograd fills the next bucket
         bucket.zero_missing()
-        self._reducing = collectives.all_reduce(bucket.gradients, op="avg", group=self.group, async_op=True)
+        self.reducing = collectives.all_reduce(
+            bucket.gradients, op="avg", group=self.group, async_op=True
+        )
 
     def _wait(self):
-        if self._reducing:
-            self._reducing.wait()
-            self._reducing = None
+        if self.reducing:
+            self.reducing.wait()
+            self.reducing = None
 
     def backward_ends(self):
         self._wait()
         layout.show_missing(self.buckets)
 
     def no_sync(self):
-        """Context for the micro-batches before the last: their gradients add up on this rank, nothing is sent."""
+        """Context for the micro-batches before the last: their gradients add up on this rank,
+        nothing is sent."""
         return self.backward.accumulate()
 
     # after backward
@@ -92,18 +96,20 @@ class Stage0:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Scale the gradients down to this global norm, if theirs is larger; return the norm they had, []."""
-        norm = precision.global_norm(self.reduced_gradients(), self.gradient_scale, sharded=False)
+        """Scale the gradients down to this global norm, if theirs is larger; return the norm they
+        had, []."""
+        gradients = self.reduced_gradients()
+        norm = precision.global_norm(gradients, self.gradient_scale, sharded=False)
         self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
         return norm
 
     @torch.no_grad()
     def step(self):
-        """Update the parameters."""
+        """Update the parameters; on every rank alike, since the gradients are."""
         self.reduced_gradients()
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
-        layout.broadcast_statistics(self.model, self.group)
+        ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
     def zero_grad(self):
@@ -121,12 +127,14 @@ class Stage0:
         return saved_state.shard_state(self)
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not fit."""
+        """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not
+        fit."""
         saved_state.load_shards(self, state)
 
     @contextmanager
     def gather_parameters(self):
-        """Context in which every parameter is whole, as here it always is. Edits that all ranks make alike are kept."""
+        """Context in which every parameter is whole, as here it always is. Edits that all ranks
+        make alike are kept."""
         try:
             yield
         finally:
@@ -135,6 +143,6 @@ class Stage0:
 
 
 if __name__ == "__main__":
-    from zero_minimal.workload.train import main
+    from zero_minimal.programs.train import main
 
     main(Stage0)

@@ -1,4 +1,4 @@
-"""P_os: optimizer state partitioned. A rank updates the shard whose optimizer state it holds (section 5.1).
+"""P_os: optimizer state partitioned. A rank updates the shard whose state it holds (section 5.1).
 
 Memory a rank, for Ψ parameters on N ranks:
     fp32     4Ψ parameters + 4Ψ gradients + 8Ψ/N Adam's momentum and variance
@@ -6,121 +6,129 @@ Memory a rank, for Ψ parameters on N ranks:
 
 Communication plan, a step:
     start      broadcast rank 0's parameters, once
-    backward   reduce-scatter each bucket of gradients as soon as it is complete      Ψ(N−1)/N elements
-    step       update the own shard, all-gather the updated parameters                Ψ(N−1)/N elements
-As much as data parallelism, since an all-reduce is a reduce-scatter and an all-gather: the update moves in between.
+    backward   reduce-scatter each bucket of gradients as soon as it is complete  Ψ(N−1)/N elements
+    step       update the own shard, all-gather the updated parameters            Ψ(N−1)/N elements
+As much as data parallelism, since an all-reduce is a reduce-scatter and an all-gather: the update
+moves in between.
 """
 
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
-from zero_minimal.foundations import collectives, layout, optimizers, precision, saved_state
-from zero_minimal.foundations.backward import Backward
+from zero_minimal.foundations import (
+    collectives,
+    layout,
+    optimizers,
+    ownership,
+    precision,
+    saved_state,
+)
+from zero_minimal.foundations.backward import Backward, Hooks
+from zero_minimal.foundations.set_up import set_up
 
 
-class Stage1:
+class Stage1(Hooks):
     """Data parallelism over the ranks of `group`, with sharded optimizer state.
 
     Args:
         model: any nn.Module, the same on every rank. It stays yours: call it as before.
-        optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4, fused=True, …).
+        optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4,
+            fused=True, …).
         bucket_bytes: gradients are reduced in pieces of about this size.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose gradient is zero: unlike in
-    plain torch, momentum and weight decay still move it.
-    Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not element-wise.
+    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose
+    gradient is zero: unlike in plain torch, momentum and weight decay still move it.
+    Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not
+    element-wise.
     """
 
     def __init__(
-        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None, **optimizer_options
+        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None,
+        **optimizer_options,
     ):
-        groups = layout.parameter_groups(model, param_groups)
-        optimizers.check_element_wise(optimizer_class, optimizer_options)
-        self.model, self.group = model, group
-        rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-
-        self.buckets = layout.pack(layout.trained(model, groups), groups, self.world_size, bucket_bytes)
-        layout.adopt(self, model, self.buckets, group)
-        layout.flatten(self.buckets)  # parameters [padded] of each bucket
-        layout.make_gradients(self.buckets)  # gradients [padded]
-        for bucket in self.buckets:
-            collectives.broadcast(bucket.parameters, group=group)
-            bucket.parameter_shard = bucket.shard(bucket.parameters, rank)  # [padded / N]
-            bucket.gradient_shard = bucket.shard(bucket.gradients, rank)  # [padded / N]
-            bucket.master = precision.master_of(bucket.parameter_shard)
-        layout.broadcast_rest(model, self.buckets, group)
-
-        self.optimizer = optimizers.on_shards(optimizer_class, optimizer_options, groups, self.buckets)
-        self.gradient_scale = None  # what the update multiplies gradients with, if anything
+        set_up(
+            self, model, optimizer_class, optimizer_options,
+            group=group, bucket_bytes=bucket_bytes, param_groups=param_groups,
+        )
         self.backward = Backward(self)
-        self._reducing = None
+        self.reducing = None  # the reduce-scatter under way, if any
+
+    def own(self, bucket):
+        """A rank updates a shard of every bucket, and keeps optimizer state for that alone
+        (foundations/set_up.py calls this at the start)."""
+        bucket.gradients = bucket.whole_gradients()  # [padded]
+        bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank)  # [padded / N]
+        bucket.gradient_shard = bucket.shard(bucket.gradients, self.rank)  # [padded / N]
 
     # during backward: foundations/backward.py calls these
 
     def backward_begins(self):
         if self.backward.reduced:  # a second backward since zero_grad()
-            # reduce-scatter will divide by N again: the owner puts in N times the average, everybody else's part is 0
+            # reduce-scatter will divide by N again: the owner puts in N times the average,
+            # everybody else's part is 0
             for bucket in self.buckets:
                 own = bucket.gradient_shard * self.world_size
                 bucket.gradients.zero_()
                 bucket.gradient_shard.copy_(own)
 
-    def gradient_arrived(self, param, buckets):
-        layout.keep_gradient(param, buckets)  # in its buckets, where later micro-batches add to it
-        for bucket in buckets:
-            self.backward.filled(bucket, param)
+    def gradient_arrived(self, param, flat):
+        flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
 
-    def bucket_complete(self, bucket):
+    def bucket_complete(self, bucket, done):
         bucket.zero_missing()
         pending = collectives.reduce_scatter(
             bucket.gradient_shard, bucket.gradients, op="avg", group=self.group, async_op=True
         )
-        self._wait()  # for the one before: this one is under way while autograd fills the next bucket
-        self._reducing = pending
+        self._wait()  # for the one before: this one is under way while autograd fills the next
+        self.reducing = pending
 
     def _wait(self):
-        if self._reducing:
-            self._reducing.wait()
-            self._reducing = None
+        if self.reducing:
+            self.reducing.wait()
+            self.reducing = None
 
     def backward_ends(self):
         self._wait()
         layout.show_missing(self.buckets)
 
     def no_sync(self):
-        """Context for the micro-batches before the last: their gradients add up on this rank, nothing is sent."""
+        """Context for the micro-batches before the last: their gradients add up on this rank,
+        nothing is sent."""
         return self.backward.accumulate()
 
     # after backward
 
     def reduced_gradients(self):
-        """What the update reads: this rank's shard of each bucket's averaged gradient, [padded / N]."""
+        """What the update reads: this rank's shard of each bucket's averaged
+        gradient, [padded / N]."""
         if not self.backward.reduced:
             self.backward.finish()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Scale the gradients down to this global norm, if theirs is larger; return the norm they had, []."""
-        norm = precision.global_norm(self.reduced_gradients(), self.gradient_scale, group=self.group)
+        """Scale the gradients down to this global norm, if theirs is larger; return the norm they
+        had, []."""
+        gradients = self.reduced_gradients()
+        norm = precision.global_norm(gradients, self.gradient_scale, group=self.group)
         self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
         return norm
 
     @torch.no_grad()
     def step(self):
-        """Update this rank's shards, then collect everybody's: one bucket travels while the next is updated."""
+        """Update this rank's shards, then collect everybody's: one bucket travels while the next is
+        updated."""
         self.reduced_gradients()
         gathering = []
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
-            gathering.append(
-                collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, async_op=True)
-            )
+            gathering.append(collectives.all_gather(
+                bucket.parameters, bucket.parameter_shard, group=self.group, async_op=True
+            ))
         for pending in gathering:
             pending.wait()
-        layout.broadcast_statistics(self.model, self.group)
+        ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
     def zero_grad(self):
@@ -138,14 +146,16 @@ class Stage1:
         return saved_state.shard_state(self)
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not fit."""
+        """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not
+        fit."""
         saved_state.load_shards(self, state)
         for bucket in self.buckets:
             collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group)
 
     @contextmanager
     def gather_parameters(self):
-        """Context in which every parameter is whole, as here it always is. Edits that all ranks make alike are kept."""
+        """Context in which every parameter is whole, as here it always is. Edits that all ranks
+        make alike are kept."""
         try:
             yield
         finally:
@@ -154,6 +164,6 @@ class Stage1:
 
 
 if __name__ == "__main__":
-    from zero_minimal.workload.train import main
+    from zero_minimal.programs.train import main
 
     main(Stage1)

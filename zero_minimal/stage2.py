@@ -1,93 +1,85 @@
-"""P_os+g: gradients partitioned too. A rank keeps the gradients of the shard it updates, and no others (section 5.2).
+"""P_os+g: gradients partitioned too. A rank keeps those of the shard it updates, and no others
+(section 5.2).
 
 Memory a rank, for Ψ parameters on N ranks:
     fp32     4Ψ parameters + 4Ψ/N gradients + 8Ψ/N Adam's momentum and variance
     16 bit   2Ψ            + 2Ψ/N           + 12Ψ/N, of which 4Ψ/N are the fp32 master parameters
-and the whole gradients of the open buckets: one that backward fills, one that is being reduced.
+and the whole gradients of two buckets: the one whose gradients arrive, the one being reduced.
 
 Communication plan, a step:
     start      broadcast rank 0's parameters, once
-    backward   reduce-scatter each bucket of gradients as soon as it is complete, and free it     Ψ(N−1)/N elements
-    step       update the own shard, all-gather the updated parameters                            Ψ(N−1)/N elements
-As much as data parallelism. With accumulation each micro-batch is reduced: whole gradients have no place to wait.
+    backward   reduce-scatter each bucket of gradients as soon as it is complete,
+               and free it                                                        Ψ(N−1)/N elements
+    step       update the own shard, all-gather the updated parameters            Ψ(N−1)/N elements
+As much as data parallelism. With accumulation each micro-batch is reduced: whole gradients have no
+place to wait.
 """
 
 from contextlib import contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 
-from zero_minimal.foundations import collectives, layout, optimizers, precision, saved_state
-from zero_minimal.foundations.backward import Backward
+from zero_minimal.foundations import collectives, optimizers, ownership, precision, saved_state
+from zero_minimal.foundations.backward import Backward, Hooks
+from zero_minimal.foundations.gradient_memory import GradientMemory, Reduction
+from zero_minimal.foundations.set_up import set_up
 
 
-class Stage2:
+class Stage2(Hooks):
     """Data parallelism over the ranks of `group`, with sharded optimizer state and gradients.
 
     Args:
         model: any nn.Module, the same on every rank. It stays yours: call it as before.
-        optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4, fused=True, …).
+        optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4,
+            fused=True, …).
         bucket_bytes: gradients are reduced in pieces of about this size.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose gradient is zero: unlike in
-    plain torch, momentum and weight decay still move it.
-    Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not element-wise.
+        memory: where gradients lie; zero_100b.py has another one.
+    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose
+    gradient is zero: unlike in plain torch, momentum and weight decay still move it.
+    Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not
+    element-wise.
     """
 
     def __init__(
-        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None, **optimizer_options
+        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None,
+        memory=GradientMemory, **optimizer_options,
     ):
-        groups = layout.parameter_groups(model, param_groups)
-        optimizers.check_element_wise(optimizer_class, optimizer_options)
-        self.model, self.group = model, group
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-
-        self.buckets = layout.pack(layout.trained(model, groups), groups, world_size, bucket_bytes)
-        layout.adopt(self, model, self.buckets, group)
-        layout.flatten(self.buckets)  # parameters [padded] of each bucket
-        for bucket in self.buckets:
-            collectives.broadcast(bucket.parameters, group=group)
-            bucket.parameter_shard = bucket.shard(bucket.parameters, rank)  # [padded / N]
-            bucket.master = precision.master_of(bucket.parameter_shard)
-        layout.broadcast_rest(model, self.buckets, group)
-
-        self.optimizer = optimizers.on_shards(optimizer_class, optimizer_options, groups, self.buckets)
-        self.gradient_scale = None  # what the update multiplies gradients with, if anything
+        set_up(
+            self, model, optimizer_class, optimizer_options,
+            group=group, bucket_bytes=bucket_bytes, param_groups=param_groups,
+        )
         self.backward = Backward(self)
-        self._reducing = None
+        self.memory = memory(self.buckets, group)
+        self.reducing = None  # the Reduction under way, if any
+
+    def own(self, bucket):
+        """A rank updates a shard of every bucket, and keeps optimizer state and gradients for that
+        alone (foundations/set_up.py calls this at the start)."""
+        bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank)  # [padded / N]
 
     # during backward: foundations/backward.py calls these
 
-    def backward_begins(self):
-        pass
-
-    def gradient_arrived(self, param, buckets):
-        for bucket in buckets:
-            if bucket.gradients is None:
-                bucket.gradients = bucket.zeros()  # [padded] the bucket opens
-            bucket.put_gradient(param)
-            self.backward.filled(bucket, param)
-        param.grad = None
-
-    def bucket_complete(self, bucket):
-        self._wait()  # one reduce-scatter is under way while autograd fills the next bucket
-        if bucket.gradients is None:
-            bucket.gradients = bucket.zeros()  # no gradient came on this rank: it counts as zero
-        whole, bucket.gradients = bucket.gradients, None  # the bucket closes
-        part = torch.empty_like(bucket.parameter_shard)  # [padded / N]
+    def bucket_complete(self, bucket, done):
+        self._wait()  # one reduce-scatter is under way while autograd makes the next gradients
+        whole = self.memory.whole(bucket)  # [padded] zeros: what a missing gradient counts as
+        bucket.fuse_gradients(whole)
+        for param in done:
+            param.grad = None
+        part = self.memory.shard(bucket)  # [padded / N]
         pending = collectives.reduce_scatter(part, whole, op="avg", group=self.group, async_op=True)
-        self._reducing = bucket, whole, part, pending
+        self.reducing = Reduction(bucket, whole, part, pending)
 
     def _wait(self):
-        if self._reducing:
-            bucket, whole, part, pending = self._reducing
-            pending.wait()
-            collectives.free(whole)  # not before: the other ranks were reading it
+        if self.reducing:
+            bucket, part = self.reducing.bucket, self.reducing.part
+            self.reducing.pending.wait()
+            self.memory.give_back(self.reducing.whole)  # not before: the others were reading it
             if bucket.gradient_shard is None:
                 bucket.gradient_shard = part
             else:
                 bucket.gradient_shard += part  # from an earlier micro-batch
-            self._reducing = None
+            self.reducing = None
 
     def backward_ends(self):
         self._wait()
@@ -99,31 +91,35 @@ class Stage2:
     # after backward
 
     def reduced_gradients(self):
-        """What the update reads: this rank's shard of each bucket's averaged gradient, [padded / N]."""
+        """What the update reads: this rank's shard of each bucket's averaged
+        gradient, [padded / N]."""
         if not self.backward.reduced:
             self.backward.finish()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Scale the gradients down to this global norm, if theirs is larger; return the norm they had, []."""
-        norm = precision.global_norm(self.reduced_gradients(), self.gradient_scale, group=self.group)
+        """Scale the gradients down to this global norm, if theirs is larger; return the norm they
+        had, []."""
+        gradients = self.reduced_gradients()
+        norm = precision.global_norm(gradients, self.gradient_scale, group=self.group)
         self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
         return norm
 
     @torch.no_grad()
     def step(self):
-        """Update this rank's shards, then collect everybody's: one bucket travels while the next is updated."""
+        """Update this rank's shards, then collect everybody's: one bucket travels while the next is
+        updated."""
         self.reduced_gradients()
         gathering = []
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
-            gathering.append(
-                collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, async_op=True)
-            )
+            gathering.append(collectives.all_gather(
+                bucket.parameters, bucket.parameter_shard, group=self.group, async_op=True
+            ))
         for pending in gathering:
             pending.wait()
-        layout.broadcast_statistics(self.model, self.group)
+        ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
     def zero_grad(self):
@@ -132,7 +128,7 @@ class Stage2:
         self.backward.forget()
         self.gradient_scale = None
         for bucket in self.buckets:
-            bucket.gradients = bucket.gradient_shard = None
+            bucket.gradient_shard = None
         for param in self.model.parameters():
             param.grad = None
 
@@ -143,14 +139,16 @@ class Stage2:
         return saved_state.shard_state(self)
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not fit."""
+        """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not
+        fit."""
         saved_state.load_shards(self, state)
         for bucket in self.buckets:
             collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group)
 
     @contextmanager
     def gather_parameters(self):
-        """Context in which every parameter is whole, as here it always is. Edits that all ranks make alike are kept."""
+        """Context in which every parameter is whole, as here it always is. Edits that all ranks
+        make alike are kept."""
         try:
             yield
         finally:
@@ -159,6 +157,6 @@ class Stage2:
 
 
 if __name__ == "__main__":
-    from zero_minimal.workload.train import main
+    from zero_minimal.programs.train import main
 
     main(Stage2)

@@ -1,81 +1,82 @@
-"""P_os+g+p: parameters partitioned too. A unit of the model is whole only while it works (section 5.3).
+"""P_os+g+p: parameters partitioned too. A unit of the model is whole only while it works
+(section 5.3).
 
 Memory a rank, for Ψ parameters on N ranks:
     fp32     4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N Adam's momentum and variance
     16 bit   2Ψ/N            + 2Ψ/N           + 12Ψ/N, of which 4Ψ/N are the fp32 master parameters
-and, whole, the parameters of the root unit, the unit at work and the one being prefetched, and the gradients of the
-root, the unit at work and the one being reduced.
+and, whole, the parameters of the root unit, the unit at work and the one being prefetched, and the
+gradients of the root, the unit at work and the one being reduced.
 
-Communication plan, a step (the units are the model's blocks and the rest, the root; each is one bucket):
+Communication plan, a step (the units are the model's blocks and the rest, the root; each is one
+bucket):
     start      broadcast rank 0's parameters, once; keep the own shard
-    forward    all-gather each unit before its turn, free it after                         Ψ(N−1)/N elements
-    backward   all-gather each unit before its turn, free it after                         Ψ(N−1)/N elements
-               reduce-scatter its gradients as soon as they are complete, free them        Ψ(N−1)/N elements
+    forward    all-gather each unit before its turn, free it after                Ψ(N−1)/N elements
+    backward   all-gather each unit before its turn, free it after                Ψ(N−1)/N elements
+               reduce-scatter its gradients as soon as they are complete,
+               and free them                                                      Ψ(N−1)/N elements
     step       update the own shard: no communication
-Half as much again as data parallelism; a little less, since the root and the last block stay from forward to backward.
+Half as much again as data parallelism; a little less, since the root and the last block stay from
+forward to backward.
 """
 
 from contextlib import contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 
-from zero_minimal.foundations import collectives, layout, meta, optimizers, precision, saved_state
-from zero_minimal.foundations.backward import Backward
-from zero_minimal.foundations.units import Turns, find_units, placeholder, refuse_state_dict, whole_parameters
+from zero_minimal.foundations import collectives, optimizers, ownership, precision, saved_state
+from zero_minimal.foundations.backward import Backward, Hooks
+from zero_minimal.foundations.gradient_memory import GradientMemory, Reduction
+from zero_minimal.foundations.set_up import set_up
+from zero_minimal.foundations.units import Turns, find_units, refuse_state_dict, whole_parameters
 
 
-class Stage3:
-    """Data parallelism over the ranks of `group`, with sharded optimizer state, gradients and parameters.
+class Stage3(Hooks):
+    """Data parallelism over the ranks of `group`, with sharded optimizer state, gradients and
+    parameters.
 
     Args:
-        model: any nn.Module, the same on every rank. Call it as before; all ranks use the same units in the same order.
-            One that was built under torch.device("meta") gets memory here, unit by unit, on torch's default device:
-            so no rank ever needs the whole model.
-        optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4, fused=True, …).
-        bucket_bytes: taken as at the other stages, and not used: here a unit is a bucket, whatever its size.
+        model: any nn.Module, the same on every rank. Call it as before; all ranks use the same
+            units in the same order. One that was built under torch.device("meta") gets memory
+            here, unit by unit, on torch's default device: so no rank ever needs the whole model.
+        optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4,
+            fused=True, …).
+        bucket_bytes: taken as at the other stages, and not used: here a unit is a bucket, whatever
+            its size.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-        units: modules to gather as wholes; by default every element of every nn.ModuleList. A model without one is a
-            single unit, whole from forward to step().
-    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose gradient is zero: unlike in
-    plain torch, momentum and weight decay still move it.
-    Between its unit's turns a parameter keeps its shape and reads as NaN; `gather_parameters()` shows the values.
-    Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not element-wise.
+        memory: where gradients lie; zero_100b.py has another one.
+        units: modules to gather as wholes; by default every element of every nn.ModuleList. A model
+            without one is a single unit, whole from forward to step().
+    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose
+    gradient is zero: unlike in plain torch, momentum and weight decay still move it.
+    Between its unit's turns a parameter keeps its shape and reads as NaN; `gather_parameters()`
+    shows the values.
+    Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not
+    element-wise.
     """
 
     def __init__(
-        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None, units=None,
-        **optimizer_options,
+        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None,
+        memory=GradientMemory, units=None, **optimizer_options,
     ):
-        groups = layout.parameter_groups(model, param_groups)
-        optimizers.check_element_wise(optimizer_class, optimizer_options)
         self.units = find_units(model, units)  # the root first
-        self.model, self.group = model, group
-        self.rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-
-        for unit in self.units:
-            unit.buckets = layout.pack(unit.params, groups, world_size, None, unit.name)
-        self.all_buckets = [bucket for unit in reversed(self.units) for bucket in unit.buckets]  # as backward ends them
-        self.buckets = [bucket for bucket in self.all_buckets if bucket.trained]
-        layout.adopt(self, model, self.all_buckets, group)
-        for unit in self.units:
-            meta.materialise(unit, model)  # if it is on the meta device
-            layout.flatten(unit.buckets)  # parameters [padded] of each bucket
-            for bucket in unit.buckets:
-                collectives.broadcast(bucket.parameters, group=group)
-                bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank).clone()  # [padded / N]
-                if bucket.trained:
-                    bucket.master = precision.master_of(bucket.parameter_shard)
-            self._release(unit)
-        layout.broadcast_rest(model, self.all_buckets, group)
-
-        self.optimizer = optimizers.on_shards(optimizer_class, optimizer_options, groups, self.buckets)
-        self.gradient_scale = None  # what the update multiplies gradients with, if anything
-        self.backward = Backward(self, by_turns=True)
-        self._reducing = None
-        self.turns = Turns(self)
+        set_up(
+            self, model, optimizer_class, optimizer_options,
+            group=group, bucket_bytes=bucket_bytes, param_groups=param_groups,
+            units=self.units,
+        )
+        self.memory = memory(self.buckets, group)
+        self.reducing = None  # the Reduction under way, if any
         self._shown = False  # inside gather_parameters()
+        self.backward = Backward(self, by_turns=True)
+        self.turns = Turns(self)
         refuse_state_dict(model, unless=lambda: self._shown)
+
+    def own(self, bucket):
+        """A rank keeps a shard of every bucket, and nothing else (foundations/set_up.py calls this
+        at the start)."""
+        # [padded / N], in memory of its own: the rest goes
+        bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank).clone()
+        self._free(bucket)
 
     # parameters come and go: foundations/units.py says when
 
@@ -85,9 +86,9 @@ class Stage3:
             return
         for bucket in unit.buckets:
             bucket.parameters.untyped_storage().resize_(bucket.padded * bucket.dtype.itemsize)
-            unit.gathering.append(
-                collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, async_op=True)
-            )
+            unit.gathering.append(collectives.all_gather(
+                bucket.parameters, bucket.parameter_shard, group=self.group, async_op=True
+            ))
 
     def _arrive(self, unit):
         """Wait until they are here."""
@@ -100,14 +101,18 @@ class Stage3:
             unit.gathering, unit.whole = [], True
 
     def _release(self, unit):
-        """Free a unit's parameters. Autograd has saved views of their storage, so to let go of ours would free nothing:
-        the storage itself shrinks to 0 bytes, and is filled again before backward reads it."""
         self._arrive(unit)
-        unit.whole = False
         for bucket in unit.buckets:
-            for param in bucket.params:
-                param.data = placeholder(param)
-            collectives.free(bucket.parameters)
+            self._free(bucket)
+        unit.whole = False
+
+    def _free(self, bucket):
+        """Free the parameters. Autograd has saved views of their storage, so to let go of ours
+        would free nothing: the storage itself shrinks to 0 bytes, and is filled again before
+        backward reads it."""
+        for param in bucket.params:
+            param.data = bucket.placeholder(param)
+        collectives.free(bucket.parameters)
 
     def _release_all(self):
         if self._shown:
@@ -121,8 +126,10 @@ class Stage3:
                 raise RuntimeError("call backward() outside gather_parameters()")
             return
         needed = [unit, *unit.around]
-        for other in self.units:  # free what is here, unless it is needed now, comes next, or lies inside this unit
-            if (other.whole or other.gathering) and other not in [*needed, following] and unit not in other.around:
+        for other in self.units:
+            # free what is here, unless it is needed now, comes next, or lies inside this unit
+            stays = other in [*needed, following] or unit in other.around
+            if (other.whole or other.gathering) and not stays:
                 self._release(other)
         for one in needed:
             self._gather(one)
@@ -140,36 +147,26 @@ class Stage3:
     def backward_begins(self):
         self.turns.begin("backward")
 
-    def gradient_arrived(self, param, buckets):
-        for bucket in buckets:  # until the unit is done it waits as autograd made it
-            self.backward.filled(bucket, param)
-
-    def unit_done(self, unit):
-        for bucket in unit.buckets:
-            self.backward.hand_over(bucket)
-
-    def bucket_complete(self, bucket):
+    def bucket_complete(self, bucket, done):
         self._wait()  # one reduce-scatter is under way while autograd works on the next unit
-        whole = bucket.gradients = bucket.zeros()  # [padded] where no gradient came on this rank, it counts as zero
-        for param in bucket.params:
-            if param.grad is not None:
-                bucket.put_gradient(param)
-                param.grad = None
-        bucket.gradients = None
-        part = torch.empty_like(bucket.parameter_shard)  # [padded / N]
+        whole = self.memory.whole(bucket)  # [padded] zeros: what a missing gradient counts as
+        bucket.fuse_gradients(whole)
+        for param in done:
+            param.grad = None
+        part = self.memory.shard(bucket)  # [padded / N]
         pending = collectives.reduce_scatter(part, whole, op="avg", group=self.group, async_op=True)
-        self._reducing = bucket, whole, part, pending
+        self.reducing = Reduction(bucket, whole, part, pending)
 
     def _wait(self):
-        if self._reducing:
-            bucket, whole, part, pending = self._reducing
-            pending.wait()
-            collectives.free(whole)  # not before: the other ranks were reading it
+        if self.reducing:
+            bucket, part = self.reducing.bucket, self.reducing.part
+            self.reducing.pending.wait()
+            self.memory.give_back(self.reducing.whole)  # not before: the others were reading it
             if bucket.gradient_shard is None:
                 bucket.gradient_shard = part
             else:
                 bucket.gradient_shard += part  # from an earlier micro-batch
-            self._reducing = None
+            self.reducing = None
 
     def backward_ends(self):
         self._wait()
@@ -181,26 +178,30 @@ class Stage3:
     # after backward
 
     def reduced_gradients(self):
-        """What the update reads: this rank's shard of each bucket's averaged gradient, [padded / N]."""
+        """What the update reads: this rank's shard of each bucket's averaged
+        gradient, [padded / N]."""
         if not self.backward.reduced:
             self.backward.finish()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Scale the gradients down to this global norm, if theirs is larger; return the norm they had, []."""
-        norm = precision.global_norm(self.reduced_gradients(), self.gradient_scale, group=self.group)
+        """Scale the gradients down to this global norm, if theirs is larger; return the norm they
+        had, []."""
+        gradients = self.reduced_gradients()
+        norm = precision.global_norm(gradients, self.gradient_scale, group=self.group)
         self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
         return norm
 
     @torch.no_grad()
     def step(self):
-        """Update this rank's shards. Nothing is sent: each unit comes updated when it is gathered next."""
+        """Update this rank's shards. Nothing is sent: each unit comes updated when it is gathered
+        next."""
         self._release_all()
         self.reduced_gradients()
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
-        layout.broadcast_statistics(self.model, self.group)
+        ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
     def zero_grad(self):
@@ -209,7 +210,7 @@ class Stage3:
         self.backward.forget()
         self.gradient_scale = None
         for bucket in self.buckets:
-            bucket.gradients = bucket.gradient_shard = None
+            bucket.gradient_shard = None
         for param in self.model.parameters():
             param.grad = None
 
@@ -220,13 +221,15 @@ class Stage3:
         return saved_state.shard_state(self)
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not fit."""
+        """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not
+        fit."""
         self._release_all()
         saved_state.load_shards(self, state)
 
     @contextmanager
     def gather_parameters(self):
-        """Context in which every parameter is whole, on every rank. Edits that all ranks make alike are kept."""
+        """Context in which every parameter is whole, on every rank. Edits that all ranks make alike
+        are kept."""
         self._release_all()
         self._shown = True
         try:
@@ -238,6 +241,6 @@ class Stage3:
 
 
 if __name__ == "__main__":
-    from zero_minimal.workload.train import main
+    from zero_minimal.programs.train import main
 
     main(Stage3)

@@ -132,6 +132,6 @@ class Stage2:
 
 
 if __name__ == "__main__":
-    from zero_minimal.workload.train import main
+    from zero_minimal.programs.train import main
 
     main(Stage2)

@@ -1,6 +1,7 @@
 """Lesson 10, the whole system: P_os and P_os+g with ZeRO-R on a mesh of data and model parallelism."""
 
 import contextlib
+import functools
 import json
 from dataclasses import replace
 
@@ -22,7 +23,9 @@ from zero_minimal.stage2 import Stage2
 from zero_minimal.tensor_parallel import make_mesh
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Settings
-from zero_minimal.zero_100b import CONFIGS, Stage2R, System
+from zero_minimal.zero_100b import CONFIGS, ConstantMemory, System
+
+Stage2R = functools.partial(Stage2, memory=ConstantMemory)
 
 # -------------------------------------------------------------------------- stage 2 through constant buffers, in a slab
 
@@ -54,14 +57,14 @@ def places(blocks):
         zero.model(*toys.tokens(rank, step)).backward()
         shards = [bucket.gradient_shard for bucket in zero.buckets]
         seen.append((
-            [buffer.data_ptr() for buffer in zero.constant_buffers.buffers],
+            [buffer.data_ptr() for buffer in zero.memory.constant_buffers.buffers],
             [shard.data_ptr() for shard in shards],
             len({shard.untyped_storage().data_ptr() for shard in shards}),
         ))
         assert all(param.grad is None for param in zero.model.parameters())
         zero.step()
         zero.zero_grad()
-    return seen, sum(buffer.nbytes for buffer in zero.constant_buffers.buffers)
+    return seen, sum(buffer.nbytes for buffer in zero.memory.constant_buffers.buffers)
 
 
 def test_buffers_and_slab_stay_where_they_are():
@@ -88,11 +91,10 @@ def losses_of(model_parallel):
         torch.manual_seed(6 + mesh.data_rank)
         losses = []
         for step in range(5):
-            system.begin()
             loss = system.model(*toys.tokens(mesh.data_rank, step))
             loss.backward()
-            system.zero.step()
-            system.zero.zero_grad()
+            system.step()
+            system.zero_grad()
             losses.append(loss.item())
         found[name] = losses
     return mesh.data_rank, found
@@ -117,14 +119,13 @@ def clipped(model_parallel, name):
     replicas, norms, losses = dist.get_world_size(mesh.data_group), [], []
     for step in range(3):
         for part in range(2 // replicas):  # micro-batches, where one replica reads for two
-            system.begin()
-            with system.zero.no_sync() if part < 2 // replicas - 1 else contextlib.nullcontext():
+            with system.no_sync() if part < 2 // replicas - 1 else contextlib.nullcontext():
                 loss = system.model(*toys.tokens(mesh.data_rank + part, step))
                 (loss / (2 // replicas)).backward()
             losses.append(loss.item())
-        norms.append(system.zero.clip_grad_norm_(0.5).item())
-        system.zero.step()
-        system.zero.zero_grad()
+        norms.append(system.clip_grad_norm_(0.5).item())
+        system.step()
+        system.zero_grad()
     return norms, losses
 
 
@@ -145,15 +146,14 @@ def overflows():
     mesh = make_mesh(2)
     torch.manual_seed(5)
     system = System("C4", SIZES, mesh, 3, torch.float16, "cpu", optim.AdamW, lr=1e-3)
-    scaler, taken = LossScaler(initial_scale=64.0), []
+    scaler, taken = LossScaler(initial_scale=64.0, groups=system.groups), []
     for step in range(2):
-        system.begin()
         scaler.scale(system.model(*toys.tokens(mesh.data_rank, step))).backward()
         if step == 0 and dist.get_rank() == 2:
-            system.zero.reduced_gradients()[0][3] = float("inf")
-        taken.append(scaler.step(system.zero))
+            system.reduced_gradients()[0][3] = float("inf")
+        taken.append(scaler.step(system))
         scaler.update()
-        system.zero.zero_grad()
+        system.zero_grad()
     return taken, scaler.scale_value
 
 
@@ -172,7 +172,6 @@ def megatrons_traffic(name):
     for layers in (3, 1):
         sizes = GPTConfig(layers=layers, hidden=24, heads=4, sequence=8, vocabulary=31)
         system = System(name, sizes, mesh, 2, torch.float32, "cpu", optim.AdamW)
-        system.begin()
         with TrafficMeter() as meter:
             system.model(*toys.tokens(0, 0, batch=2, sequence=8)).backward()
         found.append(meter.sent_bytes)

@@ -11,9 +11,9 @@ from zero_minimal.foundations import ranks
 from zero_minimal.paper import formulas
 from zero_minimal.pictures import plots
 from zero_minimal.programs import compare, peers, report
+from zero_minimal.programs.train import train
 from zero_minimal.stage0 import Stage0
 from zero_minimal.workload.settings import Settings
-from zero_minimal.workload.train import train
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 16, "batch": 2}
 

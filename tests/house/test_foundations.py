@@ -41,10 +41,9 @@ def test_every_element_lies_in_one_bucket(world_size, bucket_bytes):
         shards = [bucket.shard(bucket.parameters, rank) for rank in range(world_size)]
         assert all(shard.data_ptr() % 4 == 0 and shard.shape == (bucket.padded // world_size,) for shard in shards)
         assert torch.equal(torch.cat(shards), bucket.parameters)
-        bucket.gradients = bucket.zeros()
-        for param in bucket.params:
-            bucket.put_gradient(param)
-        assert torch.equal(bucket.gradients, -bucket.parameters)  # each gradient beside its parameter; padding zero
+        whole = bucket.zeros()
+        bucket.fuse_gradients(whole)
+        assert torch.equal(whole, -bucket.parameters)  # each gradient beside its parameter; padding zero
         assert bucket.numel == (bucket.parameters != 0).sum()
     assert sum(bucket.numel for bucket in buckets) == sum(param.numel() for param in params)
     total = torch.cat([bucket.parameters for bucket in buckets])

@@ -194,11 +194,11 @@ def test_model_states_equal_the_formula_to_the_byte(world_size, dtype, stage):
         padded = [size + extra for size, extra in zip(theory, formula(stage, padding, world_size, dtype), strict=True)]
         assert [states[name] for name in ("parameters", "gradients", "optimizer")] == padded
         counters = 4 * buckets  # Adam's step counters, one a bucket
-        placeholder = dtype.itemsize if stage == 3 else 0  # the one element that all released parameters show
-        assert states["scalars"] == counters + placeholder
+        placeholders = dtype.itemsize * buckets if stage == 3 else 0  # what released parameters show
+        assert states["scalars"] == counters + placeholders
         assert states["activations"] == states["buffers"] == 0
         # and by another way: all storages that any Python object holds, whatever anybody believes about them
-        assert seen == sum(padded) + counters + placeholder
+        assert seen == sum(padded) + counters + placeholders
         assert padding <= checks.most_padding(toys.Transformer(), world_size)
 
 

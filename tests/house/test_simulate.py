@@ -16,11 +16,11 @@ from zero_minimal.foundations import ranks
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.paper import formulas
 from zero_minimal.programs.simulate import STAGES, Case, describe, simulate
+from zero_minimal.programs.train import train
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.workload.settings import Settings
-from zero_minimal.workload.train import train
 
 SMALL = GPTConfig(layers=3, hidden=48, heads=3, sequence=16, dropout=0.0)  # 48 does not divide by 16 · 4 elements
 

@@ -183,15 +183,16 @@ def test_fsdp2_gathers_before_forward_and_backward():
 
 
 def failing():
-    originals = [getattr(collectives, name) for name in traffic.OURS]
     before = torch._C._len_torch_dispatch_stack()
-    with pytest.raises(ZeroDivisionError), TrafficMeter():
-        assert collectives.all_reduce is not originals[2]
+    heard = []
+    with pytest.raises(ZeroDivisionError), TrafficMeter(), collectives.heard_by(lambda *word: heard.append(word)):
         with pytest.raises(ValueError, match="36 elements are not"):
             collectives.reduce_scatter(torch.ones(5), torch.ones(36))
-        assert not traffic.inside_collective()
+        assert not collectives.inside_collective()
+        assert [moment for moment, _ in heard] == ["start"]
         raise ZeroDivisionError
-    assert [getattr(collectives, name) for name in traffic.OURS] == originals
+    collectives.all_reduce(torch.ones(2))
+    assert len(heard) == 1, "a listener that has gone hears nothing"
     assert torch._C._len_torch_dispatch_stack() == before
 
 

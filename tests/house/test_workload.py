@@ -11,14 +11,15 @@ import torch
 
 from zero_minimal.foundations import ranks
 from zero_minimal.paper import formulas
+from zero_minimal.programs.train import train
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 from zero_minimal.workload import data
+from zero_minimal.workload.loop import learning_rate
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.workload.settings import Parser, Settings, add_settings, read_settings
-from zero_minimal.workload.train import learning_rate, train
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "sequence": 16, "batch": 2}
 TINY = GPTConfig(layers=2, hidden=32, heads=4, sequence=16, vocabulary=256)

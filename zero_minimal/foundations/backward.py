@@ -1,7 +1,9 @@
 """Backward: when are a bucket's gradients complete, so that its reduction can overlap with the rest of backward?
 
-Autograd tells when a parameter's gradient is there. With the last of its parameters a bucket is complete, and is handed
-to the stage. Two things make this less simple than it sounds:
+    autograd ── a gradient ──► Backward ── hooks ──► stage
+
+Autograd tells when a parameter's gradient is there. Backward counts; with the last gradient of its parameters a bucket
+is complete, and is handed to the stage. Two things make this less simple than it sounds:
 
 - All ranks must start the same collectives in the same order, and a parameter may get no gradient on one rank alone. So
   buckets are handed over strictly in one order, and when backward ends the incomplete too: what is missing is zero.
@@ -12,26 +14,39 @@ to the stage. Two things make this less simple than it sounds:
 import contextlib
 import dataclasses
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from zero_minimal.foundations import layout
+from zero_minimal.foundations import ownership
+
+
+class Hooks:
+    """What a stage hears of a backward pass. It overrides what it needs; these do nothing."""
+
+    def backward_begins(self) -> None:
+        """Before the first gradient."""
+
+    def gradient_arrived(self, param, flat) -> None:
+        """param.grad is there, with those of earlier micro-batches in it if they were kept. `flat` holds param."""
+
+    def bucket_complete(self, bucket, done: list) -> None:
+        """All gradients of bucket.params have arrived. One that is None did not come on this rank: it counts as zero.
+        `done` are the parameters whose gradients no later bucket needs, since it holds no piece of them.
+        Every bucket comes once a pass, in the same order on every rank; none comes under `accumulate()`."""
+
+    def backward_ends(self) -> None:
+        """Every bucket was handed over. Also called by step() on a rank where no backward ran."""
 
 
 class Backward:
-    """Watches the backward passes of a stage's model, and calls the stage:
+    """Watches the backward passes of stage.model for the buckets of stage.buckets, and calls the stage's Hooks.
 
-    stage.backward_begins()                  nothing has been accumulated yet
-    stage.gradient_arrived(param, buckets)   param.grad is there; the stage puts it into the buckets where the parameter
-                                             lies, and calls `filled(bucket, param)` for each
-    stage.bucket_complete(bucket)            all its gradients are there; in the same order on every rank
-    stage.backward_ends()                    every bucket was handed over
-
-    by_turns: buckets are handed over not by their last gradient, but by the stage, which calls `hand_over`.
+    by_turns: a bucket is handed over not with its last gradient but when somebody else says so (units.Turns).
     """
 
-    def __init__(self, stage, by_turns: bool = False):
+    def __init__(self, stage: Hooks, by_turns: bool = False):
         self.stage, self.buckets, self.by_turns = stage, list(stage.buckets), by_turns
         self.reduced = False  # every bucket was handed over since zero_grad()
         self.running = False
@@ -39,18 +54,18 @@ class Backward:
         self._accumulating = False
         self._ordered = by_turns
         self._task = None
-        self._reset()
-        stage.model.register_forward_hook(self._watch_output)
         self._buckets_of: dict = {}
         for bucket in self.buckets:
             for param in bucket.params:
                 self._buckets_of.setdefault(param, []).append(bucket)
+        self._reset()
+        stage.model.register_forward_hook(self._watch_output)
         weak = weakref.ref(self)  # Python cannot see through these hooks: a strong one would keep the model for ever
         for param in self._buckets_of:
             param.register_post_accumulate_grad_hook(lambda param: weak() and weak()._gradient(param))
 
     @contextlib.contextmanager
-    def accumulate(self):
+    def accumulate(self) -> Iterator[None]:
         """Backward passes inside hand over nothing: gradients add up."""
         self._accumulating = True
         try:
@@ -58,16 +73,10 @@ class Backward:
         finally:
             self._accumulating = False
 
-    def hand_over(self, bucket) -> None:
-        """The bucket's gradients are there. A second call in the same pass does nothing."""
-        if bucket in self._left:
-            del self._left[bucket]
-            self.stage.bucket_complete(bucket)
-
     def finish(self) -> None:
         """Hand over what is left, in order: when backward ends, or in `step()` if none ran on this rank."""
-        layout.check_owner(self.stage.model)
-        for bucket in list(self._left):
+        ownership.check_owner(self.stage.model)
+        for bucket in list(self._waits_for):
             self.hand_over(bucket)
         self.reduced, self.running = True, False
         if not self._ordered:
@@ -81,8 +90,45 @@ class Backward:
         self._reset()
 
     def _reset(self) -> None:
-        self._left = {bucket: set(bucket.params) for bucket in self.buckets}  # and the gradients each waits for
-        self._completed = []
+        self._waits_for = {bucket: set(bucket.params) for bucket in self.buckets}  # the gradients that have not come
+        self._completed: list = []
+
+    # a gradient's way: autograd calls _gradient, which counts, and hands over what is complete
+
+    def _gradient(self, param) -> None:
+        self._begin()  # in case the model's output was not used, only a part of the model
+        buckets = self._buckets_of[param]
+        ownership.check_place(param, buckets[0].parameters)
+        self.stage.gradient_arrived(param, buckets[0].flat)
+        if not self._accumulating:
+            for bucket in buckets:
+                self._count(bucket, param)
+            self._hand_over_complete()
+
+    def _count(self, bucket, param) -> None:
+        if param not in self._waits_for.get(bucket, ()):
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward pass, the first is "
+                "on its way: torch.utils.checkpoint around a module used several times needs use_reentrant=False, "
+                "and activation_partitioning.checkpoint cannot be around it"
+            )
+        self._waits_for[bucket].discard(param)
+        if not self._waits_for[bucket]:
+            self._completed.append(bucket)
+
+    def _hand_over_complete(self) -> None:
+        """Those at the head of the order: one that is complete may have waited behind one that was not."""
+        while not self.by_turns and self._waits_for and not self._waits_for[first := next(iter(self._waits_for))]:
+            self.hand_over(first)
+
+    def hand_over(self, bucket) -> None:
+        """The bucket is the stage's now. A second call in the same pass does nothing."""
+        if bucket in self._waits_for:
+            del self._waits_for[bucket]
+            done = [param for param in bucket.params if not self._waits_for.keys() & self._buckets_of[param]]
+            self.stage.bucket_complete(bucket, done)
+
+    # where a pass begins and ends
 
     def _watch_output(self, module, inputs, output) -> None:
         for tensor in tensors_in(output):
@@ -114,36 +160,14 @@ class Backward:
         if not self._accumulating:
             self.finish()
 
-    def filled(self, bucket, param) -> None:
-        """The parameter's gradient lies in the bucket. This may complete it, and others that waited behind it."""
-        if self._accumulating:
-            return
-        if param not in self._left.get(bucket, ()):
-            raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward pass, the first is "
-                "on its way: torch.utils.checkpoint around a module used several times needs use_reentrant=False, "
-                "and activation_partitioning.checkpoint cannot be around it"
-            )
-        self._left[bucket].discard(param)
-        if not self._left[bucket]:
-            self._completed.append(bucket)
-        while not self.by_turns and self._left and not self._left[first := next(iter(self._left))]:
-            self.hand_over(first)
-
-    def _gradient(self, param) -> None:
-        self._begin()  # in case the model's output was not used, only a part of the model
-        buckets = self._buckets_of[param]
-        layout.check_place(param, buckets[0].parameters)
-        self.stage.gradient_arrived(param, buckets)
-
     def _agree_on_order(self) -> None:
         self._ordered = True
         seen = self._completed + [bucket for bucket in self.buckets if bucket not in self._completed]
-        order = layout.numbers_of_all_ranks([self.buckets.index(bucket) for bucket in seen], self.stage.group)[0]
+        order = ownership.numbers_of_all_ranks([self.buckets.index(bucket) for bucket in seen], self.stage.group)[0]
         self.buckets = [self.buckets[index] for index in order]
 
 
-def tensors_in(value, seen=None):
+def tensors_in(value, seen: set | None = None) -> Iterator[torch.Tensor]:
     """The tensors in a module's output: alone, or in tuples, lists, dicts, dataclasses and other plain objects."""
     seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):

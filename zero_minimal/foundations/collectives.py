@@ -17,10 +17,21 @@ bucket it travels in, and all stages see the same gradient, bit for bit. (NCCL s
 gloo's own reduce-scatter moves as much as an all-reduce, twice what it should, and its all-gather copies the result
 once more. Ours are plain messages: each rank sends part r to rank r, or its own part to everyone, and every part lands
 where it belongs. A tensor on a GPU goes through host memory, since gloo runs on the CPU.
+
+Each function returns when its result is in place; with async_op=True it returns at once, with a `Pending`. Whoever
+wants to know what a rank sends, and when, listens from outside (`heard_by`): no lesson has to tell.
 """
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from zero_minimal.foundations import values
 
 PIECE = 2**17  # elements summed at a time: a piece of every rank's part stays in the cache
 
@@ -36,25 +47,104 @@ class Pending:
     On gloo the exchange goes on meanwhile; sums, and the all-gather half of an all_reduce, run inside wait().
     """
 
-    def __init__(self, works, then=None):
+    def __init__(self, works, then: Callable[[], object] | None = None):
         self.works, self.then = works, then
+        self.call: Call | None = None  # what listeners know of it
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        if self.then is not None:
-            self.then()
-        self.works, self.then = [], None  # a second wait() finds nothing to do
+        if self.call is not None:
+            _tell("wait", self.call)
+        with _inside_one():
+            for work in self.works:
+                work.wait()
+            if self.then is not None:
+                self.then()
+        if self.call is not None:
+            _tell("end", self.call)
+        self.works, self.then, self.call = [], None, None  # a second wait() finds nothing to do
 
 
-def reduce_scatter(output, input, *, op: str = "avg", group=None, async_op: bool = False):
+# ------------------------------------------------------------------------------------------------- who listens to them
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One collective of this rank, as listeners hear of it."""
+
+    name: str  # of the function
+    tensors: tuple  # that it was given
+    bytes: int  # its payload, the whole vector: the largest of these tensors
+    world_size: int
+
+
+_listeners: list[Callable[[str, Call], object]] = []
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def heard_by(listener: Callable[[str, Call], object]) -> Iterator[None]:
+    """While open, listener(moment, call) hears of this rank's collectives, with the same `call` at each moment:
+
+    "start" before anything is sent, "wait" when the rank begins to wait for the result, "end" when it is there.
+    Of a collective that is made of others it hears once.
+    """
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def inside_collective() -> bool:
+    """Whether this thread is at work in one of these functions, or in the wait() of one."""
+    return getattr(_thread, "inside", False)
+
+
+@contextlib.contextmanager
+def _inside_one():
+    before, _thread.inside = inside_collective(), True
+    try:
+        yield
+    finally:
+        _thread.inside = before
+
+
+def _tell(moment: str, call: Call) -> None:
+    for listener in list(_listeners):
+        listener(moment, call)
+
+
+def _collective(launch):
+    """Turns a function that launches a collective, and returns its Pending, into one that listeners hear of, and that
+    waits unless async_op is set."""
+
+    @functools.wraps(launch)
+    def collective(*tensors, async_op: bool = False, **options):
+        call = None
+        if not inside_collective():
+            held = tuple(given for given in (*tensors, *options.values()) if isinstance(given, torch.Tensor))
+            call = Call(launch.__name__, held, max(tensor.nbytes for tensor in held),
+                        dist.get_world_size(options.get("group")))
+            _tell("start", call)
+        with _inside_one():
+            pending = launch(*tensors, **options) if values.present() else Pending([])
+        pending.call = call
+        return pending if async_op else pending.wait()
+
+    return collective
+
+
+# -------------------------------------------------------------------------------------------------------- the functions
+
+
+@_collective
+def reduce_scatter(output, input, *, op: str = "avg", group=None):
     """Sum or average `input` over the ranks; this rank's part of the result goes to `output`.
 
     Args:
         output: [s], any floating dtype. It may be this rank's own part of `input`.
         input: [N·s], part r meant for rank r.
         op: "avg" or "sum".
-    Returns: a `Pending` if async_op, else None with the result in place.
     """
     _check(op, "sum", "avg")
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -62,8 +152,7 @@ def reduce_scatter(output, input, *, op: str = "avg", group=None, async_op: bool
         raise ValueError(f"reduce_scatter: {input.numel()} elements are not {world_size} times "
                          f"the output's {output.numel()}")
     if dist.get_backend(group) != "gloo":
-        return _launched([_native_reduce_scatter(output, input, op=_OPS[op], group=group, async_op=True)],
-                         None, async_op)
+        return Pending([_native_reduce_scatter(output, input, op=_OPS[op], group=group, async_op=True)])
     leaving = list(_on_host(input, group).view(world_size, -1))  # part r goes to rank r
     scratch = leaving[0].new_empty(world_size - 1, output.numel())
     arriving = [*scratch[:rank], leaving[rank], *scratch[rank:]]  # part r is rank r's version of our part
@@ -75,13 +164,14 @@ def reduce_scatter(output, input, *, op: str = "avg", group=None, async_op: bool
         if total is not output:
             output.copy_(total)
 
-    return _launched(_exchange(leaving, arriving, group), finish, async_op)
+    return Pending(_exchange(leaving, arriving, group), finish)
 
 
-def all_gather(output, input, *, group=None, async_op: bool = False):
+@_collective
+def all_gather(output, input, *, group=None):
     """Collect every rank's `input` [s] into `output` [N·s], in rank order. `input` may be its own part of `output`."""
     if dist.get_backend(group) != "gloo":
-        return _launched([_native_all_gather(output, input, group=group, async_op=True)], None, async_op)
+        return Pending([_native_all_gather(output, input, group=group, async_op=True)])
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     if output.numel() != world_size * input.numel():
         raise ValueError(f"all_gather: {output.numel()} elements are not {world_size} times "
@@ -91,18 +181,19 @@ def all_gather(output, input, *, group=None, async_op: bool = False):
     if arriving[rank].data_ptr() != input.data_ptr():
         arriving[rank].copy_(input.view(-1))
     works = _exchange([arriving[rank]] * world_size, arriving, group)
-    return _launched(works, lambda: host is output or output.copy_(host), async_op)
+    return Pending(works, lambda: host is output or output.copy_(host))
 
 
-def all_reduce(tensor, *, op: str = "avg", group=None, async_op: bool = False):
+@_collective
+def all_reduce(tensor, *, op: str = "avg", group=None):
     """Sum ("sum"), average ("avg") or take the maximum ("max") of `tensor` over the ranks, in place."""
     _check(op, "sum", "avg", "max")
     if dist.get_backend(group) != "gloo":
-        return _launched([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)], None, async_op)
+        return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)])
     if op == "max":
         host = _on_host(tensor, group)
         work = dist.all_reduce(host, op=_OPS[op], group=group, async_op=True)
-        return _launched([work], lambda: tensor.copy_(host), async_op)
+        return Pending([work], lambda: tensor.copy_(host))
 
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     flat = _padded(tensor, world_size)
@@ -115,10 +206,11 @@ def all_reduce(tensor, *, op: str = "avg", group=None, async_op: bool = False):
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
 
-    return _launched([], gather, async_op)
+    return Pending([], gather)
 
 
-def reduce(tensor, root: int = 0, *, op: str = "avg", group=None, async_op: bool = False):
+@_collective
+def reduce(tensor, root: int = 0, *, op: str = "avg", group=None):
     """Sum or average `tensor` over the ranks, in place on rank `root` of the group; the others keep theirs."""
     _check(op, "sum", "avg")
     world_size, is_root = dist.get_world_size(group), dist.get_rank(group) == root
@@ -133,10 +225,11 @@ def reduce(tensor, root: int = 0, *, op: str = "avg", group=None, async_op: bool
             _sum_in_rank_order(received, result, op)
             tensor.copy_(result.view(tensor.shape))
 
-    return _launched([work], finish, async_op)
+    return Pending([work], finish)
 
 
-def broadcast(tensor, root: int = 0, *, group=None, async_op: bool = False):
+@_collective
+def broadcast(tensor, root: int = 0, *, group=None):
     """Copy rank `root`'s tensor (its rank within the group) to all ranks, in place. Any dtype: it travels as bytes."""
     host = _on_host(tensor, group).contiguous()
     work = dist.broadcast(host.view(-1).view(torch.uint8), dist.get_global_rank(group or dist.group.WORLD, root),
@@ -146,7 +239,7 @@ def broadcast(tensor, root: int = 0, *, group=None, async_op: bool = False):
         if host is not tensor and not torch.equal(host, tensor.to(host.device)):  # an expanded tensor cannot be written
             tensor.copy_(host)
 
-    return _launched([work], finish, async_op)
+    return Pending([work], finish)
 
 
 def _check(op: str, *known: str) -> None:
@@ -157,11 +250,6 @@ def _check(op: str, *known: str) -> None:
 def free(tensor) -> None:
     """Free a tensor's memory now, whoever still refers to it: gloo's threads do for a moment, autograd for long."""
     tensor.untyped_storage().resize_(0)
-
-
-def _launched(works, then, async_op: bool):
-    pending = Pending(works, then)
-    return pending if async_op else pending.wait()
 
 
 def _exchange(leaving: list, arriving: list, group) -> list:

@@ -10,6 +10,8 @@ So stage 3 can begin with a model that no rank could hold.
 import torch
 from torch import nn
 
+from zero_minimal.foundations import values
+
 
 @torch.no_grad()
 def materialise(unit, model: nn.Module) -> None:
@@ -56,7 +58,7 @@ ADVICE = ("give it one that draws all it has, or the model a method initialise(m
 
 def has_no_value(tensor: torch.Tensor) -> bool:
     """Whether an element is still as `_nothing_like` made it."""
-    if tensor.dtype == torch.bool:
+    if tensor.dtype == torch.bool or not values.present():
         return False
     is_whole = tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     return bool((tensor == _nothing(tensor.dtype) if is_whole else tensor.isnan()).any())

@@ -49,7 +49,8 @@ class LossScaler:
     """Dynamic loss scale for fp16, whose smallest number is 6e-8: the loss is multiplied, the gradients divided again.
 
     A gradient that overflows anywhere makes *all* ranks skip the step and halve the scale; `growth_interval` good steps
-    in a row double it. Use it like torch.amp.GradScaler:
+    in a row double it. `groups`: the groups of ranks that skip together; by default the stage's. Where the model itself
+    is cut over ranks, theirs belongs to it too. Use it like torch.amp.GradScaler:
 
         scaler.scale(loss).backward()
         scaler.unscale_(zero)            # only needed before clipping
@@ -58,8 +59,9 @@ class LossScaler:
         scaler.update()
     """
 
-    def __init__(self, initial_scale: float = 2.0**16, growth_interval: int = 2000):
+    def __init__(self, initial_scale: float = 2.0**16, growth_interval: int = 2000, groups: list | None = None):
         self.scale_value, self.growth_interval = float(initial_scale), growth_interval
+        self.groups = groups
         self._good_steps, self._overflow, self._unscaled = 0, False, False
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -78,7 +80,7 @@ class LossScaler:
         # this rank sees its shards only: one rank's overflow must be everybody's
         finite = torch.stack([torch.isfinite(gradient).all() for gradient in zero.reduced_gradients()]).all()
         overflow = (~finite).float()
-        for group in getattr(zero, "groups", [zero.group]):  # several, where the model itself is cut over ranks
+        for group in self.groups or [zero.group]:
             collectives.all_reduce(overflow, op="max", group=group)
         self._overflow = bool(overflow)
         if not self._overflow:

@@ -42,7 +42,7 @@ def load_shards(stage, state: dict) -> None:
 
 
 def _buckets(stage) -> list:
-    return getattr(stage, "all_buckets", stage.buckets)  # at stage 3 frozen parameters are sharded too
+    return stage.all_buckets
 
 
 def _frozen(stage) -> dict:

@@ -89,13 +89,14 @@ class Turns:
     """Watches the units of stage 3 through forward and backward, and calls the stage:
 
     stage.unit_turn(unit, following)    its forward or backward begins; `following` probably comes next, or is None
-    stage.unit_done(unit)               backward is done with it, its gradients are there
     stage.evaluation_done()             a forward pass that backward will not come back to is over
 
-    What follows is told by the pass before. What is done, by autograd's numbers: it numbers the nodes of the graph as
-    forward makes them, and goes through them in falling order. So a node belongs to the innermost call during which it
-    was made, whoever returns its tensor; and when backward comes to it, it is done with every unit whose first call
-    began later. That is the same on all ranks, also where one of them has no gradient for a parameter.
+    When backward is done with a unit, its gradients are there, and its buckets are handed over (stage.backward).
+
+    What follows is told by the pass before. What is done is told by autograd's numbers: forward numbers the nodes of
+    the graph as it makes them, and backward goes through them in falling order. A node belongs to the innermost unit
+    that was running when it was made. So when backward comes to a node, it is done with every unit whose first call
+    came later. All ranks see that alike, also where one of them has no gradient for a parameter.
     """
 
     def __init__(self, stage):
@@ -159,36 +160,22 @@ class Turns:
         if number >= self._since:
             for later, begin in reversed(self._first_call.items()):
                 if begin > number:
-                    self.stage.unit_done(later)
+                    for bucket in later.buckets:
+                        self.stage.backward.hand_over(bucket)
         self._turn(unit)
 
     def _turn(self, unit: Unit) -> None:
         if unit.whole and self._now[-1:] == [unit]:
             return  # it is its turn already
-        place = len(self._now)
-        as_before = self._last[place : place + 1] == [unit] and place + 1 < len(self._last)
+        turn = len(self._now)
+        as_before = self._last[turn : turn + 1] == [unit] and turn + 1 < len(self._last)
         self._now.append(unit)
-        self.stage.unit_turn(unit, self._last[place + 1] if as_before else None)
+        self.stage.unit_turn(unit, self._last[turn + 1] if as_before else None)
 
 
 def _next_number() -> int:
     """The number that autograd will give to the next node of a graph."""
     return torch.autograd._get_sequence_nr()
-
-
-_placeholders: dict = {}
-
-
-def placeholder(param: nn.Parameter) -> torch.Tensor:
-    """What a released parameter points to: one NaN, shown in the parameter's shape.
-
-    Reading it is harmless and visible; reading the freed memory itself would crash the process.
-    """
-    key = (param.dtype, param.device)
-    nothing = float("nan") if param.is_floating_point() or param.is_complex() else 0
-    if key not in _placeholders:
-        _placeholders[key] = torch.full((), nothing, dtype=param.dtype, device=param.device)
-    return _placeholders[key].expand(param.shape)
 
 
 @contextlib.contextmanager

@@ -44,8 +44,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_minimal.foundations import collectives
 from zero_minimal.meters.owners import Owners, parameters_of, tensors_in
-from zero_minimal.meters.traffic import inside_collective, listening
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "scalars", "buffers", "activations", "other")
 UNOWNED = ("buffers", "activations", "other")  # guessed from the moment of birth, until an owner is found
@@ -166,7 +166,7 @@ class Ledger(TorchDispatchMode):
         with contextlib.ExitStack() as undo:
             self._open, self._forwards = True, 0
             undo.callback(self._close)
-            undo.enter_context(listening(self._before_collective))
+            undo.enter_context(collectives.heard_by(self._hear_collective))
             undo.enter_context(_resizes_reported(self._resized))
             undo.callback(register_module_forward_pre_hook(lambda *call: self._count_forwards(+1)).remove)
             undo.callback(register_module_forward_hook(lambda *call: self._count_forwards(-1), always_call=True).remove)
@@ -197,7 +197,8 @@ class Ledger(TorchDispatchMode):
             storage = self._look_at(tensor, str(operator))
             if isinstance(tensor, nn.Parameter):
                 self._meet(tensor, storage)
-        if operator.namespace in ("c10d", "fsdp") and not inside_collective() and not self._owners.buckets():
+        is_peers = operator.namespace in ("c10d", "fsdp") and not collectives.inside_collective()
+        if is_peers and not self._owners.buckets():
             self._claim([args, kwargs], "buffers", replacing=UNOWNED)  # flat copies that a peer communicates
         return result
 
@@ -251,7 +252,7 @@ class Ledger(TorchDispatchMode):
         storage.bytes = size
 
     def _phase(self) -> str:
-        if inside_collective():
+        if collectives.inside_collective():
             return "collective"
         if torch._C._current_graph_task_id() != -1:  # the autograd engine is at work, in this thread
             return "backward"
@@ -297,10 +298,10 @@ class Ledger(TorchDispatchMode):
 
     # Some storages have an owner for a moment only, or none that could be asked. Three places show what they are:
 
-    def _before_collective(self, name: str, args: tuple, kwargs: dict) -> None:
-        """An open bucket of stage 2 or 3, and the part of it that this rank keeps."""
-        if name in ("reduce_scatter", "reduce"):
-            self._claim([args, kwargs], "gradients", replacing=UNOWNED)
+    def _hear_collective(self, moment: str, call: collectives.Call) -> None:
+        """A whole bucket of stage 2 or 3 that is about to be reduced, and the part of it that this rank keeps."""
+        if moment == "start" and call.name in ("reduce_scatter", "reduce"):
+            self._claim(call.tensors, "gradients", replacing=UNOWNED)
 
     def _before_optimizer(self, optimizer, args, kwargs) -> None:
         """Gradients in the dtype of the masters, made for this step."""

@@ -2,7 +2,7 @@
 
 The memory ledger sees storages; this says whose they are. It knows the public attributes of nn.Module and torch.optim,
 and those of a stage: .model, .optimizer, and .buckets with their flat tensors (zero_minimal/foundations/layout.py); of
-zero_100b.py also .constant_buffers, and the .slab of checkpoints.
+zero_100b.py also the .constant_buffers of a stage's .memory, and the .slab of checkpoints.
 """
 
 import weakref
@@ -45,7 +45,8 @@ class Owners:
         yield "gradients", [param.grad for param in params + masters]
         yield "gradients", [(bucket.gradients, bucket.gradient_shard) for bucket in buckets]
         yield "parameters", [params, [(bucket.parameters, bucket.parameter_shard) for bucket in buckets]]
-        yield "buffers", [owner.constant_buffers.buffers for owner in owners if hasattr(owner, "constant_buffers")]
+        memories = [owner.memory for owner in owners if hasattr(owner, "memory")]
+        yield "buffers", [memory.constant_buffers.buffers for memory in memories if hasattr(memory, "constant_buffers")]
         yield "activations", [owner.slab.memory for owner in owners if getattr(owner, "slab", None)]
         yield "scalars", [state for state in states if state.dim() == 0]
         yield "scalars", [param for param in params if _is_released(param)]
@@ -53,7 +54,7 @@ class Owners:
     def _living(self) -> list:
         """The owners that still live, and the models and optimizers inside them."""
         outer = [owner for owner in (reference() for reference in self._references) if owner is not None]
-        inner = [getattr(owner, name, None) for owner in outer for name in ("model", "optimizer", "optim")]
+        inner = [getattr(owner, name, None) for owner in outer for name in ("zero", "model", "optimizer", "optim")]
         return outer + [part for part in inner if part is not None]
 
 

@@ -16,7 +16,6 @@ import time
 from typing import NamedTuple
 
 from zero_minimal.foundations import collectives
-from zero_minimal.meters.traffic import OURS
 
 
 class Span(NamedTuple):
@@ -43,16 +42,21 @@ class Spans:
     def __enter__(self):
         self.computing: list[Span] = []
         self.collectives: list[Collective] = []
-        self._inside = False  # a collective is made of others: the outermost counts
+        self._times: dict = {}  # of those under way: {call: [start, wait]}
         self._began = time.perf_counter()
-        self._originals = {name: getattr(collectives, name) for name in OURS}
-        for name, function in self._originals.items():
-            setattr(collectives, name, self._timed(name, function))
+        self._listening = collectives.heard_by(self._hear)
+        self._listening.__enter__()
         return self
 
     def __exit__(self, *error):
-        for name, function in self._originals.items():
-            setattr(collectives, name, function)
+        self._listening.__exit__(*error)
+
+    def _hear(self, moment: str, call: collectives.Call) -> None:
+        if moment == "end":
+            start, wait = self._times.pop(call)
+            self.collectives.append(Collective(call.name, start, wait, self._now(), call.bytes))
+        else:
+            self._times.setdefault(call, []).append(self._now())
 
     @contextlib.contextmanager
     def span(self, name: str):
@@ -70,37 +74,6 @@ class Spans:
 
     def _now(self) -> float:
         return time.perf_counter() - self._began
-
-    def _timed(self, name: str, function):
-        def collective(*args, **kwargs):
-            if self._inside:
-                return function(*args, **kwargs)
-            start, payload = self._now(), max(tensor.nbytes for tensor in args if hasattr(tensor, "nbytes"))
-            self._inside = True
-            try:
-                pending = function(*args, **kwargs)
-            finally:
-                self._inside = False
-            if pending is None:  # it was waited for at once
-                self.collectives.append(Collective(name, start, start, self._now(), payload))
-                return None
-            return _Pending(self, pending, name, start, payload)
-
-        return collective
-
-
-class _Pending:
-    def __init__(self, spans: Spans, pending, name: str, start: float, payload: int):
-        self._spans, self._pending, self._facts = spans, pending, (name, start, payload)
-
-    def wait(self):
-        spans, (name, start, payload) = self._spans, self._facts
-        wait, before, spans._inside = spans._now(), spans._inside, True
-        try:
-            self._pending.wait()
-        finally:
-            spans._inside = before
-        spans.collectives.append(Collective(name, start, wait, spans._now(), payload))
 
 
 def _length(intervals: list[tuple[float, float]]) -> float:

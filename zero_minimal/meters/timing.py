@@ -9,6 +9,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,9 +18,8 @@ import torch.distributed as dist
 from zero_minimal.foundations import ranks
 from zero_minimal.meters.observer import Observer
 from zero_minimal.meters.traffic import loopback_bytes
-from zero_minimal.workload import data
-from zero_minimal.workload.model import GPT
-from zero_minimal.workload.settings import DTYPES, Settings
+from zero_minimal.workload import loop
+from zero_minimal.workload.settings import Settings
 
 # Linux's; elsewhere what they tell stays unknown
 STATUS, FORGET_PEAK, MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/stat")
@@ -42,15 +42,18 @@ def time_steps(stage_class, settings: Settings, warm_up: int) -> dict:
         batches = list(draw_batches(settings, rank, warm_up + settings.steps))
         prepare(stage_class, rank.device)
         memory, began = start_of_memory(rank.device), together(rank.device)
-        own, machine = time.process_time(), machine_seconds()
-        zero = build(stage_class, settings, rank)
-        first_losses, _ = train(zero, batches[:warm_up], rank.device)
-        wire = loopback_bytes()
-        losses, seconds = train(zero, batches[warm_up:], rank.device)
+        own, machine, wire = time.process_time(), machine_seconds(), loopback_bytes()
+        zero = loop.build(stage_class, settings, rank)
+        losses, marks = [], [together(rank.device)]  # marks: seconds, when each step was over on all ranks
+        for parts in loop.steps(zero, batches, replace(settings, steps=warm_up + settings.steps)):
+            losses += parts
+            marks.append(together(rank.device))
+            if len(losses) == warm_up:
+                wire = loopback_bytes()
         now_wire = loopback_bytes()
         return {
-            "seconds": seconds,
-            "losses": first_losses + losses,
+            "seconds": [end - start for start, end in itertools.pairwise(marks[warm_up:])],
+            "losses": [loss.item() for loss in losses],
             "wire_bytes": None if wire is None else (now_wire - wire) / (rank.world_size * settings.steps),
             "resident_bytes": None if memory is None else peak_of_memory(rank.device) - memory,
             "elapsed_seconds": time.perf_counter() - began,
@@ -59,50 +62,21 @@ def time_steps(stage_class, settings: Settings, warm_up: int) -> dict:
         }
 
 
-def train(zero, batches: list[tuple], device: torch.device) -> tuple[list[float], list[float]]:
-    """One step with each batch: their losses, and their seconds from one barrier to the next."""
-    losses, marks = [], [together(device)]
-    for inputs, targets in batches:
-        loss = zero.model(inputs, targets)
-        backward(zero, loss)
-        zero.step()
-        zero.zero_grad()
-        losses.append(loss.detach())
-        marks.append(together(device))
-    return [loss.item() for loss in losses], [end - start for start, end in itertools.pairwise(marks)]
-
-
 def watch_steps(stage_class, settings: Settings) -> dict:
     """A short run under the ledger and the traffic meter: the observer's report of this rank."""
     with ranks.start() as rank:
         batches = list(draw_batches(settings, rank, settings.steps))
         prepare(stage_class, rank.device)
-        zero = build(stage_class, settings, rank)
+        zero = loop.build(stage_class, settings, rank)
         observer = Observer(zero, rank, settings)
-        for inputs, targets in batches:
-            with observer.step():
-                zero.zero_grad()  # first: the observer looks for the gradients at the end of a step
-                backward(zero, zero.model(inputs, targets))
-                zero.step()
+        for _ in loop.steps(zero, batches, settings, observers=[observer]):
+            pass
         return observer.report()
-
-
-def backward(zero, loss: torch.Tensor) -> None:
-    """loss.backward(), or what stands in its place: DeepSpeed wants to be asked."""
-    getattr(zero, "run_backward", torch.Tensor.backward)(loss)
-
-
-def build(stage_class, settings: Settings, rank: ranks.Rank):
-    """The model, the same on every rank, in the hands of a stage or a peer; bucket sizes are its own."""
-    torch.manual_seed(settings.seed)
-    model = GPT(settings.model_config()).to(rank.device, DTYPES[settings.dtype])
-    return stage_class(model, torch.optim.AdamW, lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
 def draw_batches(settings: Settings, rank: ranks.Rank, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's batches, drawn before any clock runs: (inputs, targets), int64 [batch, sequence] on its device."""
-    training, _ = data.split(data.read_tokens(settings.text), settings.sequence)
-    batches = data.Batches(training, settings.batch, settings.sequence, settings.seed, rank.rank)
+    batches = loop.training_batches(settings, rank.rank)
     for _ in range(count):
         inputs, targets = next(batches)
         yield inputs.to(rank.device), targets.to(rank.device)

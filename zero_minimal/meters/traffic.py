@@ -7,8 +7,8 @@
 
 A collective is seen at one of two doors, and counted once:
 
-    ours       the functions of zero_minimal.foundations.collectives, replaced while anybody listens. The outermost call
-               counts; what it is built from (an all-to-all and a sum on gloo, say) does not
+    ours       the functions of zero_minimal.foundations.collectives, which tell whoever listens. What they are built
+               from (messages and a sum, on gloo) does not count
     others'    the c10d operators of torch, at its dispatcher. All of torch.distributed passes there: DDP's all-reduce,
                which C++ starts, FSDP2's, DTensor's, and the plain send of a ring
 
@@ -20,7 +20,6 @@ do is not seen.
 """
 
 import contextlib
-import threading
 from pathlib import Path
 
 import torch
@@ -30,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_minimal.foundations import collectives
 
 COUNTERS = Path("/proc/net/dev")  # Linux: bytes, packets, … of every network interface
-OURS = ("reduce_scatter", "all_gather", "all_reduce", "reduce", "broadcast")
 
 # torch's operators, c10d's first, then those of the functional collectives
 OPERATORS = {
@@ -90,7 +88,7 @@ class TrafficMeter(TorchDispatchMode):
 
     def __enter__(self):
         with contextlib.ExitStack() as undo:
-            undo.enter_context(listening(self._count_ours))
+            undo.enter_context(collectives.heard_by(self._count_ours))
             super().__enter__()
             self._undo = undo.pop_all()
         return self
@@ -104,17 +102,18 @@ class TrafficMeter(TorchDispatchMode):
             return NotImplemented  # a DTensor: torch takes it apart, and comes back with the local tensors
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        if operator.namespace in ("c10d", "_c10d_functional") and not inside_collective():
+        if operator.namespace in ("c10d", "_c10d_functional") and not collectives.inside_collective():
             name = OPERATORS.get(operator.overloadpacket.__name__)
             if name:
-                self._count(name, [*args, *kwargs.values(), result], _group_size(args))
+                payload = max(map(_bytes, [*args, *kwargs.values(), result]))  # the whole vector is the largest
+                self._count(name, payload, _group_size(args))
         return result
 
-    def _count_ours(self, name: str, args: tuple, kwargs: dict) -> None:
-        self._count(name, [*args, *kwargs.values()], dist.get_world_size(kwargs.get("group")))
+    def _count_ours(self, moment: str, call: collectives.Call) -> None:
+        if moment == "start":
+            self._count(call.name, call.bytes, call.world_size)
 
-    def _count(self, name: str, arguments: list, world_size: int) -> None:
-        payload = max(map(_bytes, arguments))  # the whole vector is the largest argument
+    def _count(self, name: str, payload: int, world_size: int) -> None:
         counts = self.collectives.setdefault(name, {"calls": 0, "bytes": 0})
         counts["calls"] += 1
         counts["bytes"] += payload
@@ -146,65 +145,6 @@ def loopback_bytes(*, quiet: bool = False) -> int | None:
         if name.strip() == "lo":
             return int(counters.split()[8])  # the ninth: bytes transmitted
     return None
-
-
-# ----------------------------------------------------------------------------------- the door to collectives of ours
-
-_listeners: list = []
-_originals: dict = {}
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def listening(listener):
-    """While open, `listener(name, args, kwargs)` hears of each outermost call of a collective of ours, as it begins."""
-    if not _listeners:
-        for name in OURS:
-            _originals[name] = getattr(collectives, name)
-            setattr(collectives, name, _announced(name, _originals[name]))
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
-        if not _listeners:
-            for name in OURS:
-                setattr(collectives, name, _originals.pop(name))
-
-
-def inside_collective() -> bool:
-    """Whether this thread is running a collective of ours (known only while somebody listens)."""
-    return getattr(_thread, "inside", False)
-
-
-def _announced(name: str, function):
-    def collective(*args, **kwargs):
-        if inside_collective():
-            return function(*args, **kwargs)
-        for listener in list(_listeners):
-            listener(name, args, kwargs)
-        result = _inside(function, *args, **kwargs)
-        return None if result is None else _Pending(result)
-
-    return collective
-
-
-class _Pending:
-    """What an asynchronous collective returns. It may do a part of its work in wait(): that is inside, too."""
-
-    def __init__(self, pending):
-        self._pending = pending
-
-    def wait(self):
-        return _inside(self._pending.wait)
-
-
-def _inside(function, *args, **kwargs):
-    before, _thread.inside = inside_collective(), True
-    try:
-        return function(*args, **kwargs)
-    finally:
-        _thread.inside = before
 
 
 # ----------------------------------------------------------------------------------------------------------- arithmetic

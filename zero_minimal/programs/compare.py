@@ -8,6 +8,7 @@ import sys
 from zero_minimal.foundations import ranks
 from zero_minimal.pictures import plots
 from zero_minimal.programs import peers, report
+from zero_minimal.programs.train import train
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
@@ -22,7 +23,6 @@ from zero_minimal.workload.settings import (
     positive,
     read_settings,
 )
-from zero_minimal.workload.train import train
 
 STAGES = (Stage0, Stage1, Stage2, Stage3)
 PEERS = (peers.DDP, peers.FSDP2)

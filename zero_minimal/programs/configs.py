@@ -8,11 +8,10 @@ import os
 import statistics
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
-from tqdm import tqdm
 
 from zero_minimal.foundations import ranks
 from zero_minimal.foundations.precision import LossScaler
@@ -20,8 +19,9 @@ from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import formulas
 from zero_minimal.programs import report
+from zero_minimal.programs.train import progress
 from zero_minimal.tensor_parallel import Mesh, divisors, make_mesh
-from zero_minimal.workload import data
+from zero_minimal.workload import loop
 from zero_minimal.workload.settings import (
     DTYPES,
     Parser,
@@ -32,7 +32,6 @@ from zero_minimal.workload.settings import (
     positive,
     read_settings,
 )
-from zero_minimal.workload.train import learning_rate, update
 from zero_minimal.zero_100b import CONFIGS, System
 
 WATCHED = 2  # steps under the ledger and the meter; the others are timed
@@ -44,47 +43,48 @@ def train(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) 
     Raises: ValueError on every rank for a world that is not D × M, or heads that M does not divide.
     """
     mesh = make_mesh(model_parallel)
-    training, _ = data.split(data.read_tokens(settings.text), settings.sequence)
-    batches = data.Batches(training, settings.batch, settings.sequence, settings.seed, mesh.data_rank)
-    ledger, meter = Ledger(rank.device.type), TrafficMeter()
-    with ledger:
+    batches = loop.training_batches(settings, mesh.data_rank)
+    watch = Watch(rank.device.type, settings.steps)
+    with watch.ledger:
         system = build(name, settings, mesh, rank)
-        ledger.watch(system.model, system.zero, system)
-    scaler = LossScaler() if settings.dtype == "fp16" else None
-    losses, seconds = [], []
-    for step in tqdm(range(settings.steps), desc=name, unit="step", disable=rank.rank != 0):
-        is_watched, is_metered = step < WATCHED, step == min(WATCHED, settings.steps) - 1
-        with ledger if is_watched else nullcontext(), meter if is_metered else nullcontext():
-            if is_watched:
-                ledger.reset()
-            for group in system.zero.optimizer.param_groups:
-                group["lr"] = learning_rate(step, settings)
-            start = time.perf_counter()
-            system.zero.zero_grad()
-            loss = 0.0
-            for micro in range(settings.accumulate):
-                inputs, targets = (tokens.to(rank.device) for tokens in next(batches))
-                is_last = micro == settings.accumulate - 1
-                system.begin()
-                with nullcontext() if is_last else system.zero.no_sync():
-                    part = system.model(inputs, targets) / settings.accumulate
-                    (scaler.scale(part) if scaler else part).backward()
-                loss += part.item()
-            update(system.zero, scaler, settings.clip)
-            losses.append(loss)
-            seconds.append(time.perf_counter() - start)
-            if is_watched:
-                states = ledger.states()
-    peak, step_seconds = ledger.peak, statistics.median(seconds[WATCHED:] or seconds)
+        watch.ledger.watch(system)
+    scaler = LossScaler(groups=system.groups) if settings.dtype == "fp16" else None
+    steps = loop.steps(system, batches, settings, scaler=scaler, observers=[watch])
+    losses = [sum(part.item() for part in parts) for parts in progress(steps, settings, name, rank)]
+    step_seconds = statistics.median(watch.seconds[WATCHED:] or watch.seconds)
     return describe_run(name, settings, model_parallel, rank) | {
         "parameters_of_rank": sum(param.numel() for param in system.model.parameters()),
         "losses": losses,
         "step_seconds": step_seconds,
         "tokens_per_second": settings.tokens_per_step(rank.world_size // model_parallel) / step_seconds,
-        "memory": {state: states[state] for state in formulas.STATES}
-        | {"peak": peak.total, "peak_by_category": peak.bytes},
-        "traffic": meter.per_step(1),
+        "memory": {state: watch.states[state] for state in formulas.STATES}
+        | {"peak": watch.ledger.peak.total, "peak_by_category": watch.ledger.peak.bytes},
+        "traffic": watch.meter.per_step(1),
     }
+
+
+class Watch:
+    """Looks at memory in the first steps, at traffic in the last of these, and at the clock in all."""
+
+    def __init__(self, device: str, steps: int):
+        self.ledger, self.meter = Ledger(device), TrafficMeter()
+        self.metered = min(WATCHED, steps) - 1
+        self.seconds: list[float] = []
+        self.states: dict[str, int] = {}
+
+    @contextmanager
+    def step(self):
+        """Around one optimizer step."""
+        number = len(self.seconds)
+        is_watched = number < WATCHED
+        with self.ledger if is_watched else nullcontext(), self.meter if number == self.metered else nullcontext():
+            if is_watched:
+                self.ledger.reset()
+            start = time.perf_counter()
+            yield
+            self.seconds.append(time.perf_counter() - start)
+            if is_watched:
+                self.states = self.ledger.states()
 
 
 def build(name: str, settings: Settings, mesh: Mesh, rank: ranks.Rank) -> System:
@@ -92,9 +92,9 @@ def build(name: str, settings: Settings, mesh: Mesh, rank: ranks.Rank) -> System
     torch.manual_seed(settings.seed)
     system = System(
         name, settings.model_config(), mesh, settings.batch, DTYPES[settings.dtype], rank.device, torch.optim.AdamW,
-        bucket_bytes=int(settings.bucket_mb * 2**20), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1,
+        bucket_bytes=int(settings.bucket_mb * 2**20), **settings.optimizer_options(),
     )
-    torch.manual_seed(settings.seed + 1 + mesh.data_rank)
+    loop.seed_dropout(settings, mesh.data_rank)
     return system
 
 

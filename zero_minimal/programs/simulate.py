@@ -44,12 +44,12 @@ from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 from zero_minimal.tensor_parallel import Mesh, ParallelGPT, make_mesh
 from zero_minimal.workload.model import GPT, GPTConfig
-from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
+from zero_minimal.workload.settings import DTYPES, OPTIMIZER, Parser, output_file, picture_file, positive
 from zero_minimal.zero_100b import CONFIGS, System
 
 STAGES = (Stage0, Stage1, Stage2, Stage3)
 BUCKETS = 256  # with 4 MiB a trillion parameters would make half a million: so many, and they grow with the model
-OPTIMIZER = dict(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+OPTIONS = {"lr": 1e-3, **OPTIMIZER}
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def simulate(case: Case) -> Simulation:
     """Run the case. Raises: RuntimeError in a process whose process group is up already."""
     if dist.is_initialized():
         raise RuntimeError("a simulation makes ranks of its own: call it where no process group is up")
-    optimizers.check_element_wise(AdamW, OPTIMIZER)  # with values, before there are none
+    optimizers.check_element_wise(AdamW, OPTIONS)  # with values, before there are none
     dist.init_process_group("fake", rank=case.rank, world_size=case.ranks, store=FakeStore())
     try:
         run = _Run(case)
@@ -142,14 +142,14 @@ class _Run:
 
     def _construct(self, mesh: Mesh) -> None:
         case, dtype = self.case, DTYPES[self.case.dtype]
-        options = OPTIMIZER | {"bucket_bytes": bucket_bytes(case)}
+        options = OPTIONS | {"bucket_bytes": bucket_bytes(case)}
         self.system = None
         self._phase("model")
         with new_tensors_in(dtype), torch.no_grad():
             if case.config:
                 device = torch.device("cpu")
                 self.system = System(case.config, case.model, mesh, case.batch, dtype, device, AdamW, **options)
-                self.model, self.zero = self.system.model, self.system.zero
+                self.model, self.zero = self.system.model, self.system
                 return
             with torch.device("meta" if case.stage == 3 else "cpu"):  # stage 3 builds it unit by unit
                 self.model = build_model(case, mesh)
@@ -162,8 +162,6 @@ class _Run:
         case, scaler = self.case, LossScaler()
         self._phase(f"forward {number}")
         self.zero.zero_grad()
-        if self.system:
-            self.system.begin()
         tokens = torch.zeros(case.batch, case.model.sequence, dtype=torch.int64)
         loss = self.model(tokens, tokens)
         self._phase(f"backward {number}")

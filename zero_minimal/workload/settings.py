@@ -12,6 +12,7 @@ from zero_minimal.workload import data
 from zero_minimal.workload.model import GPTConfig
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg")  # what a drawing can be written as
+OPTIMIZER = dict(betas=(0.9, 0.95), weight_decay=0.1, fused=True)  # of AdamW, wherever it trains, beside lr
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -61,6 +62,10 @@ class Settings:
             layers=self.layers, hidden=self.hidden, heads=self.heads, sequence=self.sequence,
             dropout=self.dropout, recompute=self.recompute,
         )
+
+    def optimizer_options(self) -> dict:
+        """What AdamW is made with."""
+        return {"lr": self.lr, **OPTIMIZER}
 
     def tokens_per_step(self, ranks: int) -> int:
         """Tokens that all ranks together learn from in one optimizer step."""

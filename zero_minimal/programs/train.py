@@ -1,0 +1,68 @@
+"""Train: what the last line of a stage file starts.
+
+    torchrun --nproc-per-node 2 zero_minimal/stage2.py --steps 100
+"""
+
+import threading
+
+from tqdm import tqdm
+
+from zero_minimal.foundations import ranks
+from zero_minimal.foundations.precision import LossScaler
+from zero_minimal.meters.observer import Observer
+from zero_minimal.programs import report
+from zero_minimal.workload import loop
+from zero_minimal.workload.settings import Parser, Settings, add_device, add_settings, output_file, read_settings
+
+tqdm.set_lock(threading.RLock())  # its own lock, between processes, would outlive a rank and be reported as leaked
+
+
+def train(stage_class, settings: Settings, rank: ranks.Rank) -> dict:
+    """Train a GPT on this rank's batches, and return this rank's report (the JSON object of the README).
+
+    Args:
+        stage_class: Stage0 … Stage3, or a peer with the same API.
+    The losses, in nats a token, are means over the ranks. Raises ValueError if the text cannot be read or is too short.
+    """
+    batches = loop.training_batches(settings, rank.rank)
+    validation = loop.validation_batches(settings, rank.rank, rank.world_size)
+    zero = loop.build(stage_class, settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
+    scaler = LossScaler() if settings.dtype == "fp16" else None
+    observer = Observer(zero, rank, settings)
+
+    losses, validation_losses = [], [loop.evaluate(zero, validation, rank)]
+    steps = loop.steps(zero, batches, settings, scaler=scaler, observers=[observer])
+    for parts in (bar := progress(steps, settings, stage_class.__name__, rank)):
+        losses.append(sum(part.item() for part in parts))
+        bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+    validation_losses.append(loop.evaluate(zero, validation, rank))
+
+    return observer.report() | {
+        "losses": loop.mean_over_ranks(losses, rank),
+        "validation_losses": validation_losses,
+    }
+
+
+def progress(steps, settings: Settings, name: str, rank: ranks.Rank) -> tqdm:
+    """A bar over the steps of a run, on rank 0."""
+    return tqdm(steps, desc=name, total=settings.steps, unit="step", disable=rank.rank != 0)
+
+
+def main(stage_class) -> None:
+    """The program of a stage file: read the flags, train, print the report, and write it as JSON if asked to."""
+    parser = Parser(
+        description=f"Train a GPT with {stage_class.__name__}, by itself or under torchrun --nproc-per-node N.",
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank, else gloo")
+    add_device(parser)
+    add_settings(parser)
+    arguments = parser.parse_args()
+    settings = read_settings(parser, arguments)
+
+    with ranks.start(arguments.device, arguments.backend) as rank:
+        result = train(stage_class, settings, rank)
+    if rank.rank == 0:
+        print(report.describe(result))
+        if arguments.json:
+            report.write_json(result, arguments.json)

@@ -1,0 +1,122 @@
+"""The loop: one for every stage, for the systems made of them, and for the peers of torch they are compared with.
+
+    zero = build(Stage2, settings, rank)
+    for losses in steps(zero, batches, settings):
+        ...
+
+Whoever wants to measure is handed in as an observer: the loop does not know what of.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, nullcontext
+
+import torch
+
+from zero_minimal.foundations import collectives, ranks
+from zero_minimal.foundations.precision import LossScaler
+from zero_minimal.workload import data
+from zero_minimal.workload.model import GPT
+from zero_minimal.workload.settings import DTYPES, Settings
+
+WARM_UP = 100  # steps
+
+
+def build(stage_class, settings: Settings, rank: ranks.Rank, **options):
+    """The GPT of `settings`, the same on every rank, in the hands of a stage or a peer; `options` go to that."""
+    torch.manual_seed(settings.seed)
+    model = GPT(settings.model_config()).to(rank.device, DTYPES[settings.dtype])
+    zero = stage_class(model, torch.optim.AdamW, **settings.optimizer_options(), **options)
+    seed_dropout(settings, rank.rank)
+    return zero
+
+
+def seed_dropout(settings: Settings, data_rank: int) -> None:
+    """From here on random numbers of its own for each rank that reads data of its own."""
+    torch.manual_seed(settings.seed + 1 + data_rank)
+
+
+def training_batches(settings: Settings, data_rank: int) -> data.Batches:
+    """A rank's batches, without end. Raises ValueError for a text that is too short or cannot be read."""
+    training, _ = data.split(data.read_tokens(settings.text), settings.sequence)
+    return data.Batches(training, settings.batch, settings.sequence, settings.seed, data_rank)
+
+
+def validation_batches(settings: Settings, data_rank: int, data_ranks: int) -> list:
+    """A rank's part of the validation set."""
+    _, held_out = data.split(data.read_tokens(settings.text), settings.sequence)
+    return data.validation_batches(held_out, settings.batch, settings.sequence, data_rank, data_ranks)
+
+
+def steps(
+    zero, batches: Iterable, settings: Settings, *, scaler: LossScaler | None = None, observers: Iterable = ()
+) -> Iterator[list[torch.Tensor]]:
+    """Train settings.steps optimizer steps of settings.accumulate micro-batches each.
+
+    Args:
+        zero: a stage, or what is used like one.
+        batches: of (inputs, targets), int64 [batch, sequence], one for each micro-batch.
+        scaler: for fp16.
+        observers: each one's step() is a context around every optimizer step.
+    Yields after each step the losses of its micro-batches, [] each, divided by their number: their sum is the step's.
+    """
+    batches, device = iter(batches), next(zero.model.parameters()).device
+    run_backward = getattr(zero, "run_backward", torch.Tensor.backward)  # DeepSpeed wants to be asked
+    for step in range(settings.steps):
+        for group in zero.optimizer.param_groups:
+            group["lr"] = learning_rate(step, settings)
+        with ExitStack() as watched:
+            for observer in observers:
+                watched.enter_context(observer.step())
+            zero.zero_grad()  # first, not last: at the end of the step an observer finds the gradients too
+            losses = []
+            for micro in range(settings.accumulate):
+                inputs, targets = (tokens.to(device) for tokens in next(batches))
+                is_last = micro == settings.accumulate - 1
+                with nullcontext() if is_last else zero.no_sync():
+                    loss = zero.model(inputs, targets) / settings.accumulate
+                    run_backward(scaler.scale(loss) if scaler else loss)
+                losses.append(loss.detach())
+            update(zero, scaler, settings.clip)
+        yield losses
+
+
+def update(zero, scaler: LossScaler | None, clip: float) -> None:
+    """One optimizer step, clipped if `clip` is not 0, and with the loss scale taken out again if there is one."""
+    if scaler:
+        scaler.unscale_(zero)
+    if clip:
+        zero.clip_grad_norm_(clip)
+    if scaler:
+        scaler.step(zero)
+        scaler.update()
+    else:
+        zero.step()
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """A linear warm-up over WARM_UP steps, times half a cosine down to a tenth.
+
+    Warm-up counts steps, however long the run is: a young model that is pushed too fast stumbles.
+    """
+    warm = min(1.0, (step + 1) / WARM_UP)
+    return settings.lr * warm * (0.55 + 0.45 * math.cos(math.pi * step / settings.steps))
+
+
+@torch.no_grad()
+def evaluate(zero, batches: list, rank: ranks.Rank) -> float:
+    """Mean loss over the validation batches of all ranks."""
+    zero.model.eval()
+    total, count = 0.0, 0
+    for inputs, targets in batches:
+        total += zero.model(inputs.to(rank.device), targets.to(rank.device)).item() * len(inputs)
+        count += len(inputs)
+    zero.model.train()
+    return mean_over_ranks([total / count], rank)[0]
+
+
+def mean_over_ranks(values: list[float], rank: ranks.Rank) -> list[float]:
+    """Means of the ranks' numbers, the same on every rank."""
+    mean = torch.tensor(values, dtype=torch.float64, device=rank.device)
+    collectives.all_reduce(mean, op="avg")
+    return mean.tolist()
