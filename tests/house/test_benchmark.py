@@ -9,8 +9,8 @@ from torch.optim import AdamW
 from tqdm import tqdm
 
 from zero_minimal.foundations import ranks
-from zero_minimal.meters import timing
-from zero_minimal.pictures import plots
+from zero_minimal.meters import rounds, timing
+from zero_minimal.pictures.benchmark import CURVES, draw_benchmark, run_look
 from zero_minimal.programs import bench, peers, scaling
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.settings import Settings
@@ -152,13 +152,13 @@ def test_the_floor_is_compared_until_its_ranks_part():
 
 def test_a_step_is_as_long_as_on_the_slowest_rank():
     results = [{"seconds": [1.0, 5.0, 2.0]}, {"seconds": [3.0, 1.0, 1.0]}]
-    assert bench.run_seconds(results) == 3.0, "median of 3, 5 and 2"
+    assert rounds.run_seconds(results) == 3.0, "median of 3, 5 and 2"
 
 
 def test_spread():
     named = dict(min=1.0, lower_quartile=2.0, median=3.0, upper_quartile=4.0, max=9.0)
-    assert bench.spread([4.0, 1.0, 9.0, 3.0, 2.0]) == named
-    assert set(bench.spread([2.0]).values()) == {2.0}
+    assert rounds.spread([4.0, 1.0, 9.0, 3.0, 2.0]) == named
+    assert set(rounds.spread([2.0]).values()) == {2.0}
 
 
 def test_over_rounds_and_ranks():
@@ -236,7 +236,7 @@ def test_sweeps():
     [plain] = scaling.points(["11M"], 2, settings, [])
     assert plain.sweeps == ("",)
     swept = scaling.points(["5M"], 2, settings, ["ranks", "size", "sequence"])
-    along = {curve: [point for point in swept if curve in point.sweeps] for curve in plots.CURVES}
+    along = {curve: [point for point in swept if curve in point.sweeps] for curve in CURVES}
     assert [(point.ranks, point.settings.batch) for point in along["weak"]] == [(1, 4), (2, 4), (4, 4)]
     assert sorted(point.ranks * point.settings.batch for point in along["strong"]) == [8, 8, 8]
     assert [point.model for point in along["size"]] == list(scaling.MODELS)
@@ -286,12 +286,12 @@ def made_up_row(name: str, point: scaling.Point) -> dict:
 def test_every_contender_can_be_drawn_and_told_apart(sweeps):
     points = scaling.points(["5M", "11M"], 2, Settings(batch=2), sweeps)
     rows = [made_up_row(name, point) for point in points for name in bench.CONTENDERS]
-    picture = plots.benchmark(rows)
+    picture = draw_benchmark(rows)
     picture.draw_without_rendering()
-    looks = [json.dumps(plots.run_look(name), sort_keys=True) for name in bench.CONTENDERS]
+    looks = [json.dumps(run_look(name), sort_keys=True) for name in bench.CONTENDERS]
     assert len(set(looks)) == len(looks)
     if sweeps:
-        assert [axis.get_xlabel() for axis in picture.axes[::2]] == [words for _, words, _ in plots.CURVES.values()]
+        assert [axis.get_xlabel() for axis in picture.axes[::2]] == [words for _, words, _ in CURVES.values()]
         assert all(axis.get_legend_handles_labels()[1] for axis in picture.axes[::2])
 
 

@@ -9,7 +9,7 @@ from matplotlib.image import imread
 from zero_minimal import __main__ as program
 from zero_minimal.foundations import ranks
 from zero_minimal.paper import formulas
-from zero_minimal.pictures import plots
+from zero_minimal.pictures.comparison import draw_comparison
 from zero_minimal.programs import compare, peers, report
 from zero_minimal.programs.train import train
 from zero_minimal.stage0 import Stage0
@@ -70,7 +70,7 @@ def test_a_difference_between_losses_is_told():
 
 def test_a_machine_without_a_loopback_counter_is_drawn_too(compared):
     rows = [row | {"traffic": row["traffic"] | {"wire_bytes": None}} for row in compared[0]]
-    plots.compare(rows, "no counter")
+    draw_comparison(rows, "no counter")
     assert "?" in compare.describe(rows) and "not known here" in report.describe(rows[0])
 
 

@@ -24,7 +24,12 @@ from zero_minimal.meters import messages
 from zero_minimal.meters.memory import Moment
 from zero_minimal.meters.spans import Collective, Span, Spans
 from zero_minimal.paper import formulas
-from zero_minimal.pictures import plots
+from zero_minimal.pictures.benchmark import draw_speeds
+from zero_minimal.pictures.memory import draw_bucket_sizes, draw_holdings, draw_memory_of_a_step
+from zero_minimal.pictures.ring import HELD, draw_ring
+from zero_minimal.pictures.style import LOOKS
+from zero_minimal.pictures.time_line import draw_time_line
+from zero_minimal.pictures.traffic import draw_ring_traffic, draw_sent_by_stage
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
@@ -372,14 +377,14 @@ def test_overlap_counts_time_once():
 
 def test_picture_of_a_ring():
     states = [[[1, math.nan], [10, 10]], [[11, 1], [11, 11]]]
-    drawn = plots.ring(states, [[0, None]], "title")
+    drawn = draw_ring(states, [[0, None]], "title")
     first, second = drawn.axes
     assert [text.get_text() for text in first.texts] == ["0", "", "1", "1"]
     assert [text.get_text() for text in second.texts] == ["all", "0", "all", "all"]
     outlined = [patch for patch in first.patches if patch.get_linewidth() > 2]
     assert len(outlined) == 1 and not any(patch.get_linewidth() > 2 for patch in second.patches)
     assert outlined[0].get_xy() == pytest.approx((-0.44, -0.42)), "not rank 0's chunk 0"
-    greys = [to_rgb(look)[0] * 0.3 + to_rgb(look)[1] * 0.59 + to_rgb(look)[2] * 0.11 for look in plots.HELD]
+    greys = [to_rgb(look)[0] * 0.3 + to_rgb(look)[1] * 0.59 + to_rgb(look)[2] * 0.11 for look in HELD]
     assert all(fewer > more + 0.1 for fewer, more in itertools.pairwise(greys)), "in grey, fuller cells must be darker"
 
 
@@ -387,7 +392,7 @@ def test_picture_of_holdings():
     whole = {"parameters": 100, "gradients": 100, "optimizer": 200}
     half = whole | {"gradients": 50}
     nothing = dict.fromkeys(whole, 0)
-    drawn = plots.holdings({"stage 2": [[nothing, half], [nothing, half]]}, whole)
+    drawn = draw_holdings({"stage 2": [[nothing, half], [nothing, half]]}, whole)
     before, after = drawn.axes
     filled = [patch for patch in after.patches if patch.get_facecolor()[3]]
     assert [round(patch.get_width() / 0.9, 2) for patch in filled] == [1, 0.5, 1] * 2
@@ -397,20 +402,20 @@ def test_picture_of_holdings():
 
 
 def moment(seconds, what, **bytes_of):
-    held = {name: bytes_of.get(name, 0) for name in (*plots.CATEGORIES, "scalars")}
+    held = {name: bytes_of.get(name, 0) for name in (*LOOKS, "scalars")}
     return Moment(seconds, what, held, sum(held.values()))
 
 
 def test_picture_of_memory_over_a_step():
     timeline = [moment(0.0, "x, forward", parameters=4e6), moment(0.01, "x, backward", parameters=4e6, gradients=2e6),
                 moment(0.03, "x, backward", parameters=4e6, gradients=3e6), moment(0.04, "x, outside", parameters=4e6)]
-    drawn = plots.memory_of_a_step({"stage 1": [timeline], "stage 2": [timeline]})
+    drawn = draw_memory_of_a_step({"stage 1": [timeline], "stage 2": [timeline]})
     assert [axis.get_title() for axis in drawn.axes] == ["stage 1, rank 0", "stage 2, rank 0"]
     assert len({axis.get_ylim() for axis in drawn.axes}) == 1, "panels that cannot be compared"
     axis = drawn.axes[0]
     assert "7 MB" in [text.get_text() for text in axis.texts]
     assert [line.get_xdata()[0] for line in axis.lines[:2]] == [10.0, 30.0]  # backward's begin and end, in ms
-    gradients = axis.collections[list(plots.CATEGORIES).index("gradients")]
+    gradients = axis.collections[list(LOOKS).index("gradients")]
     assert max(gradients.get_paths()[0].vertices[:, 1]) == 7.0, "stacked on the parameters, in MB"
     assert drawn.axes[-1].get_xlabel().startswith("ms") and axis.get_ylabel() == "MB"
 
@@ -418,30 +423,30 @@ def test_picture_of_memory_over_a_step():
 def test_picture_of_a_time_line():
     computing = [Span("forward", 0.0, 0.01), Span("backward", 0.01, 0.03), Span("update", 0.03, 0.04)]
     under_way = [Collective("reduce_scatter", 0.015, 0.02, 0.022, 8), Collective("all_gather", 0.03, 0.035, 0.04, 8)]
-    axis = plots.time_line([(computing, under_way)] * 2).axes[0]
+    axis = draw_time_line([(computing, under_way)] * 2).axes[0]
     bars = [(bar.get_x(), bar.get_width()) for bar in axis.patches]
     assert len(bars) == 2 * (3 + 2 * 2)
     assert (pytest.approx(15.0), pytest.approx(7.0)) in bars and (pytest.approx(20.0), pytest.approx(2.0)) in bars
 
 
 def test_pictures_of_bytes():
-    drawn = plots.sent_by_stage({"stage 0": 5e6, "stage 3": 7e6}, {"stage 0": 5e6, "stage 3": 7.5e6}).axes[0]
+    drawn = draw_sent_by_stage({"stage 0": 5e6, "stage 3": 7e6}, {"stage 0": 5e6, "stage 3": 7.5e6}).axes[0]
     assert [bar.get_height() for bar in drawn.patches] == [5, 7]
     assert [line.get_ydata()[0] for line in drawn.lines] == [5, 7.5]
     rows = [{"bucket_bytes": 2**16, "gradients": 3e6, "buffers": 1e6},
             {"bucket_bytes": 2**22, "gradients": 5e6, "buffers": 2e6}]
-    drawn = plots.bucket_sizes(rows, shards=2.5e6, whole=5e6).axes[0]
+    drawn = draw_bucket_sizes(rows, shards=2.5e6, whole=5e6).axes[0]
     assert [bar.get_height() for bar in drawn.patches] == [3, 5, 1, 2]
     assert [bar.get_y() for bar in drawn.patches] == [0, 0, 3, 5]
     assert [line.get_ydata()[0] for line in drawn.lines] == [2.5, 5]
     assert [label.get_text() for label in drawn.get_xticklabels()] == ["64 KiB", "4 MiB"]
-    drawn = plots.ring_traffic({"all-reduce": {2: 1.0, 4: 1.5}}, {"all-reduce": lambda n: 2 * (n - 1) / n}).axes[0]
+    drawn = draw_ring_traffic({"all-reduce": {2: 1.0, 4: 1.5}}, {"all-reduce": lambda n: 2 * (n - 1) / n}).axes[0]
     assert list(drawn.lines[1].get_ydata()) == [1.0, 1.5] and drawn.lines[0].get_ydata()[-1] == 1.75
 
 
 def test_picture_of_speeds():
     report = [{"seconds": [2.0, 2.0, 9.0], "wire_bytes": 3e6}] * 3
     slower = [{"seconds": [3.0, 3.0, 9.0], "wire_bytes": None}] * 3
-    left, right = plots.speeds([{"DDP": report, "stage 2": report}, {"DDP": report, "stage 2": slower}]).axes
+    left, right = draw_speeds([{"DDP": report, "stage 2": report}, {"DDP": report, "stage 2": slower}]).axes
     assert [text.get_text() for text in left.texts] == ["1.000", "1.500"], "the slower rank's time over DDP's"
     assert [bar.get_width() for bar in right.patches] == [3, 3]

@@ -8,7 +8,8 @@ from matplotlib.image import imread
 from zero_minimal import __main__ as program
 from zero_minimal.paper import formulas, published
 from zero_minimal.paper.quantities import count
-from zero_minimal.pictures import plots
+from zero_minimal.pictures import style
+from zero_minimal.pictures.reproductions import draw_reproduction
 from zero_minimal.programs import reproduce, tables
 
 
@@ -21,7 +22,7 @@ def few_blocks(monkeypatch):
 
 def drawn(picture, folder):
     """Whether there is something on it."""
-    plots.save(picture, folder / "picture.png")
+    style.save(picture, folder / "picture.png")
     pixels = imread(folder / "picture.png")
     return pixels.shape[0] > 700 and pixels[..., :3].std() > 0.05
 
@@ -53,7 +54,7 @@ def test_cells_of_table_1_from_running_code(few_blocks, tmp_path):
         assert sum(cell["states"].values()) / 1e9 == cell["code_gb"]
     text = tables.describe("table1", result)
     assert "6 of 6 cells agree" in text and "4,011.72" in text and "+0.72" in text
-    assert drawn(plots.table1(result), tmp_path)
+    assert drawn(draw_reproduction("table1", result), tmp_path)
 
 
 def test_a_cell_that_differs_is_marked(few_blocks, monkeypatch):
@@ -69,7 +70,7 @@ def test_figure_1(few_blocks, tmp_path):
     assert [round(sum(bar["states"].values()) / 1e9, 1) for bar in result["bars"]] == [120, 31.4, 16.6, 1.9]
     text = tables.describe("figure1", result)
     assert "3.82x" in text and "7.21x" in text and "112 → 38.5 → 26.25 → 14" in text
-    assert drawn(plots.figure1(result), tmp_path)
+    assert drawn(draw_reproduction("figure1", result), tmp_path)
 
 
 def test_the_search_finds_what_fits_and_tries_what_does_not():
@@ -103,7 +104,7 @@ def test_cells_of_table_2_from_running_code(few_blocks, tmp_path):
     for cell in result["cells"]:
         assert cell["code"] == pytest.approx(cell["formula"], rel=0.01) and cell["code"] <= cell["formula"]
     assert "62% to 82%" in tables.describe("table2", result)
-    assert drawn(plots.table2(result), tmp_path)
+    assert drawn(draw_reproduction("table2", result), tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------ figures 2 and 7
@@ -126,7 +127,7 @@ def test_figure_7_in_small(monkeypatch, tmp_path):
         assert (bar["host_gb"] > 0) == (bar["config"] == "C5")
     text = tables.describe("figure7", result)
     assert "no bar for C1 (its largest model is 40B; the code" in text and "67.1 GB, and 4.2 GB" in text
-    assert drawn(plots.figure7(result), tmp_path)
+    assert drawn(draw_reproduction("figure7", result), tmp_path)
 
 
 def test_figure_2_is_arithmetic_and_says_so(tmp_path):
@@ -142,7 +143,7 @@ def test_figure_2_is_arithmetic_and_says_so(tmp_path):
     assert any("From 40B on" in note for note in result["notes"])
     text = tables.describe("figure2", result)
     assert "no speed is reproduced here" in text and "39.0" in text and "1.47x" in text
-    assert drawn(plots.figure2(result), tmp_path)
+    assert drawn(draw_reproduction("figure2", result), tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------------------- command
@@ -159,7 +160,7 @@ def test_figures_are_written_though_a_picture_fails(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("no room")
 
-    monkeypatch.setattr(plots, "save", fail)
+    monkeypatch.setattr(style, "save", fail)
     with pytest.raises(OSError, match="no room"):
         program.main(["reproduce", "figure2", f"--json={tmp_path / 'f.json'}", f"--plot={tmp_path / 'f.png'}"])
     assert json.loads((tmp_path / "f.json").read_text())["figure2"]

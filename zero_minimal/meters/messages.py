@@ -2,7 +2,7 @@
 
     with Messages() as messages:
         ring.all_reduce(tensor)
-    messages.sent_bytes, messages.log, messages.states      and messages.record, to draw them: plots.ring
+    messages.sent_bytes, messages.log, messages.states      and messages.record, to draw them: pictures/ring.py
 
 It looks through torch.distributed's send, isend and recv. With each send it notes the whole tensor of which the
 message is a part: so the states of a ring of N ranks are what a rank holds before each of its steps, and at the end.
@@ -90,7 +90,8 @@ def _fill_new_memory_with_nan(on: bool) -> None:
 def steps(records: list[dict]) -> tuple[list, list]:
     """The steps of an algorithm in which every rank sends one message a step, from each rank's `record`.
 
-    Returns, as plots.ring takes them: states [step][rank][chunk], and sends [step][rank], the chunk that is sent then.
+    Returns, for draw_ring of pictures/ring.py: states [step][rank][chunk], and sends [step][rank], the chunk that is
+    sent then.
     """
     sent = [[message.place for message in record["log"] if message.kind == "send"] for record in records]
     states = zip(*(record["states"] for record in records), strict=True)

@@ -5,7 +5,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from zero_minimal.meters.allocator import MIB, CachingAllocator, Row, memory_map
-from zero_minimal.pictures import plots
+from zero_minimal.pictures.style import LOOKS, figure, legend_outside
+
+CACHED = "#E4E4E4"
 
 
 def draw_map(recordings: dict, capacity: int) -> Figure:
@@ -15,7 +17,7 @@ def draw_map(recordings: dict, capacity: int) -> Figure:
     uses, white what it never had or gave back. Addresses go beyond the capacity where segments were given back: the
     driver maps the same pages elsewhere. A black line ends a panel where memory ran out.
     """
-    figure, axes = plots.figure(1, len(recordings), 7.5 * len(recordings), 5.6)
+    result, axes = figure(1, len(recordings), 7.5 * len(recordings), 5.6)
     seen, tops = [], []
     for axis, (title, recording) in zip(axes[0], recordings.items(), strict=True):
         allocator = CachingAllocator(capacity)
@@ -23,8 +25,8 @@ def draw_map(recordings: dict, capacity: int) -> Figure:
         last = max(row.end for row in rows)
         cached = [Row(segment.begin, segment.end or last, segment.address, segment.bytes, "")
                   for segment in allocator.segments + allocator.past_segments]
-        _rectangles(axis, cached, "#E4E4E4")
-        for category, (colour, _) in plots.CATEGORIES.items():
+        _rectangles(axis, cached, CACHED)
+        for category, (colour, _) in LOOKS.items():
             own = [row for row in rows if _drawn_as(row.category) == category]
             _rectangles(axis, own, colour)
             seen += [category] if own and category not in seen else []
@@ -39,12 +41,10 @@ def draw_map(recordings: dict, capacity: int) -> Figure:
     for axis in axes[0]:
         axis.set_ylim(0, max(tops))
         axis.set_ylabel("address, MiB; white: not the allocator's")
-    handles = [Patch(color=plots.CATEGORIES[category][0], label=category) for category in plots.CATEGORIES
-               if category in seen]
-    handles.append(Patch(color="#E4E4E4", label="held by the allocator, free"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False)
-    figure.suptitle(f"Who lies where, with a capacity of {capacity / MIB:,.0f} MiB", fontsize=14)
-    return figure
+    entries = {category: Patch(color=colour) for category, (colour, _) in LOOKS.items() if category in seen}
+    legend_outside(result, entries | {"held by the allocator, free": Patch(color=CACHED)})
+    result.suptitle(f"Who lies where, with a capacity of {capacity / MIB:,.0f} MiB", fontsize=14)
+    return result
 
 
 def _drawn_as(category: str) -> str:

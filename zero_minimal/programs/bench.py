@@ -16,7 +16,7 @@ The ledger's peak and the bytes sent come from a short run apart, since watching
 loopback and resident memory are the operating system's figures for the timed runs. Resident memory is the peak (VmHWM)
 from the moment before the model is built, less what was resident at that moment: Python, torch, the process group, the
 batches. (So some 25 MB of code and scratch that any training touches first are in it.) On a GPU it is what torch's
-allocator took. Of the ranks the highest counts, of the rounds the median.
+allocator took. In each round the rank with the highest figure counts; what is reported is the median of the rounds.
 """
 
 import argparse
@@ -30,9 +30,11 @@ from tqdm import tqdm
 
 from zero_minimal.foundations import ranks
 from zero_minimal.meters.observer import MEMORY_STEPS, TRAFFIC_STEPS
+from zero_minimal.meters.rounds import ratios, run_seconds
 from zero_minimal.meters.timing import time_steps, watch_steps
 from zero_minimal.paper import formulas
-from zero_minimal.pictures import plots
+from zero_minimal.pictures import style
+from zero_minimal.pictures.benchmark import draw_benchmark
 from zero_minimal.programs import peers, report, scaling
 from zero_minimal.programs.scaling import Point
 from zero_minimal.stage0 import Stage0
@@ -123,13 +125,8 @@ def communicates(name: str) -> bool:
     return getattr(CONTENDERS[name], "communicates", True)
 
 
-def run_seconds(results: list[dict]) -> float:
-    """Seconds a step of one run: of each step the slowest rank's, of the steps the median."""
-    return statistics.median(max(step) for step in zip(*(result["seconds"] for result in results), strict=True))
-
-
 def row(point: Point, name: str, parameters: int, watched: list[dict], timed: list[list[dict]], seconds: dict) -> dict:
-    """What --json writes for one contender at one point. Of memory and traffic, the rank with the most counts."""
+    """What --json writes for one contender at one point. Memory and traffic are those of the rank that has most."""
     settings, first = point.settings, watched[0]
     step_seconds = statistics.median(seconds[name])
     expected = formulas.traffic(first["theory_stage"], parameters, point.ranks, settings.dtype)
@@ -153,7 +150,7 @@ def row(point: Point, name: str, parameters: int, watched: list[dict], timed: li
         "step_seconds": step_seconds,
         "step_seconds_by_round": seconds[name],
         "ratios": {
-            other: spread([own / theirs for own, theirs in zip(seconds[name], seconds[other], strict=True)])
+            other: ratios(seconds[name], seconds[other])
             for other in (REFERENCE, *OPPONENTS.get(name, [])) if other in seconds
         },
         "others_cpu_share": others_share(timed),
@@ -168,7 +165,7 @@ def row(point: Point, name: str, parameters: int, watched: list[dict], timed: li
 
 
 def over_rounds(field: str, timed: list[list[dict]]) -> float | None:
-    """Of the ranks the highest, of the rounds the median. None if it is not known here."""
+    """The highest figure of all ranks in each round, and the median of these. None if it is not known here."""
     rounds = [[result[field] for result in results] for results in timed]
     return None if None in rounds[0] else statistics.median(map(max, rounds))
 
@@ -181,13 +178,6 @@ def others_share(timed: list[list[dict]]) -> float | None:
     own = sum(result["cpu_seconds"] for results in timed for result in results)
     elapsed = sum(results[0]["elapsed_seconds"] for results in timed)
     return max(0.0, (busy - own) / (os.cpu_count() * elapsed))
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """{"min", "lower_quartile", "median", "upper_quartile", "max"}."""
-    quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return dict(zip(("min", "lower_quartile", "median", "upper_quartile", "max"),
-                    (min(values), *quartiles, max(values)), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -329,5 +319,5 @@ def main(arguments: list[str]) -> str | None:
             if flags.json:  # after each point: a long sweep that is stopped has written what it found
                 report.write_json({"rows": rows}, flags.json)
     if flags.plot:
-        plots.save(plots.benchmark(rows), flags.plot)
+        style.save(draw_benchmark(rows), flags.plot)
     return None

@@ -6,7 +6,8 @@
 import sys
 
 from zero_minimal.foundations import ranks
-from zero_minimal.pictures import plots
+from zero_minimal.pictures import style
+from zero_minimal.pictures.comparison import draw_comparison, draw_configs
 from zero_minimal.programs import peers, report
 from zero_minimal.programs.train import train
 from zero_minimal.stage0 import Stage0
@@ -120,7 +121,7 @@ def main(arguments: list[str]) -> None:
     if flags.json:
         report.write_json({"rows": rows}, flags.json)
     if flags.plot:
-        plots.save(plots.compare(rows, agreement(rows)), flags.plot)
+        style.save(draw_comparison(rows, agreement(rows)), flags.plot)
 
 
 def compare_configs(parser: Parser, settings: Settings, flags) -> None:
@@ -134,4 +135,4 @@ def compare_configs(parser: Parser, settings: Settings, flags) -> None:
     if flags.json:
         report.write_json({"rows": rows}, flags.json)
     if flags.plot:
-        plots.save(plots.configs(rows), flags.plot)
+        style.save(draw_configs(rows), flags.plot)

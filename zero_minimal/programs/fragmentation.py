@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from zero_minimal.defragmentation import Slab, checkpoint_in_slab, gradients_in_slab
 from zero_minimal.meters.allocator import MIB, CachingAllocator, Finding, fails, find_capacity, replay
 from zero_minimal.meters.memory import Event, Ledger
-from zero_minimal.pictures import plots
+from zero_minimal.pictures import style
 from zero_minimal.pictures.fragmentation import draw_map
 from zero_minimal.programs.report import table
 from zero_minimal.workload import data
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     print(describe(recordings, finding))
     if options.picture:
-        plots.save(draw_map(recordings, finding.capacity), options.picture)
+        style.save(draw_map(recordings, finding.capacity), options.picture)
 
 
 def describe(recordings: dict[str, Recording], finding: Finding) -> str:

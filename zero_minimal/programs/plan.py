@@ -9,7 +9,8 @@ from zero_minimal.paper import formulas, shapes
 from zero_minimal.paper.hardware import GPUS, NETWORK
 from zero_minimal.paper.quantities import count_text, divisors, plural, seconds_text, size, size_text
 from zero_minimal.paper.shapes import add_shape, check_heads, parameters_of, read_shape
-from zero_minimal.pictures import plots
+from zero_minimal.pictures import style
+from zero_minimal.pictures.plan import draw_plan
 from zero_minimal.programs import report
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
@@ -247,4 +248,4 @@ def main(arguments: list[str]) -> None:
     if flags.json:
         report.write_json(told, flags.json)
     if flags.plot:
-        plots.save(plots.plan(told), flags.plot)
+        style.save(draw_plan(told), flags.plot)

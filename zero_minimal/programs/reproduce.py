@@ -19,7 +19,8 @@ from zero_minimal.meters.allocator import CachingAllocator, replay
 from zero_minimal.paper import formulas, published
 from zero_minimal.paper.quantities import count, size_text
 from zero_minimal.paper.shapes import VOCABULARY, parameters_of, shape_for
-from zero_minimal.pictures import plots
+from zero_minimal.pictures import style
+from zero_minimal.pictures.reproductions import draw_reproduction
 from zero_minimal.programs import report, tables
 from zero_minimal.programs.simulate import Case, simulate
 from zero_minimal.workload.model import GPTConfig
@@ -103,7 +104,7 @@ def figure1_bar(key) -> dict:
 
 
 def _times(bars: list[dict], stage: int) -> str:
-    whole, own = (sum(bars[place]["states"].values()) for place in (0, stage))
+    whole, own = (sum(bars[number]["states"].values()) for number in (0, stage))
     return f"{whole / own:.3g}"
 
 
@@ -333,4 +334,4 @@ def main(arguments: list[str]) -> None:
             report.write_json(results, flags.json)
         if flags.plot:
             file = flags.plot.with_stem(f"{flags.plot.stem}-{name}") if flags.what == "all" else flags.plot
-            plots.save(plots.REPRODUCTIONS[name](results[name]), file)
+            style.save(draw_reproduction(name, results[name]), file)

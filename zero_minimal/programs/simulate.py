@@ -36,7 +36,8 @@ from zero_minimal.paper import formulas
 from zero_minimal.paper.fakes import new_tensors_in, without_values
 from zero_minimal.paper.quantities import divisors, number, plural, size_text, size_unit
 from zero_minimal.paper.shapes import add_shape, check_heads, parameters_of, read_shape
-from zero_minimal.pictures import plots
+from zero_minimal.pictures import style
+from zero_minimal.pictures.simulation import draw_simulation
 from zero_minimal.programs import report
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
@@ -423,4 +424,4 @@ def main(arguments: list[str]) -> None:
     if flags.json:
         report.write_json(simulation.report, flags.json)
     if flags.plot:
-        plots.save(plots.simulation(simulation), flags.plot)
+        style.save(draw_simulation(simulation), flags.plot)

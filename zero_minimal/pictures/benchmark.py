@@ -1,0 +1,205 @@
+"""Benchmark: times of a step beside DDP's, what is sent and held, and how times grow along a sweep."""
+
+import statistics
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from zero_minimal.meters.rounds import ratios, run_seconds
+from zero_minimal.pictures.style import (
+    GRID,
+    MARKERS,
+    ON_THE_WIRE,
+    SENT,
+    Look,
+    entries_of,
+    figure,
+    flat_bars,
+    formula_marks,
+    legend_outside,
+    name_lines,
+)
+
+LEDGER, RESIDENT = ("#444444", ""), ("#AAAAAA", "xx")  # peak memory: as the ledger counts, and as the system saw it
+OURS = {"color": "black", "linewidth": 1.6, "markerfacecolor": "black", "markeredgecolor": "black"}
+TORCHS = {"color": "#777777", "linewidth": 1.2, "markerfacecolor": "white", "markeredgecolor": "black"}
+DEEPSPEEDS = TORCHS | {"linestyle": "--", "markerfacecolor": "#BBBBBB"}
+FLOOR = {"color": "black", "linewidth": 1.0, "linestyle": ":"}
+PEER_OF = {"DDP": 0, "ZeroRedundancy": 1, "FSDP2 kept": 2, "FSDP2": 3}  # the stage that a peer of torch is closest to
+CURVES = {  # of a sweep: the field that grows, label of its axis, title of the panel on growth
+    "weak": ("ranks", "ranks, each with its own batch", "Weak scaling: time of a step, times that of one rank"),
+    "strong": ("ranks", "ranks that share one batch", "Strong scaling: times as fast as one rank"),
+    "size": ("parameters", "parameters", "Time of a step, ms"),
+    "sequence": ("sequence_tokens", "tokens in a sequence", "Time of a step, ms"),
+}
+
+
+def draw_benchmark(rows: list[dict]) -> Figure:
+    """The rows of `python -m zero_minimal bench`: a line of panels for each model or, if it was a sweep, each curve."""
+    curves = list(dict.fromkeys(curve for row in rows for curve in row["sweeps"]))
+    return draw_models(rows) if curves == [""] else draw_curves(rows, curves)
+
+
+def draw_speeds(runs: list[dict[str, list]]) -> Figure:
+    """Times of a step over DDP's of the same round, and what crossed the loopback.
+
+    Args: runs [rank] {contender: a report of timing.time_steps for each round}.
+    """
+    result, axes = figure(1, 2, 10.0, 0.5 + 0.55 * len(runs[0]) + 0.9)
+    seconds = {
+        name: [run_seconds([rank[name][turn] for rank in runs]) for turn in range(len(rounds))]
+        for name, rounds in runs[0].items()
+    }
+    spread_panel(axes[0][0], [
+        {"name": name, "ratios": {"DDP": ratios(times, seconds["DDP"])}} for name, times in seconds.items()
+    ])
+    wire = [statistics.median(each["wire_bytes"] or 0 for each in rounds) / 1e6 for rounds in runs[0].values()]
+    drawn = flat_bars(axes[0][1], range(len(wire)), wire, ON_THE_WIRE, height=0.5)
+    axes[0][1].bar_label(drawn, [f"{count:.1f}" for count in wire], padding=4, fontsize=9)
+    axes[0][1].margins(x=0.14)
+    axes[0][1].set_title("MB of a rank on the loopback, a step")
+    name_lines(axes[0], list(seconds))
+    return result
+
+
+def run_look(name: str) -> dict:
+    """Line and marker of a contender. The marker says the stage; it is black for ours, white for torch's, else grey."""
+    if name == "floor":
+        return FLOOR
+    look = OURS if name.startswith("stage") else TORCHS if name in PEER_OF else DEEPSPEEDS
+    stage = PEER_OF[name] if name in PEER_OF else int(name[-1])
+    return look | {"marker": MARKERS[stage], "markersize": 6}
+
+
+# --------------------------------------------------------------------------------------------------- a line a contender
+
+
+def draw_models(rows: list[dict]) -> Figure:
+    """For each model: times beside DDP's, traffic, and memory; a line for each contender."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    lines = max(sum(row["model"] == model for row in rows) for model in models)
+    result, axes = figure(len(models), 3, 15.0, 1.4 + (0.8 + 0.36 * lines) * len(models))
+    for panels, model in zip(axes, models, strict=True):
+        own = [row for row in rows if row["model"] == model]
+        spread_panel(panels[0], own)
+        sent_panel(panels[1], own)
+        peak_panel(panels[2], own)
+        panels[0].set_ylabel(f"{own[0]['parameters'] / 1e6:.3g} million parameters", fontsize=11)
+        name_lines(panels, [row["name"] for row in own])
+        for axis in panels:
+            axis.grid(axis="x", **GRID)
+    legend_outside(result, entries_of(axes[0]))
+    first = rows[0]
+    result.suptitle(f"GPT, {first['dtype']}, N = {first['ranks']} ranks on {first['device']}, "
+                    f"{first['batch_sequences_per_rank']} × {first['sequence_tokens']} tokens a rank", fontsize=14)
+    return result
+
+
+def spread_panel(axis: Axes, rows: list[dict]) -> None:
+    """Times of a step over DDP's of the same round: median, quartiles (thick) and extremes (thin).
+
+    rows: {"name", "ratios": {"DDP": as of rounds.ratios}}, from the top.
+    """
+    thick = {"color": "#999999", "linewidth": 5, "solid_capstyle": "butt"}
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    for position, row in enumerate(rows):
+        ratio = row["ratios"]["DDP"]
+        axis.plot([ratio["min"], ratio["max"]], [position, position], color="#999999", linewidth=1.2,
+                  label=None if position else "lowest to highest round")
+        axis.plot([ratio["lower_quartile"], ratio["upper_quartile"]], [position, position], **thick,
+                  label=None if position else "quartiles")
+        axis.plot([ratio["median"]], [position], **({"marker": "d", "markersize": 5} | run_look(row["name"])))
+        axis.annotate(f"{ratio['median']:.3f}", (ratio["max"], position), (7, 0), textcoords="offset points",
+                      va="center", fontsize=9)
+    axis.margins(x=0.14)
+    axis.set_title("Time of a step, times DDP's")
+
+
+def sent_panel(axis: Axes, rows: list[dict]) -> None:
+    """Bytes that a rank sends in a step: counted, measured, and by the formula."""
+    bar_pairs(axis, {
+        "sent, as a ring sends": ([row["sent_bytes_per_step"] for row in rows], SENT),
+        "crossed the loopback": ([row["wire_bytes_per_step"] for row in rows], ON_THE_WIRE),
+    })
+    formula_marks(axis, range(len(rows)), [row["theory_bytes_per_step"] / 1e6 for row in rows], 0.84, flat=True)
+    axis.set_title("MB that a rank sends in a step")
+
+
+def peak_panel(axis: Axes, rows: list[dict]) -> None:
+    """Bytes of a rank at its peak."""
+    bar_pairs(axis, {
+        "peak by the ledger": ([row["peak_ledger_bytes"] for row in rows], LEDGER),
+        "peak of resident memory": ([row["peak_resident_bytes"] for row in rows], RESIDENT),
+    })
+    axis.set_title("MB that a rank holds at its peak")
+
+
+def bar_pairs(axis: Axes, pair: dict[str, tuple[list[float | None], Look]]) -> None:
+    """Two bars on each line. pair: {label: (bytes of each line, look)}; None, not known, is no bar."""
+    for shift, (label, (values, look)) in zip((-0.2, 0.2), pair.items(), strict=True):
+        lengths = [(value or 0) / 1e6 for value in values]
+        flat_bars(axis, [position + shift for position in range(len(values))], lengths, look, label, 0.38)
+
+
+# -------------------------------------------------------------------------------------------------------- along a sweep
+
+
+def draw_curves(rows: list[dict], curves: list[str]) -> Figure:
+    """For each curve of a sweep: how the times grow, and how they stand beside DDP's."""
+    result, axes = figure(len(curves), 2, 13.0, 4.4 * len(curves))
+    for (growth, beside), curve in zip(axes, curves, strict=True):
+        field, words, title = CURVES[curve]
+        own = sorted((row for row in rows if curve in row["sweeps"]), key=lambda row: row[field])
+        sizes = sorted({row[field] for row in own})  # what grows
+        for name in dict.fromkeys(row["name"] for row in own):
+            line = [row for row in own if row["name"] == name]
+            growth_curve(growth, curve, [row[field] for row in line], line)
+            ratio_curve(beside, [row[field] for row in line], line)
+        for axis in (growth, beside):
+            axis.set_xscale("log")
+            axis.set_xticks(sizes, [f"{size / 1e6:.3g} M" if field == "parameters" else size for size in sizes])
+            axis.minorticks_off()
+            axis.set_xlabel(words)
+            if field == "ranks" and sizes[-1] > rows[0]["cores"]:
+                axis.axvspan(rows[0]["cores"], sizes[-1], color="#EEEEEE", label="more ranks than cores")
+        if curve == "strong":
+            growth.plot(sizes, [size / sizes[0] for size in sizes], color="#BBBBBB", label="ideal")
+        if curve in ("size", "sequence"):
+            log_milliseconds(growth)
+        beside.axhline(1.0, color="black", linewidth=0.8)
+        growth.set_title(title)
+        beside.set_title("Time of a step, times DDP's: medians and quartiles")
+        growth.legend(fontsize=8, frameon=False, ncols=2)
+    first = rows[0]
+    result.suptitle(f"GPT, {first['dtype']}, on {first['device']} with {first['cores']} cores", fontsize=14)
+    return result
+
+
+def growth_curve(axis: Axes, curve: str, sizes: list[int], line: list[dict]) -> None:
+    """One contender's times, or what its ranks make of them, over what grows."""
+    seconds = [row["step_seconds"] for row in line]
+    if curve == "weak":
+        values = [value / seconds[0] for value in seconds]
+    elif curve == "strong":
+        values = [seconds[0] / value for value in seconds]
+    else:
+        values = [1000 * value for value in seconds]
+    axis.plot(sizes, values, label=line[0]["name"], **run_look(line[0]["name"]))
+
+
+def ratio_curve(axis: Axes, sizes: list[int], line: list[dict]) -> None:
+    """One contender's times over DDP's, with quartiles."""
+    beside = [row["ratios"]["DDP"] for row in line]
+    medians = [ratio["median"] for ratio in beside]
+    below = [ratio["median"] - ratio["lower_quartile"] for ratio in beside]
+    above = [ratio["upper_quartile"] - ratio["median"] for ratio in beside]
+    axis.errorbar(sizes, medians, [below, above], elinewidth=0.8, capsize=2, **run_look(line[0]["name"]))
+
+
+def log_milliseconds(axis: Axes) -> None:
+    """A logarithmic axis with plain figures on it: 5, 10, 20, 50, …"""
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_locator(NullLocator())

@@ -1,0 +1,154 @@
+"""Memory: what a rank holds at its peak, before and after a step, through a step, and with buckets of several sizes."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from zero_minimal.paper.formulas import STATES
+from zero_minimal.pictures.style import (
+    LOOKS,
+    entries_of,
+    figure,
+    formula_marks,
+    legend,
+    legend_outside,
+    rank_cells,
+    stacked_areas,
+    stacked_bars,
+    words_above,
+)
+
+
+def memory_panel(axis: Axes, rows: list[dict], positions: Sequence[float]) -> None:
+    """Bytes at the highest moment, stacked by category, with the formula for the model states where there is one.
+
+    rows: reports of runs, as `compare --json` writes them; a bar for each.
+    """
+    held = [row["memory"]["peak_by_category"] for row in rows]
+    tops = stacked_bars(axis, positions, [
+        (category, look, [own.get(category, 0) / 1e6 for own in held]) for category, look in LOOKS.items()
+    ])
+    if "theory" in rows[0]:
+        theory = [sum(row["theory"].values()) / 1e6 for row in rows]
+        formula_marks(axis, positions, theory, label="formula, model states")
+    words_above(axis, positions, tops, [f"{top:,.0f}" if top >= 10 else f"{top:.2g}" for top in tops])
+    axis.set_title("Memory of a rank at its peak")
+    axis.set_ylabel("MB")
+    legend(axis, columns=3, headroom=0.22)
+
+
+# ------------------------------------------------------------------------------------------------------- who holds what
+
+
+def draw_holdings(measured: dict[str, list], whole: dict[str, float]) -> Figure:
+    """Who holds what: a panel for each stage and moment, a line for each rank, a column for each model state.
+
+    Args:
+        measured: {stage: [rank][moment], bytes by category}; the moments are before and after a step.
+        whole: bytes of each state that is not divided. A cell is filled as far as the rank holds it.
+    The length of a bar is measured; it stands where the rank's shard lies.
+    """
+    stages, world_size = list(measured), len(next(iter(measured.values())))
+    result, axes = figure(2, len(stages), 2.6 * len(stages) + 0.6, 2 * (0.36 * world_size + 0.75) + 0.5)
+    for moment, words in enumerate(("before the step", "after the step")):
+        for axis, stage in zip(axes[moment], stages, strict=True):
+            for rank, moments in enumerate(measured[stage]):
+                for column, state in enumerate(STATES):
+                    held = moments[moment][state]
+                    shard = rank / (world_size - 1) if world_size > 1 else 0.0
+                    held_bar(axis, rank, column, held / whole[state], shard, state)
+                    axis.text(column, rank, f"{held / 1e6:.1f}", ha="center", va="center", fontsize=9,
+                              bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85})
+            rank_cells(axis, world_size, STATES, margin=0.5, named=axis is axes[moment][0])
+            axis.set_title(f"{stage}, {words}", fontsize=10)
+    result.supxlabel("Numbers are MB, measured. A cell is full where the rank holds all of it.", fontsize=9)
+    return result
+
+
+def held_bar(axis: Axes, rank: int, column: int, share: float, position: float, state: str) -> None:
+    """A cell of the table of holdings, of which `share` is filled.
+
+    position: from 0, the filled part stands at the left end of the cell, to 1, at its right end.
+    """
+    colour, hatch = LOOKS[state]
+    left, width = column - 0.45, 0.9
+    share = min(share, 1.0)
+    axis.add_patch(Rectangle((left + (1 - share) * width * position, rank - 0.4), share * width, 0.8,
+                             facecolor=colour, hatch=hatch, edgecolor="white", linewidth=0.0))
+    axis.add_patch(Rectangle((left, rank - 0.4), width, 0.8, facecolor="none", edgecolor="#777777", linewidth=0.7))
+
+
+# ------------------------------------------------------------------------------------------------------- through a step
+
+
+def draw_memory_of_a_step(timelines: dict[str, list]) -> Figure:
+    """Memory through one step, stacked by category: a line of panels for each stage, a panel for each rank. Of one rank
+    alone, the stages stand side by side.
+
+    Args: timelines {stage: [rank], a ledger's timeline}.
+    """
+    world_size = len(next(iter(timelines.values())))
+    lines, columns = (1, len(timelines)) if world_size == 1 else (len(timelines), world_size)
+    result, axes = figure(lines, columns, min(11.0, 1.2 + 4.4 * columns), 2.7 * lines + 0.4)
+    panels = [(stage, rank) for stage in timelines for rank in range(world_size)]
+    highest = max(moment.total for ranks in timelines.values() for timeline in ranks for moment in timeline)
+    for axis, (stage, rank) in zip(axes.flat, panels, strict=True):
+        step_panel(axis, timelines[stage][rank])
+        axis.set_ylim(0, 1.18 * highest / 1e6)
+        axis.set_title(f"{stage}, rank {rank}", fontsize=11)
+    for line in axes:
+        line[0].set_ylabel("MB")
+    for axis in axes[-1]:
+        axis.set_xlabel("ms (the ledger slows the step)")
+    legend_outside(result, entries_of([axes[0][0]]))
+    return result
+
+
+def step_panel(axis: Axes, timeline: list) -> None:
+    """One rank's memory through one step, the phases of the step marked by lines. timeline: a ledger's."""
+    times = [1000 * moment.seconds for moment in timeline]
+    # the ledger's scalars are left out: a few bytes
+    stacked_areas(axis, times, {category: [moment.bytes[category] / 1e6 for moment in timeline] for category in LOOKS})
+    backward = [time for time, moment in zip(times, timeline, strict=True) if moment.what.endswith("backward")]
+    for time, words, side in ((backward[0], "forward ", "right"), (backward[-1], " update", "left")):
+        axis.axvline(time, color="black", linewidth=0.8, linestyle=":")
+        axis.annotate(words, (time, 1.0), xycoords=("data", "axes fraction"), ha=side, va="top", fontsize=9)
+    axis.annotate("backward", ((backward[0] + backward[-1]) / 2, 1.0), xycoords=("data", "axes fraction"), ha="center",
+                  va="top", fontsize=9)
+    top = max(moment.total for moment in timeline) / 1e6
+    axis.axhline(top, color="black", linewidth=0.8)
+    axis.annotate(f"{top:.0f} MB", (times[0], top), (0, 2), textcoords="offset points", fontsize=9)
+
+
+# ----------------------------------------------------------------------------------------------------- sizes of buckets
+
+
+def draw_bucket_sizes(rows: list[dict], shards: float, whole: float) -> Figure:
+    """Gradients and scratch at their highest, over the size of the buckets.
+
+    Args: rows, a dict for each size: bucket_bytes, gradients, buffers (bytes); shards and whole: bytes of gradients
+    that a rank keeps at stage 2, and of all.
+    """
+    result, axes = figure(1, 1, 7.0, 3.6)
+    axis, positions = axes[0][0], range(len(rows))
+    stacked_bars(axis, positions, [
+        ("gradients", LOOKS["gradients"], [row["gradients"] / 1e6 for row in rows]),
+        ("scratch of reductions", LOOKS["buffers"], [row["buffers"] / 1e6 for row in rows]),
+    ], width=0.55)
+    for height, words in ((shards, "the own shard, 4Ψ/N"), (whole, "whole gradients, 4Ψ")):
+        axis.axhline(height / 1e6, color="black", linewidth=1.0, linestyle="--")
+        axis.annotate(words, (1.0, height / 1e6), (0, 3), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", ha="right", fontsize=9)
+    axis.set_xlim(-0.5, len(rows) + 0.6)  # room for these words
+    axis.set_xticks(positions, [bucket_words(row["bucket_bytes"]) for row in rows])
+    axis.set_xlabel("size of a bucket")
+    axis.set_ylabel("MB at the highest moment")
+    legend(axis, columns=2, headroom=0.2)
+    return result
+
+
+def bucket_words(size: int) -> str:
+    """Bytes in KiB or MiB."""
+    return f"{size // 2**20} MiB" if size >= 2**20 else f"{size // 2**10} KiB"

@@ -1,0 +1,60 @@
+"""Plan: memory on a device by formula, stage by stage, and how it falls with the number of ranks."""
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from zero_minimal.paper.formulas import STATES
+from zero_minimal.pictures.style import (
+    DEVICE,
+    LOOKS,
+    MARKERS,
+    STAGE_COLOURS,
+    figure,
+    legend,
+    log_ranks,
+    name_bars,
+    stacked_bars,
+    words_above,
+)
+
+
+def draw_plan(told: dict) -> Figure:
+    """The figures of `python -m zero_minimal plan`: memory on a device by stage, and how it falls with the ranks."""
+    result, axes = figure(1, 2, 13.0, 5.0)
+    stages_panel(axes[0][0], told)
+    ranks_panel(axes[0][1], told)
+    result.suptitle(f"{told['parameters'] / 1e9:,.4g} billion parameters, {told['dtype']}, by formula",
+                    fontsize=14)
+    return result
+
+
+def stages_panel(axis: Axes, told: dict) -> None:
+    """A stack for each stage: model states, activations, the units that stage 3 gathers; and what a device holds."""
+    rows, positions, device = told["rows"], range(len(told["rows"])), told["device_bytes"] / 1e9
+    labels = {name: name for name in (*STATES, "activations")} | {"units": "whole units"}
+    looks = LOOKS | {"units": LOOKS["buffers"]}
+    tops = stacked_bars(axis, positions, [
+        (label, looks[part], [row[part] / 1e9 for row in rows]) for part, label in labels.items()
+    ])
+    words_above(axis, positions, tops, [f"{top:,.4g}" for top in tops],
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+    axis.axhline(device, label=f"a device: {device:,.4g} GB", **DEVICE)
+    name_bars(axis, positions, [f"stage {row['stage']}\n{row['name']}" for row in rows])
+    axis.set_ylabel("GB on a device")
+    axis.set_title(f"on {told['ranks']:,} ranks")
+    legend(axis, columns=3, headroom=0.16)
+
+
+def ranks_panel(axis: Axes, told: dict) -> None:
+    """A line for each stage: its model states on 1 to 1024 data-parallel ranks."""
+    counts = [2**power for power in range(11)]
+    for row in told["rows"]:
+        whole = sum(row[state] for state in row["whole"]) / 1e9
+        shared = (row["states"] / 1e9 - whole) * told["ranks"] / told["model_parallel"]
+        axis.plot(counts, [whole + shared / count for count in counts], color=STAGE_COLOURS[row["stage"]],
+                  marker=MARKERS[row["stage"]], markersize=5, label=f"stage {row['stage']}")
+    axis.axhline(told["device_bytes"] / 1e9, **DEVICE)
+    log_ranks(axis, counts)
+    axis.set_ylabel("GB on a device")
+    axis.set_title("model states alone, on more or fewer ranks")
+    axis.legend(fontsize=9, frameon=False)

@@ -1,0 +1,52 @@
+"""Ring: who holds what while chunks travel from neighbour to neighbour."""
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from zero_minimal.pictures.style import figure, rank_cells
+
+HELD = ("#FFFFFF", "#D6E6F2", "#A6CBE3", "#6FAAD0", "#0072B2")  # of a sum: nothing, … , everybody's part in it
+NEXT = {"edgecolor": "#D55E00", "linewidth": 2.6, "facecolor": "none"}  # what is sent in the next step
+
+
+def draw_ring(states: list, sends: list, title: str) -> Figure:
+    """Who holds what, step by step: a panel for each step, in it a line for each rank and a column for each chunk.
+
+    Args:
+        states: [step][rank][chunk], sums of 10^r over the ranks r that have added their part; NaN: nothing there yet.
+        sends: [step][rank], the chunk that the rank sends next, or None.
+    """
+    world_size, chunks = len(states[0]), len(states[0][0])
+    size = 0.62 * chunks + 0.35, 0.44 * world_size + 0.75  # inches of a panel
+    columns = min(len(states), int(11.8 / size[0]))
+    rows = -(-len(states) // columns)
+    result, axes = figure(rows, columns, max(5.0, columns * size[0] + 0.6), rows * size[1] + 1.0)
+    for panel, axis in enumerate(axes.flat):
+        axis.set_visible(panel < len(states))
+        if panel >= len(states):
+            continue
+        for rank in range(world_size):
+            for chunk in range(chunks):
+                held_cell(axis, rank, chunk, states[panel][rank][chunk], world_size)
+            if panel < len(sends) and sends[panel][rank] is not None:
+                axis.add_patch(Rectangle((sends[panel][rank] - 0.44, rank - 0.42), 0.88, 0.84, zorder=3, **NEXT))
+        rank_cells(axis, world_size, range(chunks), margin=0.55, named=panel % columns == 0)
+        axis.set_title("at the start" if panel == 0 else f"after step {panel}", fontsize=10)
+        if panel + columns >= len(states):
+            axis.set_xlabel("chunk", fontsize=9)
+    result.suptitle(title, fontsize=12)
+    result.supxlabel("0+2: the sum of what ranks 0 and 2 had at the start. "
+                     "Outlined: what a rank sends to its right neighbour in the next step.", fontsize=9)
+    return result
+
+
+def held_cell(axis: Axes, rank: int, chunk: int, value: float, world_size: int) -> None:
+    """One chunk of one rank: darker with each rank whose part is in it, and their numbers."""
+    parts = [] if value != value else [other for other in range(world_size) if int(value) // 10**other % 10]
+    shade = HELD[-1] if len(parts) == world_size else HELD[min(len(parts), len(HELD) - 2)]
+    axis.add_patch(Rectangle((chunk - 0.44, rank - 0.42), 0.88, 0.84, facecolor=shade, edgecolor="#999999",
+                             linewidth=0.6))
+    words = "all" if len(parts) == world_size > 1 else "+".join(map(str, parts))
+    axis.text(chunk, rank, words, ha="center", va="center", fontsize=8 if len(words) > 4 else 9,
+              color="white" if shade == HELD[-1] else "black")

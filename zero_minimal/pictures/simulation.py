@@ -1,0 +1,43 @@
+"""Simulation: the memory of one rank of many, from building the model to the last step."""
+
+from matplotlib.figure import Figure
+
+from zero_minimal.pictures.style import LOOKS, figure, stacked_areas
+
+
+def draw_simulation(run) -> Figure:
+    """Memory of a simulated rank, by category, with its phases and its highest moment.
+
+    run: what programs/simulate.py returns: its report, its timeline and its phases, (name, seconds at its begin) each.
+    """
+    result, axes = figure(1, 1, 12.0, 5.2)
+    axis, drawn = axes[0][0], worth_drawing(run.timeline)
+    categories = [category for category in LOOKS if category != "other"]
+    levels = {name: [run.timeline[position].bytes[name] / 1e9 for position in drawn] for name in categories}
+    stacked_areas(axis, drawn, levels)
+    totals = [sum(level) for level in zip(*levels.values(), strict=True)]
+    highest = max(range(len(drawn)), key=totals.__getitem__)
+    axis.set_ylim(0, 1.3 * totals[highest])
+    for number, (name, begin) in enumerate(run.phases):
+        start = next((position for position in drawn if run.timeline[position].seconds > begin), drawn[-1])
+        axis.axvline(start, color="black", linewidth=0.7, linestyle=":")
+        is_last, height = number == len(run.phases) - 1, (1.08, 1.15)[number % 2] * totals[highest]
+        axis.annotate(name, (start, height), (-3 if is_last else 3, 0), textcoords="offset points", fontsize=9,
+                      ha="right" if is_last else "left")
+    axis.plot(drawn[highest], totals[highest], color="black", marker="v", markersize=7, linestyle="none",
+              label=f"highest: {totals[highest]:,.4g} GB")
+    axis.set_xlim(drawn[0], drawn[-1])
+    axis.set_xlabel("allocations and frees, in order")
+    axis.set_ylabel("GB")
+    axis.legend(fontsize=9, frameon=False, ncols=6, loc="upper left", borderaxespad=0.2)
+    told = run.report
+    axis.set_title(f"{told['name']}: rank {told['rank']} of {told['ranks']:,}, {told['parameters'] / 1e9:,.4g} billion "
+                   f"parameters in {told['dtype']}, simulated")
+    return result
+
+
+def worth_drawing(timeline: list, most: int = 1200) -> list[int]:
+    """Positions in a timeline, at most so many: the highest moment of each stretch."""
+    length = -(-len(timeline) // most)
+    stretches = (range(start, min(start + length, len(timeline))) for start in range(0, len(timeline), length))
+    return [max(stretch, key=lambda position: timeline[position].total) for stretch in stretches]

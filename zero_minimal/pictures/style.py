@@ -1,0 +1,167 @@
+"""Style: one look for every picture of the project.
+
+A colour has one meaning everywhere. The palette is that of Okabe and Ito, which colour-blind readers can tell apart;
+hatches and markers say the same again, for print in grey.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+Look = tuple[str, str]  # colour, hatch
+
+LOOKS: dict[str, Look] = {  # of the categories of memory, from the bottom of a stack to its top
+    "parameters": ("#0072B2", ""),
+    "gradients": ("#E69F00", "//"),
+    "optimizer": ("#009E73", ".."),
+    "activations": ("#56B4E9", "\\\\"),
+    "buffers": ("#F0E442", "xx"),
+    "other": ("#BBBBBB", ""),
+}
+SENT, ON_THE_WIRE = ("#CC79A7", ""), ("#D55E00", "//")  # traffic: as a ring sends, and as the loopback saw it
+PLAIN = ("#777777", "")  # what is of no category: speeds, numbers of blocks
+STAGE_COLOURS = ("#777777", "#E69F00", "#009E73", "#0072B2")  # stages 0 to 3, where each is a line
+MARKERS = "osD^vPX*"  # one for each run, where runs share an axis
+FORMULA = {"color": "black", "linewidth": 2.2, "solid_capstyle": "butt"}
+DEVICE = {"color": "#D55E00", "linewidth": 1.8, "linestyle": "--"}  # what a device holds
+GRID = {"color": "#DDDDDD", "linewidth": 0.6}
+
+
+def figure(rows: int, columns: int, width: float, height: float) -> tuple[Figure, np.ndarray]:
+    """A Figure and its axes, [rows, columns]; sizes in inches."""
+    result = Figure(figsize=(width, height), layout="constrained")
+    axes = result.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", **GRID)
+        axis.set_axisbelow(True)
+    return result, axes
+
+
+def save(picture: Figure, path: str | Path) -> None:
+    """Write a picture; the suffix chooses the format."""
+    picture.savefig(path, dpi=160)
+
+
+# ----------------------------------------------------------------------------------------------------------------- bars
+
+
+def bars(axis: Axes, positions: Sequence[float], heights: Sequence[float], look: Look, label: str | None = None,
+         width: float = 0.7, bottom: Sequence[float] | None = None) -> BarContainer:
+    """Bars in the look of their meaning."""
+    colour, hatch = look
+    return axis.bar(positions, heights, width, bottom=bottom, label=label,
+                    color=colour, hatch=hatch, edgecolor="white", linewidth=0.5)
+
+
+def flat_bars(axis: Axes, positions: float | Sequence[float], lengths: float | Sequence[float], look: Look,
+              label: str | None = None, height: float = 0.8, left: float = 0.0, edge: str = "white") -> BarContainer:
+    """Bars that lie, in the look of their meaning. One position and one length make one bar."""
+    colour, hatch = look
+    return axis.barh(positions, lengths, height, left=left, label=label,
+                     color=colour, hatch=hatch, edgecolor=edge, linewidth=0.5)
+
+
+def stacked_bars(axis: Axes, positions: Sequence[float], layers: Iterable[tuple[str, Look, Sequence[float]]],
+                 width: float = 0.7) -> list[float]:
+    """Bars on one another. layers, from the bottom: (label, look, heights). Returns how high each stack is."""
+    tops = [0.0] * len(positions)
+    for label, look, heights in layers:
+        bars(axis, positions, heights, look, label, width, tops)
+        tops = [below + height for below, height in zip(tops, heights, strict=True)]
+    return tops
+
+
+def stacked_areas(axis: Axes, positions: Sequence[float], layers: dict[str, Sequence[float]]) -> None:
+    """Categories of memory on one another along an axis. layers: {category: its value from each position on}."""
+    looks = [LOOKS[category] for category in layers]
+    areas = axis.stackplot(positions, list(layers.values()), colors=[colour for colour, _ in looks],
+                           labels=list(layers), step="post")
+    for area, (_, hatch) in zip(areas, looks, strict=True):
+        area.set(hatch=hatch, edgecolor="white", linewidth=0)
+
+
+def formula_marks(axis: Axes, positions: Sequence[float], values: Sequence[float], width: float = 0.86,
+                  label: str | None = "formula", flat: bool = False) -> None:
+    """A black line across each bar, where the formula or the paper says that it ends. flat: across bars that lie."""
+    for position, value in zip(positions, values, strict=True):
+        along, across = [position - width / 2, position + width / 2], [value, value]
+        axis.plot(*((across, along) if flat else (along, across)), label=label, **FORMULA)
+        label = None  # one entry in the legend is enough
+
+
+def words_above(axis: Axes, positions: Sequence[float], heights: Sequence[float], words: Iterable[str],
+                gap: float = 3, **options) -> None:
+    """A word above each bar, `gap` points away from it."""
+    for position, height, word in zip(positions, heights, words, strict=True):
+        axis.annotate(word, (position, height), (0, gap), textcoords="offset points", ha="center", **options)
+
+
+# ----------------------------------------------------------------------------------------------------- axes and legends
+
+
+def name_bars(axis: Axes, positions: Sequence[float], names: Sequence[str]) -> None:
+    """Names below the bars."""
+    axis.set_xticks(positions, names)
+    axis.tick_params(axis="x", length=0)
+
+
+def name_lines(axes: Sequence[Axes], names: Sequence[str]) -> None:
+    """Panels side by side that share their lines: names at the left of the first panel, the first line on top."""
+    for axis in axes:
+        axis.grid(visible=False, axis="y")
+        axis.set_yticks(range(len(names)), names if axis is axes[0] else [])
+        axis.tick_params(axis="y", length=0)
+        axis.set_ylim(len(names) - 0.4, -0.6)
+
+
+def rank_cells(axis: Axes, world_size: int, columns: Sequence, margin: float, named: bool) -> None:
+    """A table of cells instead of axes: a line for each rank, rank 0 on top, and the names of the columns below.
+
+    Args: margin, what the outer columns have to each side of their middle; named: whether ranks are named at the left.
+    """
+    axis.set(xlim=(-margin, len(columns) - 1 + margin), ylim=(world_size - 0.5, -0.5))
+    axis.set_xticks(range(len(columns)), columns)
+    axis.set_yticks(range(world_size), [f"rank {rank}" for rank in range(world_size)] if named else [])
+    axis.tick_params(length=0, labelsize=9)
+    axis.grid(visible=False)
+    axis.spines[:].set_visible(False)
+
+
+def log_ranks(axis: Axes, counts: Sequence[int]) -> None:
+    """Logarithmic axes: numbers of ranks to the right, GB upwards."""
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:,g}")
+    axis.set_xticks(counts, counts)
+    axis.set_xlabel("data-parallel ranks N")
+
+
+def legend(axis: Axes, columns: int, headroom: float) -> None:
+    """A legend above the data, marks after bars; `headroom` is the share of the axis that is kept free for it."""
+    bottom, top = axis.get_ylim()
+    axis.set_ylim(bottom, bottom + (top - bottom) / (1 - headroom))
+    entries = zip(*axis.get_legend_handles_labels(), strict=True)
+    handles, labels = zip(*sorted(entries, key=lambda entry: isinstance(entry[0], Line2D)), strict=True)
+    axis.legend(handles, labels, fontsize=9, frameon=False, ncols=columns, loc="upper left", borderaxespad=0.2)
+
+
+def entries_of(axes: Iterable[Axes]) -> dict[str, Artist]:
+    """What a legend of these axes would say, {label: what it stands for}: each label once."""
+    return {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+
+
+def legend_outside(picture: Figure, entries: dict[str, Artist], side: str = "lower",
+                   columns: int | None = None) -> None:
+    """One legend for the whole picture, on its "lower" or "upper" side, in one line if no `columns` are given.
+
+    entries: as of `entries_of`.
+    """
+    picture.legend(entries.values(), entries.keys(), loc=f"outside {side} center", ncols=columns or len(entries),
+                   fontsize=9, frameon=False)

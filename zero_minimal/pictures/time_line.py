@@ -1,0 +1,42 @@
+"""Time line: when ranks compute, and when their collectives are under way."""
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from zero_minimal.pictures.style import GRID, Look, entries_of, figure, flat_bars, legend_outside
+
+COMPUTING = {"forward": ("#DDDDDD", ""), "backward": ("#AAAAAA", ""), "update": ("#777777", "")}
+UNDER_WAY = {"reduce_scatter": ("#CC79A7", ""), "all_gather": ("#CC79A7", "//"), "all_reduce": ("#CC79A7", "xx")}
+WAITING = ("white", "")
+
+
+def draw_time_line(ranks: list) -> Figure:
+    """Two lanes a rank: what it does itself, with its waiting; and the collectives that are under way meanwhile.
+
+    Args: ranks, [rank] (computing, collectives) as in meters/spans.py.
+    """
+    result, axes = figure(1, 1, 11.0, 1.3 + 0.95 * len(ranks))
+    axis = axes[0][0]
+    lanes = [(2.4 * rank, 2.4 * rank + 0.95) for rank in range(len(ranks))]  # positions, in rank's order
+    for (own, messages), (computing, under_way) in zip(lanes, ranks, strict=True):
+        for name, start, end in computing:
+            span_bar(axis, own, start, end, COMPUTING[name], name)
+        for index, each in enumerate(sorted(under_way, key=lambda each: each.start)):
+            position = messages - 0.2 + 0.4 * (index % 2)  # one and the next are under way at the same time
+            span_bar(axis, position, each.start, each.end, UNDER_WAY[each.name], f"{each.name} under way", 0.36)
+            span_bar(axis, own, each.wait, each.end, WAITING, "waits for a message, sums", edge="black")
+    axis.set_yticks([position for pair in lanes for position in pair],
+                    [words for rank in range(len(ranks)) for words in (f"rank {rank} computes", "messages")])
+    axis.set_ylim(2.4 * len(ranks) - 0.8, -0.6)
+    axis.set_xlabel("ms")
+    axis.tick_params(axis="y", length=0)
+    axis.grid(visible=False, axis="y")
+    axis.grid(axis="x", **GRID)
+    legend_outside(result, entries_of([axis]), side="upper", columns=6)
+    return result
+
+
+def span_bar(axis: Axes, position: float, start: float, end: float, look: Look, label: str, height: float = 0.8,
+             edge: str = "white") -> None:
+    """A bar on a time line, from start to end (seconds)."""
+    flat_bars(axis, position, 1000 * (end - start), look, label, height, 1000 * start, edge)
