@@ -19,9 +19,11 @@ from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
 from zero_minimal.foundations import collectives
+from zero_minimal.foundations.mesh import make_mesh
+from zero_minimal.foundations.random_state import parallel_random
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.stage2 import Stage2
-from zero_minimal.tensor_parallel import ParallelGPT, f, g, make_mesh, parallel_random
+from zero_minimal.tensor_parallel import ParallelGPT, f, g
 from zero_minimal.workload.model import GPT, GPTConfig
 
 by_world = pytest.mark.parametrize("world_size", toys.WORLDS)
@@ -289,7 +291,7 @@ STEPS, GLOBAL_BATCH = 4, 8
 
 def on_meshes():
     """DP alone, and meshes of the same 4 ranks, on the same global batches:
-    {MP (0: the plain GPT): (losses, data rank, distance of the parameters from DP alone's)}"""
+    {M (0: the plain GPT): (losses, data rank, distance of the parameters from DP alone's)}"""
     found, whole = {}, None
     for model_parallel in (0, 1, 2, 4):
         if model_parallel:
@@ -335,21 +337,21 @@ def test_meshes_train_as_data_parallelism_alone(model_parallel):
 
 
 @pytest.mark.parametrize("model_parallel", (1, 2, 4))
-def test_a_mesh_places_ranks(model_parallel):
+def test_a_mesh_tells_ranks_their_data(model_parallel):
     ranks = [rank[model_parallel] for rank, _ in meshes()]
     assert [data_rank for _, data_rank, _ in ranks] == [rank // model_parallel for rank in range(4)]
     different = {tuple(losses) for losses, *_ in ranks}
     assert len(different) == 4 // model_parallel, "ranks that share a model share losses, and no others do"
 
 
-def places():
+def neighbours():
     mesh = make_mesh(2)
     members = [dist.get_process_group_ranks(group) for group in (mesh.model_group, mesh.data_group)]
     return members, mesh.model_rank, mesh.data_rank
 
 
 def test_model_parallel_ranks_are_neighbours():
-    assert toys.run(places, 4) == [
+    assert toys.run(neighbours, 4) == [
         ([[0, 1], [0, 2]], 0, 0), ([[0, 1], [1, 3]], 1, 0), ([[2, 3], [0, 2]], 0, 1), ([[2, 3], [1, 3]], 1, 1),
     ]
 
@@ -358,7 +360,7 @@ def test_model_parallel_ranks_are_neighbours():
 
 
 def from_a_seed():
-    """Whether the same seed gives the same model at every MP; and its weights, from the MP of 1."""
+    """Whether the same seed gives the same model at every M; and its weights, from an M of 1."""
     torch.manual_seed(5)
     whole = ParallelGPT(CONFIG, make_mesh(1).model_group)
     torch.manual_seed(5)
@@ -367,7 +369,7 @@ def from_a_seed():
     return all(torch.equal(param, wanted[name]) for name, param in model.named_parameters()), whole.state_dict()
 
 
-def test_a_seed_gives_the_same_model_at_any_mp():
+def test_a_seed_gives_the_same_model_at_any_m():
     torch.manual_seed(5)
     theirs = GPT(CONFIG)
     for same, state in toys.run(from_a_seed, 3):
@@ -405,7 +407,7 @@ def test_errors_come_on_every_rank_and_say_what_is_accepted():
     ranks = toys.run(refusals, 3)
     assert all(rank == ranks[0] for rank in ranks[1:])
     for name, words in {
-        "no mesh": ("3 ranks", "groups of 2", "DP x MP", "1, 3"),
+        "no mesh": ("3 ranks", "groups of 2", "D × M", "1, 3"),
         "no rank": ("groups of 0", "1, 3"),
         "heads": ("3 model-parallel ranks", "4 attention heads", "1, 2, 4"),
         "long": ("at most 9", "10"),
@@ -498,7 +500,7 @@ def test_the_program_trains_on_a_mesh():
     outputs = toys.run(program, 4, "--model-parallel", "2", "--recompute")
     assert [code for _, code in outputs] == [0] * 4
     last = outputs[0][0].strip().splitlines()[-1].split()
-    assert " ".join(last[:5]) == "DP 2 x MP 2:"
+    assert " ".join(last[:7]) == "D × M = 2 × 2:"
     before, after = (float(word) for word in last if word.replace(".", "", 1).isdigit() and "." in word)
     assert before == pytest.approx(5.5, abs=0.2) and after < before - 0.5  # ln 256 = 5.55
 

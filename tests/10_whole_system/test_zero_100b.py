@@ -15,12 +15,12 @@ from torch import optim
 
 from zero_minimal import __main__ as program
 from zero_minimal.foundations import ranks
+from zero_minimal.foundations.mesh import make_mesh
 from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.foundations.ranks import RankError
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.programs import configs
 from zero_minimal.stage2 import Stage2
-from zero_minimal.tensor_parallel import make_mesh
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Settings
 from zero_minimal.zero_100b import CONFIGS, ConstantMemory, System

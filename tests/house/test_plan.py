@@ -11,7 +11,7 @@ from zero_minimal import __main__ as program
 from zero_minimal.paper import formulas
 from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.quantities import count, count_text, seconds_text, size, size_text
-from zero_minimal.paper.shapes import block_parameters, parameters_of, root_parameters, shape_for
+from zero_minimal.paper.shapes import block_parameters, parameter_count, root_parameters, shape_for
 from zero_minimal.programs.plan import describe, plan
 from zero_minimal.programs.simulate import Case, simulate
 from zero_minimal.workload.model import GPT, GPTConfig
@@ -129,7 +129,7 @@ def test_numbers_as_text():
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_a_shape_hits_the_size_that_is_asked_for(asked, parallel):
     config = shape_for(int(asked), 64, parallel)
-    assert parameters_of(config) == pytest.approx(asked, rel=1e-3)
+    assert parameter_count(config) == pytest.approx(asked, rel=1e-3)
     assert config.heads % parallel == 0
 
 
@@ -137,9 +137,9 @@ def test_a_shape_hits_the_size_that_is_asked_for(asked, parallel):
 def test_the_size_of_a_shape_is_that_of_the_model(config):
     with torch.device("meta"):
         model = GPT(config)
-    assert parameters_of(config) == sum(param.numel() for param in model.parameters())
+    assert parameter_count(config) == sum(param.numel() for param in model.parameters())
     assert block_parameters(config) == sum(param.numel() for param in model.blocks[0].parameters())
-    assert root_parameters(config) == parameters_of(config) - config.layers * block_parameters(config)
+    assert root_parameters(config) == parameter_count(config) - config.layers * block_parameters(config)
 
 
 def test_a_shape_can_have_few_blocks():
@@ -245,8 +245,8 @@ def test_heads_that_nobody_gave_are_such_that_model_parallel_ranks_can_share_the
 
 def test_a_step_takes_as_long_as_arithmetic_says():
     told = plan(BIG, 64, 32e9, batch=2, operations=100e12, network=10e9)
-    assert told["compute_seconds"] == pytest.approx(8 * parameters_of(BIG) * 2 * 1024 / 40e12, rel=1e-6)
-    assert told["rows"][3]["send_seconds"] == pytest.approx(3 * 2 * parameters_of(BIG) * 63 / 64 / 10e9, rel=1e-6)
+    assert told["compute_seconds"] == pytest.approx(8 * parameter_count(BIG) * 2 * 1024 / 40e12, rel=1e-6)
+    assert told["rows"][3]["send_seconds"] == pytest.approx(3 * 2 * parameter_count(BIG) * 63 / 64 / 10e9, rel=1e-6)
 
 
 def test_the_command(tmp_path, capsys):

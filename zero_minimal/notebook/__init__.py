@@ -1,7 +1,10 @@
-"""Ranks behind a notebook: `from zero_minimal import notebook`, then `world = notebook.start(4)` (see world.py)."""
+"""Ranks behind a notebook: `from zero_minimal import notebook`, then `world = notebook.start(4)`.
+
+What a notebook uses is in world.py.
+"""
+
+import importlib
 
 
-def __getattr__(name):  # only when somebody asks: the guardian lives in this room too, and starts without torch
-    from zero_minimal.notebook import world
-
-    return getattr(world, name)
+def __getattr__(name: str):  # only when somebody asks: the guardian lives in this room too, and starts without torch
+    return getattr(importlib.import_module("zero_minimal.notebook.world"), name)

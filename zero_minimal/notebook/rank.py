@@ -41,7 +41,6 @@ _changes = threading.Lock()  # of _running: a cell does not end while its connec
 def main(folder: str, rank: int, world_size: int, device: str) -> None:
     """What the guardian's fork does: join the other ranks, then wait for cells."""
     _here.update(folder=folder, rank=rank, world_size=world_size, device=device)
-    ranks._stay_on_this_machine()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     join(0)
     threading.Thread(target=_answer, daemon=True).start()
@@ -57,9 +56,8 @@ def join(attempt: int) -> None:
         dist.destroy_process_group()
     rank, world_size = _here["rank"], _here["world_size"]
     store = dist.FileStore(f"{_here['folder']}/store{attempt}", world_size)
-    ranks._join(store, rank, world_size, _here["device"], None, HOURS, rank, world_size)
-    with ranks.start() as described:
-        names.update(rank=rank, world_size=world_size, device=described.device)
+    joined = ranks.join(store, rank, world_size, _here["device"], timeout=HOURS)
+    names.update(rank=rank, world_size=world_size, device=joined.device)
 
 
 def facts() -> tuple[str, str]:
@@ -105,17 +103,17 @@ def _execute(code: str, name: str, namespace: dict) -> None:
 
 def _failure(error: BaseException, name: str) -> dict:
     if isinstance(error, SyntaxError) and error.filename == name:
-        place = {"line": error.lineno, "source": (error.text or "").strip(), "earlier": False, "inside": ""}
+        position = {"line": error.lineno, "source": (error.text or "").strip(), "earlier": False, "inside": ""}
     else:
-        place = _place(traceback.extract_tb(error.__traceback__), name)
+        position = _position(traceback.extract_tb(error.__traceback__), name)
     text = "".join(traceback.format_exception(error))
-    because_of_another = ranks._lost_a_peer(error) or isinstance(error, KeyboardInterrupt)
-    return place | {
+    because_of_another = ranks.lost_a_peer(error) or isinstance(error, KeyboardInterrupt)
+    return position | {
         "kind": type(error).__name__, "message": str(error), "traceback": text, "lost": because_of_another
     }
 
 
-def _place(frames, name: str) -> dict:
+def _position(frames: traceback.StackSummary, name: str) -> dict:
     """Where in the cells a stack has come to, and in which function of the project below that."""
     own = [frame for frame in frames if frame.filename.startswith("<%%px")]
     if not own:
@@ -141,7 +139,7 @@ def _answer() -> None:
                     if request == "cut" and cell in _running:
                         cut()
                 worked = time.process_time() - time.thread_time()  # answering is no work
-                caller.send(_place(stack, cell) | {"worked": worked})
+                caller.send(_position(stack, cell) | {"worked": worked})
 
 
 def cut() -> None:

@@ -37,11 +37,6 @@ def _read(text: str, units: dict[str, int], wanted: str) -> int:
     return round(value)
 
 
-def divisors(number: int, most: int = 1024) -> list[int]:
-    """What divides a number, up to `most`: the groups into which ranks or heads can be cut."""
-    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
-
-
 def count_text(value: float, digits: int = 3) -> str:
     """7500000000 → "7.5B"."""
     for unit, factor in reversed(COUNTS.items()):

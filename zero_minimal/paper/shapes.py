@@ -8,7 +8,8 @@ The vocabulary, about as large as GPT-2's, takes up what is left, so that Ψ is 
 import argparse
 import math
 
-from zero_minimal.paper.quantities import count, divisors
+from zero_minimal.foundations.mesh import divisors
+from zero_minimal.paper.quantities import count
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import positive
 
@@ -16,7 +17,7 @@ VOCABULARY = 50257  # GPT-2's
 SMALL = 100_000_000  # below this a vocabulary of bytes: GPT-2's would be most of the model
 
 
-def parameters_of(config: GPTConfig) -> int:
+def parameter_count(config: GPTConfig) -> int:
     """Elements of our GPT: in a block 12h² of matrices and 13h of biases and norms; embeddings; the last norm."""
     return config.layers * block_parameters(config) + root_parameters(config)
 

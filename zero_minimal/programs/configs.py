@@ -14,13 +14,13 @@ from dataclasses import replace
 import torch
 
 from zero_minimal.foundations import ranks
+from zero_minimal.foundations.mesh import Mesh, divisors, make_mesh
 from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import formulas
 from zero_minimal.programs import report
 from zero_minimal.programs.train import progress
-from zero_minimal.tensor_parallel import Mesh, divisors, make_mesh
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import (
     DTYPES,

@@ -5,10 +5,11 @@
 
 import argparse
 
+from zero_minimal.foundations.mesh import divisors
 from zero_minimal.paper import formulas, shapes
 from zero_minimal.paper.hardware import GPUS, NETWORK
-from zero_minimal.paper.quantities import count_text, divisors, plural, seconds_text, size, size_text
-from zero_minimal.paper.shapes import add_shape, check_heads, parameters_of, read_shape
+from zero_minimal.paper.quantities import count_text, plural, seconds_text, size, size_text
+from zero_minimal.paper.shapes import add_shape, check_heads, parameter_count, read_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.plan import draw_plan
 from zero_minimal.programs import report
@@ -42,7 +43,7 @@ def plan(
     if checkpoints != "whole" and (model_parallel == 1 or not config.recompute):
         raise ValueError(f"{checkpoints} cuts the checkpoints of model-parallel ranks: it needs --mp, and --recompute")
     check_heads(config, model_parallel)
-    elements, data_parallel = parameters_of(config), ranks // model_parallel
+    elements, data_parallel = parameter_count(config), ranks // model_parallel
     run = (config.layers, config.hidden, batch, config.sequence, dtype)
     activations = _activations(config, run, model_parallel)
     kept = activations[("checkpoints" if config.recompute else "all") if checkpoints == "whole" else checkpoints]
@@ -119,8 +120,9 @@ def _row(stage, elements, data_parallel, device_bytes, dtype, optimizer_bytes, a
 
 def describe(told: dict, hardware: str = "") -> str:
     """The tables for a reader."""
-    mp, parallel = told["model_parallel"], told["ranks"] // told["model_parallel"]
-    groups = "" if mp == 1 else f" = {parallel:,} × {mp} that share a model: N in formulas is {parallel:,}, Ψ is 1/{mp}"
+    shared, parallel = told["model_parallel"], told["ranks"] // told["model_parallel"]
+    groups = "" if shared == 1 else (
+        f" = {parallel:,} × {shared} that share a model: N in formulas is {parallel:,}, Ψ is 1/{shared}")
     device = size_text(told["device_bytes"])
     rows = [["GB on each device", *formulas.STATES, "states", "+ activations", "+ units", "together", f"in {device}?",
              "fewest ranks", "… for states", "largest model"]]
@@ -129,7 +131,7 @@ def describe(told: dict, hardware: str = "") -> str:
         fits = "yes" if row["fits"] else "states only" if row["states_fit"] else "no"
         fewest = [row[name] for name in ("fewest_data_parallel_ranks", "fewest_data_parallel_ranks_for_states")]
         rows.append([f"  {row['stage']}  {row['name']}", *map(gigabytes, sizes), fits,
-                     *("none" if number is None else f"{number * mp:,}" for number in fewest),
+                     *("none" if number is None else f"{number * shared:,}" for number in fewest),
                      count_text(row["largest_model"])])
     return "\n".join((
         f"\nΨ = {told['parameters']:,} parameters ({plural(told['layers'], 'block')} of width {told['hidden']}, "
@@ -163,9 +165,9 @@ def verdict(told: dict) -> str:
 
 def activation_lines(told: dict) -> str:
     """What activations take, with what is done about them."""
-    sizes, mp = told["activations"], told["model_parallel"]
-    inside = ", whose inside --mp cuts besides" if mp > 1 else ""
-    partitioned = (f"{size_text(sizes['P_a'])} with P_a, none of it on the device with P_a+cpu" if mp > 1
+    sizes, is_shared = told["activations"], told["model_parallel"] > 1
+    inside = ", whose inside --mp cuts besides" if is_shared else ""
+    partitioned = (f"{size_text(sizes['P_a'])} with P_a, none of it on the device with P_a+cpu" if is_shared
                    else "P_a needs model parallelism (--mp)")
     return (f"activations of {told['batch']} × {told['sequence']} tokens: {size_text(sizes['all'])} if all are kept "
             "(12·b·s·h a block, the paper's estimate: this project's GPT keeps about 16 of them)\n"
@@ -181,11 +183,11 @@ def time_lines(told: dict) -> str:
              f"{told['operations'] / 1e12:,.4g} TFLOP/s, the device's in {told['dtype']})"]
     waited = told["model_parallel_seconds"]
     if told["model_parallel"] > 1:
-        place, speed = "network", told["network"]
+        wire, speed = "network", told["network"]
         if told["model_parallel_inside_a_node"]:
-            place, speed = "link inside a node", told["link"]
+            wire, speed = "link inside a node", told["link"]
         lines.append(f"and waits {seconds_text(waited)} for the all-reduces of model parallelism, which nothing "
-                     f"overlaps (at {size_text(speed)}/s, the {place}):")
+                     f"overlaps (at {size_text(speed)}/s, the {wire}):")
         again = "blocks are recomputed" if told["recompute"] else "nothing is recomputed"
         more = f"; P_a sends another {size_text(told['P_a_bytes'])}" if told["recompute"] else ""
         lines.append(f"  {size_text(told['model_parallel_bytes'])}, since {again}{more}")

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from zero_minimal.meters.allocator import CachingAllocator, replay
 from zero_minimal.paper import formulas, published
 from zero_minimal.paper.quantities import count, size_text
-from zero_minimal.paper.shapes import VOCABULARY, parameters_of, shape_for
+from zero_minimal.paper.shapes import VOCABULARY, parameter_count, shape_for
 from zero_minimal.pictures import style
 from zero_minimal.pictures.reproductions import draw_reproduction
 from zero_minimal.programs import report, tables
@@ -68,9 +68,9 @@ def table1_cell(key) -> dict:
     formula = sum(formulas.model_states(stage, parameters, ranks, "fp16").values())
     case = states_case(parameters, stage, ranks)
     states = states_of(case)
-    own = sum(formulas.model_states(stage, parameters_of(case.model), ranks, "fp16").values())
+    own = sum(formulas.model_states(stage, parameter_count(case.model), ranks, "fp16").values())
     return {
-        "model": name, "stage": stage, "ranks": ranks, "parameters": parameters_of(case.model), "paper": printed,
+        "model": name, "stage": stage, "ranks": ranks, "parameters": parameter_count(case.model), "paper": printed,
         "formula_gb": formula / GB, "code_gb": sum(states.values()) / GB, "states": states,
         "padding_bytes": round(sum(states.values()) - own),
         "agrees": agrees(printed, sum(states.values()) / GB),
@@ -267,7 +267,7 @@ def figure2(processes: int = 0) -> dict:
 def figure2_row(billions: float, run: published.Run) -> dict:
     """Sizes, memory and time of a pair of runs."""
     ours, shape, other = gpt_of(run.zero), run.zero, run.baseline
-    elements = parameters_of(ours)
+    elements = parameter_count(ours)
     data_parallel = published.FIGURE2_GPUS // shape.model_parallel
     zero = sum(formulas.model_states(2, elements, data_parallel, "fp16").values()) / shape.model_parallel
     baseline = sum(formulas.model_states(0, elements, 1, "fp16").values()) / other.model_parallel

@@ -29,13 +29,14 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_minimal import activation_partitioning
 from zero_minimal.foundations import optimizers
+from zero_minimal.foundations.mesh import Mesh, divisors, make_mesh
 from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.meters.memory import Event, Ledger, Moment
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import formulas
 from zero_minimal.paper.fakes import new_tensors_in, without_values
-from zero_minimal.paper.quantities import divisors, number, plural, size_text, size_unit
-from zero_minimal.paper.shapes import add_shape, check_heads, parameters_of, read_shape
+from zero_minimal.paper.quantities import number, plural, size_text, size_unit
+from zero_minimal.paper.shapes import add_shape, check_heads, parameter_count, read_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.simulation import draw_simulation
 from zero_minimal.programs import report
@@ -43,7 +44,7 @@ from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
-from zero_minimal.tensor_parallel import Mesh, ParallelGPT, make_mesh
+from zero_minimal.tensor_parallel import ParallelGPT
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.workload.settings import DTYPES, OPTIMIZER, Parser, output_file, picture_file, positive
 from zero_minimal.zero_100b import CONFIGS, System
@@ -204,7 +205,7 @@ class _Run:
             "backend": "fake",
             "device": "fake",
             "dtype": case.dtype,
-            "parameters": parameters_of(case.model),
+            "parameters": parameter_count(case.model),
             "parameters_of_rank": elements,
             "bucket_bytes": bucket_bytes(case),
             "losses": None,
@@ -306,7 +307,7 @@ def bucket_bytes(case: Case) -> int:
     """Size of the stage's buckets."""
     if case.bucket_bytes:
         return case.bucket_bytes
-    whole = parameters_of(case.model) * DTYPES[case.dtype].itemsize // case.model_parallel
+    whole = parameter_count(case.model) * DTYPES[case.dtype].itemsize // case.model_parallel
     return max(4 * 2**20, -(-whole // BUCKETS))
 
 

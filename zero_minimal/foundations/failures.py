@@ -1,0 +1,109 @@
+"""Failing together: when one rank fails all end, and are told which one was first and why.
+
+A rank that fails leaves the others in collectives that can never end. They notice, some of them at
+once, that a peer is gone; that is a consequence, not a reason. So who only lost a peer keeps quiet,
+and the failure that counts is the first of the others.
+
+    under torchrun       each rank ends itself: the reason travels through the store (end_together)
+    under `ranks.run`    each rank sends its Failure, and the process that asked for them raises it
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import cloudpickle
+import torch.distributed as dist
+
+GRACE = 2.0  # seconds in which the other ranks may still tell their side of a failure
+
+
+class RankError(RuntimeError):
+    """A rank failed. `.rank` says which one was first; `__cause__` is its own exception, if it
+    could be sent."""
+
+    def __init__(self, rank: int, message: str):
+        super().__init__(message)
+        self.rank = rank
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank went away or never came."""
+    text = str(error).lower()
+    signs = ("connection closed", "connection reset", "broken pipe", "connection refused",
+             "timed out", "timeout")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+def end_together(notes: dist.Store, rank: int, error: BaseException) -> NoReturn:
+    """Say which rank failed first, then exit with code 1.
+
+    A rank that only lost its peer waits a moment for the peer's word.
+    Args: notes is a store that all ranks share, for this alone.
+    """
+    words = f"rank {rank} failed: {type(error).__name__}: {error}"
+    if not lost_a_peer(error):
+        with contextlib.suppress(Exception):  # the store itself may be gone
+            if notes.add("count", 1) == 1:
+                notes.set("first", words)
+        traceback.print_exc()
+        print(f"\n{words}", file=sys.stderr, flush=True)
+    else:
+        first = None
+        with contextlib.suppress(Exception):
+            notes.wait(["first"], timedelta(seconds=GRACE))
+            first = notes.get("first").decode()
+        if not first:
+            traceback.print_exc()
+            first = ("another rank is gone without a word or never came "
+                     f"({str(error).strip().splitlines()[0]})")
+        print(f"rank {rank} stops: {first}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # not sys.exit: a collective that waits for a lost rank would hold the interpreter's shutdown
+    os._exit(1)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed, in a form that can be sent."""
+
+    seconds: float  # the time at which it did
+    lost_a_peer: bool  # then it is a consequence of another one
+    words: str  # the traceback
+    pickled: bytes | None = None  # the exception, if it can be pickled
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """Of an exception that is being handled."""
+        try:
+            pickled = cloudpickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:
+            pickled = None
+        return cls(time.time(), lost_a_peer(error), traceback.format_exc(), pickled)
+
+    @classmethod
+    def of_death(cls, exitcode: int | None) -> "Failure":
+        """Of a process that ended without a word."""
+        if exitcode is not None and exitcode < 0:
+            words = f"it was killed by {signal.Signals(-exitcode).name}"
+        else:
+            words = f"it ended with exit code {exitcode} before its function returned"
+        return cls(time.time(), False, words)
+
+
+def raise_first(failures: dict[int, Failure], world_size: int) -> NoReturn:
+    """Raise the RankError of the rank that failed first. failures: {rank: its failure}."""
+    # a rank that only lost its peer is a consequence, however early it noticed
+    rank = min(failures, key=lambda rank: (failures[rank].lost_a_peer, failures[rank].seconds))
+    first, others = failures[rank], sorted(set(failures) - {rank})
+    after = f"\n(after it, rank {', '.join(map(str, others))} failed too)" if others else ""
+    message = f"rank {rank} of {world_size} failed:\n{first.words.rstrip()}{after}"
+    raise RankError(rank, message) from (pickle.loads(first.pickled) if first.pickled else None)

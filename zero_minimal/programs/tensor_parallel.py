@@ -1,0 +1,75 @@
+"""The program of lesson 5: train a GPT with tensor parallelism, and with stage 2 over the data-parallel groups.
+
+    torchrun --nproc-per-node 4 zero_minimal/tensor_parallel.py --model-parallel 2
+"""
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from zero_minimal.foundations import ranks
+from zero_minimal.foundations.mesh import Mesh, make_mesh
+from zero_minimal.stage2 import Stage2
+from zero_minimal.tensor_parallel import ParallelGPT
+from zero_minimal.workload import data, settings, train
+
+
+def main() -> None:
+    """Read the flags, build the model, train it."""
+    parser = settings.Parser(description="Train a GPT with tensor parallelism; over the data-parallel groups "
+                                         "works stage 2. Start it with torchrun --nproc-per-node N.")
+    parser.add_argument("--model-parallel", type=settings.positive, metavar="M",
+                        help="ranks that share a model (default: all)")
+    settings.add_device(parser)
+    settings.add_settings(parser)
+    arguments = parser.parse_args()
+    asked = settings.read_settings(parser, arguments)
+    if asked.clip or asked.dtype == "fp16":
+        parser.error("--clip and --dtype fp16 need sums over both groups, and stage 2 knows only its own: use "
+                     "--clip 0, and fp32 or bf16; zero_100b.py does both")
+    with ranks.start(arguments.device) as rank:
+        try:
+            mesh = make_mesh(arguments.model_parallel or rank.world_size)
+            torch.manual_seed(asked.seed)  # the same model at any M
+            model = ParallelGPT(asked.model_config(), mesh.model_group)
+        except ValueError as error:
+            parser.error(str(error))
+        run(asked, rank, mesh, model)
+
+
+def run(asked: settings.Settings, rank: ranks.Rank, mesh: Mesh, model: ParallelGPT) -> None:
+    """Train on all ranks; rank 0 prints the loss on held-out text before and after."""
+    model.to(rank.device, settings.DTYPES[asked.dtype])
+    if asked.recompute:
+        model.run_block = lambda block, x: checkpoint(block.inside, x, use_reentrant=False)
+    zero = Stage2(
+        model, torch.optim.AdamW, group=mesh.data_group, bucket_bytes=int(asked.bucket_mb * 2**20),
+        lr=asked.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True,
+    )
+    training, held_out = data.split(data.read_tokens(asked.text), asked.sequence)
+    replicas = dist.get_world_size(mesh.data_group)
+    # ranks that share a model read the same data, and drop out the same values outside the parallel region
+    batches = data.Batches(training, asked.batch, asked.sequence, asked.seed, mesh.data_rank)
+    validation = data.validation_batches(held_out, asked.batch, asked.sequence, mesh.data_rank, replicas)
+    torch.manual_seed(asked.seed + 1 + mesh.data_rank)
+
+    before = train.evaluate(zero, validation, rank)
+    name = f"D × M = {replicas} × {dist.get_world_size(mesh.model_group)}"
+    steps = tqdm(range(asked.steps), desc=name, unit="step", disable=rank.rank != 0)
+    for step in steps:
+        for param_group in zero.optimizer.param_groups:
+            param_group["lr"] = train.learning_rate(step, asked)
+        loss = 0.0
+        for _ in range(asked.accumulate):
+            inputs, targets = (tokens.to(rank.device) for tokens in next(batches))
+            part = model(inputs, targets) / asked.accumulate
+            part.backward()
+            loss += part.item()
+        zero.step()
+        zero.zero_grad()
+        steps.set_postfix(loss=f"{loss:.3f}", refresh=False)
+    after = train.evaluate(zero, validation, rank)
+    if rank.rank == 0:
+        print(f"{name}: loss on held-out text {before:.3f} before and {after:.3f} after training, in nats a token; "
+              f"{sum(param.numel() for param in model.parameters()):,} parameters on a rank")
