@@ -13,7 +13,7 @@ from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.quantities import count, count_text, seconds_text, size, size_text
 from zero_minimal.paper.shapes import block_parameters, parameter_count, root_parameters, shape_for
 from zero_minimal.programs.plan import describe, plan
-from zero_minimal.programs.simulate import Case, simulate
+from zero_minimal.programs.simulation import Case, simulate
 from zero_minimal.workload.model import GPT, GPTConfig
 
 BIG = GPTConfig(layers=125, hidden=8192, heads=64, sequence=1024, vocabulary=50257, dropout=0.0, recompute=True)

@@ -79,12 +79,12 @@ class Observer:
         parameters = sum(param.numel() for param in zero.model.parameters())
         padding = sum(bucket.padded - bucket.numel for bucket in getattr(zero, "buckets", []))  # elements
         is_peer = hasattr(zero, "theory_stage")  # torch's own: it says whose formulas it is to be held against
-        stage = zero.theory_stage if is_peer else int(type(zero).__name__.removeprefix("Stage"))
+        stage = zero.theory_stage if is_peer else stage_in(type(zero).__name__)
         states = formulas.model_states(stage, parameters, rank.world_size, settings.dtype)
         # the first steps were slowed down, but a short run has no others
         step_seconds = statistics.median(self.seconds[self.traffic_to :] or self.seconds)
         return {
-            "name": type(zero).__name__ if is_peer else f"stage {stage}",
+            "name": f"stage {stage}" if type(zero).__name__ == f"Stage{stage}" else type(zero).__name__,
             "stage": None if is_peer else stage,
             "theory_stage": stage,
             "ranks": rank.world_size,
@@ -124,3 +124,8 @@ class Observer:
             # the median: other programs of this machine speak over the loopback too, now and then
             "wire_bytes": statistics.median(self.wire_bytes) if self.wire_bytes else None,
         }
+
+
+def stage_in(name: str) -> int:
+    """The stage that a class is, by the number in its name. One without a number is plain data parallelism."""
+    return int("".join(filter(str.isdigit, name)) or 0)

@@ -36,30 +36,11 @@ from zero_minimal.paper import formulas
 from zero_minimal.pictures import style
 from zero_minimal.pictures.benchmark import draw_benchmark
 from zero_minimal.programs import peers, report, scaling
+from zero_minimal.programs.registry import CONTENDERS, REFERENCE
 from zero_minimal.programs.scaling import Point
-from zero_minimal.stage0 import Stage0
-from zero_minimal.stage1 import Stage1
-from zero_minimal.stage2 import Stage2
-from zero_minimal.stage3 import Stage3
 from zero_minimal.workload import data
 from zero_minimal.workload.settings import Parser, Settings, add_device, output_file, picture_file, positive
 
-REFERENCE = "DDP"
-CONTENDERS = {
-    "DDP": peers.DDP,
-    "stage 0": Stage0,
-    "stage 1": Stage1,
-    "stage 2": Stage2,
-    "stage 3": Stage3,
-    "ZeroRedundancy": peers.ZeroRedundancy,
-    "FSDP2 kept": peers.FSDP2Kept,
-    "FSDP2": peers.FSDP2,
-    "DeepSpeed 0": peers.DeepSpeed0,
-    "DeepSpeed 1": peers.DeepSpeed1,
-    "DeepSpeed 2": peers.DeepSpeed2,
-    "DeepSpeed 3": peers.DeepSpeed3,
-    "floor": peers.Floor,
-}
 OPPONENTS = {  # besides DDP: whom a stage is held against
     "stage 0": ["DeepSpeed 0"],
     "stage 1": ["ZeroRedundancy", "DeepSpeed 1"],

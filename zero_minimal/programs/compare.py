@@ -9,11 +9,8 @@ from zero_minimal.foundations import ranks
 from zero_minimal.pictures import style
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
 from zero_minimal.programs import peers, report
+from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.train import train
-from zero_minimal.stage0 import Stage0
-from zero_minimal.stage1 import Stage1
-from zero_minimal.stage2 import Stage2
-from zero_minimal.stage3 import Stage3
 from zero_minimal.workload.settings import (
     Parser,
     Settings,
@@ -25,7 +22,6 @@ from zero_minimal.workload.settings import (
     read_settings,
 )
 
-STAGES = (Stage0, Stage1, Stage2, Stage3)
 PEERS = (peers.DDP, peers.FSDP2)
 
 

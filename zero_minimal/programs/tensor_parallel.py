@@ -6,13 +6,13 @@
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
 from zero_minimal.foundations import ranks
 from zero_minimal.foundations.mesh import Mesh, make_mesh
+from zero_minimal.programs.train import progress
 from zero_minimal.stage2 import Stage2
 from zero_minimal.tensor_parallel import ParallelGPT
-from zero_minimal.workload import data, settings, train
+from zero_minimal.workload import loop, settings
 
 
 def main() -> None:
@@ -45,31 +45,19 @@ def run(asked: settings.Settings, rank: ranks.Rank, mesh: Mesh, model: ParallelG
         model.run_block = lambda block, x: checkpoint(block.inside, x, use_reentrant=False)
     zero = Stage2(
         model, torch.optim.AdamW, group=mesh.data_group, bucket_bytes=int(asked.bucket_mb * 2**20),
-        lr=asked.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True,
+        **asked.optimizer_options(),
     )
-    training, held_out = data.split(data.read_tokens(asked.text), asked.sequence)
-    replicas = dist.get_world_size(mesh.data_group)
     # ranks that share a model read the same data, and drop out the same values outside the parallel region
-    batches = data.Batches(training, asked.batch, asked.sequence, asked.seed, mesh.data_rank)
-    validation = data.validation_batches(held_out, asked.batch, asked.sequence, mesh.data_rank, replicas)
-    torch.manual_seed(asked.seed + 1 + mesh.data_rank)
+    replicas = dist.get_world_size(mesh.data_group)
+    batches = loop.training_batches(asked, mesh.data_rank)
+    validation = loop.validation_batches(asked, mesh.data_rank, replicas)
+    loop.seed_dropout(asked, mesh.data_rank)
 
-    before = train.evaluate(zero, validation, rank)
+    before = loop.evaluate(zero, validation, rank)
     name = f"D × M = {replicas} × {dist.get_world_size(mesh.model_group)}"
-    steps = tqdm(range(asked.steps), desc=name, unit="step", disable=rank.rank != 0)
-    for step in steps:
-        for param_group in zero.optimizer.param_groups:
-            param_group["lr"] = train.learning_rate(step, asked)
-        loss = 0.0
-        for _ in range(asked.accumulate):
-            inputs, targets = (tokens.to(rank.device) for tokens in next(batches))
-            part = model(inputs, targets) / asked.accumulate
-            part.backward()
-            loss += part.item()
-        zero.step()
-        zero.zero_grad()
-        steps.set_postfix(loss=f"{loss:.3f}", refresh=False)
-    after = train.evaluate(zero, validation, rank)
+    for parts in (bar := progress(loop.steps(zero, batches, asked), asked, name, rank)):
+        bar.set_postfix(loss=f"{sum(part.item() for part in parts):.3f}", refresh=False)
+    after = loop.evaluate(zero, validation, rank)
     if rank.rank == 0:
         print(f"{name}: loss on held-out text {before:.3f} before and {after:.3f} after training, in nats a token; "
               f"{sum(param.numel() for param in model.parameters()):,} parameters on a rank")

@@ -1,0 +1,25 @@
+"""Registry: everything that can be trained here, by name. Programs choose from it."""
+
+from zero_minimal.programs import peers
+from zero_minimal.stage0 import Stage0
+from zero_minimal.stage1 import Stage1
+from zero_minimal.stage2 import Stage2
+from zero_minimal.stage3 import Stage3
+from zero_minimal.zero_100b import CONFIGS, System
+
+__all__ = ["CONFIGS", "CONTENDERS", "REFERENCE", "STAGES", "System"]
+
+STAGES = (Stage0, Stage1, Stage2, Stage3)  # by number
+REFERENCE = "DDP"  # what times are held against
+CONTENDERS = {
+    "DDP": peers.DDP,
+    **{f"stage {number}": stage for number, stage in enumerate(STAGES)},
+    "ZeroRedundancy": peers.ZeroRedundancy,
+    "FSDP2 kept": peers.FSDP2Kept,
+    "FSDP2": peers.FSDP2,
+    "DeepSpeed 0": peers.DeepSpeed0,
+    "DeepSpeed 1": peers.DeepSpeed1,
+    "DeepSpeed 2": peers.DeepSpeed2,
+    "DeepSpeed 3": peers.DeepSpeed3,
+    "floor": peers.Floor,
+}

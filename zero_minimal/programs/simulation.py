@@ -1,0 +1,300 @@
+"""Simulation: the stages' own code, as one rank of many, on tensors without memory.
+
+
+Nothing here knows how a stage works. Model, stage, optimizer and autograd run as in training; only tensors have no
+values (paper/fakes.py), and the ranks are torch's "fake" backend: a group of 1024 whose collectives return at
+once.
+
+The memory ledger counts each storage as what it stands for, as in a real run. So the bytes are those of the running
+code, not of a formula; a test holds them to the byte against real ranks. What has no value, such as a loss, is null.
+
+Not simulated: the search for infinities in fp16's gradients, which would read them; NCCL's own buffers, workspaces of
+kernels, what an allocator loses to fragmentation. Attention is torch's fused kernel, which keeps no matrix of scores.
+"""
+
+import contextlib
+import functools
+import gc
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.optim import AdamW
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from zero_minimal.foundations import host, optimizers
+from zero_minimal.foundations.mesh import Mesh, divisors, make_mesh
+from zero_minimal.foundations.precision import LossScaler
+from zero_minimal.meters.memory import Event, Ledger, Moment
+from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.paper import formulas
+from zero_minimal.paper.fakes import new_tensors_in, without_values
+from zero_minimal.paper.shapes import check_heads, parameter_count
+from zero_minimal.programs.registry import CONFIGS, STAGES, System
+from zero_minimal.stage2 import Stage2
+from zero_minimal.tensor_parallel import ParallelGPT
+from zero_minimal.workload.model import GPT, GPTConfig
+from zero_minimal.workload.settings import DTYPES, OPTIMIZER
+
+BUCKETS = 256  # with 4 MiB a trillion parameters would make half a million: so many, and they grow with the model
+OPTIONS = {"lr": 1e-3, **OPTIMIZER}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to simulate. Raises ValueError, saying what is accepted, for what cannot be."""
+
+    model: GPTConfig
+    stage: int = 3
+    ranks: int = 64
+    dtype: str = "fp16"
+    batch: int = 1  # sequences a rank (with model parallelism: a group of ranks) works on at once
+    model_parallel: int = 1  # M ranks share a model; the stage works among the other ranks / M
+    rank: int = 0  # which one
+    steps: int = 2  # optimizer state is made in the first; the second is like all that follow
+    bucket_bytes: int | None = None  # None: 4 MiB or, if these were many, as large as makes 256
+    config: str = ""  # "C1" … "C5": that system of zero_100b.py, instead of `stage`
+
+    def __post_init__(self):
+        for name in ("ranks", "batch", "model_parallel", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a whole number from 1 up, not {getattr(self, name)}")
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"rank must be from 0 to {self.ranks - 1}, not {self.rank}")
+        if self.ranks % self.model_parallel:
+            raise ValueError(f"{self.ranks} ranks are not groups of {self.model_parallel} that share a model; "
+                             f"accepted: {', '.join(map(str, divisors(self.ranks)))}")
+        check_heads(self.model, self.model_parallel)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.config and self.config not in CONFIGS:
+            raise ValueError(f"config must be one of {', '.join(CONFIGS)}, not {self.config!r}")
+        if not self.config and self.stage not in range(4):
+            raise ValueError(f"stage must be 0, 1, 2 or 3, not {self.stage}")
+
+
+class Living(NamedTuple):
+    """Storages of one category and size that live at the same moment."""
+
+    category: str
+    bytes: int  # of each
+    count: int
+
+
+@dataclass
+class Simulation:
+    """What came of it: the report (the JSON object of the README), and what memory did, moment by moment."""
+
+    report: dict
+    timeline: list[Moment]
+    phases: list[tuple[str, float]]  # name, and the seconds at which it begins, as in the timeline
+    at_peak: list[Living]  # the largest first
+    trace: list[Event]  # allocations and frees on the device: what meters/allocator.py replays
+
+
+def simulate(case: Case) -> Simulation:
+    """Run the case. Raises: RuntimeError in a process whose process group is up already."""
+    if dist.is_initialized():
+        raise RuntimeError("a simulation makes ranks of its own: call it where no process group is up")
+    optimizers.check_element_wise(AdamW, OPTIONS)  # with values, before there are none
+    dist.init_process_group("fake", rank=case.rank, world_size=case.ranks, store=FakeStore())
+    try:
+        run = _Run(case)
+        peak = run.peak(f"forward {case.steps}")
+        return Simulation(run.report(), run.timeline, run.phases, run.living_at(peak), run.on_device())
+    finally:
+        dist.destroy_process_group()
+        gc.collect()
+
+
+class _Run:
+    """One rank's steps under the ledger."""
+
+    def __init__(self, case: Case):
+        self.case, self.phases = case, []
+        self.ledger, self.meter = Ledger(), TrafficMeter()
+        mesh = make_mesh(case.model_parallel)
+        # here device and host are one: what is kept on the host is called "other", which nothing else is
+        elsewhere = host.announced(lambda kept: self.ledger.claim(kept, "other"))
+        with torch.enable_grad(), without_values(), self.ledger, elsewhere:
+            somebody = torch.nn.Module()
+            self.ledger.watch(somebody)  # so that what has no owner yet counts as a temporary buffer
+            self._construct(mesh)
+            self.ledger.watch(self.model, self.zero, *filter(None, [self.system]))
+            for step in range(1, case.steps + 1):
+                with self.meter if step == case.steps else contextlib.nullcontext():
+                    self._step(step)
+                    self.states = self.ledger.states()
+            self.timeline = self.ledger.timeline
+
+    def _phase(self, name: str) -> None:
+        self.phases.append((name, self.ledger.trace[-1].seconds if self.ledger.trace else 0.0))
+
+    def _construct(self, mesh: Mesh) -> None:
+        case, dtype = self.case, DTYPES[self.case.dtype]
+        options = OPTIONS | {"bucket_bytes": bucket_bytes(case)}
+        self.system = None
+        self._phase("model")
+        with new_tensors_in(dtype), torch.no_grad():
+            if case.config:
+                device = torch.device("cpu")
+                self.system = System(case.config, case.model, mesh, case.batch, dtype, device, AdamW, **options)
+                self.model, self.zero = self.system.model, self.system
+                return
+            with torch.device("meta" if case.stage == 3 else "cpu"):  # stage 3 builds it unit by unit
+                self.model = build_model(case, mesh)
+            self._phase("stage")
+            group = mesh.data_group if case.model_parallel > 1 else None
+            self.zero = STAGES[case.stage](self.model, AdamW, group=group, **options)
+
+    def _step(self, number: int) -> None:
+        """A training step; at its end the gradients are still there."""
+        case, scaler = self.case, LossScaler()
+        self._phase(f"forward {number}")
+        self.zero.zero_grad()
+        tokens = torch.zeros(case.batch, case.model.sequence, dtype=torch.int64)
+        loss = self.model(tokens, tokens)
+        self._phase(f"backward {number}")
+        (scaler.scale(loss) if case.dtype == "fp16" else loss).backward()
+        self._phase(f"update {number}")
+        if case.dtype == "fp16":
+            scaler.unscale_(self.zero)
+        self.zero.step()
+
+    # ------------------------------------------------------------------------------------------------------- reports
+
+    def report(self) -> dict:
+        case = self.case
+        elements = sum(param.numel() for param in self.model.parameters())
+        padding = sum(bucket.padded - bucket.numel for bucket in getattr(self.zero, "buckets", []))
+        stage, ranks = stage_of(case), case.ranks // case.model_parallel
+        return {
+            "name": case.config or f"stage {case.stage}",
+            "stage": stage,
+            "theory_stage": stage,
+            "config": case.config or None,
+            "ranks": case.ranks,
+            "rank": case.rank,
+            "model_parallel": case.model_parallel,
+            "backend": "fake",
+            "device": "fake",
+            "dtype": case.dtype,
+            "parameters": parameter_count(case.model),
+            "parameters_of_rank": elements,
+            "bucket_bytes": bucket_bytes(case),
+            "losses": None,
+            "step_seconds": None,
+            "tokens_per_second": None,
+            "memory": self._memory(),
+            "theory": formulas.model_states(stage, elements, ranks, case.dtype),
+            "padding": formulas.model_states(stage, padding, ranks, case.dtype),
+            "traffic": self._traffic(stage, elements, padding, ranks),
+            "settings": asdict(case),
+        }
+
+    def _memory(self) -> dict:
+        last = self.since(f"forward {self.case.steps}")
+        peak = max(last, key=on_device)
+        return {state: self.states[state] for state in formulas.STATES} | {
+            "activations": max(moment.bytes["activations"] for moment in last),
+            "buffers": max(moment.bytes["buffers"] for moment in last),
+            "host": self.host_bytes(),
+            "peak": on_device(peak),
+            "peak_by_category": {name: size for name, size in peak.bytes.items() if name != "other"},
+            "peak_when": self.phase_of(peak),
+            "peak_what": peak.what,
+            "construction_peak": on_device(max(self.until("forward 1"), key=on_device)),
+        }
+
+    def _traffic(self, stage: int, elements: int, padding: int, ranks: int) -> dict:
+        case = self.case
+        return self.meter.per_step(1) | {
+            "theory_bytes": formulas.traffic(stage, elements, ranks, case.dtype),
+            "theory_volume": formulas.volume(stage),
+            "padding_bytes": formulas.traffic(stage, padding, ranks, case.dtype),
+            "model_parallel_theory_bytes": formulas.model_parallel_traffic(
+                case.model.layers, case.model.hidden, case.batch, case.model.sequence, case.dtype,
+                case.model_parallel, bool(case.config) and CONFIGS[case.config].partition,
+                bool(case.config) or case.model.recompute,
+            ),
+            "wire_bytes": None,
+        }
+
+    def since(self, phase: str) -> list[Moment]:
+        """The moments from the beginning of a phase on, and the last one before it: that is what it begins with."""
+        start = dict(self.phases)[phase]
+        first = next((place for place, moment in enumerate(self.timeline) if moment.seconds > start), 1)
+        return self.timeline[max(0, first - 1):]
+
+    def until(self, phase: str) -> list[Moment]:
+        """The moments before a phase."""
+        return [moment for moment in self.timeline if moment.seconds <= dict(self.phases)[phase]]
+
+    def peak(self, phase: str) -> Moment:
+        """The highest moment since a phase began, the first of them if there are several."""
+        return max(self.since(phase), key=on_device)
+
+    def phase_of(self, moment: Moment) -> str:
+        return [name for name, start in self.phases if start < moment.seconds or start == 0.0][-1]
+
+    def host_bytes(self) -> int:
+        """The most that lay in host memory at a time: "other" that was not there before."""
+        alive, most, strangers = 0, 0, set()
+        for event in self.ledger.trace:
+            if event.what.startswith("alive already"):
+                strangers.add(event.storage)
+            elif event.storage.category == "other" and event.storage not in strangers:
+                alive += event.bytes
+                most = max(most, alive)
+        return most
+
+    def on_device(self) -> list[Event]:
+        """The ledger's trace, without what lies elsewhere."""
+        return [event for event in self.ledger.trace
+                if event.storage.device.type != "meta" and event.storage.category != "other"]
+
+    def living_at(self, peak: Moment) -> list[Living]:
+        """What is alive at this moment, alike storages counted together, the most bytes first."""
+        place = next(place for place, moment in enumerate(self.timeline) if moment is peak)
+        counted = [event for event in self.ledger.trace if event.storage.device.type != "meta"]
+        alive: Counter = Counter()
+        for event in counted[: place + 1]:
+            alive[event.storage] += event.bytes
+        alike = Counter((storage.category, size) for storage, size in alive.items() if size)
+        groups = [Living(category, size, number) for (category, size), number in alike.items() if category != "other"]
+        return sorted(groups, key=lambda group: -group.bytes * group.count)
+
+
+def on_device(moment: Moment) -> int:
+    """Bytes alive, without "other": what was there before the simulation, and host memory."""
+    return moment.total - moment.bytes["other"]
+
+
+def stage_of(case: Case) -> int:
+    """The stage whose formula holds."""
+    if not case.config:
+        return case.stage
+    return 2 if issubclass(CONFIGS[case.config].stage, Stage2) else 1
+
+
+def bucket_bytes(case: Case) -> int:
+    """Size of the stage's buckets."""
+    if case.bucket_bytes:
+        return case.bucket_bytes
+    whole = parameter_count(case.model) * DTYPES[case.dtype].itemsize // case.model_parallel
+    return max(4 * 2**20, -(-whole // BUCKETS))
+
+
+def build_model(case: Case, mesh: Mesh) -> torch.nn.Module:
+    """The GPT, or this rank's part of it."""
+    if case.model_parallel == 1:
+        return GPT(case.model)
+    model = ParallelGPT(case.model, mesh.model_group)
+    if case.model.recompute:
+        for block in model.blocks:
+            block.forward = functools.partial(checkpoint, block.inside, use_reentrant=False)
+    model.initialise = lambda module: None  # stage 3 would let it draw values, and there are none
+    return model
