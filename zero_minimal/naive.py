@@ -1,7 +1,8 @@
-"""Data parallelism, the naive way: every rank works on its own batch, then all average their gradients.
+"""Data parallelism, the naive way: every rank works on its own batch, then all average their
+gradients.
 
-The first rung. It trains what stage0.py trains, in a third of the lines, and everything that stage 0
-adds is an answer to a fault of this one:
+The first rung. It trains what stage0.py trains, in a third of the lines, and everything that stage
+0 adds is an answer to a fault of this one:
 
     nothing is sent before backward has ended     the network idles, then the processor does: overlap
     a message for each parameter, small or large  each one costs its start: buckets
@@ -56,7 +57,8 @@ class Naive:
         return [param.grad for param in self.params]
 
     def clip_grad_norm_(self, max_norm):
-        """Scale the gradients down to this norm, if theirs is larger; return the norm they had, []."""
+        """Scale the gradients down to this norm, if theirs is larger; return the norm they had,
+        []."""
         self.reduced_gradients()
         return nn.utils.clip_grad_norm_(self.params, max_norm)
 

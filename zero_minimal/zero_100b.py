@@ -1,14 +1,16 @@
-"""ZeRO-100B: the system that the paper ran, P_os+g with all of ZeRO-R, beside model parallelism (section 10, Table 3).
+"""ZeRO-100B: the system that the paper ran, P_os+g with all of ZeRO-R, beside model parallelism
+(section 10, Table 3).
 
     torchrun --nproc-per-node 4 zero_minimal/zero_100b.py --config C4 --model-parallel 2
 
-The ranks are a mesh: M neighbours share one model (tensor parallelism), the D ranks at the same place in each model are
-data-parallel, and ZeRO-DP works among these.
+The ranks are a mesh: M neighbours share one model (tensor parallelism), the D ranks at the same
+place in each model are data-parallel, and ZeRO-DP works among these.
 
     D × M = 2 × 2    rank 0 ─ rank 1     one model: activations are the same on both, P_a cuts their checkpoints
                        │        │
                      rank 2 ─ rank 3     another one
-                       └── the same part of the weights: stages 1 and 2 cut optimizer state and gradients
+                       └── the same part of the weights: stages 1 and 2 cut optimizer state and
+                       gradients
 
               ZeRO-DP     ZeRO-R
     C1        P_os        C_B, M_D
@@ -37,7 +39,8 @@ from zero_minimal.tensor_parallel import ParallelGPT
 
 
 class ConstantMemory(GradientMemory):
-    """Whole gradients travel through two constant buffers (C_B); shards of them stay in one slab (M_D).
+    """Whole gradients travel through two constant buffers (C_B); shards of them stay in one slab
+    (M_D).
 
     buckets: of one dtype and device. Raises: ValueError if they are not.
     """

@@ -1,14 +1,19 @@
-"""Backward: when are a bucket's gradients complete, so that its reduction can overlap with the rest of backward?
+"""Backward: when are a bucket's gradients complete, so that its reduction can overlap with the rest
+of backward?
 
     autograd ── a gradient ──► Backward ── hooks ──► stage
 
-Autograd tells when a parameter's gradient is there. Backward counts; with the last gradient of its parameters a bucket
-is complete, and is handed to the stage. Two things make this less simple than it sounds:
+Autograd tells when a parameter's gradient is there. Backward counts; with the last gradient of its
+parameters a bucket is complete, and is handed to the stage. Two things make this less simple than
+it sounds:
 
-- All ranks must start the same collectives in the same order, and a parameter may get no gradient on one rank alone. So
-  buckets are handed over strictly in one order, and when backward ends the incomplete too: what is missing is zero.
-- A parameter that never gets a gradient would hold up all buckets behind its own. So after the first backward pass
-  buckets are handed over in the order in which rank 0 saw them complete, the incomplete ones last.
+- All ranks must start the same collectives in the same order, and a parameter may get no gradient
+  on one rank alone. So
+  buckets are handed over strictly in one order, and when backward ends the incomplete too: what is
+  missing is zero.
+- A parameter that never gets a gradient would hold up all buckets behind its own. So after the
+  first backward pass buckets are handed over in the order in which rank 0 saw them complete, the
+  incomplete ones last.
 """
 
 import contextlib
@@ -29,21 +34,25 @@ class Hooks:
         """Before the first gradient."""
 
     def gradient_arrived(self, param, flat) -> None:
-        """param.grad is there, with those of earlier micro-batches in it if they were kept. `flat` holds param."""
+        """param.grad is there, with those of earlier micro-batches in it if they were kept. `flat`
+        holds param."""
 
     def bucket_complete(self, bucket, done: list) -> None:
-        """All gradients of bucket.params have arrived. One that is None did not come on this rank: it counts as zero.
-        `done` are the parameters whose gradients no later bucket needs, since it holds no piece of them.
-        Every bucket comes once a pass, in the same order on every rank; none comes under `accumulate()`."""
+        """All gradients of bucket.params have arrived. One that is None did not come on this rank:
+        it counts as zero. `done` are the parameters whose gradients no later bucket needs, since it
+        holds no piece of them. Every bucket comes once a pass, in the same order on every rank;
+        none comes under `accumulate()`."""
 
     def backward_ends(self) -> None:
         """Every bucket was handed over. Also called by step() on a rank where no backward ran."""
 
 
 class Backward:
-    """Watches the backward passes of stage.model for the buckets of stage.buckets, and calls the stage's Hooks.
+    """Watches the backward passes of stage.model for the buckets of stage.buckets, and calls the
+    stage's Hooks.
 
-    by_turns: a bucket is handed over not with its last gradient but when somebody else says so (units.Turns).
+    by_turns: a bucket is handed over not with its last gradient but when somebody else says so
+        (units.Turns).
     """
 
     def __init__(self, stage: Hooks, by_turns: bool = False):
@@ -60,7 +69,8 @@ class Backward:
                 self._buckets_of.setdefault(param, []).append(bucket)
         self._reset()
         stage.model.register_forward_hook(self._watch_output)
-        weak = weakref.ref(self)  # Python cannot see through these hooks: a strong one would keep the model for ever
+        # Python cannot see through these hooks: a strong one would keep the model for ever
+        weak = weakref.ref(self)
         for param in self._buckets_of:
             param.register_post_accumulate_grad_hook(lambda param: weak() and weak()._gradient(param))
 
@@ -74,7 +84,8 @@ class Backward:
             self._accumulating = False
 
     def finish(self) -> None:
-        """Hand over what is left, in order: when backward ends, or in `step()` if none ran on this rank."""
+        """Hand over what is left, in order: when backward ends, or in `step()` if none ran on this
+        rank."""
         ownership.check_owner(self.stage.model)
         for bucket in list(self._waits_for):
             self.hand_over(bucket)
@@ -90,7 +101,8 @@ class Backward:
         self._reset()
 
     def _reset(self) -> None:
-        self._waits_for = {bucket: set(bucket.params) for bucket in self.buckets}  # the gradients that have not come
+        # the gradients that have not come
+        self._waits_for = {bucket: set(bucket.params) for bucket in self.buckets}
         self._completed: list = []
 
     # a gradient's way: autograd calls _gradient, which counts, and hands over what is complete
@@ -117,7 +129,8 @@ class Backward:
             self._completed.append(bucket)
 
     def _hand_over_complete(self) -> None:
-        """Those at the head of the order: one that is complete may have waited behind one that was not."""
+        """Those at the head of the order: one that is complete may have waited behind one that was
+        not."""
         while not self.by_turns and self._waits_for and not self._waits_for[first := next(iter(self._waits_for))]:
             self.hand_over(first)
 
@@ -151,8 +164,8 @@ class Backward:
         self.running, self._task = True, torch._C._current_graph_task_id()
         self.stage.backward_begins()
         self.reduced = False
-        # Runs when this pass ends. Queued here, not at the first gradient: that may come from a pass within this one
-        # (a checkpoint that recomputes), whose end would be too early.
+        # Runs when this pass ends. Queued here, not at the first gradient: that may come from a
+        # pass within this one (a checkpoint that recomputes), whose end would be too early.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -168,7 +181,8 @@ class Backward:
 
 
 def tensors_in(value, seen: set | None = None) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output: alone, or in tuples, lists, dicts, dataclasses and other plain objects."""
+    """The tensors in a module's output: alone, or in tuples, lists, dicts, dataclasses and other
+    plain objects."""
     seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value

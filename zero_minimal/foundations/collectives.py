@@ -6,20 +6,24 @@
     reduce           the sum, on one rank
     broadcast        one rank's tensor, everywhere
 
-With N = 2, ranks that hold [1, 2] and [3, 4]: reduce_scatter leaves [4] and [6], all_gather of these [4, 6] on both.
+With N = 2, ranks that hold [1, 2] and [3, 4]: reduce_scatter leaves [4] and [6], all_gather of
+these [4, 6] on both.
 
-Each rank must call the same ones in the same order. A ring sends (N−1)/N of the payload for the first two and twice
-that for an all_reduce (zero_minimal/foundations/ring.py shows how).
+Each rank must call the same ones in the same order. A ring sends (N−1)/N of the payload for the
+first two and twice that for an all_reduce (zero_minimal/foundations/ring.py shows how).
 
-Sums run in rank order, in fp32 also for 16-bit tensors, whatever the sizes. So an element's sum does not depend on the
-bucket it travels in, and all stages see the same gradient, bit for bit. (NCCL sums in the order of its own rings.)
+Sums run in rank order, in fp32 also for 16-bit tensors, whatever the sizes. So an element's sum
+does not depend on the bucket it travels in, and all stages see the same gradient, bit for bit.
+(NCCL sums in the order of its own rings.)
 
-gloo's own reduce-scatter moves as much as an all-reduce, twice what it should, and its all-gather copies the result
-once more. Ours are plain messages: each rank sends part r to rank r, or its own part to everyone, and every part lands
-where it belongs. A tensor on a GPU goes through host memory, since gloo runs on the CPU.
+gloo's own reduce-scatter moves as much as an all-reduce, twice what it should, and its all-gather
+copies the result once more. Ours are plain messages: each rank sends part r to rank r, or its own
+part to everyone, and every part lands where it belongs. A tensor on a GPU goes through host memory,
+since gloo runs on the CPU.
 
-Each function returns when its result is in place; with async_op=True it returns at once, with a `Pending`. Whoever
-wants to know what a rank sends, and when, listens from outside (`heard_by`): no lesson has to tell.
+Each function returns when its result is in place; with async_op=True it returns at once, with a
+`Pending`. Whoever wants to know what a rank sends, and when, listens from outside (`heard_by`): no
+lesson has to tell.
 """
 
 import contextlib
@@ -42,9 +46,11 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp
 
 
 class Pending:
-    """A collective under way: `wait()` returns when its result is there. Its tensors must be left alone until then.
+    """A collective under way: `wait()` returns when its result is there. Its tensors must be left
+    alone until then.
 
-    On gloo the exchange goes on meanwhile; sums, and the all-gather half of an all_reduce, run inside wait().
+    On gloo the exchange goes on meanwhile; sums, and the all-gather half of an all_reduce, run
+    inside wait().
     """
 
     def __init__(self, works, then: Callable[[], object] | None = None):
@@ -64,7 +70,7 @@ class Pending:
         self.works, self.then, self.call = [], None, None  # a second wait() finds nothing to do
 
 
-# ------------------------------------------------------------------------------------------------- who listens to them
+# ------------------------------------------------------------------------------ who listens to them
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +89,11 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def heard_by(listener: Callable[[str, Call], object]) -> Iterator[None]:
-    """While open, listener(moment, call) hears of this rank's collectives, with the same `call` at each moment:
+    """While open, listener(moment, call) hears of this rank's collectives, with the same `call` at
+    each moment:
 
-    "start" before anything is sent, "wait" when the rank begins to wait for the result, "end" when it is there.
-    Of a collective that is made of others it hears once.
+    "start" before anything is sent, "wait" when the rank begins to wait for the result, "end" when
+    it is there. Of a collective that is made of others it hears once.
     """
     _listeners.append(listener)
     try:
@@ -115,8 +122,8 @@ def _tell(moment: str, call: Call) -> None:
 
 
 def _collective(launch):
-    """Turns a function that launches a collective, and returns its Pending, into one that listeners hear of, and that
-    waits unless async_op is set."""
+    """Turns a function that launches a collective, and returns its Pending, into one that listeners
+    hear of, and that waits unless async_op is set."""
 
     @functools.wraps(launch)
     def collective(*tensors, async_op: bool = False, **options):
@@ -134,7 +141,7 @@ def _collective(launch):
     return collective
 
 
-# -------------------------------------------------------------------------------------------------------- the functions
+# ------------------------------------------------------------------------------------ the functions
 
 
 @_collective
@@ -155,7 +162,8 @@ def reduce_scatter(output, input, *, op: str = "avg", group=None):
         return Pending([_native_reduce_scatter(output, input, op=_OPS[op], group=group, async_op=True)])
     leaving = list(_on_host(input, group).view(world_size, -1))  # part r goes to rank r
     scratch = leaving[0].new_empty(world_size - 1, output.numel())
-    arriving = [*scratch[:rank], leaving[rank], *scratch[rank:]]  # part r is rank r's version of our part
+    # part r is rank r's version of our part
+    arriving = [*scratch[:rank], leaving[rank], *scratch[rank:]]
 
     def finish():
         total = torch.empty(output.shape, dtype=output.dtype) if output.is_cuda else output
@@ -169,7 +177,8 @@ def reduce_scatter(output, input, *, op: str = "avg", group=None):
 
 @_collective
 def all_gather(output, input, *, group=None):
-    """Collect every rank's `input` [s] into `output` [N·s], in rank order. `input` may be its own part of `output`."""
+    """Collect every rank's `input` [s] into `output` [N·s], in rank order. `input` may be its own
+    part of `output`."""
     if dist.get_backend(group) != "gloo":
         return Pending([_native_all_gather(output, input, group=group, async_op=True)])
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -186,7 +195,8 @@ def all_gather(output, input, *, group=None):
 
 @_collective
 def all_reduce(tensor, *, op: str = "avg", group=None):
-    """Sum ("sum"), average ("avg") or take the maximum ("max") of `tensor` over the ranks, in place."""
+    """Sum ("sum"), average ("avg") or take the maximum ("max") of `tensor` over the ranks, in
+    place."""
     _check(op, "sum", "avg", "max")
     if dist.get_backend(group) != "gloo":
         return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)])
@@ -211,7 +221,8 @@ def all_reduce(tensor, *, op: str = "avg", group=None):
 
 @_collective
 def reduce(tensor, root: int = 0, *, op: str = "avg", group=None):
-    """Sum or average `tensor` over the ranks, in place on rank `root` of the group; the others keep theirs."""
+    """Sum or average `tensor` over the ranks, in place on rank `root` of the group; the others keep
+    theirs."""
     _check(op, "sum", "avg")
     world_size, is_root = dist.get_world_size(group), dist.get_rank(group) == root
     host = _on_host(tensor, group).contiguous().view(-1)
@@ -230,13 +241,15 @@ def reduce(tensor, root: int = 0, *, op: str = "avg", group=None):
 
 @_collective
 def broadcast(tensor, root: int = 0, *, group=None):
-    """Copy rank `root`'s tensor (its rank within the group) to all ranks, in place. Any dtype: it travels as bytes."""
+    """Copy rank `root`'s tensor (its rank within the group) to all ranks, in place. Any dtype: it
+    travels as bytes."""
     host = _on_host(tensor, group).contiguous()
     work = dist.broadcast(host.view(-1).view(torch.uint8), dist.get_global_rank(group or dist.group.WORLD, root),
                           group=group, async_op=True)
 
     def finish():
-        if host is not tensor and not torch.equal(host, tensor.to(host.device)):  # an expanded tensor cannot be written
+        # an expanded tensor cannot be written
+        if host is not tensor and not torch.equal(host, tensor.to(host.device)):
             tensor.copy_(host)
 
     return Pending([work], finish)
@@ -248,14 +261,17 @@ def _check(op: str, *known: str) -> None:
 
 
 def free(tensor) -> None:
-    """Free a tensor's memory now, whoever still refers to it: gloo's threads do for a moment, autograd for long."""
+    """Free a tensor's memory now, whoever still refers to it: gloo's threads do for a moment,
+    autograd for long."""
     tensor.untyped_storage().resize_(0)
 
 
 def _exchange(leaving: list, arriving: list, group) -> list:
-    """Start to send leaving[r] to each other rank r, and to receive arriving[r] from it. Returns the works to wait for.
+    """Start to send leaving[r] to each other rank r, and to receive arriving[r] from it. Returns
+    the works to wait for.
 
-    All places to receive are named before anything is sent: so a message is written to its place as it comes.
+    All places to receive are named before anything is sent: so a message is written to its place as
+    it comes.
     """
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     others = [(rank + distance) % world_size for distance in range(1, world_size)]
@@ -270,7 +286,8 @@ def _on_host(tensor, group):
 
 
 def _padded(tensor, world_size: int):
-    """The tensor as [N·s]: a view of it where that is possible, else a copy filled up with zeros."""
+    """The tensor as [N·s]: a view of it where that is possible, else a copy filled up with
+    zeros."""
     if tensor.is_contiguous() and tensor.numel() and tensor.numel() % world_size == 0:
         return tensor.view(-1)
     flat = tensor.new_zeros(max(1, -(-tensor.numel() // world_size)) * world_size)
@@ -279,7 +296,8 @@ def _padded(tensor, world_size: int):
 
 
 def _sum_in_rank_order(parts, output, op: str) -> None:
-    """Sum of every rank's part [s] → output [s], rank 0's first, piece by piece. 16 bit: sum in fp32, round once."""
+    """Sum of every rank's part [s] → output [s], rank 0's first, piece by piece. 16 bit: sum in
+    fp32, round once."""
     wide = torch.float32 if output.element_size() < 4 else output.dtype
     scratch = torch.empty(min(output.numel(), PIECE), dtype=wide)
     for start in range(0, output.numel(), PIECE):

@@ -1,4 +1,5 @@
-"""Gradient memory: where the gradients of stages 2 and 3 lie while they are whole, and where a shard of them stays."""
+"""Gradient memory: where the gradients of stages 2 and 3 lie while they are whole, and where a
+shard of them stays."""
 
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ class Reduction:
 
 
 class GradientMemory:
-    """New memory for every bucket, given back as soon as it was reduced. zero_100b.py has another one."""
+    """New memory for every bucket, given back as soon as it was reduced. zero_100b.py has another
+    one."""
 
     def __init__(self, buckets: list[Bucket], group=None):
         pass
@@ -33,6 +35,6 @@ class GradientMemory:
         collectives.free(whole)
 
     def shard(self, bucket: Bucket) -> torch.Tensor:
-        """Where this rank's part of the average goes, [padded / N]. It becomes bucket.gradient_shard, or is added to it
-        where there is one already."""
+        """Where this rank's part of the average goes, [padded / N]. It becomes
+        bucket.gradient_shard, or is added to it where there is one already."""
         return torch.empty_like(bucket.parameter_shard)

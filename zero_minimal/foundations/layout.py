@@ -1,15 +1,19 @@
-"""Layout: parameters in flat tensors, cut into buckets that travel as one, cut into shards that ranks own.
+"""Layout: parameters in flat tensors, cut into buckets that travel as one, cut into shards that
+ranks own.
 
     flat       | b₂ | w₂ ······································· | b₁ | w₁ ············ | padding |
     buckets    |        0 [padded]        |        1 [padded]        |        2 [padded]          |   bucket_bytes each
     shards     | rank 0 | rank 1 | rank 2 | rank 0 | rank 1 | rank 2 | rank 0 | rank 1 | rank 2   |   [padded / N] each
 
-The last parameter comes first, since backward finishes it first. Buckets and shards begin and end where they like, in
-the middle of a parameter too: so ZeRO needs an element-wise optimizer, a large parameter needs no larger buffer (at
-stage 3 a bucket is a whole unit), and shards are equal whatever the sizes of the parameters are.
+The last parameter comes first, since backward finishes it first. Buckets and shards begin and end
+where they like, in
+the middle of a parameter too: so ZeRO needs an element-wise optimizer, a large parameter needs no
+larger buffer (at stage 3 a bucket is a whole unit), and shards are equal whatever the sizes of the
+parameters are.
 
-Parameters and shards start on multiples of 16 elements, 64 bytes in fp32. Vectorised kernels then treat an element
-alike in every layout; without this, some round the last few elements of a tensor differently.
+Parameters and shards start on multiples of 16 elements, 64 bytes in fp32. Vectorised kernels then
+treat an element alike in every layout; without this, some round the last few elements of a tensor
+differently.
 """
 
 from dataclasses import dataclass
@@ -21,7 +25,8 @@ ALIGNMENT = 16  # elements
 
 
 class Flat:
-    """Parameters of one optimizer group, dtype and device, one after the other in a tensor [size]."""
+    """Parameters of one optimizer group, dtype and device, one after the other in a tensor
+    [size]."""
 
     def __init__(self, params: list[nn.Parameter], world_size: int):
         self.offsets, end = {}, 0
@@ -34,7 +39,8 @@ class Flat:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are now: those of a model on the meta device come to a real one later."""
+        """Where the parameters are now: those of a model on the meta device come to a real one
+        later."""
         return next(iter(self.offsets)).device
 
     def zeros(self) -> torch.Tensor:
@@ -46,7 +52,8 @@ class Flat:
         return tensor[self.offsets[param] :][: param.numel()].view(param.shape)
 
     def keep_gradient(self, param: nn.Parameter) -> None:
-        """Let param.grad be a view of the whole gradients; autograd adds those of later micro-batches in place."""
+        """Let param.grad be a view of the whole gradients; autograd adds those of later
+        micro-batches in place."""
         view = self.view(self.gradients, param)
         if not same_storage(param.grad, view):
             view.copy_(_dense(param.grad))
@@ -55,7 +62,8 @@ class Flat:
 
 @dataclass(eq=False)
 class Bucket:
-    """A stretch of a flat, [padded] elements from `start`, and the tensors that a stage keeps for it."""
+    """A stretch of a flat, [padded] elements from `start`, and the tensors that a stage keeps for
+    it."""
 
     flat: Flat
     start: int
@@ -64,7 +72,8 @@ class Bucket:
     group_index: int  # the optimizer's parameter group; -1: not trained
     name: str = ""
 
-    parameters: torch.Tensor | None = None  # [padded] whole; the model's parameters are views of it and its neighbours
+    # [padded] whole; the model's parameters are views of it and its neighbours
+    parameters: torch.Tensor | None = None
     parameter_shard: torch.Tensor | None = None  # [padded / N] the part this rank updates
     gradients: torch.Tensor | None = None  # [padded] whole
     gradient_shard: torch.Tensor | None = None  # [padded / N]
@@ -89,13 +98,15 @@ class Bucket:
         return torch.zeros(self.padded, dtype=self.dtype, device=self.device)
 
     def whole_gradients(self) -> torch.Tensor:
-        """The bucket's stretch, [padded], of the flat's whole gradients, at the stages that keep them."""
+        """The bucket's stretch, [padded], of the flat's whole gradients, at the stages that keep
+        them."""
         if self.flat.gradients is None:
             self.flat.gradients = self.flat.zeros()
         return self.flat.gradients[self.start : self.start + self.padded]
 
     def placeholder(self, param: nn.Parameter) -> torch.Tensor:
-        """What a parameter points to while its memory is gone: one NaN, shown in the parameter's shape.
+        """What a parameter points to while its memory is gone: one NaN, shown in the parameter's
+        shape.
 
         Reading it is harmless and visible; reading the freed memory itself would crash the process.
         """
@@ -109,8 +120,8 @@ class Bucket:
         return tensor.view(self.world_size, -1)[rank]
 
     def fuse_gradients(self, whole: torch.Tensor) -> None:
-        """Copy .grad of the bucket's parameters, the pieces that lie here, side by side into `whole`, [padded]. Where
-        there is none, `whole` stays as it is."""
+        """Copy .grad of the bucket's parameters, the pieces that lie here, side by side into
+        `whole`, [padded]. Where there is none, `whole` stays as it is."""
         for param in self.params:
             if param.grad is not None:
                 begin, end = self._piece(param)
@@ -135,11 +146,13 @@ class Bucket:
 
 
 def pack(params, groups: list[dict], world_size: int, bucket_bytes: int | None, name: str = "") -> list[Bucket]:
-    """Buckets of bucket_bytes (None: as large as their flat), in the order in which backward fills them.
+    """Buckets of bucket_bytes (None: as large as their flat), in the order in which backward fills
+    them.
 
     Args:
         params: in the order of forward; backward finishes them the other way round.
-        groups: the optimizer's groups. A parameter of no group is not trained: its bucket has group_index -1.
+        groups: the optimizer's groups. A parameter of no group is not trained: its bucket has
+            group_index -1.
     Parameters of different groups, dtypes or devices lie in different flats.
     """
     if bucket_bytes is not None and bucket_bytes < 1:
@@ -160,7 +173,8 @@ def pack(params, groups: list[dict], world_size: int, bucket_bytes: int | None, 
 
 
 def flatten(buckets: list[Bucket]) -> None:
-    """Move the parameters into their flats, and free their own memory; `parameters` of each bucket is its stretch."""
+    """Move the parameters into their flats, and free their own memory; `parameters` of each bucket
+    is its stretch."""
     for flat, stretches in _by_flat(buckets):
         whole = flat.zeros()
         for param in flat.offsets:
@@ -174,7 +188,8 @@ def flatten(buckets: list[Bucket]) -> None:
 
 
 def show_missing(buckets: list[Bucket]) -> None:
-    """Let param.grad of parameters without a gradient show their zeros, so that later backward passes add to them."""
+    """Let param.grad of parameters without a gradient show their zeros, so that later backward
+    passes add to them."""
     for bucket in buckets:
         for param in bucket.params:
             if param.grad is None:

@@ -1,4 +1,5 @@
-"""Ownership: which model belongs to which stage, what of it is trained, and that all ranks hold the same one."""
+"""Ownership: which model belongs to which stage, what of it is trained, and that all ranks hold the
+same one."""
 
 import zlib
 
@@ -11,11 +12,12 @@ from zero_minimal.foundations.layout import Bucket, same_storage
 
 
 def parameter_groups(model: nn.Module, param_groups=None) -> list[dict]:
-    """What the user asked to train, in the form that torch.optim takes: dicts with "params" and options.
+    """What the user asked to train, in the form that torch.optim takes: dicts with "params" and
+    options.
 
-    Frozen parameters are left out. Raises: TypeError if `model` is not a module; RuntimeError if there are no ranks;
-    ValueError for a model that has a stage already or nothing to train, a parameter of another model, or one that
-    stands in two groups.
+    Frozen parameters are left out. Raises: TypeError if `model` is not a module; RuntimeError if
+    there are no ranks; ValueError for a model that has a stage already or nothing to train, a
+    parameter of another model, or one that stands in two groups.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a stage takes an nn.Module, and was given a {type(model).__name__}")
@@ -33,7 +35,8 @@ def parameter_groups(model: nn.Module, param_groups=None) -> list[dict]:
     for group in groups:
         params = group["params"]
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
-        listed = [entry[1] if isinstance(entry, tuple) else entry for entry in listed]  # (name, parameter) pairs
+        # (name, parameter) pairs
+        listed = [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
         for param in listed:
             if param not in own:
                 raise ValueError("param_groups holds a parameter that the model does not have")
@@ -53,7 +56,8 @@ def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
 
 
 def adopt(stage, model: nn.Module, buckets: list[Bucket], group=None) -> None:
-    """Tie a model to its stage, and make sure that all ranks hold the same kind of model in the same buckets.
+    """Tie a model to its stage, and make sure that all ranks hold the same kind of model in the
+    same buckets.
 
     Raises: RuntimeError on every rank if they do not.
     """
@@ -98,7 +102,8 @@ def broadcast_rest(model: nn.Module, buckets: list[Bucket], group=None) -> None:
 
 
 def broadcast_statistics(model: nn.Module, group=None) -> None:
-    """Rank 0's running statistics (batch-norm's) for all, as torch's DDP does: each rank's come from its own data.
+    """Rank 0's running statistics (batch-norm's) for all, as torch's DDP does: each rank's come
+    from its own data.
 
     Masks and tables do not change, and counters change alike on every rank: neither is sent.
     """
@@ -109,7 +114,8 @@ def broadcast_statistics(model: nn.Module, group=None) -> None:
 
 
 def check_place(param: nn.Parameter, parameters: torch.Tensor) -> None:
-    """Raise RuntimeError if a parameter is not where its stage put it: what is updated would not be what is trained."""
+    """Raise RuntimeError if a parameter is not where its stage put it: what is updated would not be
+    what is trained."""
     if not same_storage(param, parameters):
         raise RuntimeError(
             f"a parameter of shape {tuple(param.shape)} is not where its stage put it. It was moved or replaced "

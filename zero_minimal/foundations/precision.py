@@ -1,8 +1,10 @@
-"""Precision: fp32 masters for 16-bit parameters, the global gradient norm, and the loss scale that fp16 needs.
+"""Precision: fp32 masters for 16-bit parameters, the global gradient norm, and the loss scale that
+fp16 needs.
 
-Mixed precision keeps 2 + 2 + 12 bytes a parameter (ZeRO, section 3.1): parameter and gradient in 16 bit; fp32 master,
-momentum and variance. The master exists because an update is often smaller than the spacing of 16-bit numbers: added to
-a bf16 parameter it would vanish. ZeRO shards it like all optimizer state.
+Mixed precision keeps 2 + 2 + 12 bytes a parameter (ZeRO, section 3.1): parameter and gradient in 16
+bit; fp32 master, momentum and variance. The master exists because an update is often smaller than
+the spacing of 16-bit numbers: added to a bf16 parameter it would vanish. ZeRO shards it like all
+optimizer state.
 """
 
 import functools
@@ -14,12 +16,14 @@ from zero_minimal.foundations import collectives
 
 
 def master_of(shard: torch.Tensor) -> nn.Parameter:
-    """What the optimizer updates: the shard itself (same memory) if it is fp32 already, else an fp32 copy."""
+    """What the optimizer updates: the shard itself (same memory) if it is fp32 already, else an
+    fp32 copy."""
     return nn.Parameter(shard if shard.element_size() >= 4 else shard.float())
 
 
 def keep_changes(bucket) -> None:
-    """Carry a user's edit of the parameters (loaded weights, say) over to the fp32 master; the rest stays precise."""
+    """Carry a user's edit of the parameters (loaded weights, say) over to the fp32 master; the rest
+    stays precise."""
     shard, master = bucket.parameter_shard, bucket.master.data
     if master.dtype != shard.dtype:
         master.copy_(torch.where(shard == master.to(shard.dtype), master, shard.float()))
@@ -46,11 +50,13 @@ def clip(gradient_scale, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 class LossScaler:
-    """Dynamic loss scale for fp16, whose smallest number is 6e-8: the loss is multiplied, the gradients divided again.
+    """Dynamic loss scale for fp16, whose smallest number is 6e-8: the loss is multiplied, the
+    gradients divided again.
 
-    A gradient that overflows anywhere makes *all* ranks skip the step and halve the scale; `growth_interval` good steps
-    in a row double it. `groups`: the groups of ranks that skip together; by default the stage's. Where the model itself
-    is cut over ranks, theirs belongs to it too. Use it like torch.amp.GradScaler:
+    A gradient that overflows anywhere makes *all* ranks skip the step and halve the scale;
+    `growth_interval` good steps in a row double it. `groups`: the groups of ranks that skip
+    together; by default the stage's. Where the model itself is cut over ranks, theirs belongs to it
+    too. Use it like torch.amp.GradScaler:
 
         scaler.scale(loss).backward()
         scaler.unscale_(zero)            # only needed before clipping
@@ -68,14 +74,16 @@ class LossScaler:
         return loss * self.scale_value
 
     def unscale_(self, zero) -> None:
-        """Let the next update divide the gradients by the scale, in fp32: in fp16 the small ones would be lost."""
+        """Let the next update divide the gradients by the scale, in fp32: in fp16 the small ones
+        would be lost."""
         if not self._unscaled:
             inverse = 1.0 / self.scale_value
             zero.gradient_scale = inverse if zero.gradient_scale is None else zero.gradient_scale * inverse
             self._unscaled = True
 
     def step(self, zero) -> bool:
-        """zero.step(), unless a gradient is infinite or not a number on any rank. Returns whether it was taken."""
+        """zero.step(), unless a gradient is infinite or not a number on any rank. Returns whether
+        it was taken."""
         self.unscale_(zero)
         # this rank sees its shards only: one rank's overflow must be everybody's
         finite = torch.stack([torch.isfinite(gradient).all() for gradient in zero.reduced_gradients()]).all()

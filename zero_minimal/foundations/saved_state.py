@@ -5,8 +5,9 @@ import torch.distributed as dist
 
 
 def shard_state(stage) -> dict:
-    """What a rank must save: its shards (the fp32 masters where there are any), optimizer state, frozen parameters,
-    buffers. Not in it: random state, and a LossScaler's. Tensors are not copied, as in torch."""
+    """What a rank must save: its shards (the fp32 masters where there are any), optimizer state,
+    frozen parameters, buffers. Not in it: random state, and a LossScaler's. Tensors are not copied,
+    as in torch."""
     return {
         "stage": type(stage).__name__,
         "rank": dist.get_rank(stage.group),

@@ -21,20 +21,23 @@ def set_up(
     stage, model: nn.Module, optimizer_class: type, optimizer_options: dict, *, group, bucket_bytes: int | None,
     param_groups, units: list[Unit] | None = None,
 ) -> None:
-    """Give a stage its .model, .group, .rank, .world_size, .buckets (those that are trained, in the order in which
-    backward completes them), .all_buckets and .optimizer.
+    """Give a stage its .model, .group, .rank, .world_size, .buckets (those that are trained, in the
+    order in which backward completes them), .all_buckets and .optimizer.
 
     Args:
         bucket_bytes: the size of a bucket; not used with units.
-        units: a bucket is a whole unit (or several, if its parameters differ in dtype or optimizer group).
-    Raises: what ownership.parameter_groups, optimizers.check_element_wise and ownership.adopt raise.
+        units: a bucket is a whole unit (or several, if its parameters differ in dtype or optimizer
+            group).
+    Raises: what ownership.parameter_groups, optimizers.check_element_wise and ownership.adopt
+        raise.
     """
     groups = ownership.parameter_groups(model, param_groups)
     optimizers.check_element_wise(optimizer_class, optimizer_options)
     stage.model, stage.group = model, group
     stage.rank, stage.world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    pieces = units or [Unit("", model, ownership.trained(model, groups))]  # without units all is one, cut by bytes
+    # without units all is one, cut by bytes
+    pieces = units or [Unit("", model, ownership.trained(model, groups))]
     for piece in pieces:
         size = None if units else bucket_bytes
         piece.buckets = layout.pack(piece.params, groups, stage.world_size, size, piece.name)
@@ -53,4 +56,5 @@ def set_up(
                 bucket.master = precision.master_of(bucket.parameter_shard)
     ownership.broadcast_rest(model, stage.all_buckets, group)
     stage.optimizer = optimizers.on_shards(optimizer_class, optimizer_options, groups, stage.buckets)
-    stage.gradient_scale: torch.Tensor | None = None  # what the update multiplies gradients with, if anything
+    # what the update multiplies gradients with, if anything
+    stage.gradient_scale: torch.Tensor | None = None

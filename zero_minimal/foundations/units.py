@@ -1,7 +1,8 @@
 """Units: the pieces of a model that stage 3 gathers and frees as wholes.
 
-Every element of every nn.ModuleList is a unit (the blocks of a transformer), the rest of the model is the root unit. A
-parameter belongs to the innermost unit around it; one that two units share belongs to the root.
+Every element of every nn.ModuleList is a unit (the blocks of a transformer), the rest of the model
+is the root unit. A parameter belongs to the innermost unit around it; one that two units share
+belongs to the root.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ class Unit:
     name: str
     module: nn.Module
     params: list[nn.Parameter] = field(default_factory=list)
-    around: list["Unit"] = field(default_factory=list)  # the units that enclose this one, which stay while it works
+    # the units that enclose this one, which stay while it works
+    around: list["Unit"] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
     whole: bool = False  # its parameters can be read
     gathering: list = field(default_factory=list)  # all-gathers under way
@@ -52,7 +54,8 @@ def find_units(model: nn.Module, units=None) -> list[Unit]:
 
 
 def _elements(model: nn.Module):
-    """What module lists hold. A list or dict within a list has no forward, and is no unit: what it holds is."""
+    """What module lists hold. A list or dict within a list has no forward, and is no unit: what it
+    holds is."""
     for container in model.modules():
         if isinstance(container, nn.ModuleList):
             yield from _callable(container)
@@ -91,12 +94,14 @@ class Turns:
     stage.unit_turn(unit, following)    its forward or backward begins; `following` probably comes next, or is None
     stage.evaluation_done()             a forward pass that backward will not come back to is over
 
-    When backward is done with a unit, its gradients are there, and its buckets are handed over (stage.backward).
+    When backward is done with a unit, its gradients are there, and its buckets are handed over
+    (stage.backward).
 
-    What follows is told by the pass before. What is done is told by autograd's numbers: forward numbers the nodes of
-    the graph as it makes them, and backward goes through them in falling order. A node belongs to the innermost unit
-    that was running when it was made. So when backward comes to a node, it is done with every unit whose first call
-    came later. All ranks see that alike, also where one of them has no gradient for a parameter.
+    What follows is told by the pass before. What is done is told by autograd's numbers: forward
+    numbers the nodes of the graph as it makes them, and backward goes through them in falling
+    order. A node belongs to the innermost unit that was running when it was made. So when backward
+    comes to a node, it is done with every unit whose first call came later. All ranks see that
+    alike, also where one of them has no gradient for a parameter.
     """
 
     def __init__(self, stage):
@@ -116,7 +121,8 @@ class Turns:
 
     def _forget(self) -> None:
         self._since = _next_number()  # what was called before is not known any more
-        self._first_call: dict[Unit, int] = {}  # the number of the first node of each unit, in the order of the calls
+        # the number of the first node of each unit, in the order of the calls
+        self._first_call: dict[Unit, int] = {}
         self._under_way: list[int] = []  # where the calls that have not returned began
         self._calls: list[tuple] = []  # (begin, end, unit), inner calls before the outer one
 
@@ -180,7 +186,8 @@ def _next_number() -> int:
 
 @contextlib.contextmanager
 def whole_parameters(buckets: list[Bucket], rank: int, group=None):
-    """Context in which the parameters are whole, in memory of its own, so that what the caller keeps of it stays valid.
+    """Context in which the parameters are whole, in memory of its own, so that what the caller
+    keeps of it stays valid.
 
     On the way out edits are carried over to this rank's shard.
     """
@@ -204,7 +211,8 @@ def whole_parameters(buckets: list[Bucket], rank: int, group=None):
 
 
 def refuse_state_dict(model: nn.Module, unless) -> None:
-    """A state dict of placeholders would be a checkpoint of NaN: an error says what to do, unless they are whole."""
+    """A state dict of placeholders would be a checkpoint of NaN: an error says what to do, unless
+    they are whole."""
 
     def refuse(*_):
         if not unless():

@@ -1,7 +1,7 @@
 """Values: whether tensors hold any.
 
-In a simulation tensors have a size and nothing else (zero_minimal/paper/fakes.py). The few places that read a value
-then take it for right, and collectives exchange nothing.
+In a simulation tensors have a size and nothing else (zero_minimal/paper/fakes.py). The few places
+that read a value then take it for right, and collectives exchange nothing.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
-"""What the model reads: the bytes of a text, by default of the documentation that ships inside every Python.
+"""What the model reads: the bytes of a text, by default of the documentation that ships inside
+every Python.
 
-One byte is one token (vocabulary 256), so there is no tokenizer and nothing to download. The last tenth is held out for
-validation.
+One byte is one token (vocabulary 256), so there is no tokenizer and nothing to download. The last
+tenth is held out for validation.
 """
 
 import random
@@ -12,7 +13,8 @@ import torch
 
 
 def read_tokens(text: str = "") -> torch.Tensor:
-    """The bytes of the file `text`, or of `pydoc_data.topics` if no file is named: uint8 [length of the text in bytes].
+    """The bytes of the file `text`, or of `pydoc_data.topics` if no file is named: uint8 [length of
+    the text in bytes].
 
     Raises ValueError, saying what to do, if the file cannot be read or holds nothing.
     """
@@ -47,8 +49,9 @@ def split(tokens: torch.Tensor, sequence: int) -> tuple[torch.Tensor, torch.Tens
 class Batches:
     """Random crops of the text, without end.
 
-    Each item is (inputs, targets), both int64 [batch, sequence]; targets are one byte ahead. Each rank
-    draws its own, from `seed` and `rank` alone: the same whatever the stage, the world and the model.
+    Each item is (inputs, targets), both int64 [batch, sequence]; targets are one byte ahead. Each
+    rank draws its own, from `seed` and `rank` alone: the same whatever the stage, the world and the
+    model.
     """
 
     def __init__(self, tokens: torch.Tensor, batch: int, sequence: int, seed: int, rank: int):
@@ -64,10 +67,11 @@ class Batches:
 
 
 def validation_batches(tokens: torch.Tensor, batch: int, sequence: int, rank: int, world_size: int, windows: int = 96):
-    """This rank's part of `windows` fixed windows, spread evenly over the held-out text: a list of items as of Batches.
+    """This rank's part of `windows` fixed windows, spread evenly over the held-out text: a list of
+    items as of Batches.
 
-    All ranks get equally many (at stage 3 they must run forward together), so that the mean over ranks is the mean over
-    windows; what does not divide by the number of ranks is left out.
+    All ranks get equally many (at stage 3 they must run forward together), so that the mean over
+    ranks is the mean over windows; what does not divide by the number of ranks is left out.
     """
     gap = max(1, (len(tokens) - sequence - 1) // windows)
     starts = [start for start in range(0, len(tokens) - sequence, gap)][:windows]

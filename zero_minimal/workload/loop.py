@@ -1,4 +1,5 @@
-"""The loop: one for every stage, for the systems made of them, and for the peers of torch they are compared with.
+"""The loop: one for every stage, for the systems made of them, and for the peers of torch they are
+compared with.
 
     zero = build(Stage2, settings, rank)
     for losses in steps(zero, batches, settings):
@@ -23,7 +24,8 @@ WARM_UP = 100  # steps
 
 
 def build(stage_class, settings: Settings, rank: ranks.Rank, **options):
-    """The GPT of `settings`, the same on every rank, in the hands of a stage or a peer; `options` go to that."""
+    """The GPT of `settings`, the same on every rank, in the hands of a stage or a peer; `options`
+    go to that."""
     torch.manual_seed(settings.seed)
     model = GPT(settings.model_config()).to(rank.device, DTYPES[settings.dtype])
     zero = stage_class(model, torch.optim.AdamW, **settings.optimizer_options(), **options)
@@ -37,7 +39,8 @@ def seed_dropout(settings: Settings, data_rank: int) -> None:
 
 
 def training_batches(settings: Settings, data_rank: int) -> data.Batches:
-    """A rank's batches, without end. Raises ValueError for a text that is too short or cannot be read."""
+    """A rank's batches, without end. Raises ValueError for a text that is too short or cannot be
+    read."""
     training, _ = data.split(data.read_tokens(settings.text), settings.sequence)
     return data.Batches(training, settings.batch, settings.sequence, settings.seed, data_rank)
 
@@ -58,17 +61,20 @@ def steps(
         batches: of (inputs, targets), int64 [batch, sequence], one for each micro-batch.
         scaler: for fp16.
         observers: each one's step() is a context around every optimizer step.
-    Yields after each step the losses of its micro-batches, [] each, divided by their number: their sum is the step's.
+    Yields after each step the losses of its micro-batches, [] each, divided by their number: their
+    sum is the step's.
     """
     batches, device = iter(batches), next(zero.model.parameters()).device
-    run_backward = getattr(zero, "run_backward", torch.Tensor.backward)  # DeepSpeed wants to be asked
+    # DeepSpeed wants to be asked
+    run_backward = getattr(zero, "run_backward", torch.Tensor.backward)
     for step in range(settings.steps):
         for group in zero.optimizer.param_groups:
             group["lr"] = learning_rate(step, settings)
         with ExitStack() as watched:
             for observer in observers:
                 watched.enter_context(observer.step())
-            zero.zero_grad()  # first, not last: at the end of the step an observer finds the gradients too
+            # first, not last: at the end of the step an observer finds the gradients too
+            zero.zero_grad()
             losses = []
             for micro in range(settings.accumulate):
                 inputs, targets = (tokens.to(device) for tokens in next(batches))
@@ -82,7 +88,8 @@ def steps(
 
 
 def update(zero, scaler: LossScaler | None, clip: float) -> None:
-    """One optimizer step, clipped if `clip` is not 0, and with the loss scale taken out again if there is one."""
+    """One optimizer step, clipped if `clip` is not 0, and with the loss scale taken out again if
+    there is one."""
     if scaler:
         scaler.unscale_(zero)
     if clip:

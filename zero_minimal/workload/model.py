@@ -1,8 +1,8 @@
 """A language model of the shape of GPT-2: what every stage trains.
 
-Learned positions, pre-norm blocks of causal attention and a GELU MLP, biases, dropout, one weight for embedding and
-head, and GPT-2's initialisation ("Language Models are Unsupervised Multitask Learners", Radford et al. 2019).
-It knows nothing of ZeRO.
+Learned positions, pre-norm blocks of causal attention and a GELU MLP, biases, dropout, one weight
+for embedding and head, and GPT-2's initialisation ("Language Models are Unsupervised Multitask
+Learners", Radford et al. 2019). It knows nothing of ZeRO.
 """
 
 import math
@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT. Raises ValueError, saying what is accepted, where they do not fit together."""
+    """Sizes of a GPT. Raises ValueError, saying what is accepted, where they do not fit
+    together."""
 
     layers: int = 6
     hidden: int = 256  # width of the residual stream
@@ -54,7 +55,8 @@ class Attention(nn.Module):
     def forward(self, x):  # [batch, sequence, hidden] -> the same
         batch, sequence, hidden = x.shape
         x = self.query_key_value(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
-        query, key, value = x.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, hidden / heads]
+        # each [batch, heads, sequence, hidden / heads]
+        query, key, value = x.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         x = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         return self.projection(x.transpose(1, 2).reshape(batch, sequence, hidden))
@@ -73,7 +75,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each added to the residual stream. One block is one unit of stage 3."""
+    """Attention, then the MLP, each added to the residual stream. One block is one unit of stage
+    3."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -95,11 +98,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`model(tokens, targets)` is the mean cross-entropy in nats a token; `model(tokens)` are the logits.
+    """`model(tokens, targets)` is the mean cross-entropy in nats a token; `model(tokens)` are the
+    logits.
 
-    tokens and targets: int64 [batch, sequence]; logits: [batch, sequence, vocabulary], in the dtype of the parameters.
-    The loss is a 0-dim fp32 tensor whatever that dtype is.
-    Raises ValueError for an input longer than `config.sequence`.
+    tokens and targets: int64 [batch, sequence]; logits: [batch, sequence, vocabulary], in the dtype
+    of the parameters. The loss is a 0-dim fp32 tensor whatever that dtype is. Raises ValueError for
+    an input longer than `config.sequence`.
     """
 
     def __init__(self, config: GPTConfig):
@@ -117,12 +121,14 @@ class GPT(nn.Module):
         self.head.weight = self.token_embedding.weight  # tied: one parameter with two uses
 
     def narrow(self, block):
-        """Each block adds to the residual stream twice; smaller steps keep the sum at the size of one."""
+        """Each block adds to the residual stream twice; smaller steps keep the sum at the size of
+        one."""
         for linear in (block.attention.projection, block.mlp.projection):
             nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
     def initialise(self, module):
-        """Draw one module's values, after those inside it. A stage calls this for a model on the meta device."""
+        """Draw one module's values, after those inside it. A stage calls this for a model on the
+        meta device."""
         initialise(module)
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()
@@ -133,7 +139,8 @@ class GPT(nn.Module):
         if tokens.shape[1] > self.config.sequence:
             raise ValueError(f"this model reads at most {self.config.sequence} tokens at once, not {tokens.shape[1]}")
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))  # [batch, sequence, hidden]
+        # [batch, sequence, hidden]
+        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))  # [batch, sequence, vocabulary]

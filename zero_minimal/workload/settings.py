@@ -12,7 +12,8 @@ from zero_minimal.workload import data
 from zero_minimal.workload.model import GPTConfig
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg")  # what a drawing can be written as
-OPTIMIZER = dict(betas=(0.9, 0.95), weight_decay=0.1, fused=True)  # of AdamW, wherever it trains, beside lr
+# of AdamW, wherever it trains, beside lr
+OPTIMIZER = dict(betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -23,7 +24,8 @@ def option(default, help: str):
 
 @dataclass(frozen=True)
 class Settings:
-    """One training run. Raises ValueError, saying what is accepted, for a value that cannot work."""
+    """One training run. Raises ValueError, saying what is accepted, for a value that cannot
+    work."""
 
     layers: int = option(6, "blocks of the model")
     hidden: int = option(256, "width of the model")
@@ -72,11 +74,12 @@ class Settings:
         return ranks * self.batch * self.sequence * self.accumulate
 
 
-# ----------------------------------------------------------------------------------------------------------- as flags
+# ----------------------------------------------------------------------------------------- as flags
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser for programs that torchrun starts: every rank reads the same flags, and rank 0 speaks."""
+    """An ArgumentParser for programs that torchrun starts: every rank reads the same flags, and
+    rank 0 speaks."""
 
     def __init__(self, *, allow_abbrev: bool = False, **options):
         super().__init__(allow_abbrev=allow_abbrev, **options)
@@ -112,9 +115,11 @@ def add_settings(parser: argparse.ArgumentParser, **defaults) -> None:
 
 
 def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Settings:
-    """Settings from parsed flags; ends the program with a message on what is accepted if they cannot work.
+    """Settings from parsed flags; ends the program with a message on what is accepted if they
+    cannot work.
 
-    Everything that can be known before the ranks speak is checked here, the text too, so that all ranks refuse alike.
+    Everything that can be known before the ranks speak is checked here, the text too, so that all
+    ranks refuse alike.
     """
     try:
         settings = Settings(**{setting.name: getattr(arguments, setting.name) for setting in fields(Settings)})
@@ -138,7 +143,8 @@ def output_file(path: str) -> Path:
 
 
 def picture_file(path: str) -> Path:
-    """The type of a flag that names a picture to write: refuses a suffix that is none of a picture's."""
+    """The type of a flag that names a picture to write: refuses a suffix that is none of a
+    picture's."""
     file = output_file(path)
     if file.suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"{path!r} is no picture: its name must end in {', '.join(PICTURES)}")
