@@ -8,9 +8,9 @@ import random
 from dataclasses import dataclass
 
 import torch
-import torch.utils.checkpoint
 
-from zero_minimal.defragmentation import Slab, checkpoint_in_slab, gradients_in_slab
+from zero_minimal.activation_partitioning import checkpoint_blocks
+from zero_minimal.defragmentation import Slab, gradients_in_slab
 from zero_minimal.meters.allocator import MIB, CachingAllocator, Finding, fails, find_capacity, replay
 from zero_minimal.meters.memory import Event, Ledger
 from zero_minimal.pictures import style
@@ -52,8 +52,7 @@ def record(config: GPTConfig, lengths: list[int], batch: int, accumulate: int, s
             gradient_slab = gradients_in_slab(model)
             ledger.claim(slab.memory, "activations")
             ledger.claim(gradient_slab.memory, "gradients")
-        for block in model.blocks:
-            block.forward = _checkpointed(block.inside, slab)
+        checkpoint_blocks(model, place=slab.keep if slabs else None)
         for count, length in enumerate(lengths, 1):
             begins.append(len(ledger.trace))
             starts = [draw.randrange(len(text) - length) for _ in range(batch)]
@@ -85,12 +84,6 @@ def _with_state(optimizer, model):
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     return optimizer
-
-
-def _checkpointed(inside, slab):
-    if slab is not None:
-        return lambda x: checkpoint_in_slab(inside, x, slab)
-    return lambda x: torch.utils.checkpoint.checkpoint(inside, x, use_reentrant=False)
 
 
 def varied_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
