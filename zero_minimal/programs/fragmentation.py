@@ -72,7 +72,7 @@ def record(config: GPTConfig, lengths: list[int], batch: int, accumulate: int, s
     return Recording([trace[index] for index in ours], [bisect.bisect_left(ours, begin) for begin in begins], losses)
 
 
-def _with_state(optimizer, model):
+def _with_state(optimizer: torch.optim.Optimizer, model: GPT) -> torch.optim.Optimizer:
     """Make the optimizer's state, with a step at a learning rate of 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for param in model.parameters():
