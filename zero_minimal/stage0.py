@@ -64,7 +64,7 @@ class Stage0(Hooks):
         self._wait()  # for the bucket before, reduced while autograd filled this one
         bucket.zero_missing()
         self.reducing = collectives.all_reduce(
-            bucket.gradients, op="avg", group=self.group, async_op=True
+            bucket.gradients, op="avg", group=self.group, of=bucket, async_op=True
         )
 
     def _wait(self):

@@ -73,7 +73,7 @@ class Stage1(Hooks):
     def bucket_complete(self, bucket, done):
         bucket.zero_missing()
         pending = collectives.reduce_scatter(
-            bucket.gradient_shard, bucket.gradients, op="avg", group=self.group, async_op=True
+            bucket.gradient_shard, bucket.gradients, op="avg", group=self.group, of=bucket, async_op=True
         )
         self._wait()  # for the bucket before; this one is reduced while autograd fills the next
         self.reducing = pending
@@ -117,7 +117,7 @@ class Stage1(Hooks):
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
             gathering.append(collectives.all_gather(
-                bucket.parameters, bucket.parameter_shard, group=self.group, async_op=True
+                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket, async_op=True
             ))
         for pending in gathering:
             pending.wait()
@@ -142,7 +142,9 @@ class Stage1(Hooks):
         """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
         saved_state.load_shards(self, state)
         for bucket in self.buckets:
-            collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group)
+            collectives.all_gather(
+                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket.name
+            )
 
     @contextmanager
     def gather_parameters(self) -> Iterator[None]:

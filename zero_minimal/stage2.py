@@ -69,7 +69,9 @@ class Stage2(Hooks):
         for param in done:
             param.grad = None  # frees what autograd made: all of it has been copied
         part = self.memory.shard(bucket)  # [padded / N]
-        pending = collectives.reduce_scatter(part, whole, op="avg", group=self.group, async_op=True)
+        pending = collectives.reduce_scatter(
+            part, whole, op="avg", group=self.group, of=bucket, async_op=True
+        )
         self.reducing = Reduction(bucket, whole, part, pending)
 
     def _wait(self):
@@ -115,7 +117,7 @@ class Stage2(Hooks):
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
             gathering.append(collectives.all_gather(
-                bucket.parameters, bucket.parameter_shard, group=self.group, async_op=True
+                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket, async_op=True
             ))
         for pending in gathering:
             pending.wait()
@@ -142,7 +144,9 @@ class Stage2(Hooks):
         """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
         saved_state.load_shards(self, state)
         for bucket in self.buckets:
-            collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group)
+            collectives.all_gather(
+                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket.name
+            )
 
     @contextmanager
     def gather_parameters(self) -> Iterator[None]:

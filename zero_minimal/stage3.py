@@ -69,10 +69,10 @@ class Stage3(Hooks):
         )
         self.memory = memory(self.buckets, group)
         self.reducing = None  # the Reduction under way, if any
-        self._shown = False  # inside gather_parameters()
+        self.shown = False  # inside gather_parameters()
         self.backward = Backward(self, by_turns=True)
         self.turns = Turns(self)
-        refuse_state_dict(model, unless=lambda: self._shown)
+        refuse_state_dict(model, unless=lambda: self.shown)
 
     def own(self, bucket):
         """A rank keeps a shard of every bucket, and nothing else (foundations/set_up.py calls this
@@ -90,7 +90,7 @@ class Stage3(Hooks):
         for bucket in unit.buckets:
             bucket.parameters.untyped_storage().resize_(bucket.padded * bucket.dtype.itemsize)
             unit.gathering.append(collectives.all_gather(
-                bucket.parameters, bucket.parameter_shard, group=self.group, async_op=True
+                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket, async_op=True
             ))
 
     def _arrive(self, unit):
@@ -118,16 +118,12 @@ class Stage3(Hooks):
         collectives.free(bucket.parameters)
 
     def _release_all(self):
-        if self._shown:
+        if self.shown:
             raise RuntimeError("leave gather_parameters() first")
         for unit in self.units:
             self._release(unit)
 
     def unit_turn(self, unit, following):
-        if self._shown:
-            if self.backward.running:
-                raise RuntimeError("call backward() outside gather_parameters()")
-            return
         needed = [unit, *unit.around]
         for other in self.units:
             # free what is here, unless it is needed now, comes next, or lies inside this unit
@@ -142,12 +138,13 @@ class Stage3(Hooks):
             self._gather(following)  # prefetched: it travels while this one computes
 
     def evaluation_done(self):
-        if not self._shown:
-            self._release_all()
+        self._release_all()
 
     # during backward: foundations/backward.py calls these
 
     def backward_begins(self):
+        if self.shown:
+            raise RuntimeError("call backward() outside gather_parameters()")
         self.turns.begin("backward")
 
     def bucket_complete(self, bucket, done):
@@ -157,7 +154,9 @@ class Stage3(Hooks):
         for param in done:
             param.grad = None  # frees what autograd made: all of it has been copied
         part = self.memory.shard(bucket)  # [padded / N]
-        pending = collectives.reduce_scatter(part, whole, op="avg", group=self.group, async_op=True)
+        pending = collectives.reduce_scatter(
+            part, whole, op="avg", group=self.group, of=bucket, async_op=True
+        )
         self.reducing = Reduction(bucket, whole, part, pending)
 
     def _wait(self):
@@ -230,12 +229,12 @@ class Stage3(Hooks):
         """Context in which every parameter is whole, on every rank. Edits made alike on all ranks
         are kept."""
         self._release_all()
-        self._shown = True
+        self.shown = True
         try:
             with whole_parameters(self.all_buckets, self.rank, self.group):
                 yield
         finally:
-            self._shown = False
+            self.shown = False
             self._release_all()
 
 

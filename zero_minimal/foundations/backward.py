@@ -64,6 +64,7 @@ class Backward:
         self.reduced = False  # every bucket was handed over since zero_grad()
         self.running = False  # a backward pass is under way
         self.spent = False  # step() has used the gradients, and zero_grad() was not called since
+        self.steps, self.passes = 0, 0  # step() calls, and passes since that handed over
         self._accumulating = False
         self._ordered = by_turns  # the order of self.buckets is the final one
         self._task: int | None = None  # autograd's number for the pass under way
@@ -96,6 +97,7 @@ class Backward:
         for bucket in list(self._waits_for):
             self.hand_over(bucket)
         self.reduced, self.running = True, False
+        self.passes += 1
         if not self._ordered:
             self._agree_on_order()
         self._reset()
@@ -103,6 +105,7 @@ class Backward:
 
     def forget(self) -> None:
         """zero_grad(), perhaps after a backward pass that failed half-way: start afresh."""
+        self.steps, self.passes = self.steps + self.spent, 0
         self.reduced = self.running = self.spent = False
         self._reset()
 
@@ -148,6 +151,7 @@ class Backward:
         """Give a bucket to the stage. A second call in the same pass does nothing."""
         if bucket in self._waits_for:
             del self._waits_for[bucket]
+            bucket.moment = f"backward {self.passes + 1} of step {self.steps + 1}"
             later = self._waits_for.keys()
             done = [param for param in bucket.params if later.isdisjoint(self._buckets_of[param])]
             self.stage.bucket_complete(bucket, done)

@@ -23,6 +23,7 @@ since gloo runs on the CPU.
 
 Each function returns when its result is in place; with async_op=True it returns a `Pending` at
 once. What a rank sends, and when, is observed from outside (`heard_by`): no lesson reports it.
+`of=` names what is sent, for the error that a rank gets which is in another collective (notes.py).
 """
 
 import contextlib
@@ -35,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.foundations import values
+from zero_minimal.foundations.notes import Notes
 
 PIECE = 2**17  # elements summed at a time: a piece of every rank's part stays in the cache
 
@@ -54,18 +56,21 @@ class Pending:
     def __init__(self, works, then: Callable[[], object] | None = None):
         self.works, self.then = works, then
         self.call: Call | None = None  # what listeners know of it
+        self.notes: Notes | None = None  # what the other ranks know of it
 
     def wait(self) -> None:
         if self.call is not None:
             _tell("wait", self.call)
-        with _inside_one():
+        with _inside_one(self.notes):
+            if self.notes is not None:
+                self.notes.check()
             for work in self.works:
                 work.wait()
             if self.then is not None:
                 self.then()
         if self.call is not None:
             _tell("end", self.call)
-        self.works, self.then, self.call = [], None, None  # a second wait() finds nothing to do
+        self.works, self.then, self.call, self.notes = [], None, None, None  # nothing is left to do
 
 
 # ------------------------------------------------------------------------------ who listens to them
@@ -108,12 +113,18 @@ def inside_collective() -> bool:
 
 
 @contextlib.contextmanager
-def _inside_one():
-    before, _thread.inside = inside_collective(), True
+def _inside_one(notes: Notes | None):
+    """Inside a collective; those that it is made of travel under its notes."""
+    before = inside_collective(), _notes()
+    _thread.inside, _thread.notes = True, notes or _notes()
     try:
         yield
     finally:
-        _thread.inside = before
+        _thread.inside, _thread.notes = before
+
+
+def _notes() -> Notes | None:
+    return getattr(_thread, "notes", None)
 
 
 def _tell(moment: str, call: Call) -> None:
@@ -126,17 +137,20 @@ def _collective(launch):
     told of it, and it waits for the result unless async_op is set."""
 
     @functools.wraps(launch)
-    def collective(*tensors, async_op: bool = False, **options):
-        call = None
+    def collective(*tensors, async_op: bool = False, of: object = "", **options):
+        call, notes, group = None, None, options.get("group")
         if not inside_collective():
             given = (*tensors, *options.values())
             held = tuple(value for value in given if isinstance(value, torch.Tensor))
-            call = Call(launch.__name__, held, max(tensor.nbytes for tensor in held),
-                        dist.get_world_size(options.get("group")))
+            payload = max(tensor.nbytes for tensor in held)
+            call = Call(launch.__name__, held, payload, dist.get_world_size(group))
             _tell("start", call)
-        with _inside_one():
+            if call.world_size > 1 and values.present() and dist.get_backend(group) == "gloo":
+                what = f"{launch.__name__} of {of}" if of else launch.__name__
+                notes = Notes(f"{what}, {payload:,} bytes of {str(held[0].dtype)[6:]}", group)
+        with _inside_one(notes):
             pending = launch(*tensors, **options) if values.present() else Pending([])
-        pending.call = call
+        pending.call, pending.notes = call, notes
         return pending if async_op else pending.wait()
 
     return collective
@@ -205,6 +219,7 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
     if dist.get_backend(group) != "gloo":
         return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)])
     if op == "max":
+        _agree()
         host = _on_host(tensor, group)
         work = dist.all_reduce(host, op=_OPS[op], group=group, async_op=True)
         return Pending([work], lambda: tensor.copy_(host))
@@ -232,6 +247,7 @@ def reduce(tensor: torch.Tensor, root: int = 0, *, op: str = "avg", group=None) 
     received = host.new_empty(world_size, host.numel()) if is_root else None
     places = list(received) if is_root else None
     destination = dist.get_global_rank(group or dist.group.WORLD, root)
+    _agree()
     work = dist.gather(host, places, destination, group=group, async_op=True)
 
     def finish():
@@ -249,6 +265,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Pending:
     host = _on_host(tensor, group).contiguous()
     as_bytes = host.view(-1).view(torch.uint8)
     source = dist.get_global_rank(group or dist.group.WORLD, root)
+    _agree()
     work = dist.broadcast(as_bytes, source, group=group, async_op=True)
 
     def finish():
@@ -262,6 +279,12 @@ def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Pending:
 def _check(op: str, *known: str) -> None:
     if op not in known:
         raise ValueError(f"unknown op {op!r}: use {' or '.join(known)}")
+
+
+def _agree() -> None:
+    """Before one of gloo's own collectives, which would take any other for itself."""
+    if _notes() is not None:
+        _notes().check()
 
 
 def free(tensor: torch.Tensor) -> None:
@@ -278,8 +301,11 @@ def _exchange(leaving: list, arriving: list, group) -> list:
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     others = [(rank + distance) % world_size for distance in range(1, world_size)]
     name = [dist.get_global_rank(group, other) if group else other for other in range(world_size)]
-    works = [dist.irecv(arriving[other], name[other], group=group) for other in reversed(others)]
-    return works + [dist.isend(leaving[other], name[other], group=group) for other in others]
+    tag = _notes().tag if _notes() is not None else 0
+    works = [dist.irecv(arriving[other], name[other], group=group, tag=tag)
+             for other in reversed(others)]
+    return works + [dist.isend(leaving[other], name[other], group=group, tag=tag)
+                    for other in others]
 
 
 def _on_host(tensor, group):

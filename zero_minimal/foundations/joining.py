@@ -22,7 +22,7 @@ import torch.distributed as dist
 # imported while a group is up, this one's default arguments would keep the group alive
 import torch.distributed.nn  # noqa: F401
 
-from zero_minimal.foundations import failures
+from zero_minimal.foundations import failures, notes
 
 COLLECTIVE_TIMEOUT = 300  # seconds a collective waits for the other ranks before it fails
 
@@ -96,6 +96,7 @@ def start(
     joined = join(store, rank, world_size, device, backend, timeout=timeout, **here)
     try:
         yield joined
+        notes.say_goodbye()
         dist.barrier()
         # gloo's threads drop their last tensors; torch 2.6 may lock up if the group goes meanwhile
         time.sleep(0.1)

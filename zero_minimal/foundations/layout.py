@@ -84,11 +84,15 @@ class Bucket:
         self.trained = self.group_index >= 0
         self.dtype = self.flat.dtype
         self._nothing: torch.Tensor | None = None
+        self.moment = ""  # of training, in which it is on its way: "backward 1 of step 3"
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are now."""
         return self.flat.device
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.moment}" if self.moment else self.name
 
     def zeros(self) -> torch.Tensor:
         """A new tensor, [padded]."""

@@ -49,6 +49,8 @@ def set_up(
         piece.buckets = layout.pack(piece.params, groups, stage.world_size, size, piece.name)
     # backward comes to the last piece first
     stage.all_buckets = [bucket for piece in reversed(pieces) for bucket in piece.buckets]
+    for number, bucket in enumerate(stage.all_buckets):
+        bucket.name = bucket.name or ("the root unit" if units else f"bucket {number}")
     stage.buckets = [bucket for bucket in stage.all_buckets if bucket.trained]
     ownership.adopt(stage, model, stage.all_buckets, group)
 
@@ -57,7 +59,7 @@ def set_up(
             meta.materialise(piece, model)  # gives it memory, if it is on the meta device
         layout.flatten(piece.buckets)  # sets bucket.parameters, [padded]
         for bucket in piece.buckets:
-            collectives.broadcast(bucket.parameters, group=group)
+            collectives.broadcast(bucket.parameters, group=group, of=bucket)
             stage.own(bucket)  # sets bucket.parameter_shard
             if bucket.trained:
                 bucket.master = precision.master_of(bucket.parameter_shard)

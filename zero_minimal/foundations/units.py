@@ -134,6 +134,8 @@ class Turns:
         self._calls: list[tuple] = []  # (begin, end, unit), inner calls before the outer one
 
     def _before_forward(self, unit: Unit) -> None:
+        if self.stage.shown:  # all is whole; one rank alone may be running
+            return
         if not self.stage.backward.running:
             if self._went_back:  # not when backward ends: several forwards may come before it
                 self._forget()
@@ -152,6 +154,8 @@ class Turns:
                 raise RuntimeError(f"unit {unit.name or 'root'!r} returns a part of its own "
                                    "parameters, which are freed after its turn: return a .clone() "
                                    "of it")
+        if self.stage.shown:
+            return
         began = self._under_way.pop()
         if torch.is_grad_enabled():
             self._calls.append((began, _next_number(), unit))
@@ -185,7 +189,16 @@ class Turns:
         turn = len(self._now)
         as_before = self._last[turn : turn + 1] == [unit] and turn + 1 < len(self._last)
         self._now.append(unit)
-        self.stage.unit_turn(unit, self._last[turn + 1] if as_before else None)
+        following = self._last[turn + 1] if as_before else None
+        for bucket in [*unit.buckets, *(following.buckets if following else ())]:
+            bucket.moment = self._moment()
+        self.stage.unit_turn(unit, following)
+
+    def _moment(self) -> str:
+        step = self.stage.backward.steps + 1
+        if self.stage.backward.running:
+            return f"backward {self.stage.backward.passes + 1} of step {step}"
+        return f"forward of step {step}" if torch.is_grad_enabled() else f"evaluation, step {step}"
 
 
 def _next_number() -> int:
@@ -200,7 +213,7 @@ def whole_parameters(buckets: list[Bucket], rank: int, group=None) -> Iterator[N
     with torch.no_grad():
         for bucket in buckets:
             whole = bucket.zeros()
-            collectives.all_gather(whole, bucket.parameter_shard, group=group)
+            collectives.all_gather(whole, bucket.parameter_shard, group=group, of=bucket.name)
             for param in bucket.params:
                 param.data = bucket.flat.view(whole, param)
     try:

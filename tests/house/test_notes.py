@@ -1,0 +1,154 @@
+"""Ranks that are not in the same collective: an error on all of them at once, that says who was where. Never a number."""
+
+import contextlib
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from torch import nn, optim
+
+from zero_minimal.foundations import collectives, ranks
+
+by_stage = pytest.mark.parametrize("stage", range(4))
+by_world = pytest.mark.parametrize("world_size", (2, 3))
+
+
+class Blocks(nn.Module):
+    """Blocks of one size: only their names can tell them apart."""
+
+    def __init__(self, count=3):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(count)])
+
+    def forward(self, x, order=None):
+        for number in order or range(len(self.layers)):
+            x = self.layers[number](x).relu()
+        return x.square().mean()
+
+
+def wrapped(stage):
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    zero = toys.STAGES[stage](Blocks(), optim.AdamW, lr=1e-2, bucket_bytes=4 * 16 * 17)
+    torch.manual_seed(1 + rank)
+    return zero, rank
+
+
+def train(zero, steps=1, micro_batches=1, no_sync=True, order=None):
+    for _ in range(steps):
+        for micro in range(micro_batches):
+            is_last = micro == micro_batches - 1
+            with contextlib.nullcontext() if is_last or not no_sync else zero.no_sync():
+                zero.model(torch.randn(4, 16), order).backward()
+        zero.step()
+        zero.zero_grad()
+
+
+def uneven_batches(stage):
+    zero, rank = wrapped(stage)
+    train(zero, steps=2 if rank else 4)
+
+
+def uneven_micro_batches(stage):
+    zero, rank = wrapped(stage)
+    train(zero, steps=3, micro_batches=1 + (rank == 0), no_sync=False)
+
+
+def no_sync_on_one_rank(stage):
+    zero, rank = wrapped(stage)
+    train(zero, steps=3, micro_batches=2, no_sync=rank == 0)
+
+
+def evaluation_on_one_rank(stage):
+    zero, rank = wrapped(stage)
+    train(zero)
+    if rank == 1:
+        with torch.no_grad():
+            zero.model(torch.randn(4, 16))
+    train(zero, steps=2)
+
+
+def another_order(stage):
+    zero, rank = wrapped(stage)
+    train(zero, steps=3, order=[0, 1, 2] if rank == 0 else [1, 0, 2])
+
+
+def error_of(function, world_size, *args):
+    """What a reader of the failed run is told; and it came quickly."""
+    start = time.monotonic()
+    with pytest.raises(ranks.RankError) as caught:
+        toys.run(function, world_size, *args, timeout=60)
+    assert time.monotonic() - start < 20, "it waited for a time limit"
+    return str(caught.value)
+
+
+@by_stage
+@by_world
+def test_an_uneven_number_of_batches(world_size, stage):
+    assert "has finished, and rank 0 waits for it in" in error_of(uneven_batches, world_size, stage)
+
+
+# at stages 0 and 1 several backward passes in one step are one pass, reduced several times
+@by_world
+@by_stage
+def test_uneven_micro_batches(world_size, stage):
+    words = error_of(uneven_micro_batches, world_size, stage)
+    assert "the ranks are not in the same collective" in words or "has finished" in words
+    assert ("backward 2 of step 1" if stage < 3 else "forward of step 1") in words
+
+
+@by_world
+@pytest.mark.parametrize("stage", (0, 1))  # the others reduce under no_sync too
+def test_no_sync_on_one_rank(world_size, stage):
+    assert "backward 2 of step 1" in error_of(no_sync_on_one_rank, world_size, stage)
+
+
+@by_world
+def test_evaluation_on_one_rank(world_size):
+    words = error_of(evaluation_on_one_rank, world_size, 3)
+    assert "evaluation, step 2" in words and "forward of step 2" in words
+
+
+@by_world
+def test_units_in_another_order(world_size):
+    words = error_of(another_order, world_size, 3)
+    assert "layers.0" in words and "layers.1" in words
+
+
+@by_stage
+def test_what_is_right_is_left_alone(stage):
+    def right():
+        zero, rank = wrapped(stage)
+        train(zero, steps=2, micro_batches=2)
+        if stage < 3 and rank:
+            with torch.no_grad():
+                zero.model(torch.randn(4, 16))
+        with zero.gather_parameters():
+            if rank == 0:
+                zero.model(torch.randn(4, 16))
+        train(zero, steps=2)
+
+    toys.run(right, 3)
+
+
+def plain_mismatch(kind):
+    """Collectives by themselves."""
+    rank, tensor = dist.get_rank(), torch.ones(4)
+    if kind == "size":
+        collectives.all_reduce(torch.ones(8 if rank else 4))
+    elif kind == "dtype":
+        collectives.all_reduce(torch.ones(4 if rank else 8, dtype=torch.float32 if rank else torch.bfloat16))
+    elif kind == "kind":
+        collectives.broadcast(tensor) if rank else collectives.all_reduce(tensor)
+    elif kind == "asynchronous":
+        pending = [collectives.all_reduce(torch.ones(size), async_op=True) for size in ((4, 8) if rank else (8, 4))]
+        for each in pending:
+            each.wait()
+
+
+@by_world
+@pytest.mark.parametrize("kind", ("size", "dtype", "kind", "asynchronous"))
+def test_collectives_by_themselves(kind, world_size):
+    assert "the ranks are not in the same collective" in error_of(plain_mismatch, world_size, kind)

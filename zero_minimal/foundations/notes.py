@@ -1,0 +1,90 @@
+"""Notes: every collective says what it is, so that ranks that are not in the same one find out.
+
+Messages between two ranks arrive in the order in which they were sent, whatever they mean. If one
+rank ran a batch more than the other, gradients would arrive as parameters, and training would go on
+with them. So with its data each rank sends the others a note:
+
+    all_gather of blocks.1, in forward of step 3, 1,048,576 bytes of float32
+
+`wait()` reads the notes of the others before it reads data, and data bears a number made from the
+note (gloo's tag): a message of another collective is never taken for one's own. A rank that comes
+to its end sends a last note, so that nobody waits for it.
+
+NCCL has its own check: set TORCH_DISTRIBUTED_DEBUG=DETAIL before the ranks start.
+"""
+
+import zlib
+
+import torch
+import torch.distributed as dist
+
+LENGTH = 192  # bytes of a note
+TAG = 2**30  # of notes; those of data are below it
+FINISHED = "finished"
+
+_groups: dict = {}  # the groups in which notes were sent
+_last_notes: list = []  # kept until the process ends: they may never be read
+
+
+class Mismatch(RuntimeError):
+    """The ranks are not in the same collective."""
+
+
+class Notes:
+    """The notes of one collective: this rank's is on its way, those of the others are awaited."""
+
+    def __init__(self, words: str, group=None):
+        self.words, self.group = words, group
+        self.tag = zlib.crc32(words.encode()) % TAG  # not hash(): it is salted anew in each process
+        _groups[group] = None
+        own = _written(words)
+        self.arriving = {
+            other: (note := torch.empty_like(own), dist.irecv(note, name, group=group, tag=TAG))
+            for other, name in _others(group)
+        }
+        self.leaving = [dist.isend(own, name, group=group, tag=TAG) for _, name in _others(group)]
+
+    def check(self) -> None:
+        """Wait for the others' notes. Raises: Mismatch if one says something else. A second call
+        does nothing."""
+        arriving, self.arriving = self.arriving, {}
+        for other, (note, work) in arriving.items():
+            work.wait()
+            if (words := _read(note)) != self.words:
+                raise Mismatch(self._explained(other, words))
+        for work in self.leaving:
+            work.wait()
+        self.leaving = []
+
+    def _explained(self, other: int, words: str) -> str:
+        here, there = dist.get_rank(self.group), f"rank {other}"
+        if words == FINISHED:
+            return (f"rank {other} has finished, and rank {here} waits for it in {self.words}: give "
+                    "all ranks the same number of batches (uneven.together stops them together)")
+        return (f"the ranks are not in the same collective: rank {here} is in {self.words}; "
+                f"{there} is in {words}. All ranks must run the same number of forward and backward "
+                "passes, with no_sync() around the same ones, and the same modules in the same "
+                "order")
+
+
+def say_goodbye() -> None:
+    """This rank comes to its end: whoever still waits for it, or ever will, gets an error."""
+    for group in _groups:
+        for _, name in _others(group):
+            _last_notes.append(dist.isend(_written(FINISHED), name, group=group, tag=TAG))
+    _groups.clear()
+
+
+def _written(words: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(words.encode()[:LENGTH].ljust(LENGTH)), dtype=torch.uint8)
+
+
+def _read(note: torch.Tensor) -> str:
+    return bytes(note.tolist()).decode(errors="replace").rstrip()
+
+
+def _others(group) -> list[tuple[int, int]]:
+    """The other ranks of the group: their number there, and in the world."""
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    others = [(rank + distance) % world_size for distance in range(1, world_size)]
+    return [(other, dist.get_global_rank(group, other) if group else other) for other in others]
