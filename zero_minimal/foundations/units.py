@@ -5,6 +5,7 @@ model is the root unit. A parameter belongs to the innermost unit around it; one
 share belongs to the root.
 """
 
+import bisect
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -112,13 +113,23 @@ class Turns:
     def __init__(self, stage):
         self.stage, self.root = stage, stage.units[0]
         self._passes: dict = {"forward": [], "backward": []}
+        self._opened_by: nn.Module | None = None  # the module whose call began the forward pass
         self.begin("forward")
         self._forget()
         for unit in stage.units:
-            unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._before_forward(unit))
-            unit.module.register_forward_hook(
-                lambda *call, unit=unit: self._after_forward(unit, output=call[-1])
-            )
+            self._follow(unit, unit.module)
+        for module in _other_owners(self.root):
+            self._follow(self.root, module)
+
+    def _follow(self, unit: Unit, module: nn.Module) -> None:
+        """Before the user's own hooks, which may read parameters; and apart from what torch.compile
+        makes of the module, since it cannot know that memory comes and goes."""
+        before = torch.compiler.disable(lambda module, _: self._before_forward(unit, module))
+        after = torch.compiler.disable(
+            lambda module, _, output: self._after_forward(unit, module, output)
+        )
+        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_hook(after, always_call=True)
 
     def begin(self, kind: str) -> None:
         """A "forward" or "backward" pass begins."""
@@ -130,44 +141,48 @@ class Turns:
         # a call of a unit is known by the numbers of the nodes it makes: from begin, before end
         self._since = _next_number()  # nodes before this number are of calls that are forgotten
         self._first_call: dict[Unit, int] = {}  # unit → begin, in the order of the calls
-        self._under_way: list[int] = []  # begin of each call that has not returned
+        self._under_way: list[tuple] = []  # (begin, module) of each call that has not returned
         self._calls: list[tuple] = []  # (begin, end, unit), inner calls before the outer one
 
-    def _before_forward(self, unit: Unit) -> None:
+    def _before_forward(self, unit: Unit, module: nn.Module) -> None:
         if self.stage.shown:  # all is whole; one rank alone may be running
+            return
+        if module is not unit.module and self._under_way:  # the root is whole: it is around all
             return
         if not self.stage.backward.running:
             if self._went_back:  # not when backward ends: several forwards may come before it
                 self._forget()
                 self._went_back = False
-            if unit is self.root:
-                self._under_way = []  # a call that failed never returned
+            if module in (self.root.module, self._opened_by):
                 self.begin("forward")
+            if not self._now:
+                self._opened_by = module
         if torch.is_grad_enabled():
             self._first_call.setdefault(unit, _next_number())
-        self._under_way.append(_next_number())
+        self._under_way.append((_next_number(), module))
         self._turn(unit)
 
-    def _after_forward(self, unit: Unit, output) -> None:
+    def _after_forward(self, unit: Unit, module: nn.Module, output) -> None:
         for tensor in (tensors := list(tensors_in(output))):
             if any(same_storage(tensor, bucket.parameters) for bucket in unit.buckets):
                 raise RuntimeError(f"unit {unit.name or 'root'!r} returns a part of its own "
                                    "parameters, which are freed after its turn: return a .clone() "
                                    "of it")
-        if self.stage.shown:
-            return
-        began = self._under_way.pop()
+        if not self._under_way or self._under_way[-1][1] is not module:
+            return  # _before_forward had nothing to do
+        began, _ = self._under_way.pop()
         if torch.is_grad_enabled():
             self._calls.append((began, _next_number(), unit))
             for tensor in tensors:
                 node = tensor.grad_fn
                 if node is not None and "watched" not in node.metadata:
                     self._watch(node, node._sequence_nr())
-        elif unit is self.root:
+        elif module is self.root.module:
             self.stage.evaluation_done()
 
     def _watch(self, node, number: int) -> None:
-        owners = (unit for begin, end, unit in self._calls if begin <= number < end)
+        ended_later = bisect.bisect_right(self._calls, number, key=lambda call: call[1])
+        owners = (unit for begin, _, unit in self._calls[ended_later:] if begin <= number)
         if owner := next(owners, None):
             node.metadata["watched"] = True
             node.register_prehook(lambda *_: self._before_backward(owner, number))
@@ -199,6 +214,14 @@ class Turns:
         if self.stage.backward.running:
             return f"backward {self.stage.backward.passes + 1} of step {step}"
         return f"forward of step {step}" if torch.is_grad_enabled() else f"evaluation, step {step}"
+
+
+def _other_owners(root: Unit) -> list[nn.Module]:
+    """Modules with parameters of the root unit. They may be called by themselves: an encoder, the
+    head, an embedding."""
+    params = set(root.params)
+    return [module for module in root.module.modules() if module is not root.module
+            and not params.isdisjoint(module.parameters(recurse=False))]
 
 
 def _next_number() -> int:
