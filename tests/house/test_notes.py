@@ -1,4 +1,4 @@
-"""Ranks that are not in the same collective: an error on all of them at once, that says who was where. Never a number."""
+"""Ranks that are not in the same collective: an error on all at once says who was where."""
 
 import contextlib
 import time

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_minimal.foundations import values
+from zero_minimal.foundations import precision, values
 from zero_minimal.foundations.layout import Bucket
 
 
@@ -83,6 +83,7 @@ def update_shard(
     parameters' dtype. `gradient_scale` (clipping, loss scale), a 0-dim tensor, multiplies the
     gradient.
     """
+    precision.keep_changes(bucket)  # of a user who edited the model
     gradient = bucket.gradient_shard.to(bucket.master.dtype)
     if gradient_scale is not None:
         gradient = gradient * gradient_scale

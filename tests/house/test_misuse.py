@@ -1,0 +1,162 @@
+"""What a PyTorch user would try: it works, or is refused with the line to write instead."""
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from torch import nn, optim
+
+from zero_minimal.foundations import ranks
+
+by_stage = pytest.mark.parametrize("stage", range(4))
+by_world = pytest.mark.parametrize("world_size", (2, 3))
+
+
+class Coder(nn.Module):
+    """Units between an embedding and a head that people call by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 16)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 11)
+
+    def encode(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, x):
+        return self.head(self.encode(x))
+
+
+def draw(step, rank):
+    return torch.randint(11, (4,), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def wrap(stage, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    return toys.STAGES[stage](Coder().to(dtype), optim.SGD, lr=0.1, bucket_bytes=600, **options)
+
+
+def refused(function, *args, world_size=2):
+    """The message of a refusal."""
+    with pytest.raises(ranks.RankError) as caught:
+        toys.run(function, world_size, *args, timeout=60)
+    return re.sub(r"\s+", " ", str(caught.value))
+
+
+def numbers_of(stage, use):
+    """Losses and what else `use` finds in three steps; all in fp32, so that stages can be compared bit for bit."""
+    zero, rank, found = wrap(stage), dist.get_rank(), []
+    for step in range(3):
+        y = use(zero.model, draw(step, rank), found)
+        loss = y.logsumexp(-1).mean()
+        loss.backward()
+        zero.step()
+        zero.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+# ------------------------------------------------------------------------------------- parts of a model, by themselves
+
+
+def encode_then_head(model, x, found):
+    return model.head(model.encode(x))
+
+
+def head_alone(model, x, found):
+    return model.head(model.embedding(x))
+
+
+def evaluate_parts(model, x, found):
+    with torch.no_grad():
+        found += [model.encode(x).sum().item(), model.head(torch.ones(16)).sum().item()]
+        found += [model.embedding(x).sum().item(), model.blocks[1](torch.ones(16)).sum().item()]
+    return model(x)
+
+
+def hooks_of_the_user(model, x, found):
+    handles = [block[0].register_forward_pre_hook(lambda module, _: found.append(module.weight.sum().item()))
+               for block in model.blocks]
+    handles += [block.register_forward_pre_hook(lambda module, _: found.append(module[0].weight.sum().item()))
+                for block in model.blocks]
+    y = model(x)
+    for handle in handles:
+        handle.remove()
+    return y
+
+
+def compiled(model, x, found):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler looks at .grad of all that it meets, and torch warns of that
+        return torch.compile(model, backend="eager")(x)
+
+
+@by_world
+@pytest.mark.parametrize("use", (encode_then_head, head_alone, evaluate_parts, hooks_of_the_user, compiled))
+def test_stage_3_is_as_stage_0(use, world_size):
+    assert toys.run(numbers_of, world_size, 3, use) == toys.run(numbers_of, world_size, 0, use)
+
+
+# -------------------------------------------------------------------------------------------------- edits, and freezing
+
+
+def edit_in_16_bit(stage):
+    """Weights that are loaded after wrapping are those that are trained on."""
+    zero, rank = wrap(stage, torch.bfloat16), dist.get_rank()
+    weight = zero.model.head.weight
+    zero.model(draw(0, rank)).float().logsumexp(-1).mean().backward()
+    zero.step()
+    zero.zero_grad()
+    with torch.no_grad():
+        weight.fill_(0.5)
+    zero.model(draw(1, rank)).float().logsumexp(-1).mean().backward()
+    zero.step()
+    return (weight - 0.5).abs().max().item()
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_an_edit_outside_is_kept_by_16_bit_masters(stage):
+    assert all(distance < 0.1 for distance in toys.run(edit_in_16_bit, 2, stage))
+
+
+def change_after_wrapping(stage, change):
+    zero = wrap(stage)
+    zero.model(draw(0, 0)).sum().backward()
+    zero.step()
+    zero.zero_grad()
+    if change == "freeze":
+        zero.model.head.requires_grad_(False)
+    elif change == "group":
+        zero.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    zero.model(draw(0, 0)).sum().backward()
+    zero.step()
+
+
+@by_stage
+@pytest.mark.parametrize("change, words", (("freeze", "'head.weight' was frozen after wrapping"),
+                                           ("group", "a group was added to zero.optimizer")))
+def test_what_is_changed_after_wrapping(change, words, stage):
+    assert words in refused(change_after_wrapping, stage, change)
+
+
+def unfreeze(stage):
+    torch.manual_seed(0)
+    model = Coder()
+    model.head.requires_grad_(False)
+    zero = toys.STAGES[stage](model, optim.SGD, lr=0.1)
+    model.head.requires_grad_(True)
+    model(draw(0, 0)).sum().backward()
+    zero.step()
+
+
+@by_stage
+def test_unfreezing_after_wrapping(stage):
+    assert "'head.weight' was unfrozen after wrapping" in refused(unfreeze, stage)
