@@ -1,5 +1,6 @@
 """What a PyTorch user would try: it works, or is refused with the line to write instead."""
 
+import io
 import re
 import warnings
 
@@ -10,6 +11,7 @@ import toys
 from torch import nn, optim
 
 from zero_minimal.foundations import ranks
+from zero_minimal.foundations.precision import LossScaler
 
 by_stage = pytest.mark.parametrize("stage", range(4))
 by_world = pytest.mark.parametrize("world_size", (2, 3))
@@ -160,3 +162,95 @@ def unfreeze(stage):
 @by_stage
 def test_unfreezing_after_wrapping(stage):
     assert "'head.weight' was unfrozen after wrapping" in refused(unfreeze, stage)
+
+
+# ----------------------------------------------------------------------------------------------------- states, numbers
+
+
+def state_of(stage, **changes):
+    """A state dict, of a model that differs in a name, in the optimizer or in the bytes of its buckets."""
+    torch.manual_seed(0)
+    model = Coder()
+    if changes.get("renamed"):
+        model.tail = model._modules.pop("head")
+        model.forward = lambda x: model.tail(model.encode(x))
+    zero = toys.STAGES[stage](model, changes.get("optimizer", optim.SGD), lr=0.1, bucket_bytes=changes.get("bytes", 600))
+    model(draw(0, dist.get_rank())).sum().backward()
+    zero.step()
+    return zero, zero.state_dict()
+
+
+def load_what_differs(stage):
+    zero, state = state_of(stage)
+    before = toys.whole_parameters(zero)
+    for changes, words in (
+        (dict(renamed=True), r"other parameters: the first that differs was tail.\w+ \d+, and is head"),
+        (dict(optimizer=optim.Adam), "optimizer_class Adam, and is loaded with SGD"),
+        (dict(bytes=2000), "other buckets"),
+    ):
+        if stage == 3 and "bytes" in changes:
+            continue  # there a unit is a bucket
+        with pytest.raises(ValueError, match=words) as caught:
+            zero.load_state_dict(state_of(stage, **changes)[1])
+        assert len(str(caught.value)) < 300
+        assert toys.identical(toys.whole_parameters(zero), before), "nothing was changed"
+    zero.load_state_dict(state)
+
+
+@by_stage
+def test_states_are_matched_by_name(stage):
+    toys.run(load_what_differs, 2, stage)
+
+
+def bytes_saved(stage):
+    """What torch.save writes of the shards, and what they hold."""
+    _, state = state_of(stage)
+    file = io.BytesIO()
+    torch.save(state["shards"], file)
+    return len(file.getvalue()), sum(shard.nbytes for shard in state["shards"]), len(state["shards"])
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_a_rank_saves_its_part_and_no_more(stage):
+    for written, held, count in toys.run(bytes_saved, 4, stage):
+        assert written < held + 2000 + 500 * count
+
+
+def clip_complex(stage):
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, dtype=torch.complex64)
+    zero = toys.STAGES[stage](model, optim.SGD, lr=0.1)
+    model(torch.ones(3, dtype=torch.complex64) * (1 + rank)).abs().sum().backward()
+    return zero.clip_grad_norm_(0.1).item()
+
+
+def test_complex_gradients_have_a_norm():
+    first, *others = [toys.run(clip_complex, 2, stage) for stage in range(4)]
+    assert first[0] > 0.1
+    assert all(norm == pytest.approx(first[0]) for norms in (first, *others) for norm in norms)
+
+
+def test_a_number_of_bytes_may_be_a_float():
+    def run():
+        zero = toys.STAGES[2](Coder(), optim.SGD, lr=0.1, bucket_bytes=5e8)
+        assert len(zero.buckets) == 1
+        for wrong in (0, float("inf"), float("nan")):
+            with pytest.raises(ValueError, match="bucket_bytes is"):
+                toys.STAGES[2](Coder(), optim.SGD, lr=0.1, bucket_bytes=wrong)
+
+    toys.run(run, 1)
+
+
+def nan_for_ever():
+    zero = wrap(2)
+    scaler = LossScaler()
+    for step in range(60):
+        scaler.scale(zero.model(draw(step, 0)).sum() * float("nan")).backward()
+        assert not scaler.step(zero)
+        scaler.update()
+        zero.zero_grad()
+
+
+def test_a_loss_that_is_never_finite():
+    assert "gradients are infinite or NaN even at a loss scale of" in refused(nan_for_ever)

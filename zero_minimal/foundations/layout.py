@@ -15,6 +15,7 @@ treat an element alike in every layout; without this, some round the last few el
 differently.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -163,7 +164,7 @@ def pack(
             group_index -1.
     Raises: ValueError if bucket_bytes is less than 1.
     """
-    if bucket_bytes is not None and bucket_bytes < 1:
+    if bucket_bytes is not None and not 1 <= bucket_bytes < float("inf"):
         raise ValueError(f"bucket_bytes is {bucket_bytes}: at least one byte is needed")
     group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
     position = {param: number for number, param in enumerate(reversed(list(params)))}
@@ -173,7 +174,7 @@ def pack(
     buckets = []
     for (group_index, dtype, _), members in alike.items():
         flat = Flat(members, world_size)
-        elements = flat.size if bucket_bytes is None else -(-bucket_bytes // dtype.itemsize)
+        elements = flat.size if bucket_bytes is None else math.ceil(bucket_bytes / dtype.itemsize)
         size = _round_up(elements, world_size * ALIGNMENT)
         for start in range(0, flat.size, size):
             padded = min(size, flat.size - start)

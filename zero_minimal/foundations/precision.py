@@ -39,9 +39,10 @@ def global_norm(
 
     Shards add their squares, not their norms. `sharded=False`: every rank holds all of it already.
     """
-    dtypes = [gradient.dtype for gradient in gradients]
+    real = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
+    dtypes = [gradient.dtype for gradient in real]
     wide = functools.reduce(torch.promote_types, dtypes, torch.float32)  # fp32 at least
-    norms = [torch.linalg.vector_norm(gradient.flatten(), dtype=wide) for gradient in gradients]
+    norms = [torch.linalg.vector_norm(gradient.flatten(), dtype=wide) for gradient in real]
     squares = torch.stack(norms).square().sum()
     if sharded:
         collectives.all_reduce(squares, op="sum", group=group)
@@ -53,6 +54,9 @@ def clip(gradient_scale: Scale, norm: torch.Tensor, max_norm: float) -> torch.Te
     """The new gradient scale: the old one times max_norm / norm, if the norm is larger."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return factor if gradient_scale is None else gradient_scale * factor
+
+
+SMALLEST_SCALE = 2.0**-24  # gradients that overflow even so are not too large: they are not finite
 
 
 class LossScaler:
@@ -107,7 +111,13 @@ class LossScaler:
         return not self._overflow
 
     def update(self) -> None:
-        """Choose the scale of the next step."""
+        """Choose the scale of the next step. Raises: RuntimeError, on all ranks alike, if none is
+        small enough."""
+        if self._overflow and self.scale_value <= SMALLEST_SCALE:
+            raise RuntimeError(f"gradients are infinite or NaN even at a loss scale of "
+                               f"{self.scale_value:g}, so the loss itself is, or a part of the "
+                               "model: look for it with torch.autograd.detect_anomaly(), lower the "
+                               "learning rate, or train in bf16, which needs no loss scale")
         if self._overflow:
             self.scale_value, self._good_steps = self.scale_value / 2, 0
         else:

@@ -1,5 +1,7 @@
 """Saved state: this rank's part of the training state. All ranks' parts together are the whole."""
 
+import itertools
+
 import torch
 import torch.distributed as dist
 
@@ -8,18 +10,14 @@ def shard_state(stage) -> dict:
     """What a rank must save: its shards (the fp32 masters where there are any), optimizer state,
     frozen parameters and buffers, but no random state, and not a LossScaler's.
 
-    As in torch, tensors are not copied.
+    As in torch, tensors are not copied; but a shard that is a view of a whole bucket is, since
+    torch.save would write all of that.
     """
-    return {
-        "stage": type(stage).__name__,
-        "rank": dist.get_rank(stage.group),
-        "world_size": dist.get_world_size(stage.group),
-        "buckets": [(bucket.name, bucket.numel, bucket.padded) for bucket in stage.all_buckets],
-        "shards": [bucket.master.data if bucket.trained else bucket.parameter_shard
-                   for bucket in stage.all_buckets],
-        "frozen": _frozen(stage),
+    shards = [bucket.master.data if bucket.trained else bucket.parameter_shard
+              for bucket in stage.all_buckets]
+    return _facts(stage) | {
+        "shards": [shard.clone() if _is_part(shard) else shard for shard in shards],
         "optimizer": stage.optimizer.state_dict(),
-        "buffers": dict(stage.model.named_buffers()),
     }
 
 
@@ -27,14 +25,18 @@ def shard_state(stage) -> dict:
 def load_shards(stage, state: dict) -> None:
     """Put a rank's part back; the stage then gathers what it holds whole.
 
-    Raises: ValueError if it was saved by another stage, rank, world size or model.
+    Raises: ValueError, before anything is changed, if it was saved by another stage, rank, world
+        size, optimizer or model.
     """
-    expected = shard_state(stage)
-    for key in ("stage", "world_size", "rank", "buckets"):
+    expected = _facts(stage)
+    for key in ("stage", "world_size", "rank", "optimizer_class"):
         if state.get(key) != expected[key]:
             raise ValueError(f"this state was saved with {key} {state.get(key)}, and is loaded "
                              f"with {expected[key]}: load each rank's own part, with the same "
-                             "stage, world size, model and bucket_bytes")
+                             "stage, world size, model and optimizer")
+    for key in ("buckets", "parameters", "frozen", "buffers"):
+        _compare(key, _names(state.get(key, ())), _names(expected[key]))
+    _compare_groups(state["optimizer"]["param_groups"], stage.optimizer.param_groups)
     for bucket, shard in zip(stage.all_buckets, state["shards"], strict=True):
         if bucket.trained:
             bucket.master.copy_(shard)
@@ -46,8 +48,62 @@ def load_shards(stage, state: dict) -> None:
         param.copy_(state["frozen"][name])
 
 
+def _facts(stage) -> dict:
+    """What must be the same where a state is saved and where it is loaded, and what no shard holds."""
+    return {
+        "stage": type(stage).__name__,
+        "rank": dist.get_rank(stage.group),
+        "world_size": dist.get_world_size(stage.group),
+        "buckets": [(bucket.name, bucket.numel, bucket.padded) for bucket in stage.all_buckets],
+        "parameters": _layout_of(stage),
+        "optimizer_class": type(stage.optimizer).__name__,
+        "frozen": _frozen(stage),
+        "buffers": dict(stage.model.named_buffers()),
+    }
+
+
 def _frozen(stage) -> dict:
     """Parameters that no bucket holds."""
     packed = {param for bucket in stage.all_buckets for param in bucket.params}
     named = stage.model.named_parameters()
     return {name: param.data for name, param in named if param not in packed}
+
+
+def _layout_of(stage) -> list[tuple]:
+    """Of each parameter in a bucket: its name, and where in the bucket it begins. Two models may
+    have the same sizes and other names."""
+    names = {param: name for name, param in stage.model.named_parameters()}
+    return [(names[param], bucket.flat.offsets[param] - bucket.start)
+            for bucket in stage.all_buckets for param in bucket.params]
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds more than this tensor."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def _names(content) -> list[tuple]:
+    """What can be compared: entries of a list, or names and shapes of tensors in a dict."""
+    if isinstance(content, dict):
+        return [(name, tuple(tensor.shape)) for name, tensor in content.items()]
+    return [tuple(entry) for entry in content]
+
+
+def _compare(key: str, saved: list[tuple], here: list[tuple]) -> None:
+    """Raise ValueError, with the first difference, if two lists are not the same."""
+    for one, other in itertools.zip_longest(saved, here):
+        if one != other:
+            raise ValueError(f"this state was saved with other {key}: the first that differs was "
+                             f"{_words(one)}, and is {_words(other)} here. Load it with the same "
+                             "model and bucket_bytes")
+
+
+def _compare_groups(saved: list[dict], here: list[dict]) -> None:
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved, here)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"this state was saved with optimizer groups of {sizes[0]} shards, and is "
+                         f"loaded with {sizes[1]}: give the same param_groups")
+
+
+def _words(entry: tuple | None) -> str:
+    return "missing" if entry is None else " ".join(map(str, entry))
