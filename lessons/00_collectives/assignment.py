@@ -17,14 +17,15 @@ import torch.distributed as dist
 
 def exchange(outgoing, incoming, group=None) -> None:
     """Send to the right, receive from the left, both at once: waiting for one first would lock the ring."""
-    # step 1: `outgoing` is with the right neighbour, `incoming` holds what the left one sent, and both may be used
-    # again.
+    # step 1: `outgoing` is with the right neighbour, `incoming` holds what the left one sent, and
+    # both may be used again.
     raise NotImplementedError("step 1: exchange")
 
 
 def reduce_scatter(tensor, group=None):
     """Sum [N·s] over the ranks; return this rank's part [s]. `tensor` is left as it was."""
-    # step 2: N-1 exchanges, each of one chunk; afterwards this rank's chunk is summed over all ranks.
+    # step 2: N-1 exchanges, each of one chunk; afterwards this rank's chunk is summed over all
+    # ranks.
     raise NotImplementedError("step 2: reduce_scatter")
 
 
@@ -42,7 +43,8 @@ def all_reduce(tensor, group=None):
 
 def broadcast(tensor, root: int = 0, group=None, chunk_count: int = 4):
     """Copy rank root's tensor [n] to all ranks, in place; return it. While one chunk is passed on, the next arrives."""
-    # step 5: chunks go down the ring from the root; a rank passes one on while the next one arrives. Returns `tensor`.
+    # step 5: chunks go down the ring from the root; a rank passes one on while the next one
+    # arrives. Returns `tensor`.
     raise NotImplementedError("step 5: broadcast")
 
 
