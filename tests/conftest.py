@@ -18,10 +18,27 @@ pytest.register_assert_rewrite("checks")
 STAGES = {"01_data_parallel": 0, "02_optimizer_state": 1, "03_gradients": 2, "04_parameters": 3}
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("thorough", "what takes long (thorough.py)")
+    group.addoption("--thorough", action="store_true", help="run all tests, also those that are marked thorough")
+    group.addoption("--thorough-only", action="store_true", help="run those alone that are marked thorough")
+
+
 def pytest_configure(config):
+    config.addinivalue_line("markers", "thorough: runs with --thorough and --thorough-only alone, since it takes long")
     config.addinivalue_line("markers", "step(number, points, stuck, left, raised): a check that earns points in an "
                             "assignment. What to look at if ranks wait for each other (stuck), or for one that has "
                             "returned (left), or if a line of the file raised (raised)")
+
+
+def pytest_collection_modifyitems(config, items):
+    if getattr(config, "submission", None) or config.option.thorough and not config.option.thorough_only:
+        return  # a learner's file gets every check
+    marked, others = [], []
+    for item in items:
+        (marked if item.get_closest_marker("thorough") else others).append(item)
+    items[:], left_out = (marked, others) if config.option.thorough_only else (others, marked)
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish(session):

@@ -1,24 +1,31 @@
 """C_B: fused buffers of a constant size, however large the model is (section 6.2).
 
-Collectives are fast on large vectors, so gradients are fused before they are sent: copied side by side into a buffer,
-in fp32 where sums must be precise. One buffer for all of them takes 4Ψ bytes: 12 GB for a model of 3B parameters, on
-top of everything that ZeRO-DP has just saved. A constant size is enough: beyond some MB nothing gets faster.
+Collectives are fast on large vectors, so gradients are fused before they are sent: copied side by
+side into a buffer, in fp32 where sums must be precise. One buffer for all of them takes 4Ψ bytes:
+12 GB for a model of 3B parameters, on top of everything that ZeRO-DP has just saved. A constant
+size is enough: beyond some MB nothing gets faster.
 
     fused      | g₁ | g₂ ······· | g₃ | g₄ ·· |              one buffer, 4Ψ bytes, one collective
-    constant   | g₁ | g₂ ·· |   →   | ·· g₂ | g₃ | g₄ |  →   two buffers that take turns, 2 × `bytes`, whatever Ψ is
+    constant   | g₁ | g₂ ·· |   →   | ·· g₂ | g₃ | g₄ |  →   two buffers that take turns,
+                                                             2 × `size` bytes, whatever Ψ is
 
-A tensor larger than what is left of the buffer goes through in pieces. While one buffer is on its way, the other is
-filled.
+A tensor larger than what is left of the buffer goes through in pieces. While one buffer is on its
+way, the other is filled.
 
-The buckets of stages 0 to 2 are the first half of this idea: their size does not depend on the model either. What they
-lack is that the memory stays: stage 2 takes new memory for each bucket and gives it back, between activations that
-come and go. There it leaves holes, which the next lesson is about.
+The buckets of stages 0 to 2 are the first half of this idea: their size does not depend on the
+model either. What they lack is that the memory stays: stage 2 takes new memory for each bucket and
+gives it back, between activations that come and go. There it leaves holes, which the next lesson is
+about.
 """
+
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zero_minimal.foundations import collectives
+from zero_minimal.foundations.mesh import Group
 
 
 class ConstantBuffers:
@@ -27,28 +34,34 @@ class ConstantBuffers:
     Args:
         size: bytes of each of the two.
         dtype: of the buffers; fp32 sums 16-bit gradients precisely.
+        group: the ranks whose collectives the buffers serve.
     Raises: ValueError for a size that does not hold one element a rank.
     """
 
-    def __init__(self, size: int, *, dtype=torch.float32, device="cpu", group=None):
+    def __init__(
+        self, size: int, *, dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu", group: Group = None,
+    ):
         self.group = group
         world_size = dist.get_world_size(group)
         self.elements = size // dtype.itemsize // world_size * world_size  # equal shards
         if self.elements < 1:
-            raise ValueError(f"a buffer of {size} bytes does not hold one element for each of {world_size} ranks: "
-                             f"{world_size * dtype.itemsize} bytes are the least")
+            raise ValueError(f"a buffer of {size} bytes does not hold one element for each of "
+                             f"{world_size} ranks: {world_size * dtype.itemsize} bytes are the "
+                             "least")
         self.buffers = [torch.zeros(self.elements, dtype=dtype, device=device) for _ in range(2)]
         self._under_way = [None, None]  # what to call before a buffer may be filled again
         self._turn = 0
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> Tensor:
         """The buffer whose turn it is [elements], once the collective that used it is over."""
         self._turn = 1 - self._turn
         self._finish(self._turn)
         return self.buffers[self._turn]
 
-    def send(self, pending, then) -> None:
-        """The buffer that was taken is on its way: `then()` reads the result, when its turn comes again."""
+    def send(self, pending: collectives.Pending, then: Callable[[], None]) -> None:
+        """The buffer that was taken is on its way: `then()` reads the result, when its turn comes
+        again."""
         self._under_way[self._turn] = pending, then
 
     def wait(self) -> None:
@@ -56,7 +69,7 @@ class ConstantBuffers:
         self._finish(1 - self._turn)  # it left first
         self._finish(self._turn)
 
-    def _finish(self, turn):
+    def _finish(self, turn: int) -> None:
         if self._under_way[turn]:
             pending, then = self._under_way[turn]
             pending.wait()
@@ -65,20 +78,25 @@ class ConstantBuffers:
 
 
 @torch.no_grad()
-def all_reduce(tensors, buffers: ConstantBuffers, op: str = "avg") -> None:
+def all_reduce(tensors: Iterable[Tensor], buffers: ConstantBuffers, op: str = "avg") -> None:
     """Average (or sum) tensors of any shapes over the ranks, in place, through constant buffers.
 
     They are one long vector, cut wherever a buffer is full. All ranks must give the same shapes.
+    Raises: ValueError for a tensor that is not contiguous, or of a dtype that the buffers would
+        round.
     """
+    dtype = buffers.buffers[0].dtype
     buffer, filled, pieces = None, 0, []
 
     def send():
-        pending = collectives.all_reduce(buffer[:filled], op=op, group=buffers.group, async_op=True)
+        pending = collectives.all_reduce(
+            buffer[:filled], op=op, group=buffers.group, async_op=True
+        )
         buffers.send(pending, lambda pieces=pieces, buffer=buffer: _unpack(buffer, pieces))
 
     for flat in [_flat(tensor) for tensor in tensors]:  # all are checked before anything is sent
-        if torch.promote_types(flat.dtype, buffers.buffers[0].dtype) != buffers.buffers[0].dtype:
-            raise ValueError(f"{flat.dtype} does not fit into buffers of {buffers.buffers[0].dtype}")
+        if torch.promote_types(flat.dtype, dtype) != dtype:
+            raise ValueError(f"{flat.dtype} does not fit into buffers of {dtype}")
         start = 0
         while start < flat.numel():
             if buffer is None:
@@ -96,7 +114,7 @@ def all_reduce(tensors, buffers: ConstantBuffers, op: str = "avg") -> None:
 
 
 @torch.no_grad()
-def fused_all_reduce(tensors, op: str = "avg", group=None) -> None:
+def fused_all_reduce(tensors: Iterable[Tensor], op: str = "avg", group: Group = None) -> None:
     """The same without C_B: one fp32 buffer as large as all tensors together."""
     pieces = [_flat(tensor) for tensor in tensors]
     buffer = torch.cat([piece.float() for piece in pieces])
@@ -104,13 +122,14 @@ def fused_all_reduce(tensors, op: str = "avg", group=None) -> None:
     _unpack(buffer, pieces)
 
 
-def _flat(tensor) -> torch.Tensor:
+def _flat(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
-        raise ValueError("a tensor that is not contiguous has no flat view to write the result to: pass .contiguous()")
+        raise ValueError("a tensor that is not contiguous has no flat view to write the result to: "
+                         "pass .contiguous()")
     return tensor.view(-1)
 
 
-def _unpack(buffer, pieces) -> None:
+def _unpack(buffer: Tensor, pieces: list[Tensor]) -> None:
     start = 0
     for piece in pieces:
         piece.copy_(buffer[start : start + piece.numel()])
@@ -118,18 +137,6 @@ def _unpack(buffer, pieces) -> None:
 
 
 if __name__ == "__main__":
-    from zero_minimal.foundations import ranks
+    from zero_minimal.programs.constant_buffers import main
 
-    with ranks.start("cpu") as rank:
-        buffers = ConstantBuffers(2**20)
-        if rank.rank == 0:
-            print("parameters   fused buffer   constant buffers (MB)")
-        for millions in (1, 3, 10, 30):
-            gradients = [torch.full((1000, 100), float(rank.rank)) for _ in range(10 * millions)]
-            fused = [gradient.clone() for gradient in gradients]
-            all_reduce(gradients, buffers)
-            fused_all_reduce(fused)
-            assert all(map(torch.equal, gradients, fused))
-            if rank.rank == 0:
-                held = sum(buffer.nbytes for buffer in buffers.buffers)
-                print(f"{millions:>9}M {4 * millions:>14.1f} {held / 1e6:>18.1f}")
+    main()

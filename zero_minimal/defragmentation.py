@@ -1,67 +1,82 @@
 """M_D: what lives long is laid into memory that was allocated once, up front (section 6.3).
 
-A step with activation checkpoints mixes two kinds of tensors. Forward keeps the checkpoints and drops all other
-activations; backward keeps the gradients of parameters and drops those of activations. Whatever is kept comes to lie
-between things that are dropped a moment later, and the holes around it are each too small for the next large tensor: an
-allocation fails though more than 30% of the memory is free (section 3.2).
+A step with activation checkpoints mixes two kinds of tensors. Forward keeps the checkpoints and
+drops all other activations; backward keeps the gradients of parameters and drops those of
+activations. Whatever is kept comes to lie between things that are dropped a moment later, and the
+holes around it are each too small for the next large tensor: an allocation fails though more than
+30% of the memory is free (section 3.2).
 
 Memory a rank, for L blocks with an input of [b, s, h] and Ψ parameters:
     checkpoint slab    L·b·s·h elements, for the largest b and s that will come
     gradient slab      Ψ elements
-The tensors take as much without slabs; but these stay for good, and what is kept exists twice while it is copied.
+The tensors take as much without slabs; but these stay for good, and what is kept exists twice while
+it is copied.
 
 Communication plan: none. The training step:
     start      slab = Slab(L·b·s·h);  gradient_slab = gradients_in_slab(model)
-    forward    x = checkpoint_in_slab(block, x, slab), for each block
+    forward    x = checkpoint(block, x, place=slab.keep), for each block
+               (checkpoint is that of activation_partitioning.py: with group= it cuts what is kept)
     backward   each gradient goes into its slab as soon as it is complete
     step       optimizer.step();  optimizer.zero_grad();  slab.reset();  gradient_slab.reset()
 With accumulation each micro-batch has checkpoints of its own: reset their slab after each backward.
+A backward that comes after the reset fails: what it needs may be overwritten.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
+from torch import Tensor, nn
 
 
 class Slab:
-    """One allocation for one kind of long-lived tensors. They are laid into it one after another, until reset().
+    """One allocation for long-lived tensors of one kind: laid side by side until reset().
 
     Args:
-        elements: its size. By default the first round measures: until the first reset() tensors get memory of their
-            own, and then the slab is allocated for as many elements as were kept.
+        elements: its size. By default the first round measures: until the first reset() tensors get
+            memory of their own, and then the slab is allocated for as many elements as were kept.
         dtype, device: those of the tensors.
-    `memory` is the allocation, [elements] (None while it measures); `used` counts the elements kept in this round.
+    `memory` is the allocation, [elements] (None while it measures); `used` counts the elements kept
+    in this round.
     """
 
-    def __init__(self, elements=None, dtype=torch.float32, device=None):
-        self.dtype, self.device, self.used, self.memory = dtype, torch.device(device or "cpu"), 0, None
+    def __init__(
+        self, elements: int | None = None, dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ):
+        self.dtype, self.device = dtype, torch.device(device or "cpu")
+        self.memory: Tensor | None = None
+        self.used = 0
         if elements is not None:
             self._allocate(elements)
 
-    def _allocate(self, elements):
+    def _allocate(self, elements: int) -> None:
         if elements < 1:
             raise ValueError(f"a slab must hold at least one element, not {elements}")
         self.memory = torch.empty(elements, dtype=self.dtype, device=self.device)
-        self._round = self.memory.data  # the same memory. Autograd counts changes of this tensor apart
+        self._round = self.memory.data  # the same memory; autograd counts its changes apart
 
     @torch.no_grad()
-    def keep(self, tensor):
+    def keep(self, tensor: Tensor) -> Tensor:
         """A copy of the tensor that lies in the slab, of the same shape. It is valid until reset().
 
-        Raises: ValueError for another dtype or device than the slab's; MemoryError if the slab is full.
+        Raises: ValueError for another dtype or device than the slab's; MemoryError if the slab is
+            full.
         """
         if tensor.dtype != self.dtype or tensor.device.type != self.device.type:
             raise ValueError(
-                f"this slab holds {self.dtype} on {self.device}, and was given {tensor.dtype} on {tensor.device}: "
-                "make one slab for each dtype and device"
+                f"this slab holds {self.dtype} on {self.device}, and was given {tensor.dtype} on "
+                f"{tensor.device}: make one slab for each dtype and device"
             )
         end = self.used + tensor.numel()
         if self.memory is None:
             kept = tensor.clone()
         elif end > len(self.memory):
             raise MemoryError(
-                f"the slab is full: {tensor.numel()} elements do not fit behind the {self.used} of {len(self.memory)} "
-                "that are used. Make it as large as the largest step needs, and reset() it after each step"
+                f"the slab is full: {tensor.numel()} elements do not fit behind the {self.used} of "
+                f"{len(self.memory)} that are used. Make it as large as the largest step needs, "
+                "and reset() it after each step"
             )
         else:
             self.memory[self.used : end].view(tensor.shape).copy_(tensor)
@@ -69,70 +84,36 @@ class Slab:
         self.used = end
         return kept
 
-    def holds(self, tensor):
+    def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in the slab's memory."""
         return self.memory is not None and (
             tensor.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
         )
 
-    def reset(self):
+    def reset(self) -> None:
         """Forget all that was kept: the next tensor goes to the front again. Nothing is freed."""
         if self.memory is not None:
-            self._round[:0].zero_()  # counts as a change: a backward that still needs this round fails
+            self._round[:0].zero_()  # a change: a backward that still needs this round fails
             self._round = self.memory.data
         elif self.used:
             self._allocate(self.used)
         self.used = 0
 
 
-def checkpoint_in_slab(function, x, slab):
-    """function(x), of which only x is kept, in the slab; backward computes the function again from there.
+def gradients_in_slab(model: nn.Module) -> Slab:
+    """From now on each parameter's .grad lies in one slab, in the order in which backward completes
+    them.
 
-    Args:
-        function: from one tensor to one tensor, like a block of a transformer. Random numbers that it draws (dropout)
-            are the same both times.
-        x: of the slab's dtype and device. The gradient of x is passed on, if x wants one.
-    Without gradients (evaluation) it is just function(x).
-    """
-    if not torch.is_grad_enabled():
-        return function(x)
-    anchor = torch.empty(0, requires_grad=True)  # x may want no gradient, but parameters do: backward must run
-    return _Checkpoint.apply(function, slab, x, anchor)
-
-
-class _Checkpoint(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, function, slab, x, anchor):
-        ctx.function = function
-        ctx.random_state = torch.get_rng_state()
-        ctx.cuda_random_state = torch.cuda.get_rng_state(x.device) if x.is_cuda else None
-        ctx.save_for_backward(slab.keep(x))  # x itself is free to go
-        return function(x)  # autograd records nothing inside of forward
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (kept,) = ctx.saved_tensors
-        x = kept.detach().requires_grad_(ctx.needs_input_grad[2])
-        with torch.enable_grad(), torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):
-            torch.set_rng_state(ctx.random_state)
-            if x.is_cuda:
-                torch.cuda.set_rng_state(ctx.cuda_random_state, x.device)
-            y = ctx.function(x)
-        torch.autograd.backward(y, gradient)  # adds to the parameters' gradients
-        return None, None, x.grad, None
-
-
-def gradients_in_slab(model):
-    """From now on each parameter's .grad lies in one slab, in the order in which backward completes them.
-
-    Returns: the Slab, with room for one gradient of each parameter. Set the gradients to None, then reset() it.
+    Returns: the Slab, with room for one gradient of each parameter. Set the gradients to None, then
+        reset() it.
     Raises: ValueError if no parameter wants a gradient, or if they differ in dtype or device.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     kinds = {(param.dtype, param.device) for param in params}
     if len(kinds) != 1:
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "none that wants a gradient"
-        raise ValueError(f"a gradient slab is for parameters of one dtype on one device; this model has {found}")
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError("a gradient slab is for parameters of one dtype on one device; this model "
+                         f"has {found or 'none that wants a gradient'}")
     slab = Slab(sum(param.numel() for param in params), *kinds.pop())
 
     def move(param):
@@ -140,8 +121,8 @@ def gradients_in_slab(model):
             param.grad = slab.keep(param.grad)
         elif param.grad.storage_offset() + param.grad.numel() > slab.used:
             raise RuntimeError(
-                "the gradient slab was reset while a gradient was in use there: set gradients to None first "
-                "(optimizer.zero_grad()), then reset() the slab"
+                "the gradient slab was reset while a gradient was in use there: set gradients to "
+                "None first (optimizer.zero_grad()), then reset() the slab"
             )  # else: autograd has added to what lies there, from an earlier micro-batch
 
     for param in params:
@@ -149,14 +130,15 @@ def gradients_in_slab(model):
     return slab
 
 
-# A slab empties all at once. Where tensors come and go one by one, holes appear again, and can be closed again:
+# A slab empties all at once. Where tensors come and go one by one, holes appear again, and can be
+# closed again:
 
 
 @dataclass(eq=False)
 class _Block:
     start: int  # in elements
     size: int
-    tensor: torch.Tensor | None = None  # the one that was handed out; None: the block is free
+    tensor: Tensor | None = None  # the one that was handed out; None: the block is free
 
 
 class Arena:
@@ -168,39 +150,46 @@ class Arena:
     `memory` is the allocation, [elements].
     """
 
-    def __init__(self, elements, dtype=torch.float32, device=None):
+    def __init__(
+        self, elements: int, dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ):
         if elements < 1:
             raise ValueError(f"an arena must hold at least one element, not {elements}")
         self.memory = torch.empty(elements, dtype=dtype, device=device)
         self._blocks = [_Block(0, elements)]  # by address; they touch; no two neighbours are free
 
     @property
-    def free_bytes(self):
+    def free_bytes(self) -> int:
         """Bytes that no tensor uses, in all."""
         return sum(self._free_sizes()) * self.memory.element_size()
 
     @property
-    def largest_free(self):
+    def largest_free(self) -> int:
         """Bytes of the largest free block: no larger tensor fits now."""
         return max(self._free_sizes(), default=0) * self.memory.element_size()
 
-    def _free_sizes(self):
+    def _free_sizes(self) -> list[int]:
         return [block.size for block in self._blocks if block.tensor is None]
 
-    def allocate(self, shape):
+    def allocate(self, shape: Sequence[int]) -> Tensor:
         """A tensor of this shape that is a view of the arena's memory, not initialised.
 
-        It stays valid until free(); compact() may move it, and it follows. Views that are taken of it do not.
-        Raises: MemoryError if no free block is large enough; ValueError for a shape without elements.
+        It stays valid until free(); compact() may move it, and it follows. Views that are taken of
+        it do not.
+        Raises: MemoryError if no free block is large enough; ValueError for a shape without
+            elements.
         """
         shape = torch.Size(shape)
         size = shape.numel()
         if size < 1:
-            raise ValueError(f"an arena hands out tensors of at least one element, not of shape {tuple(shape)}")
+            raise ValueError("an arena hands out tensors of at least one element, not of shape "
+                             f"{tuple(shape)}")
         fitting = [block for block in self._blocks if block.tensor is None and block.size >= size]
         if not fitting:
             self._refuse(shape, size * self.memory.element_size())
-        block = min(fitting, key=lambda block: block.size)  # best fit: large holes are left for large tensors
+        # best fit: large holes are left for large tensors
+        block = min(fitting, key=lambda block: block.size)
         if block.size > size:
             rest = _Block(block.start + size, block.size - size)
             self._blocks.insert(self._blocks.index(block) + 1, rest)
@@ -209,43 +198,44 @@ class Arena:
         self._point(block, shape)
         return block.tensor
 
-    def _refuse(self, shape, wanted):
-        raise MemoryError(
-            f"a tensor of shape {tuple(shape)} needs {wanted} bytes; {self.free_bytes} are free, the largest block has "
-            f"{self.largest_free}: " + (
-                "call compact(), then it fits" if wanted <= self.free_bytes
-                else "free tensors that are not needed, or make the arena larger"
-            )
-        )
+    def _refuse(self, shape: torch.Size, wanted: int) -> NoReturn:
+        advice = ("call compact(), then it fits" if wanted <= self.free_bytes
+                  else "free tensors that are not needed, or make the arena larger")
+        raise MemoryError(f"a tensor of shape {tuple(shape)} needs {wanted} bytes; "
+                          f"{self.free_bytes} are free, the largest block has "
+                          f"{self.largest_free}: {advice}")
 
     @torch.no_grad()
-    def _point(self, block, shape, stride=()):
-        # set_ counts as a change, unlike .data = …: where autograd saved the tensor for backward, backward says so
+    def _point(self, block: _Block, shape: torch.Size, stride: Sequence[int] = ()) -> None:
+        # set_ counts as a change, unlike .data = …: where autograd saved the tensor for backward,
+        # backward says so
         block.tensor.set_(self.memory.untyped_storage(), block.start, shape, stride)
 
     @torch.no_grad()
-    def free(self, tensor):
+    def free(self, tensor: Tensor) -> None:
         """Give a tensor's memory back. The tensor becomes empty, so that nobody uses it by mistake.
 
         Raises: ValueError if it is not one that this arena handed out, or was freed before.
         """
-        place = next((place for place, block in enumerate(self._blocks) if block.tensor is tensor), None)
-        if place is None:
-            raise ValueError("free() takes a tensor that allocate() of this arena returned, once: it is none, or "
-                             "it was freed before")
-        block = self._blocks[place]
-        block.tensor = None
+        own = [index for index, block in enumerate(self._blocks) if block.tensor is tensor]
+        if not own:
+            raise ValueError("free() takes a tensor that allocate() of this arena returned, once: "
+                             "it is none, or it was freed before")
+        (index,) = own
+        self._blocks[index].tensor = None
         tensor.set_()
-        for neighbour in (place + 1, place - 1):  # the later first: the earlier swallows both
-            if 0 <= neighbour < len(self._blocks) and self._blocks[neighbour].tensor is None:
-                first, second = sorted((min(place, neighbour), max(place, neighbour)))
-                self._blocks[first].size += self._blocks.pop(second).size
+        for first in (index, index - 1):  # joined to the block behind, then to the one before
+            pair = self._blocks[first : first + 2] if first >= 0 else []
+            if len(pair) == 2 and all(block.tensor is None for block in pair):
+                pair[0].size += self._blocks.pop(first + 1).size
 
     @torch.no_grad()
-    def compact(self):
-        """Move all tensors to the front, in place: what is free becomes one block. The tensors follow.
+    def compact(self) -> None:
+        """Move all tensors to the front, in place: what is free becomes one block. The tensors
+        follow.
 
-        Call it between steps: backward cannot use a tensor that was saved in forward and moved since, and says so.
+        Call it between steps: backward cannot use a tensor that was saved in forward and moved
+        since, and says so.
         """
         front = 0
         live = [block for block in self._blocks if block.tensor is not None]
@@ -257,11 +247,11 @@ class Arena:
         rest = len(self.memory) - front
         self._blocks = live + ([_Block(front, rest)] if rest else [])
 
-    def _move(self, source, target, size, piece=2**18):
-        """Elements from `source` on, to `target` further in front. Source and target may overlap."""
+    def _move(self, source: int, target: int, size: int, piece: int = 2**18) -> None:
+        """Elements from `source` on, to `target` further in front. They may overlap."""
         if source == target:
             return
-        for done in range(0, size, piece):  # front to back: what gets overwritten has been moved already
+        for done in range(0, size, piece):  # front to back: what is overwritten was moved before
             count = min(piece, size - done)
             moving = self.memory[source + done :][:count]
             if source - target < count:

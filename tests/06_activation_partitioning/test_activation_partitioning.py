@@ -13,6 +13,7 @@ import toys
 from torch import nn
 
 from zero_minimal.activation_partitioning import checkpoint, checkpoint_blocks
+from zero_minimal.foundations import host
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
 
@@ -119,6 +120,32 @@ def test_in_host_memory_the_input_itself_is_let_go():
         output = checkpoint(nn.Linear(5, 5), x, to_host=to_host)
         (kept,) = [one for one in output.grad_fn.saved_tensors if one.numel() == x.numel()]
         assert kept.device.type == "cpu" and (kept.data_ptr() != x.data_ptr()) == to_host
+
+
+def test_what_goes_to_host_memory_is_announced():
+    heard, block = [], nn.Linear(5, 5)
+    x, index = torch.randn(SHAPE), torch.arange(7)
+
+    def call(**options):
+        return checkpoint(lambda x, index, weight: x @ weight, x, index, block.weight, **options)
+
+    with host.announced(heard.append):
+        call()
+        assert heard == [], "nothing went there"
+        output = call(to_host=True)
+    call(to_host=True)
+    assert toys.identical(heard, [x, index]), "the tensors; the parameter stays, and outside nobody listens"
+    kept = {tensor.data_ptr() for tensor in output.grad_fn.saved_tensors}
+    assert {tensor.data_ptr() for tensor in heard} < kept and x.data_ptr() not in kept
+
+
+def test_a_listener_that_fails_is_not_asked_again():
+    def fails(tensor):
+        raise KeyError("in the listener")
+
+    with pytest.raises(KeyError), host.announced(fails):
+        host.to_host(torch.ones(3))
+    assert torch.equal(host.to_host(torch.ones(3)), torch.ones(3))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

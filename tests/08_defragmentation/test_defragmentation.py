@@ -1,5 +1,6 @@
 """Lesson 8, M_D: checkpoints and gradients lie in slabs; an arena closes its holes; an allocator model shows why."""
 
+import functools
 import random
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 import torch.distributed as dist
 import toys
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
-from zero_minimal.defragmentation import Arena, Slab, checkpoint_in_slab, gradients_in_slab
+from zero_minimal.activation_partitioning import checkpoint, checkpoint_blocks
+from zero_minimal.defragmentation import Arena, Slab, gradients_in_slab
 from zero_minimal.meters import allocator as allocator_model
 from zero_minimal.meters.allocator import MIB, CachingAllocator, OutOfMemory
 from zero_minimal.meters.memory import Ledger
@@ -36,7 +38,7 @@ def gpt(seed=0):
     return GPT(SIZES)
 
 
-def place(tensor):
+def extent(tensor):
     """First byte, and the byte behind the last."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
@@ -46,11 +48,11 @@ class Numbered(Slab):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.places = []
+        self.extents = []
 
     def keep(self, tensor):
         kept = super().keep(tensor)
-        self.places.append(place(kept))
+        self.extents.append(extent(kept))
         return kept
 
 
@@ -67,7 +69,7 @@ def test_slab_keeps_copies_side_by_side_in_one_allocation():
     assert toys.identical(kept, wanted), "what is kept is a copy: the source may be overwritten"
     assert [tensor.shape for tensor in kept] == [tensor.shape for tensor in wanted]
     assert {tensor.untyped_storage().data_ptr() for tensor in kept} == {slab.memory.untyped_storage().data_ptr()}
-    ends = [place(tensor) for tensor in kept]
+    ends = [extent(tensor) for tensor in kept]
     assert ends[0][0] == slab.memory.data_ptr()
     assert all(first[1] == second[0] for first, second in zip(ends, ends[1:], strict=False))
     assert slab.memory.untyped_storage().nbytes() == 4 * 23
@@ -109,31 +111,31 @@ def test_slab_says_what_does_not_fit():
 
 
 def train(slabs, lengths=LENGTHS, micro_batches=1):
-    """Losses, gradients of every step, and the places in the slab, of a training with all blocks checkpointed."""
+    """Losses, gradients of every step, and a look at the slabs, of a training with all blocks checkpointed."""
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     slab = Numbered(SIZES.layers * 3 * max(lengths) * SIZES.hidden)
     gradient_slab = gradients_in_slab(model) if slabs else None
-    for block in model.blocks:
-        block.forward = (
-            (lambda x, inside=block.inside: checkpoint_in_slab(inside, x, slab)) if slabs
-            else (lambda x, inside=block.inside: checkpoint(inside, x, use_reentrant=False))
-        )
+    if slabs:
+        checkpoint_blocks(model, place=slab.keep)
+    else:
+        for block in model.blocks:
+            block.forward = functools.partial(torchs_checkpoint, block.inside, use_reentrant=False)
     losses, gradients = [], []
     for step, length in enumerate(lengths):
         for micro in range(micro_batches):
             loss = model(*toys.tokens(micro, step, sequence=length))
             if slabs:
-                assert len({low for low, _ in slab.places}) == SIZES.layers, "a place for each block's input"
+                assert len({low for low, _ in slab.extents}) == SIZES.layers, "a place for each block's input"
             loss.backward()
             losses.append(loss.item())
             slab.reset()
-            checkpoints, slab.places = slab.places, []
+            checkpoints, slab.extents = slab.extents, []
         gradients += [param.grad.clone() for param in model.parameters()]
         if slabs:
             assert_side_by_side(checkpoints, slab.memory)
             assert all(gradient_slab.holds(param.grad) for param in model.parameters())
-            assert_side_by_side(sorted(place(param.grad) for param in model.parameters()), gradient_slab.memory)
+            assert_side_by_side(sorted(extent(param.grad) for param in model.parameters()), gradient_slab.memory)
             assert gradient_slab.used == len(gradient_slab.memory) == sum(p.numel() for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
@@ -142,11 +144,11 @@ def train(slabs, lengths=LENGTHS, micro_batches=1):
     return losses, gradients + [param.detach() for param in model.parameters()]
 
 
-def assert_side_by_side(places, memory):
+def assert_side_by_side(extents, memory):
     """One after another from the first byte of the memory on: one allocation, without holes."""
-    assert places[0][0] == memory.data_ptr()
-    assert all(first[1] == second[0] for first, second in zip(places, places[1:], strict=False))
-    assert places[-1][1] <= memory.data_ptr() + memory.untyped_storage().nbytes()
+    assert extents[0][0] == memory.data_ptr()
+    assert all(first[1] == second[0] for first, second in zip(extents, extents[1:], strict=False))
+    assert extents[-1][1] <= memory.data_ptr() + memory.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize("micro_batches", (1, 3))
@@ -162,8 +164,7 @@ def test_training_with_slabs_is_the_same_to_the_bit(micro_batches):
 def test_only_the_inputs_of_blocks_are_kept():
     """By the ledger: between forward and backward the slab, and nothing else that is as large as a block's input."""
     model, slab = gpt(), Slab(SIZES.layers * 3 * 23 * SIZES.hidden)
-    for block in model.blocks:
-        block.forward = lambda x, inside=block.inside: checkpoint_in_slab(inside, x, slab)
+    checkpoint_blocks(model, place=slab.keep)
     tokens = toys.tokens(0, 0, sequence=23)
     with Ledger("cpu") as ledger:
         before = ledger.total
@@ -179,7 +180,7 @@ def test_gradient_reaches_input_and_parameters():
     for wants in (True, False):
         x = torch.randn(3, 5, requires_grad=wants)
         gradients = []
-        for run in (layer, lambda x: checkpoint_in_slab(layer, x, slab)):
+        for run in (layer, lambda x: checkpoint(layer, x, place=slab.keep)):
             layer.zero_grad()
             x.grad = None
             run(x).square().sum().backward()
@@ -191,13 +192,13 @@ def test_gradient_reaches_input_and_parameters():
 def test_evaluation_keeps_nothing():
     slab = Slab(100)
     with torch.no_grad():
-        checkpoint_in_slab(nn.Linear(5, 5), torch.ones(2, 5), slab)
+        checkpoint(nn.Linear(5, 5), torch.ones(2, 5), place=slab.keep)
     assert slab.used == 0
 
 
 def test_backward_does_not_use_what_was_overwritten():
     slab = Slab(100)
-    loss = checkpoint_in_slab(nn.Linear(5, 5), torch.ones(2, 5), slab).sum()
+    loss = checkpoint(nn.Linear(5, 5), torch.ones(2, 5), place=slab.keep).sum()
     slab.reset()
     slab.keep(torch.zeros(2, 5))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -220,8 +221,8 @@ def test_gradient_slab_says_what_it_cannot_do():
 def stage2_losses(in_slab):
     rank = dist.get_rank()
     model, slab = toys.build(lambda: GPT(SIZES), rank), Slab()
-    for block in model.blocks if in_slab else ():
-        block.forward = lambda x, inside=block.inside: checkpoint_in_slab(inside, x, slab)
+    if in_slab:
+        checkpoint_blocks(model, place=slab.keep)
     zero = Stage2(model, torch.optim.AdamW, lr=1e-2, bucket_bytes=4096)
     torch.manual_seed(200 + rank)
     losses = []
@@ -312,7 +313,7 @@ def test_compaction_moves_overlapping_blocks(gap, monkeypatch):
     assert toys.identical(holders, values)
     assert id(holders[0]) == address
     assert large.data_ptr() == arena.memory.data_ptr()
-    assert behind.data_ptr() == place(large)[1]
+    assert behind.data_ptr() == extent(large)[1]
     assert arena.largest_free == arena.free_bytes == 4 * (2000 - 37 * 31 - 50)
 
 
@@ -620,12 +621,11 @@ def test_slabs_are_two_blocks_on_cuda():
     model = gpt().cuda()
     slab = Slab(SIZES.layers * 3 * 23 * SIZES.hidden, device="cuda")
     gradient_slab = gradients_in_slab(model)
-    for block in model.blocks:
-        block.forward = lambda x, inside=block.inside: checkpoint_in_slab(inside, x, slab)
+    checkpoint_blocks(model, place=slab.keep)
     inputs, targets = toys.tokens(0, 0, sequence=23)
     model(inputs.cuda(), targets.cuda()).backward()
     blocks = [(block["address"], block["address"] + block["size"]) for segment in torch.cuda.memory_snapshot()
               for block in segment["blocks"] if block["state"] == "active_allocated"]
     for memory, inside in ((slab.memory, []), (gradient_slab.memory, [param.grad for param in model.parameters()])):
         low, high = next((low, high) for low, high in blocks if low <= memory.data_ptr() < high)
-        assert all(low <= first and last <= high for first, last in map(place, [memory, *inside]))
+        assert all(low <= first and last <= high for first, last in map(extent, [memory, *inside]))

@@ -4,12 +4,14 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 
 import checks
 import pytest
 import torch
 import torch.distributed as dist
 import toys
+from thorough import companions, sample
 from torch import optim
 from torch.nn.parallel import DistributedDataParallel
 from toys import STAGES, WORLDS, Recipe
@@ -20,7 +22,7 @@ from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.workload.settings import Settings
 
 by_stage = pytest.mark.parametrize("stage", range(4))
-by_world = pytest.mark.parametrize("world_size", WORLDS)
+by_world = pytest.mark.parametrize("world_size", sample(WORLDS, (2, 3)))
 
 
 def small_gpt():
@@ -51,14 +53,20 @@ BIT_FOR_BIT = {
 
 
 @functools.cache
-def twenty_steps(world_size):
-    return toys.run(checks.train_all, world_size, BIT_FOR_BIT, *STAGES, DDP)
+def twenty_steps(world_size, name):
+    results = toys.run(checks.train_all, world_size, {name: BIT_FOR_BIT[name]}, *STAGES, DDP)
+    return [rank[name] for rank in results]
 
 
-@pytest.mark.parametrize("name", BIT_FOR_BIT)
-@by_world
+by_world_and_recipe = pytest.mark.parametrize("world_size, name", sample(
+    itertools.product(WORLDS, BIT_FOR_BIT),
+    [(2, "transformer"), (3, "gpt"), (4, "transformer, one bucket")],
+))
+
+
+@by_world_and_recipe
 def test_losses_agree_bit_for_bit(world_size, name):
-    runs = [rank[name] for rank in twenty_steps(world_size)]
+    runs = twenty_steps(world_size, name)
     for rank, (first, *others, _) in enumerate(runs):
         assert len(first.losses) == 20
         for stage, other in enumerate(others, start=1):
@@ -68,11 +76,10 @@ def test_losses_agree_bit_for_bit(world_size, name):
     assert len({tuple(rank[0].losses) for rank in runs}) == world_size, "the ranks had the same data: no test at all"
 
 
-@pytest.mark.parametrize("name", BIT_FOR_BIT)
-@by_world
+@by_world_and_recipe
 def test_losses_agree_with_ddp(world_size, name):
-    for rank in twenty_steps(world_size):
-        ours, ddp = rank[name][0].losses, rank[name][-1].losses
+    for rank in twenty_steps(world_size, name):
+        ours, ddp = rank[0].losses, rank[-1].losses
         assert ours == pytest.approx(ddp, rel=1e-5)
         assert ours[-1] < ours[0], "nothing was learned: the comparison says little"
 
@@ -85,16 +92,20 @@ def test_losses_agree_with_ddp(world_size, name):
 IN_ANOTHER_ORDER = {name for name, recipe in checks.RECIPES.items() if recipe.clip or recipe.accumulate > 1}
 
 
+AGREE = ("clipping", "accumulation", "frozen, tied and unused parameters", "bf16 and all the rest",
+         "another order in each step")  # with the others of checks.RECIPES it takes long
+
+
 @functools.cache
-def with_recipes(world_size):
-    return toys.run(checks.train_all, world_size, checks.RECIPES, *STAGES)
+def with_recipes(world_size, names):
+    return toys.run(checks.train_all, world_size, {name: checks.RECIPES[name] for name in names}, *STAGES)
 
 
-@pytest.mark.parametrize("name", checks.RECIPES)
+@pytest.mark.parametrize("name", sample(checks.RECIPES, AGREE))
 def test_stages_agree(name):
     plain, exact = checks.plainly(3)[name]
     rounding = toys.distance(plain.parameters, exact.parameters)  # the bound of checks.assert_trains_as_one_process
-    for results in with_recipes(3):
+    for results in with_recipes(3, companions(name, checks.RECIPES, AGREE)):
         first, *others = results[name]
         for stage, other in enumerate(others, start=1):
             if name in IN_ANOTHER_ORDER:
@@ -122,15 +133,20 @@ ELEMENT_WISE = {
 }
 
 
+# test_errors.py trains a little with all of them
+OFTEN = ("Adam", "AdamW, fused", "RMSprop", "SGD, nesterov")
+
+
 @functools.cache
-def with_element_wise(world_size):
-    plain = toys.run(checks.plain_all, 1, ELEMENT_WISE, world_size)[0]
-    return plain, toys.run(checks.train_all, world_size, ELEMENT_WISE, *STAGES)
+def with_element_wise(world_size, names):
+    recipes = {name: ELEMENT_WISE[name] for name in names}
+    plain = toys.run(checks.plain_all, 1, recipes, world_size)[0]
+    return plain, toys.run(checks.train_all, world_size, recipes, *STAGES)
 
 
-@pytest.mark.parametrize("name", ELEMENT_WISE)
+@pytest.mark.parametrize("name", sample(ELEMENT_WISE, OFTEN))
 def test_element_wise_optimizers(name):
-    plain, ranks = with_element_wise(3)
+    plain, ranks = with_element_wise(3, companions(name, ELEMENT_WISE, OFTEN))
     rounding = toys.distance(plain[name][0].parameters, plain[name][1].parameters)  # as above
     for results in ranks:
         first, *others = results[name]
@@ -238,7 +254,7 @@ def peaks(shape, steps=2):
     return elements, found
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", sample(SHAPES, ("default", "mlp")))
 def test_peak_memory_falls_from_stage_to_stage(shape):
     for elements, moments in toys.run(peaks, 2, shape):
         assert elements > 5_000_000 or shape == "default"
@@ -271,7 +287,7 @@ def gradients_of_stage2():
     return ledger.highest()["gradients"], psi, max(param.nbytes for param in model.parameters())
 
 
-@pytest.mark.parametrize("world_size", (2, 4))
+@pytest.mark.parametrize("world_size", sample((2, 4), [4]))
 def test_stage_2_holds_whole_gradients_of_open_buckets_only(world_size):
     for highest, psi, largest in toys.run(gradients_of_stage2, world_size):
         # One bucket is being reduced, one is filled, and one has begun with the gradient of a norm, which comes before
@@ -389,7 +405,7 @@ def on_the_wire():
     return found
 
 
-@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("world_size", sample((2, 3), [3]))
 def test_the_wire_carries_what_the_formula_says(world_size):
     for rank in toys.run(on_the_wire, world_size):
         for stage, (psi, sockets, loopback) in enumerate(rank):

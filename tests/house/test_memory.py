@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import toys
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as hooks_of_all_modules
@@ -413,7 +414,7 @@ def test_lives_with_other_modes_and_keeps_results():
 # ---------------------------------------------------------------------------------------------------- stages and peers
 
 SMALL = GPTConfig(layers=6, hidden=32, heads=4, sequence=16, vocabulary=64, dropout=0.0)
-BUCKET_BYTES = 2**14
+BUCKET_BYTES = 2**15
 
 
 def train(zero, ledger):
@@ -449,7 +450,7 @@ STAGES = [(stage, dtype) for stage in (Stage0, Stage1, Stage2, Stage3) for dtype
 @pytest.fixture(scope="module")
 def watched_stages():
     """What three ranks saw of each stage, in turn."""
-    return ranks.run(lambda: {(stage, dtype): watch_stage(stage, dtype) for stage, dtype in STAGES}, 3)
+    return toys.run(lambda: {(stage, dtype): watch_stage(stage, dtype) for stage, dtype in STAGES}, 3)
 
 
 @pytest.mark.parametrize("stage_class, dtype", STAGES)

@@ -1,28 +1,35 @@
 """torch's own optimizers on shards.
 
-An optimizer is element-wise if what it does to an element depends on that element's value, gradient and history alone.
-It may then be given any slice of the parameters: a shard. Adam, AdamW, SGD, RMSprop and Adagrad are; LBFGS, Adafactor,
-Muon and LAMB are not: they look at norms, rows or whole matrices.
+An optimizer is element-wise if what it does to an element depends on that element's value, gradient
+and history alone. It may then be given any slice of the parameters: a shard. Adam, AdamW, SGD,
+RMSprop and Adagrad are; LBFGS, Adafactor, Muon and LAMB are not: they look at norms, rows or whole
+matrices.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zero_minimal.foundations import values
+from zero_minimal.foundations.layout import Bucket
 
 
-def check_element_wise(optimizer_class, options: dict) -> None:
-    """Try the optimizer on a small matrix, whole and cut in two pieces that step by themselves: both must agree.
+def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
+    """Try the optimizer on a small matrix, whole and in two pieces that step by themselves: both
+    must agree.
 
-    Raises: TypeError for an optimizer that is not a class, or options it does not take; ValueError if the pieces go
-    another way than the whole, or if it cannot step without a closure or on a flat tensor.
+    Raises: TypeError for an optimizer that is not a class, or options it does not take; ValueError
+        if the pieces go another way than the whole, or if it cannot step without a closure or on a
+        flat tensor.
     """
     if not values.present():
         return
     if not isinstance(optimizer_class, type):
-        raise TypeError("give the optimizer's class and its options: Stage2(model, torch.optim.AdamW, lr=3e-4)")
+        raise TypeError("give the optimizer's class and its options: "
+                        "Stage2(model, torch.optim.AdamW, lr=3e-4)")
     name = optimizer_class.__name__
-    refusal = f"{name} is not element-wise, so it cannot update a shard: use AdamW, Adam, SGD or another that is"
+    refusal = (f"{name} is not element-wise, so it cannot update a shard: use AdamW, Adam, SGD or "
+               "another that is")
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(4, 8, generator=generator)
     gradients = [torch.randn(4, 8, generator=generator) * 10**power for power in (-1, 0, 1)]
@@ -32,9 +39,10 @@ def check_element_wise(optimizer_class, options: dict) -> None:
         optimizer_class([nn.Parameter(start.clone())], **options)  # the user's options, as they are
     except TypeError as error:
         raise TypeError(f"{name} does not take these options: {error}") from None
+    visible = options | {"lr": 0.1} if "lr" in options else options  # tiny steps would hide it
     try:
-        visible = {**options, "lr": 0.1} if "lr" in options else options  # a tiny step would hide a difference
-        on_whole, on_pieces = optimizer_class([whole], **visible), optimizer_class(pieces, **visible)
+        on_whole = optimizer_class([whole], **visible)
+        on_pieces = optimizer_class(pieces, **visible)
         for gradient in gradients:
             whole.grad = gradient.clone()
             on_whole.step()
@@ -42,30 +50,38 @@ def check_element_wise(optimizer_class, options: dict) -> None:
                 update(on_pieces, on_pieces.param_groups[0], piece, part.clone())
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         raise ValueError(f"{refusal} ({error})") from None
-    moved, moved_in_pieces = whole.detach() - start, torch.cat([piece.detach() for piece in pieces]).view(4, 8) - start
-    if not torch.allclose(moved, moved_in_pieces, rtol=1e-3, atol=1e-3 * moved.abs().max().item()):
+    moved = whole.detach() - start
+    in_pieces = torch.cat([piece.detach() for piece in pieces]).view(4, 8) - start
+    if not torch.allclose(moved, in_pieces, rtol=1e-3, atol=1e-3 * moved.abs().max().item()):
         raise ValueError(refusal)
 
 
-def on_shards(optimizer_class, options: dict, groups: list[dict], buckets):
+def on_shards(
+    optimizer_class: type[Optimizer], options: dict, groups: list[dict], buckets: list[Bucket]
+) -> Optimizer:
     """The user's optimizer over this rank's shards, with the user's groups and options."""
     shards = [{**group, "params": [b.master for b in buckets if b.group_index == index]}
               for index, group in enumerate(groups)]
     optimizer = optimizer_class(shards, **options)
 
     def refuse(optimizer, *_):
-        if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
-            raise RuntimeError("call zero.step(): zero.optimizer.step() alone sees no gradient, and sends no parameter")
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if all(param.grad is None for param in params):
+            raise RuntimeError("call zero.step(): zero.optimizer.step() alone sees no gradient, "
+                               "and sends no parameter")
 
     optimizer.register_step_pre_hook(refuse)
     return optimizer
 
 
-def update_shard(optimizer, bucket, gradient_scale=None) -> None:
-    """Step on one bucket's shard alone, so that its parameters can be on their way while the next is updated.
+def update_shard(
+    optimizer: Optimizer, bucket: Bucket, gradient_scale: Tensor | None = None
+) -> None:
+    """Step on one bucket's shard alone: its parameters are on their way while the next is updated.
 
-    16-bit gradients become fp32 for it, one bucket at a time; the fp32 master is rounded to the parameters' dtype.
-    `gradient_scale` (clipping, loss scale) multiplies the gradient.
+    16-bit gradients become fp32 for it, one bucket at a time; the fp32 master is rounded to the
+    parameters' dtype. `gradient_scale` (clipping, loss scale), a 0-dim tensor, multiplies the
+    gradient.
     """
     gradient = bucket.gradient_shard.to(bucket.master.dtype)
     if gradient_scale is not None:
@@ -75,7 +91,7 @@ def update_shard(optimizer, bucket, gradient_scale=None) -> None:
         bucket.parameter_shard.copy_(bucket.master.data)
 
 
-def update(optimizer, group: dict, param: nn.Parameter, gradient: torch.Tensor) -> None:
+def update(optimizer: Optimizer, group: dict, param: nn.Parameter, gradient: Tensor) -> None:
     """optimizer.step() for one parameter of one group, with this gradient."""
     groups, params = optimizer.param_groups, group["params"]
     optimizer.param_groups, group["params"] = [group], [param]

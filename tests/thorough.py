@@ -1,0 +1,31 @@
+"""What takes long is left to `pytest --thorough`; the plain run has a part of it that would show most mistakes.
+
+    @pytest.mark.thorough                                              a test that is left out as a whole
+    @pytest.mark.parametrize("world_size", sample(WORLDS, (2, 3)))     the worlds 2 and 3 always, the others thorough
+
+Nothing is dropped: `pytest --thorough-only` runs just what the plain run leaves out (conftest.py holds both options).
+"""
+
+import pytest
+
+
+def sample(cases, always):
+    """The cases for a parametrize: those in `always` run in the plain run too, all others are marked thorough.
+
+    Args:
+        cases: what is looped over; of a dict its names. A tuple is the arguments of one case.
+        always: some of them, chosen by hand: one of each kind, and those that have caught mistakes.
+    Raises: ValueError if `always` is empty, or names a case that is not there.
+    """
+    cases, always = list(cases), list(always)
+    unknown = [case for case in always if case not in cases]
+    if unknown or not always:
+        raise ValueError(f"not among the cases, or no case at all: {unknown}; choose from {cases}")
+    marks = [() if case in always else pytest.mark.thorough for case in cases]
+    arguments = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=mark) for case, mark in zip(arguments, marks, strict=True)]
+
+
+def companions(case, cases, always):
+    """The cases that run whenever this one does: for cases that share one run, since ranks take time to start."""
+    return tuple(other for other in cases if (other in always) == (case in always))

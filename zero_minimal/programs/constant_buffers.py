@@ -1,0 +1,26 @@
+"""The program of lesson 7: bytes of buffers for gradients of more and more parameters, fused and constant.
+
+    torchrun --nproc-per-node 2 zero_minimal/constant_buffers.py
+"""
+
+import torch
+
+from zero_minimal.constant_buffers import ConstantBuffers, all_reduce, fused_all_reduce
+from zero_minimal.foundations import ranks
+
+
+def main() -> None:
+    """Reduce the same gradients in both ways; rank 0 prints a row for each size."""
+    with ranks.start("cpu") as rank:
+        buffers = ConstantBuffers(2**20)
+        if rank.rank == 0:
+            print("parameters   fused buffer   constant buffers (MB)")
+        for millions in (1, 3, 10, 30):
+            gradients = [torch.full((1000, 100), float(rank.rank)) for _ in range(10 * millions)]
+            fused = [gradient.clone() for gradient in gradients]
+            all_reduce(gradients, buffers)
+            fused_all_reduce(fused)
+            assert all(map(torch.equal, gradients, fused))
+            if rank.rank == 0:
+                held = sum(buffer.nbytes for buffer in buffers.buffers)
+                print(f"{millions:>9}M {4 * millions:>14.1f} {held / 1e6:>18.1f}")
