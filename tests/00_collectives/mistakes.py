@@ -74,6 +74,14 @@ WRONG = {
         exchange(send="everything = [torch.empty_like(outgoing) for _ in range(world_size)]",
                  receive="dist.all_gather(everything, outgoing, group=group)",
                  wait="incoming.copy_(everything[rank - 1])"), 3),
+    "exchanges twice": Wrong(
+        1, "test_an_exchange_is_one_message", r"sent 2097152 bytes in exchange, in 2 messages; one tensor is 1048576 b",
+        exchange(wait=f"""
+            sending.wait()
+            again = dist.isend(outgoing, {RIGHT_ONE}, group=group)
+            dist.recv(incoming, {LEFT_ONE}, group=group)
+            again.wait()
+            """)),
     "takes ranks of a group for ranks of the world": Wrong(
         1, "test_exchange_in_a_group", r"send and receive take global ranks, and _global\(\) gives them",
         exchange(send="sending = dist.isend(outgoing, (rank + 1) % world_size, group=group)",
