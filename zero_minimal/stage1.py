@@ -18,14 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from zero_minimal.foundations import (
-    collectives,
-    layout,
-    optimizers,
-    ownership,
-    precision,
-    saved_state,
-)
+from zero_minimal.foundations import collectives, optimizers, ownership, precision, saved_state
 from zero_minimal.foundations.backward import Backward, Hooks
 from zero_minimal.foundations.set_up import set_up
 
@@ -92,7 +85,8 @@ class Stage1(Hooks):
 
     def backward_ends(self):
         self._wait()
-        layout.show_missing(self.buckets)
+        for bucket in self.buckets:
+            bucket.show_missing()
 
     def no_sync(self) -> AbstractContextManager:
         """Context for the micro-batches before the last: gradients add up here, nothing is sent."""

@@ -128,6 +128,12 @@ class Bucket:
             if param.grad is None:
                 self._stretch(self.gradients, param).zero_()
 
+    def show_missing(self) -> None:
+        """Let .grad of parameters without a gradient show their zeros: later passes add to them."""
+        for param in self.params:
+            if param.grad is None:
+                param.grad = self.flat.view(self.flat.gradients, param)
+
     def _stretch(self, whole: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         """Where the parameter's piece lies in a tensor [padded] of this bucket: a view, flat."""
         begin, end = self._piece(param)
@@ -186,14 +192,6 @@ def flatten(buckets: list[Bucket]) -> None:
             param.data = view
         for bucket in stretches:
             bucket.parameters = whole[bucket.start : bucket.start + bucket.padded]
-
-
-def show_missing(buckets: list[Bucket]) -> None:
-    """Where param.grad is None, let it be a view of its zeros: later backward passes add to it."""
-    for bucket in buckets:
-        for param in bucket.params:
-            if param.grad is None:
-                param.grad = bucket.flat.view(bucket.flat.gradients, param)
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
