@@ -50,6 +50,18 @@ def functions_travel(request):
     cloudpickle.unregister_pickle_by_value(request.module)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def results_stay_in_their_file(request):
+    """What tests share goes with their file, and the rest is no garbage: each ledger that is opened later would look at
+    all tensors of it, and each collection at all objects."""
+    yield
+    for value in list(vars(request.module).values()):
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def submission(request):
     """The learner's file that the grader looks at, or None: then it is the reference's turn."""
