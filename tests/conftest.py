@@ -64,6 +64,18 @@ def assignment(request, tmp_path_factory):
     return Submission(file, lesson)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def results_stay_in_their_file(request):
+    """What tests share goes with their file, and the rest is no garbage: each ledger that is opened later would look at
+    all tensors of it, and each collection at all objects."""
+    yield
+    for value in list(vars(request.module).values()):
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def stage_class(request):
     """The class under test in the folder of a stage's lesson."""
