@@ -36,8 +36,10 @@ def find_units(model: nn.Module, units: Iterable[nn.Module] | None = None) -> li
     """The model's units in the order of registration, the root first.
 
     Args: units: modules to take instead of the elements of module lists.
-    Raises: ValueError if one of them is not a part of the model.
+    Raises: TypeError if `model` is not a module, ValueError if a unit is not a part of it.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a stage takes an nn.Module, and was given a {type(model).__name__}")
     names = {module: name for name, module in model.named_modules()}
     modules = list(_elements(model) if units is None else units)
     strangers = [module for module in modules if module not in names]
