@@ -28,6 +28,7 @@ from torch import nn
 from zero_minimal.foundations import collectives, optimizers, ownership, precision, saved_state
 from zero_minimal.foundations.backward import Backward, Hooks
 from zero_minimal.foundations.gradient_memory import GradientMemory, Reduction
+from zero_minimal.foundations.released import release, restore
 from zero_minimal.foundations.set_up import set_up
 from zero_minimal.foundations.units import Turns, find_units, refuse_state_dict, whole_parameters
 
@@ -50,8 +51,8 @@ class Stage3(Hooks):
             without one is a single unit, whole from forward to step().
     A parameter that gets no gradient in a step, on this rank or on all, counts as one whose
     gradient is zero: unlike in plain torch, momentum and weight decay still move it.
-    Between its unit's turns a parameter keeps its shape and reads as NaN; `gather_parameters()`
-    shows the values.
+    Between its unit's turns a parameter keeps its shape, and reading it is an error;
+    `gather_parameters()` shows the values.
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
         element-wise.
     """
@@ -100,7 +101,7 @@ class Stage3(Hooks):
                 pending.wait()
             for bucket in unit.buckets:
                 for param in bucket.params:
-                    param.data = bucket.flat.view(bucket.parameters, param)
+                    restore(param, bucket.flat.view(bucket.parameters, param))
             unit.gathering, unit.whole = [], True
 
     def _release(self, unit):
@@ -114,7 +115,7 @@ class Stage3(Hooks):
         reference would free nothing: the storage itself shrinks to 0 bytes, and is filled again
         before backward reads it."""
         for param in bucket.params:
-            param.data = bucket.placeholder(param)
+            release(param, bucket.placeholder(param))
         collectives.free(bucket.parameters)
 
     def _release_all(self):

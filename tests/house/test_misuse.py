@@ -174,7 +174,8 @@ def state_of(stage, **changes):
     if changes.get("renamed"):
         model.tail = model._modules.pop("head")
         model.forward = lambda x: model.tail(model.encode(x))
-    zero = toys.STAGES[stage](model, changes.get("optimizer", optim.SGD), lr=0.1, bucket_bytes=changes.get("bytes", 600))
+    optimizer, size = changes.get("optimizer", optim.SGD), changes.get("bytes", 600)
+    zero = toys.STAGES[stage](model, optimizer, lr=0.1, bucket_bytes=size)
     model(draw(0, dist.get_rank())).sum().backward()
     zero.step()
     return zero, zero.state_dict()

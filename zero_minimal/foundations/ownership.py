@@ -78,8 +78,8 @@ def adopt(stage, model: nn.Module, buckets: list[Bucket], group=None) -> None:
         raise RuntimeError(f"the model of rank {odd[0]} differs from rank 0's in names, shapes or "
                            "dtypes, or its stage, param_groups, units or bucket_bytes do: build "
                            "the same on every rank")
-    for param in model.parameters():
-        param._zero_stage = type(stage).__name__
+    for name, param in model.named_parameters():
+        param._zero_name, param._zero_stage = name, type(stage).__name__
         param._zero_trained = param.requires_grad
     stage.groups_of_optimizer = 1 + max(bucket.group_index for bucket in buckets)
 

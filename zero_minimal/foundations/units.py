@@ -17,6 +17,7 @@ from zero_minimal.foundations import collectives
 from zero_minimal.foundations.backward import tensors_in
 from zero_minimal.foundations.layout import Bucket, same_storage
 from zero_minimal.foundations.precision import keep_changes
+from zero_minimal.foundations.released import restore
 
 
 @dataclass(eq=False)
@@ -240,7 +241,7 @@ def whole_parameters(buckets: list[Bucket], rank: int, group=None) -> Iterator[N
             whole = bucket.zeros()
             collectives.all_gather(whole, bucket.parameter_shard, group=group, of=bucket.name)
             for param in bucket.params:
-                param.data = bucket.flat.view(whole, param)
+                restore(param, bucket.flat.view(whole, param))
     try:
         yield
     finally:

@@ -1,0 +1,66 @@
+"""Released: what a parameter is at stage 3 between its unit's turns. Reading it is an error.
+
+Its values are gone, and a number in their place would go on into losses and weights. So as long as
+it is released a parameter is of a class of its own: what it is can be asked (shape, dtype, …), what
+it holds cannot.
+"""
+
+import torch
+from torch import nn
+
+MAY_ASK = (
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn",
+    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes",
+    "retains_grad", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_base",
+)
+MAY_CALL = (
+    "size", "stride", "numel", "dim", "nelement", "element_size", "is_floating_point", "is_complex",
+    "is_contiguous", "is_shared", "storage_offset", "untyped_storage", "data_ptr", "get_device",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__hash__",
+)
+ALLOWED = {getattr(torch.Tensor, name).__get__ for name in MAY_ASK}
+ALLOWED |= {getattr(torch.Tensor, name) for name in MAY_CALL}
+ALLOWED |= {torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__, torch.numel}
+ALLOWED |= {torch.is_floating_point, torch.is_complex}
+
+
+class Released(nn.Parameter):
+    """A parameter whose memory is gone for now."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        given = [*args, *(kwargs or {}).values()]
+        found = next((value for value in given if isinstance(value, Released)), None)
+        words = "a parameter" if found is None else f"parameter {found.name!r}"
+        raise RuntimeError(
+            f"{words} is released: at stage 3 a rank holds it only while its unit works. Read or "
+            "change it under `with zero.gather_parameters():`, on all ranks. If a module uses a "
+            "parameter of another one, name a module around both in units="
+        )
+
+    @property
+    def name(self) -> str:
+        return vars(self).get("_zero_name", "")
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"Released parameter {self.name!r} of shape {tuple(self.shape)}, {self.dtype}"
+
+
+def release(param: nn.Parameter, placeholder: torch.Tensor) -> None:
+    """Let the parameter point to a placeholder of its shape, which nobody can read.
+
+    A class of parameters of somebody else's stays as it is; then the placeholder can be read.
+    """
+    restore(param, placeholder)
+    if type(param) is nn.Parameter:
+        param.__class__ = Released
+
+
+def restore(param: nn.Parameter, data: torch.Tensor) -> None:
+    """Let it point to its values again."""
+    if type(param) is Released:
+        param.__class__ = nn.Parameter
+    param.data = data
