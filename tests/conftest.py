@@ -1,12 +1,15 @@
 """What all tests share: the way to `toys`, and the class that a lesson's tests look at."""
 
 import gc
-import importlib
 import sys
 from pathlib import Path
 
 import cloudpickle
 import pytest
+
+from zero_minimal.classroom.lessons import found
+from zero_minimal.classroom.references import reference
+from zero_minimal.classroom.submission import Submission
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests can `import toys`, in ranks too
 pytest.register_assert_rewrite("checks")
@@ -50,21 +53,32 @@ def functions_travel(request):
     cloudpickle.unregister_pickle_by_value(request.module)
 
 
-@pytest.fixture
-def submission(request):
-    """The learner's file that the grader looks at, or None: then it is the reference's turn."""
-    return getattr(request.config, "submission", None)
+@pytest.fixture(scope="module")
+def assignment(request, tmp_path_factory):
+    """What a lesson's test_assignment.py looks at: the learner's file that is graded, else the lesson's reference."""
+    if hasattr(request.config, "submission"):
+        return request.config.submission
+    lesson = found()[request.path.parent.name]
+    file = tmp_path_factory.mktemp(lesson.name) / "reference.py"
+    file.write_text(reference(lesson))
+    return Submission(file, lesson)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def results_stay_in_their_file(request):
+    """What tests share goes with their file, and the rest is no garbage: each ledger that is opened later would look at
+    all tensors of it, and each collection at all objects."""
+    yield
+    for value in list(vars(request.module).values()):
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
-def stage_class(request, submission):
-    """The class under test in a lesson's folder."""
+def stage_class(request):
+    """The class under test in the folder of a stage's lesson."""
     import toys
 
-    return submission or toys.STAGES[STAGES[request.path.parent.name]]
-
-
-@pytest.fixture
-def ring(submission):
-    """The module under test in lesson 0."""
-    return submission or importlib.import_module("zero_minimal.foundations.ring")
+    return toys.STAGES[STAGES[request.path.parent.name]]

@@ -4,13 +4,20 @@ import importlib
 import sys
 
 COMMANDS = {  # name: (module of this package with main(arguments), what it does)
-    "compare": ("programs.compare", "all stages, torch's DDP and FSDP2 on the same work: table, picture"),
-    "plan": ("programs.plan", "what a model needs on each device, by stage: formulas"),
-    "simulate": ("programs.simulate", "a stage's own code as one rank of 1024, on tensors without memory"),
-    "reproduce": ("programs.reproduce", "the paper's tables and figures beside the formulas and the running code"),
-    "bench": ("programs.bench", "time stages and peers in turn, beside DDP; traffic and memory; scaling"),
-    "grade": ("classroom.grade", "points for an assignment, and what to mend"),
-    "starters": ("classroom.starters", "write the assignments anew from the reference"),
+    "compare": ("programs.compare",
+                "all stages, torch's DDP and FSDP2 on the same work: table, picture"),
+    "plan": ("programs.plan",
+             "what a model needs on each device, by stage: formulas"),
+    "simulate": ("programs.simulate",
+                 "a stage's own code as one rank of 1024, on tensors without memory"),
+    "reproduce": ("programs.reproduce",
+                  "the paper's tables and figures beside the formulas and the running code"),
+    "bench": ("programs.bench",
+              "time stages and peers in turn, beside DDP; traffic and memory; scaling"),
+    "grade": ("classroom.grade",
+              "points for an assignment, and what to mend"),
+    "starters": ("classroom.starters",
+                 "write the assignments anew from the reference"),
 }
 
 

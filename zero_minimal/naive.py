@@ -1,10 +1,9 @@
-"""Data parallelism, the naive way: every rank works on its own batch, then all average their
-gradients.
+"""Data parallelism, the naive way: each rank works on its own batch, then all average gradients.
 
-The first rung. It trains what stage0.py trains, in a third of the lines, and everything that stage
-0 adds is an answer to a fault of this one:
+The first rung. It trains what stage0.py trains, in a third of the lines, and everything that
+stage 0 adds is an answer to a fault of this one:
 
-    nothing is sent before backward has ended     the network idles, then the processor does: overlap
+    nothing is sent before backward ends          the network idles, then the processor: overlap
     a message for each parameter, small or large  each one costs its start: buckets
     no fp32 masters                               small updates vanish in 16 bit: refused here
 
@@ -31,7 +30,10 @@ class Naive:
     Raises: ValueError for parameters of less than 32 bits.
     """
 
-    def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=None, **optimizer_options):
+    def __init__(
+        self, model: nn.Module, optimizer_class: type, *, group=None,
+        bucket_bytes: int | None = None, **optimizer_options,
+    ):
         if any(param.element_size() < 4 for param in model.parameters()):
             raise ValueError("the naive way keeps no fp32 masters, so 16-bit parameters would lose "
                              "small updates: use Stage0")
@@ -42,11 +44,11 @@ class Naive:
         self.optimizer = optimizer_class(self.params, **optimizer_options)
         self.averaged = False
 
-    def no_sync(self):
+    def no_sync(self) -> nullcontext:
         """Context for the micro-batches before the last: gradients add up in .grad anyway."""
         return nullcontext()
 
-    def reduced_gradients(self):
+    def reduced_gradients(self) -> list[torch.Tensor]:
         """The gradients, averaged over the ranks."""
         if not self.averaged:
             for param in self.params:
@@ -56,18 +58,17 @@ class Naive:
             self.averaged = True
         return [param.grad for param in self.params]
 
-    def clip_grad_norm_(self, max_norm):
-        """Scale the gradients down to this norm, if theirs is larger; return the norm they had,
-        []."""
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to this norm, if theirs is larger; return theirs, []."""
         self.reduced_gradients()
         return nn.utils.clip_grad_norm_(self.params, max_norm)
 
-    def step(self):
+    def step(self) -> None:
         """Make the update; on every rank alike, since the gradients are."""
         self.reduced_gradients()
         self.optimizer.step()
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         """Forget the gradients."""
         self.optimizer.zero_grad()
         self.averaged = False

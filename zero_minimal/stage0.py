@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds everything, and works on its own batch. Where ZeRO starts
+"""Data parallelism: every rank holds everything, and works on its own batch. ZeRO starts here
 (section 3 of the paper).
 
 Memory a rank, for Ψ parameters:
@@ -13,18 +13,13 @@ Communication plan, a step:
 naive.py is the same without buckets and without overlap: read it first.
 """
 
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from torch import nn
 
-from zero_minimal.foundations import (
-    collectives,
-    layout,
-    optimizers,
-    ownership,
-    precision,
-    saved_state,
-)
+from zero_minimal.foundations import collectives, optimizers, ownership, precision, saved_state
 from zero_minimal.foundations.backward import Backward, Hooks
 from zero_minimal.foundations.set_up import set_up
 
@@ -40,13 +35,13 @@ class Stage0(Hooks):
         param_groups: as torch.optim takes them; by default all parameters of the model.
     A parameter that gets no gradient in a step, on this rank or on all, counts as one whose
     gradient is zero: unlike in plain torch, momentum and weight decay still move it.
-    Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not
-    element-wise.
+    Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
+        element-wise.
     """
 
     def __init__(
-        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None,
-        **optimizer_options,
+        self, model: nn.Module, optimizer_class: type, *, group=None,
+        bucket_bytes: int | None = 4 * 2**20, param_groups=None, **optimizer_options,
     ):
         set_up(
             self, model, optimizer_class, optimizer_options,
@@ -66,7 +61,7 @@ class Stage0(Hooks):
         flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
 
     def bucket_complete(self, bucket, done):
-        self._wait()  # one all-reduce is under way while autograd fills the next bucket
+        self._wait()  # for the bucket before, reduced while autograd filled this one
         bucket.zero_missing()
         self.reducing = collectives.all_reduce(
             bucket.gradients, op="avg", group=self.group, async_op=True
@@ -79,32 +74,31 @@ class Stage0(Hooks):
 
     def backward_ends(self):
         self._wait()
-        layout.show_missing(self.buckets)
+        for bucket in self.buckets:
+            bucket.show_missing()
 
-    def no_sync(self):
-        """Context for the micro-batches before the last: their gradients add up on this rank,
-        nothing is sent."""
+    def no_sync(self) -> AbstractContextManager:
+        """Context for the micro-batches before the last: gradients add up here, nothing is sent."""
         return self.backward.accumulate()
 
     # after backward
 
-    def reduced_gradients(self):
+    def reduced_gradients(self) -> list[torch.Tensor]:
         """What the update reads: the averaged gradient of each bucket, [padded]."""
         if not self.backward.reduced:
             self.backward.finish()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm):
-        """Scale the gradients down to this global norm, if theirs is larger; return the norm they
-        had, []."""
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to this global norm, if theirs is larger; return theirs, []."""
         gradients = self.reduced_gradients()
         norm = precision.global_norm(gradients, self.gradient_scale, sharded=False)
         self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
         return norm
 
     @torch.no_grad()
-    def step(self):
+    def step(self) -> None:
         """Update the parameters; on every rank alike, since the gradients are."""
         self.reduced_gradients()
         for bucket in self.buckets:
@@ -112,7 +106,7 @@ class Stage0(Hooks):
         ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         """Forget the gradients."""
         self._wait()
         self.backward.forget()
@@ -122,19 +116,18 @@ class Stage0(Hooks):
 
     # state
 
-    def state_dict(self):
+    def state_dict(self) -> dict:
         """This rank's training state, for a restart with the same number of ranks."""
         return saved_state.shard_state(self)
 
-    def load_state_dict(self, state):
-        """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not
-        fit."""
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
         saved_state.load_shards(self, state)
 
     @contextmanager
-    def gather_parameters(self):
-        """Context in which every parameter is whole, as here it always is. Edits that all ranks
-        make alike are kept."""
+    def gather_parameters(self) -> Iterator[None]:
+        """Context in which every parameter is whole: here it always is. Edits made alike on all
+        ranks are kept."""
         try:
             yield
         finally:

@@ -8,22 +8,17 @@ Communication plan, a step:
     start      broadcast rank 0's parameters, once
     backward   reduce-scatter each bucket of gradients as soon as it is complete  Ψ(N−1)/N elements
     step       update the own shard, all-gather the updated parameters            Ψ(N−1)/N elements
-As much as data parallelism, since an all-reduce is a reduce-scatter and an all-gather: the update
-moves in between.
+Together as much as data parallelism sends, since an all-reduce is a reduce-scatter and then an
+all-gather: the update moves in between.
 """
 
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from torch import nn
 
-from zero_minimal.foundations import (
-    collectives,
-    layout,
-    optimizers,
-    ownership,
-    precision,
-    saved_state,
-)
+from zero_minimal.foundations import collectives, optimizers, ownership, precision, saved_state
 from zero_minimal.foundations.backward import Backward, Hooks
 from zero_minimal.foundations.set_up import set_up
 
@@ -39,13 +34,13 @@ class Stage1(Hooks):
         param_groups: as torch.optim takes them; by default all parameters of the model.
     A parameter that gets no gradient in a step, on this rank or on all, counts as one whose
     gradient is zero: unlike in plain torch, momentum and weight decay still move it.
-    Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not
-    element-wise.
+    Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
+        element-wise.
     """
 
     def __init__(
-        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None,
-        **optimizer_options,
+        self, model: nn.Module, optimizer_class: type, *, group=None,
+        bucket_bytes: int | None = 4 * 2**20, param_groups=None, **optimizer_options,
     ):
         set_up(
             self, model, optimizer_class, optimizer_options,
@@ -65,8 +60,8 @@ class Stage1(Hooks):
 
     def backward_begins(self):
         if self.backward.reduced:  # a second backward since zero_grad()
-            # reduce-scatter will divide by N again: the owner puts in N times the average,
-            # everybody else's part is 0
+            # a shard holds an average, and will be averaged again: its owner puts in N times that
+            # average, and the other ranks 0
             for bucket in self.buckets:
                 own = bucket.gradient_shard * self.world_size
                 bucket.gradients.zero_()
@@ -80,7 +75,7 @@ class Stage1(Hooks):
         pending = collectives.reduce_scatter(
             bucket.gradient_shard, bucket.gradients, op="avg", group=self.group, async_op=True
         )
-        self._wait()  # for the one before: this one is under way while autograd fills the next
+        self._wait()  # for the bucket before; this one is reduced while autograd fills the next
         self.reducing = pending
 
     def _wait(self):
@@ -90,34 +85,32 @@ class Stage1(Hooks):
 
     def backward_ends(self):
         self._wait()
-        layout.show_missing(self.buckets)
+        for bucket in self.buckets:
+            bucket.show_missing()
 
-    def no_sync(self):
-        """Context for the micro-batches before the last: their gradients add up on this rank,
-        nothing is sent."""
+    def no_sync(self) -> AbstractContextManager:
+        """Context for the micro-batches before the last: gradients add up here, nothing is sent."""
         return self.backward.accumulate()
 
     # after backward
 
-    def reduced_gradients(self):
-        """What the update reads: this rank's shard of each bucket's averaged
-        gradient, [padded / N]."""
+    def reduced_gradients(self) -> list[torch.Tensor]:
+        """What the update reads: this rank's shard of each bucket's average, [padded / N]."""
         if not self.backward.reduced:
             self.backward.finish()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm):
-        """Scale the gradients down to this global norm, if theirs is larger; return the norm they
-        had, []."""
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to this global norm, if theirs is larger; return theirs, []."""
         gradients = self.reduced_gradients()
         norm = precision.global_norm(gradients, self.gradient_scale, group=self.group)
         self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
         return norm
 
     @torch.no_grad()
-    def step(self):
-        """Update this rank's shards, then collect everybody's: one bucket travels while the next is
+    def step(self) -> None:
+        """Update this rank's shards and gather everybody's: a bucket travels while the next is
         updated."""
         self.reduced_gradients()
         gathering = []
@@ -131,7 +124,7 @@ class Stage1(Hooks):
         ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         """Forget the gradients."""
         self._wait()
         self.backward.forget()
@@ -141,21 +134,20 @@ class Stage1(Hooks):
 
     # state
 
-    def state_dict(self):
+    def state_dict(self) -> dict:
         """This rank's training state, for a restart with the same number of ranks."""
         return saved_state.shard_state(self)
 
-    def load_state_dict(self, state):
-        """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not
-        fit."""
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
         saved_state.load_shards(self, state)
         for bucket in self.buckets:
             collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group)
 
     @contextmanager
-    def gather_parameters(self):
-        """Context in which every parameter is whole, as here it always is. Edits that all ranks
-        make alike are kept."""
+    def gather_parameters(self) -> Iterator[None]:
+        """Context in which every parameter is whole: here it always is. Edits made alike on all
+        ranks are kept."""
         try:
             yield
         finally:

@@ -1,23 +1,24 @@
-"""P_os+g: gradients partitioned too. A rank keeps those of the shard it updates, and no others
-(section 5.2).
+"""P_os+g: gradients partitioned too. A rank keeps those of the shard it updates (section 5.2).
 
 Memory a rank, for Ψ parameters on N ranks:
     fp32     4Ψ parameters + 4Ψ/N gradients + 8Ψ/N Adam's momentum and variance
     16 bit   2Ψ            + 2Ψ/N           + 12Ψ/N, of which 4Ψ/N are the fp32 master parameters
-and the whole gradients of two buckets: the one whose gradients arrive, the one being reduced.
+and the whole gradients of two buckets: those that autograd makes, and those being reduced.
 
 Communication plan, a step:
     start      broadcast rank 0's parameters, once
     backward   reduce-scatter each bucket of gradients as soon as it is complete,
                and free it                                                        Ψ(N−1)/N elements
     step       update the own shard, all-gather the updated parameters            Ψ(N−1)/N elements
-As much as data parallelism. With accumulation each micro-batch is reduced: whole gradients have no
-place to wait.
+Together as much as data parallelism sends. With gradient accumulation the reduce-scatter comes once
+for each micro-batch: a rank has no room where whole gradients could add up.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import nn
 
 from zero_minimal.foundations import collectives, optimizers, ownership, precision, saved_state
 from zero_minimal.foundations.backward import Backward, Hooks
@@ -34,16 +35,17 @@ class Stage2(Hooks):
             fused=True, …).
         bucket_bytes: gradients are reduced in pieces of about this size.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-        memory: where gradients lie; zero_100b.py has another one.
+        memory: a class that says where gradients lie; zero_100b.py has another one.
     A parameter that gets no gradient in a step, on this rank or on all, counts as one whose
     gradient is zero: unlike in plain torch, momentum and weight decay still move it.
-    Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not
-    element-wise.
+    Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
+        element-wise.
     """
 
     def __init__(
-        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None,
-        memory=GradientMemory, **optimizer_options,
+        self, model: nn.Module, optimizer_class: type, *, group=None,
+        bucket_bytes: int | None = 4 * 2**20, param_groups=None, memory: type = GradientMemory,
+        **optimizer_options,
     ):
         set_up(
             self, model, optimizer_class, optimizer_options,
@@ -61,11 +63,11 @@ class Stage2(Hooks):
     # during backward: foundations/backward.py calls these
 
     def bucket_complete(self, bucket, done):
-        self._wait()  # one reduce-scatter is under way while autograd makes the next gradients
+        self._wait()  # for the bucket before, reduced while autograd made these gradients
         whole = self.memory.whole(bucket)  # [padded] zeros: what a missing gradient counts as
         bucket.fuse_gradients(whole)
         for param in done:
-            param.grad = None
+            param.grad = None  # frees what autograd made: all of it has been copied
         part = self.memory.shard(bucket)  # [padded / N]
         pending = collectives.reduce_scatter(part, whole, op="avg", group=self.group, async_op=True)
         self.reducing = Reduction(bucket, whole, part, pending)
@@ -74,7 +76,7 @@ class Stage2(Hooks):
         if self.reducing:
             bucket, part = self.reducing.bucket, self.reducing.part
             self.reducing.pending.wait()
-            self.memory.give_back(self.reducing.whole)  # not before: the others were reading it
+            self.memory.give_back(self.reducing.whole)  # not before: it was being sent
             if bucket.gradient_shard is None:
                 bucket.gradient_shard = part
             else:
@@ -84,31 +86,29 @@ class Stage2(Hooks):
     def backward_ends(self):
         self._wait()
 
-    def no_sync(self):
-        """Context for the micro-batches before the last. Here each one is reduced all the same."""
+    def no_sync(self) -> nullcontext:
+        """Context for the micro-batches before the last. Here each of them is reduced too."""
         return nullcontext()
 
     # after backward
 
-    def reduced_gradients(self):
-        """What the update reads: this rank's shard of each bucket's averaged
-        gradient, [padded / N]."""
+    def reduced_gradients(self) -> list[torch.Tensor]:
+        """What the update reads: this rank's shard of each bucket's average, [padded / N]."""
         if not self.backward.reduced:
             self.backward.finish()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm):
-        """Scale the gradients down to this global norm, if theirs is larger; return the norm they
-        had, []."""
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to this global norm, if theirs is larger; return theirs, []."""
         gradients = self.reduced_gradients()
         norm = precision.global_norm(gradients, self.gradient_scale, group=self.group)
         self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
         return norm
 
     @torch.no_grad()
-    def step(self):
-        """Update this rank's shards, then collect everybody's: one bucket travels while the next is
+    def step(self) -> None:
+        """Update this rank's shards and gather everybody's: a bucket travels while the next is
         updated."""
         self.reduced_gradients()
         gathering = []
@@ -122,7 +122,7 @@ class Stage2(Hooks):
         ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         """Forget the gradients."""
         self._wait()
         self.backward.forget()
@@ -134,21 +134,20 @@ class Stage2(Hooks):
 
     # state
 
-    def state_dict(self):
+    def state_dict(self) -> dict:
         """This rank's training state, for a restart with the same number of ranks."""
         return saved_state.shard_state(self)
 
-    def load_state_dict(self, state):
-        """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not
-        fit."""
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
         saved_state.load_shards(self, state)
         for bucket in self.buckets:
             collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group)
 
     @contextmanager
-    def gather_parameters(self):
-        """Context in which every parameter is whole, as here it always is. Edits that all ranks
-        make alike are kept."""
+    def gather_parameters(self) -> Iterator[None]:
+        """Context in which every parameter is whole: here it always is. Edits made alike on all
+        ranks are kept."""
         try:
             yield
         finally:

@@ -15,13 +15,15 @@ bucket):
                reduce-scatter its gradients as soon as they are complete,
                and free them                                                      Ψ(N−1)/N elements
     step       update the own shard: no communication
-Half as much again as data parallelism; a little less, since the root and the last block stay from
-forward to backward.
+Together 1.5 times what data parallelism sends, or a little less: the root and the last block stay
+from forward to backward.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import nn
 
 from zero_minimal.foundations import collectives, optimizers, ownership, precision, saved_state
 from zero_minimal.foundations.backward import Backward, Hooks
@@ -43,20 +45,21 @@ class Stage3(Hooks):
         bucket_bytes: taken as at the other stages, and not used: here a unit is a bucket, whatever
             its size.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-        memory: where gradients lie; zero_100b.py has another one.
+        memory: a class that says where gradients lie; zero_100b.py has another one.
         units: modules to gather as wholes; by default every element of every nn.ModuleList. A model
             without one is a single unit, whole from forward to step().
     A parameter that gets no gradient in a step, on this rank or on all, counts as one whose
     gradient is zero: unlike in plain torch, momentum and weight decay still move it.
     Between its unit's turns a parameter keeps its shape and reads as NaN; `gather_parameters()`
     shows the values.
-    Raises: ValueError for an empty model, one that is wrapped already, or an optimizer that is not
-    element-wise.
+    Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
+        element-wise.
     """
 
     def __init__(
-        self, model, optimizer_class, *, group=None, bucket_bytes=4 * 2**20, param_groups=None,
-        memory=GradientMemory, units=None, **optimizer_options,
+        self, model: nn.Module, optimizer_class: type, *, group=None,
+        bucket_bytes: int | None = 4 * 2**20, param_groups=None, memory: type = GradientMemory,
+        units=None, **optimizer_options,
     ):
         self.units = find_units(model, units)  # the root first
         set_up(
@@ -81,7 +84,7 @@ class Stage3(Hooks):
     # parameters come and go: foundations/units.py says when
 
     def _gather(self, unit):
-        """Let a unit's parameters set out."""
+        """Start to gather a unit's parameters."""
         if unit.whole or unit.gathering:
             return
         for bucket in unit.buckets:
@@ -107,9 +110,9 @@ class Stage3(Hooks):
         unit.whole = False
 
     def _free(self, bucket):
-        """Free the parameters. Autograd has saved views of their storage, so to let go of ours
-        would free nothing: the storage itself shrinks to 0 bytes, and is filled again before
-        backward reads it."""
+        """Free the parameters. Autograd has saved views of their storage, so dropping our own
+        reference would free nothing: the storage itself shrinks to 0 bytes, and is filled again
+        before backward reads it."""
         for param in bucket.params:
             param.data = bucket.placeholder(param)
         collectives.free(bucket.parameters)
@@ -148,11 +151,11 @@ class Stage3(Hooks):
         self.turns.begin("backward")
 
     def bucket_complete(self, bucket, done):
-        self._wait()  # one reduce-scatter is under way while autograd works on the next unit
+        self._wait()  # for the bucket before, reduced while autograd worked on this unit
         whole = self.memory.whole(bucket)  # [padded] zeros: what a missing gradient counts as
         bucket.fuse_gradients(whole)
         for param in done:
-            param.grad = None
+            param.grad = None  # frees what autograd made: all of it has been copied
         part = self.memory.shard(bucket)  # [padded / N]
         pending = collectives.reduce_scatter(part, whole, op="avg", group=self.group, async_op=True)
         self.reducing = Reduction(bucket, whole, part, pending)
@@ -161,7 +164,7 @@ class Stage3(Hooks):
         if self.reducing:
             bucket, part = self.reducing.bucket, self.reducing.part
             self.reducing.pending.wait()
-            self.memory.give_back(self.reducing.whole)  # not before: the others were reading it
+            self.memory.give_back(self.reducing.whole)  # not before: it was being sent
             if bucket.gradient_shard is None:
                 bucket.gradient_shard = part
             else:
@@ -171,32 +174,29 @@ class Stage3(Hooks):
     def backward_ends(self):
         self._wait()
 
-    def no_sync(self):
-        """Context for the micro-batches before the last. Here each one is reduced all the same."""
+    def no_sync(self) -> nullcontext:
+        """Context for the micro-batches before the last. Here each of them is reduced too."""
         return nullcontext()
 
     # after backward
 
-    def reduced_gradients(self):
-        """What the update reads: this rank's shard of each bucket's averaged
-        gradient, [padded / N]."""
+    def reduced_gradients(self) -> list[torch.Tensor]:
+        """What the update reads: this rank's shard of each bucket's average, [padded / N]."""
         if not self.backward.reduced:
             self.backward.finish()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm):
-        """Scale the gradients down to this global norm, if theirs is larger; return the norm they
-        had, []."""
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to this global norm, if theirs is larger; return theirs, []."""
         gradients = self.reduced_gradients()
         norm = precision.global_norm(gradients, self.gradient_scale, group=self.group)
         self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
         return norm
 
     @torch.no_grad()
-    def step(self):
-        """Update this rank's shards. Nothing is sent: each unit comes updated when it is gathered
-        next."""
+    def step(self) -> None:
+        """Update this rank's shards. Nothing is sent: units are gathered when next used."""
         self._release_all()
         self.reduced_gradients()
         for bucket in self.buckets:
@@ -204,7 +204,7 @@ class Stage3(Hooks):
         ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         """Forget the gradients."""
         self._wait()
         self.backward.forget()
@@ -216,19 +216,18 @@ class Stage3(Hooks):
 
     # state
 
-    def state_dict(self):
+    def state_dict(self) -> dict:
         """This rank's training state, for a restart with the same number of ranks."""
         return saved_state.shard_state(self)
 
-    def load_state_dict(self, state):
-        """Continue from what `state_dict` returned on this rank. Raises ValueError if it does not
-        fit."""
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
         self._release_all()
         saved_state.load_shards(self, state)
 
     @contextmanager
-    def gather_parameters(self):
-        """Context in which every parameter is whole, on every rank. Edits that all ranks make alike
+    def gather_parameters(self) -> Iterator[None]:
+        """Context in which every parameter is whole, on every rank. Edits made alike on all ranks
         are kept."""
         self._release_all()
         self._shown = True

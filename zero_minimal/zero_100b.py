@@ -6,11 +6,12 @@
 The ranks are a mesh: M neighbours share one model (tensor parallelism), the D ranks at the same
 place in each model are data-parallel, and ZeRO-DP works among these.
 
-    D × M = 2 × 2    rank 0 ─ rank 1     one model: activations are the same on both, P_a cuts their checkpoints
-                       │        │
+    D × M = 2 × 2    rank 0 ─ rank 1     one model: activations are the same on both,
+                       │        │                   P_a cuts their checkpoints
                      rank 2 ─ rank 3     another one
-                       └── the same part of the weights: stages 1 and 2 cut optimizer state and
-                       gradients
+                       │
+                       └── the same part of the weights: stages 1 and 2 cut its optimizer state,
+                                                         stage 2 its gradients too
 
               ZeRO-DP     ZeRO-R
     C1        P_os        C_B, M_D
@@ -22,7 +23,8 @@ place in each model are data-parallel, and ZeRO-DP works among these.
 In all of them activations are checkpointed, a block each.
 """
 
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -33,19 +35,19 @@ from zero_minimal.constant_buffers import ConstantBuffers
 from zero_minimal.defragmentation import Slab
 from zero_minimal.foundations import collectives, precision
 from zero_minimal.foundations.gradient_memory import GradientMemory
+from zero_minimal.foundations.layout import Bucket
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.tensor_parallel import ParallelGPT
 
 
 class ConstantMemory(GradientMemory):
-    """Whole gradients travel through two constant buffers (C_B); shards of them stay in one slab
-    (M_D).
+    """Whole gradients go through two constant buffers (C_B), their shards stay in a slab (M_D).
 
     buckets: of one dtype and device. Raises: ValueError if they are not.
     """
 
-    def __init__(self, buckets, group=None):
+    def __init__(self, buckets: list[Bucket], group=None):
         first = buckets[0]
         if any((bucket.dtype, bucket.device) != (first.dtype, first.device) for bucket in buckets):
             raise ValueError("the constant buffers are of one dtype and device, and this model's "
@@ -58,21 +60,22 @@ class ConstantMemory(GradientMemory):
         self.slab = torch.zeros(sum(shards), dtype=first.dtype, device=first.device)
         self.home_of = dict(zip(buckets, self.slab.split(shards), strict=True))
 
-    def whole(self, bucket):
+    def whole(self, bucket: Bucket) -> torch.Tensor:
         return self.constant_buffers.take()[: bucket.padded].zero_()
 
-    def give_back(self, whole):
-        pass  # it stays where it is, for a later bucket
+    def give_back(self, whole: torch.Tensor) -> None:
+        pass  # the buffer stays, for a later bucket
 
-    def shard(self, bucket):
-        is_first = bucket.gradient_shard is None  # micro-batch of this step
+    def shard(self, bucket: Bucket) -> torch.Tensor:
+        # later micro-batches of a step are added to the first one's, which lies in the slab
+        is_first = bucket.gradient_shard is None
         return self.home_of[bucket] if is_first else torch.empty_like(self.home_of[bucket])
 
 
 @dataclass(frozen=True)
 class Config:
-    """A row of Table 3. At stage 1 gradients lie in one allocation, and are reduced where they lie:
-    C_B and M_D have nothing to add to them."""
+    """A row of Table 3. Stage 1 keeps gradients in one allocation and reduces them in place, so
+    there is nothing for C_B and M_D to do."""
 
     stage: type
     options: dict = field(default_factory=dict)  # of the stage
@@ -97,10 +100,12 @@ class System:
     Args:
         sizes: what ParallelGPT takes.
         batch: sequences of a micro-batch, from which the size of the checkpoints' slab follows.
+    Raises: ValueError for a name that CONFIGS does not have.
     """
 
     def __init__(
-        self, name, sizes, mesh, batch, dtype, device, optimizer_class, **options
+        self, name: str, sizes, mesh, batch: int, dtype: torch.dtype, device, optimizer_class: type,
+        **options,
     ):
         if name not in CONFIGS:
             raise ValueError(f"there is no config {name!r}: choose from {', '.join(CONFIGS)}")
@@ -132,13 +137,12 @@ class System:
             self.slab.reset()
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm):
-        """Scale the gradients down to this global norm, if theirs is larger; return the norm they
-        had, [].
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to this global norm, if theirs is larger; return theirs, [].
 
-        A stage knows the ranks that hold its part of the model, and these are not all that hold a
-        part. So squares add up over both groups. What all ranks of the model-parallel group hold
-        counts once: on the first.
+        A stage knows the norm of its own part of the model only. So squares add up over both
+        groups. Parameters that every rank of the model-parallel group holds whole count once: on
+        its first rank.
         """
         self.zero.reduced_gradients()
         counted = [bucket.gradient_shard for bucket in self.zero.buckets
@@ -153,41 +157,41 @@ class System:
     # all else is the stage's
 
     @property
-    def optimizer(self):
+    def optimizer(self) -> torch.optim.Optimizer:
         return self.zero.optimizer
 
     @property
-    def buckets(self):
+    def buckets(self) -> list[Bucket]:
         return self.zero.buckets
 
     @property
-    def gradient_scale(self):
+    def gradient_scale(self) -> precision.Scale:
         return self.zero.gradient_scale
 
     @gradient_scale.setter
-    def gradient_scale(self, scale):
+    def gradient_scale(self, scale: precision.Scale) -> None:
         self.zero.gradient_scale = scale
 
-    def reduced_gradients(self):
+    def reduced_gradients(self) -> list[torch.Tensor]:
         return self.zero.reduced_gradients()
 
-    def no_sync(self):
+    def no_sync(self) -> AbstractContextManager:
         return self.zero.no_sync()
 
-    def step(self):
+    def step(self) -> None:
         self.zero.step()
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         self.zero.zero_grad()
 
-    def state_dict(self):
+    def state_dict(self) -> dict:
         return self.zero.state_dict()
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict) -> None:
         self.zero.load_state_dict(state)
 
     @contextmanager
-    def gather_parameters(self):
+    def gather_parameters(self) -> Iterator[None]:
         """Context in which every parameter of this rank's part of the model is whole."""
         with self.zero.gather_parameters():
             yield

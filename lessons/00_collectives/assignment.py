@@ -24,14 +24,15 @@ def exchange(outgoing: Tensor, incoming: Tensor, group: ProcessGroup | None = No
 
     Waiting for one of them first would lock the ring.
     """
-    # step 1: `outgoing` is with the right neighbour, `incoming` holds what the left one sent, and both may be used
-    # again.
+    # step 1: `outgoing` is with the right neighbour, `incoming` holds what the left one sent, and
+    # both may be used again.
     raise NotImplementedError("step 1: exchange")
 
 
 def reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Sum [N·s] over the ranks; return this rank's part [s]. `tensor` is left as it was."""
-    # step 2: N-1 exchanges, each of one chunk; afterwards this rank's chunk is summed over all ranks.
+    # step 2: N-1 exchanges, each of one chunk; afterwards this rank's chunk is summed over all
+    # ranks.
     raise NotImplementedError("step 2: reduce_scatter")
 
 
@@ -54,7 +55,8 @@ def broadcast(
 
     While one chunk is passed on, the next arrives.
     """
-    # step 5: chunks go down the ring from the root; a rank passes one on while the next one arrives. Returns `tensor`.
+    # step 5: chunks go down the ring from the root; a rank passes one on while the next one
+    # arrives. Returns `tensor`.
     raise NotImplementedError("step 5: broadcast")
 
 

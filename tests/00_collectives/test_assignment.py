@@ -19,6 +19,12 @@ worlds = pytest.mark.parametrize("world_size", (2, 3, 4))
 PART = 35  # elements of a chunk
 
 
+@pytest.fixture
+def ring(assignment):
+    """The module under test."""
+    return assignment
+
+
 def numbers(rank, size, dtype=torch.float32):
     """What a rank holds: any rank can compute it."""
     return torch.randn(size, generator=torch.Generator().manual_seed(13 * rank + size)).mul(100).to(dtype)

@@ -1,8 +1,6 @@
-"""The classroom: starters come from the reference; the grader names each mistake, and cannot be fooled or hung.
+"""The classroom: the grader names each mistake, and cannot be fooled or hung.
 
-Of the wrong submissions one runs for each check, and one that hangs. All of them, in some two minutes more:
-
-    ZERO_ALL_SUBMISSIONS=1 pytest tests/house/test_classroom.py
+Of the wrong submissions one runs for each check, and one that hangs; all of them with pytest --thorough.
 """
 
 import functools
@@ -16,66 +14,46 @@ import subprocess
 import sys
 import time
 from multiprocessing import forkserver
+from pathlib import Path
 
 import checks
 import cloudpickle
 import pytest
-import submissions.collectives
-import submissions.conduct
-import submissions.gradients
+import submissions
 import torch
 import toys
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import conduct
+
 from zero_minimal.classroom import grade as grader
-from zero_minimal.classroom import plugin, starters
+from zero_minimal.classroom import plugin
 from zero_minimal.classroom.grade import Grades
 from zero_minimal.classroom.guard import Fault
-from zero_minimal.classroom.lessons import COLLECTIVES, GRADIENTS, HOUSE, LESSONS
+from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.classroom.submission import Submission
 from zero_minimal.foundations.ranks import RankError
 
-FOLDERS = (
-    (COLLECTIVES, submissions.collectives), (GRADIENTS, submissions.gradients), (GRADIENTS, submissions.conduct)
-)
+LESSONS = found()
+COLLECTIVES, GRADIENTS = LESSONS["00_collectives"], LESSONS["03_gradients"]
+FOLDERS = (*((lesson, submissions.mistakes(lesson)) for lesson in LESSONS.values()), (GRADIENTS, conduct))
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs what Linux tells of processes and memory")
 
 
-def chosen(folder):
-    """Names of the folder's wrong submissions that run now."""
+def always(folder):
+    """Names of the folder's wrong submissions that run in the plain run too."""
     first = {(wrong.check, wrong.hangs): name for name, wrong in reversed(folder.WRONG.items())}
-    short = getattr(folder, "SHORT", set(first.values()))
-    return [name for name in folder.WRONG if os.environ.get("ZERO_ALL_SUBMISSIONS") or name in short]
+    return getattr(folder, "SHORT", set(first.values()))
 
 
 WRONG = [
-    pytest.param(lesson, folder.WRONG[name], id=name, marks=[on_linux] if folder is submissions.conduct else [])
-    for lesson, folder in FOLDERS for name in chosen(folder)
+    pytest.param(lesson, wrong, id=name, marks=[on_linux] * (folder is conduct)
+                 + [pytest.mark.thorough] * (name not in always(folder)))
+    for lesson, folder in FOLDERS for name, wrong in folder.WRONG.items()
 ]
-RIGHT = [pytest.param(lesson, right, id=name) for lesson, folder in FOLDERS for name, right in folder.RIGHT.items()]
-
-
-# ------------------------------------------------------------------------------------------------------------ starters
-
-
-@pytest.mark.parametrize("lesson", LESSONS.values(), ids=LESSONS)
-def test_starters_come_from_the_reference(lesson):
-    wanted = starters.starter(lesson, starters.reference_file(lesson).read_text())
-    assert lesson.starter.read_text() == wanted, "run python -m zero_minimal starters"
-
-
-@pytest.mark.parametrize("lesson", LESSONS.values(), ids=LESSONS)
-def test_starters_hold_no_answer(lesson):
-    """What is to be written is gone: only the docstring, what must hold, and the error that names the step are left."""
-    source, starter = starters.reference_file(lesson).read_text(), lesson.starter.read_text()
-    assert starter.count("raise NotImplementedError") == len(lesson.tasks)
-    gone = set(map(str.strip, source.splitlines())) - set(map(str.strip, starter.splitlines()))
-    assert 30 <= len(gone) <= 80, "lines that a learner writes"
-    compile(starter, "starter", "exec")
-
-
-def test_a_function_that_the_reference_has_not_got():
-    with pytest.raises(ValueError, match="03_gradients: the reference has no function Stage2.step"):
-        starters.starter(GRADIENTS, GRADIENTS.starter.read_text().replace("def step(", "def stride("))
+RIGHT = [pytest.param(lesson, text, id=f"{lesson.name}: {name}")
+         for lesson in LESSONS.values() for name, text in submissions.right(lesson).items()]
 
 
 # ------------------------------------------------------------------------------------------------- wrong and right ones
@@ -91,7 +69,7 @@ def messages(tmp_path, monkeypatch):
     def run(lesson, source, only=None, world_size=3, patience=30.0):
         file = tmp_path / "assignment.py"
         file.write_text(source)
-        submission = Submission(file, lesson.name)
+        submission = Submission(file, lesson)
         runner = the_runner()
         runner.submission, runner.patience = submission, patience
         monkeypatch.setattr(toys, "runner", runner)
@@ -132,15 +110,20 @@ def told_by(test, submission, world_size):
 
 
 def test_enough_of_them_run():
-    for lesson in LESSONS.values():
-        assert sum(param.values[0] is lesson for param in WRONG) >= 14
-        assert {param.values[1].check for param in WRONG if param.values[0] is lesson} >= {
-            wrong.check for of, folder in FOLDERS if of is lesson for wrong in folder.WRONG.values()}
+    for of, folder in FOLDERS:
+        plain = [folder.WRONG[name] for name in always(folder)]
+        assert 13 <= len(plain) < len(folder.WRONG)
+        assert folder is conduct or {wrong.check for wrong in plain} == graded_checks(of)
+
+
+def graded_checks(lesson):
+    """Names of the lesson's tests that earn points: each of them has a mistake to catch."""
+    return {name for name in vars(graded_tests(lesson)) if name.startswith("test_")}
 
 
 @pytest.mark.parametrize("lesson, wrong", WRONG)
 def test_a_mistake_is_caught_and_named(messages, lesson, wrong):
-    told = messages(lesson, submissions.changed(lesson, wrong.changes), wrong.check, wrong.world_size or 3,
+    told = messages(lesson, submissions.spliced(lesson, wrong.code, wrong.top), wrong.check, wrong.world_size or 3,
                     patience=2.5 if wrong.hangs else 30.0)
     assert told, f"{wrong.check} did not catch it"
     assert re.search(wrong.message, told[0]), f"it said: {told[0]}"
@@ -149,8 +132,7 @@ def test_a_mistake_is_caught_and_named(messages, lesson, wrong):
 
 @pytest.mark.parametrize("lesson, right", RIGHT)
 def test_other_ways_are_right_too(messages, lesson, right):
-    source = right if isinstance(right, str) else submissions.changed(lesson, right)
-    assert messages(lesson, source) == []
+    assert messages(lesson, right) == []
 
 
 # -------------------------------------------------------------------------------------------------- hints, and points
@@ -167,12 +149,18 @@ def late(*stacks, finished=()):
 
 
 HINTS = {"stuck": "who waits for whom?", "left": "wait for each isend", "raised": "is it padded?"}
-FILE = str(COLLECTIVES.tests.parents[2] / "zero_minimal/foundations/ring.py")
-LINES = COLLECTIVES.tests.parents[2].joinpath("zero_minimal/foundations/ring.py").read_text().splitlines()
+FILE = str(HOUSE / "zero_minimal/foundations/ring.py")
+
+
+def line(text):
+    """The number of the line of FILE that holds this text."""
+    return next(number for number, line in enumerate(Path(FILE).read_text().splitlines(), 1) if text in line)
+
+
 RECEIVES = [("torch/distributed.py", 7, "recv"), ("torch/wrapper.py", 5, "wrapper"),
-            (FILE, LINES.index("    dist.recv(incoming, _global(rank - 1, group), group=group)") + 1, "exchange")]
-WAITS = [(FILE, LINES.index("    sending.wait()") + 1, "exchange")]
-COMPUTES = [(FILE, LINES.index("    chunks[rank] = part") + 1, "all_gather")]
+            (FILE, line("dist.recv(incoming"), "exchange")]
+WAITS = [(FILE, line("sending.wait()"), "exchange")]
+COMPUTES = [(FILE, line("chunks[rank] = part"), "all_gather")]
 
 
 @pytest.mark.parametrize("error, says, does_not_say", [
@@ -248,18 +236,25 @@ def grade(*arguments):
 
 def test_what_is_not_written_yet_is_not_run(tmp_path):
     """Neither a step that is as in the starter, nor the rest of one in which a test has met a hole."""
-    source = submissions.changed(COLLECTIVES, [
-        (submissions.collectives.REDUCED, "    while world_size == 4:\n        pass\n"
-                                          "    raise NotImplementedError('step 4: all_reduce')\n")])
-    first, last = source.index("    rank, world_size", source.index("def reduce_")), source.index("def all_gather")
-    hole = "    # to do\n    raise NotImplementedError('step 2: reduce_scatter')\n\n\n"
+    source = submissions.spliced(COLLECTIVES, {
+        "reduce_scatter": """
+            def reduce_scatter(tensor, group=None):
+                # to do
+                raise NotImplementedError("step 2: reduce_scatter")
+            """,
+        "all_reduce": """
+            def all_reduce(tensor, group=None):
+                while dist.get_world_size(group) == 4:
+                    pass
+                raise NotImplementedError("step 4: all_reduce")
+            """})
     file = tmp_path / "mine.py"
-    file.write_text(source[:first] + hole + source[last:])
+    file.write_text(source)
     grades = Grades(COLLECTIVES)
     grader.grade(COLLECTIVES, file, grades, only="reduce or all_gather_in_a_group")
     told = {step: {message for number, *_, message in grades.results if number == step} for step in (2, 3, 4)}
-    line = 1 + source[:first].count("\n") + 1
-    assert told[2] == {f"reduce_scatter() is not written yet (step 2, line {line})"}
+    number = source[: source.index("step 2: reduce_scatter")].count("\n") + 1
+    assert told[2] == {f"reduce_scatter() is not written yet (step 2, line {number})"}
     assert told[3] == {""} and grades.of(COLLECTIVES.steps[2])[0] == 3
     assert len(told[4]) == 1 and "all_reduce() is not written yet (step 4" in told[4].pop()  # the 4 ranks did not run
 
@@ -268,7 +263,7 @@ def test_an_untouched_starter_has_no_points(tmp_path):
     code, printed = grade(GRADIENTS.starter, "--json", tmp_path / "results.json")
     assert code == 1 and "0 of 100 points" in printed
     assert re.findall(r"(\w+)\(\) is not written yet \(step (\d), line \d+\)", printed) == [
-        ("gradient_arrived", "1"), ("step", "2"), ("zero_grad", "3"), ("clip_grad_norm_", "4")]
+        ("bucket_complete", "1"), ("step", "2"), ("zero_grad", "3"), ("clip_grad_norm_", "4")]
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["score"] == 0 and results["execution_time"] > 0
     assert sum(test["max_score"] for test in results["tests"]) == 100
@@ -278,7 +273,7 @@ def test_an_untouched_starter_has_no_points(tmp_path):
 @on_linux
 def test_the_server_of_ranks_may_die_between_tests(messages):
     """A kill that shows late is not charged to the next tests."""
-    reference, check = submissions.changed(COLLECTIVES, []), "test_broadcast_returns_its_tensor"
+    reference, check = submissions.spliced(COLLECTIVES, {}), "test_broadcast_returns_its_tensor"
     assert messages(COLLECTIVES, reference, check) == []
     server = forkserver._forkserver._forkserver_pid
     os.kill(server, signal.SIGKILL)
@@ -293,12 +288,13 @@ def test_the_server_of_ranks_may_die_between_tests(messages):
 def test_tests_go_on_when_the_graders_process_is_killed(tmp_path):
     """What came before counts, and what comes after is looked at."""
     file = tmp_path / "mine.py"
-    file.write_text(submissions.changed(COLLECTIVES, [
-        ("import torch\n", "import multiprocessing\nimport os\nimport signal\n\nimport torch\n"),
-        ("    chunks = part.new_", "    if part.dtype == torch.int64 and world_size == 4:\n"
-         "        grader = os.pidfd_open(multiprocessing.parent_process().pid)\n"
-         "        signal.pidfd_send_signal(grader, signal.SIGKILL)\n    chunks = part.new_"),
-    ]))
+    killing = """
+        if part.dtype == torch.int64 and world_size == 4:
+            grader = os.pidfd_open(multiprocessing.parent_process().pid)
+            signal.pidfd_send_signal(grader, signal.SIGKILL)
+        """
+    code = submissions.mistakes(COLLECTIVES).all_gather(after=killing)
+    file.write_text(submissions.spliced(COLLECTIVES, code, top="import multiprocessing\nimport os\nimport signal\n"))
     grades = Grades(COLLECTIVES)
     grader.grade(COLLECTIVES, file, grades, only="all_gather_of_other or in_a_group")
     assert [grades.of(step)[0] for step in COLLECTIVES.steps] == [4, 3, 3, 3, 2]

@@ -17,7 +17,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from zero_minimal.classroom.lessons import HOUSE, LESSONS, LOOK_AT, UNWRITTEN, Lesson, Step
+from zero_minimal.classroom.lessons import HOUSE, LOOK_AT, UNWRITTEN, Lesson, Step, found
 
 SECONDS = 120  # for a lesson
 EXTRA = 10.0  # seconds that the tests have after that, to say so themselves
@@ -26,14 +26,19 @@ INDENT = " " * 8
 
 def main(arguments: list[str]) -> int:
     """Exit code: 0 for full marks, 1 for fewer, 3 if the grader itself could not work."""
+    try:
+        lessons = found()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
     parser = argparse.ArgumentParser(
         prog="python -m zero_minimal grade", allow_abbrev=False, description="Points for an assignment, step by step. "
         "The exit code is 0 for full marks, 1 for fewer, 2 for a wrong call, 3 if the grader itself fails.")
     parser.add_argument("file", type=Path, help="what you wrote: lessons/NN_name/assignment.py")
-    parser.add_argument("--lesson", choices=LESSONS, help="default: the name of the file's folder")
+    parser.add_argument("--lesson", choices=lessons, help="default: the name of the file's folder")
     parser.add_argument("--json", type=_writable, metavar="FILE", help="also write results.json for Gradescope")
     options = parser.parse_args(arguments)
-    lesson = _lesson(parser, options)
+    lesson = _lesson(parser, options, lessons)
     print(f"{options.file}: lesson {lesson.name}, {lesson.world} (about 20 s)\n", flush=True)
     began, grades = time.monotonic(), Grades(lesson)
     if options.json:  # should the grader itself be brought down, this is what counts
@@ -65,16 +70,16 @@ def _writable(path: str) -> Path:
     return Path(path)
 
 
-def _lesson(parser, options) -> Lesson:
+def _lesson(parser, options, lessons: dict[str, Lesson]) -> Lesson:
     file = options.file
     if not file.is_file():
         parser.error(f"{file} is not a file: name the assignment.py that you filled in")
     name = options.lesson or file.resolve().parent.name
-    if name not in LESSONS:
-        parser.error(f"which lesson is {file}? Its folder is none of {', '.join(LESSONS)}: say --lesson NAME")
-    if not LESSONS[name].tests.exists():
-        parser.error(f"the tests of lesson {name} are not here ({LESSONS[name].tests}): grade from a checkout")
-    return LESSONS[name]
+    if name not in lessons:
+        parser.error(f"which lesson is {file}? Its folder is none of {', '.join(lessons)}: say --lesson NAME")
+    if not lessons[name].tests.exists():
+        parser.error(f"the tests of lesson {name} are not here ({lessons[name].tests}): grade from a checkout")
+    return lessons[name]
 
 
 def _syntax_error(file: Path) -> str:

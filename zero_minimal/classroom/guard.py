@@ -3,7 +3,7 @@
 The numbers that earn points are taken inside the ranks, where the submission could reach them. So a rank makes sure
 that a submission
 
-- does not use the files that solve its lesson, neither by import nor by reading them;
+- does not use what solves its lesson: modules, neither by import nor by reading them, and single definitions of others;
 - leaves what measures it as it was: the tests, this package, torch.distributed, torch.Tensor, in memory and on disk;
 - starts no other process, signals none, and leaves no thread behind;
 - cannot print or take memory without end.
@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.classroom.lessons import HOUSE, UNWRITTEN, Lesson
+from zero_minimal.classroom.references import borrowed
 
 PRINTED = 2**20  # bytes that a rank may print or write into one file
 MEMORY = 4 * 10**9  # bytes of memory that a rank may ask for
@@ -63,6 +64,7 @@ def guarded(function, submission):
         _limit()
         guard = Guard(submission.lesson)
         try:
+            guard.look_at(submission.source)
             result = function(*args, **kwargs)
             guard.look_again()
         except BaseException as error:
@@ -113,6 +115,12 @@ class Guard:
             with contextlib.suppress(OSError):
                 files += [os.path.join(compiled, file) for file in os.listdir(compiled) if file.startswith(last + ".")]
             self._files |= {_identity(file) for file in files} - {None}
+
+    def look_at(self, source: str) -> None:
+        """Of a module that it may import, it must not use the definitions that it holds itself."""
+        if used := borrowed(self.lesson, source):
+            self.fouls.append(f"it uses {used[0]}, where the work of lesson {self.lesson.name} is done already")
+            raise Foul(self.fouls[0])
 
     def _hook(self):
         """The audit hook. Python offers no way to remove one."""

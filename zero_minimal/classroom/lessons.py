@@ -1,13 +1,29 @@
 """Lessons with an assignment: which functions of the reference a learner writes, in which steps, for how many points.
 
-Starters and grader read it here; the checks themselves are tests/NN_name/test_assignment.py, where each test says
-which step it belongs to and what it is worth.
+A lesson is a folder lessons/NN_name with a lesson.toml; nothing else lists the lessons. Its checks are
+tests/NN_name/test_assignment.py, where each test says which step it belongs to and what it is worth. The keys:
+
+    title        after the number, as on the lesson's page
+    world        on what it is graded, in words
+    reference    the module that the starter is cut from
+    takes_in     definitions of other modules that the starter holds too: ["package.module.name", …]  (default: none)
+    class        what the tests use: this class of the file                            (default: the file as a module)
+    forbidden    more modules that a submission may not import, see below                               (default: none)
+    builds_on    lesson files that it may import all the same                                           (default: none)
+    [[steps]]    title, points, and in [steps.tasks] "function" or "Class.method" = what must hold when it returns
+
+A submission may import neither the reference nor any lesson file zero_minimal/*.py, and so nothing that imports these.
+Of another module that the lesson takes definitions in from, it may use all but these.
 """
 
+import functools
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 HOUSE = Path(__file__).parents[2]  # the repository
+PACKAGE = HOUSE / "zero_minimal"
+FILE = "lesson.toml"
 
 # words that messages are recognized by
 UNWRITTEN = "() is not written yet (step "
@@ -20,7 +36,7 @@ class Step:
 
     number: int
     title: str
-    points: int
+    points: float
     tasks: dict[str, str]  # "Class.method" or "function": a comment in the starter
 
 
@@ -28,20 +44,26 @@ class Step:
 class Lesson:
     """One assignment."""
 
-    name: str  # of the folder in lessons/ and in tests/
-    reference: str  # module that the starter is cut from
-    class_name: str  # what the tests look at: a class of it, or "" for the module
-    forbidden: tuple[str, ...]  # modules that would do the learner's work
+    folder: Path
+    title: str
+    world: str
+    reference: str
+    takes_in: tuple[str, ...]
+    class_name: str  # "": the tests use the module
+    forbidden: frozenset[str]  # modules that would do the learner's work
     steps: tuple[Step, ...]
-    world: str = "2 to 4 ranks on the CPU"
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
 
     @property
     def starter(self) -> Path:
-        return HOUSE / "lessons" / self.name / "assignment.py"
+        return self.folder / "assignment.py"
 
     @property
     def tests(self) -> Path:
-        return HOUSE / "tests" / self.name / "test_assignment.py"
+        return self.folder.parents[1] / "tests" / self.name / "test_assignment.py"
 
     @property
     def tasks(self) -> dict[str, tuple[int, str]]:
@@ -49,63 +71,81 @@ class Lesson:
         return {name: (step.number, task) for step in self.steps for name, task in step.tasks.items()}
 
 
-STAGE_FILES = tuple(
-    "zero_minimal." + name
-    for name in ("stage0", "stage1", "stage2", "stage3", "zero_100b", "constant_buffers", "tensor_parallel")
-)
+@functools.cache
+def found(folder: Path = HOUSE / "lessons") -> dict[str, Lesson]:
+    """name: lesson, of all that have a lesson.toml. Raises: ValueError, which names file and key, if one is wrong."""
+    return {file.parent.name: read(file) for file in sorted(folder.glob(f"*/{FILE}"))}
 
-COLLECTIVES = Lesson(
-    name="00_collectives",
-    reference="zero_minimal.foundations.ring",
-    class_name="",
-    forbidden=("zero_minimal.foundations.ring", "zero_minimal.foundations.collectives", *STAGE_FILES),
-    steps=(
-        Step(1, "exchange with both neighbours at once", 15, {
-            "exchange": "`outgoing` is with the right neighbour, `incoming` holds what the left one sent, and both may "
-                        "be used again.",
-        }),
-        Step(2, "reduce-scatter", 30, {
-            "reduce_scatter": "N-1 exchanges, each of one chunk; afterwards this rank's chunk is summed over all "
-                              "ranks.",
-        }),
-        Step(3, "all-gather", 20, {
-            "all_gather": "N-1 exchanges; in each one a rank passes on what arrived in the one before.",
-        }),
-        Step(4, "all-reduce", 15, {
-            "all_reduce": "made of the two above, also when N does not divide n.",
-        }),
-        Step(5, "broadcast, chunk by chunk", 20, {
-            "broadcast": "chunks go down the ring from the root; a rank passes one on while the next one arrives. "
-                         "Returns `tensor`.",
-        }),
-    ),
-)
 
-GRADIENTS = Lesson(
-    name="03_gradients",
-    reference="zero_minimal.stage2",
-    class_name="Stage2",
-    forbidden=STAGE_FILES,
-    steps=(
-        Step(1, "gradients become shards during backward", 40, {
-            "Stage2.gradient_arrived": "param.grad has been copied to its place in each of these buckets, "
-                                       "self.backward knows (filled), and param.grad is gone.",
-            "Stage2.bucket_complete": "the reduce-scatter of this bucket's average is under way, and the bucket is "
-                                      "closed. At most one is under way at a time.",
-            "Stage2._wait": "what is under way, if anything, has ended: its whole gradients are freed, this rank's "
-                            "part is in bucket.gradient_shard (step 3: added to it).",
-        }),
-        Step(2, "update the own shard, gather the parameters", 25, {
-            "Stage2.step": "this rank's shards are updated (with self.gradient_scale), every rank has all new "
-                           "parameters, layout.broadcast_statistics was called, self.backward.spent is True.",
-        }),
-        Step(3, "zero_grad, and accumulation", 20, {
-            "Stage2.zero_grad": "no gradient and no gradient_scale is left, and self.backward starts afresh (forget).",
-        }),
-        Step(4, "clipping and the loss scale", 15, {
-            "Stage2.clip_grad_norm_": "self.gradient_scale brings the global norm down to max_norm.",
-        }),
-    ),
-)
+def read(file: Path) -> Lesson:
+    """The lesson of a lesson.toml. Raises: ValueError, which names file and key, if it is broken or incomplete."""
+    where = "/".join(file.parts[-3:])
+    try:
+        table = Table(tomllib.loads(file.read_text()), where)
+    except ValueError as error:  # UnicodeDecodeError too
+        raise ValueError(f"{where} is not TOML: {error}") from None
+    reference, takes_in = table.take("reference", str), table.texts("takes_in")
+    for name in takes_in:
+        if "." not in name:
+            raise ValueError(f"{where}: takes_in must name definitions as \"package.module.name\", not {name!r}")
+    lesson = Lesson(
+        folder=file.parent, title=table.take("title", str), world=table.take("world", str), reference=reference,
+        takes_in=takes_in, class_name=table.take("class", str, ""),
+        forbidden=(lesson_files() - set(table.texts("builds_on"))) | {reference, *table.texts("forbidden")},
+        steps=tuple(_step(Table(entry, f"{where}, step {number}"), number)
+                    for number, entry in enumerate(table.take("steps", list), 1)),
+    )
+    table.end()
+    return lesson
 
-LESSONS = {lesson.name: lesson for lesson in (COLLECTIVES, GRADIENTS)}
+
+def lesson_files() -> frozenset[str]:
+    """The modules zero_minimal/*.py."""
+    names = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    return frozenset(f"{PACKAGE.name}.{name}" for name in names)
+
+
+def _step(table: "Table", number: int) -> Step:
+    title, points, tasks = table.take("title", str), table.take("points", (int, float)), table.take("tasks", dict)
+    table.end()
+    if points <= 0:
+        raise ValueError(f"{table.where}: points must be above 0, not {points}")
+    texts = Table(dict(tasks), f"{table.where}, tasks")
+    return Step(number, title, points, {name: " ".join(texts.take(name, str).split()) for name in tasks})
+
+
+KINDS = {str: "text", list: "a list", dict: "a table", (int, float): "a number"}
+
+
+class Table:
+    """A table of a lesson.toml, from which keys are taken: one that is missing, wrong or left over is named."""
+
+    def __init__(self, entries: dict, where: str):
+        if not isinstance(entries, dict):
+            raise ValueError(f"{where} must be a table, not {entries!r}")
+        self.entries, self.where, self.known = entries, where, []
+
+    def take(self, key: str, kind, default=None):
+        """The value of a key. Without a default it must be there, and hold something."""
+        self.known.append(key)
+        value = self.entries.pop(key, default)
+        if value is None:
+            raise ValueError(f"{self.where}: {key} is missing ({KINDS[kind]})")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{self.where}: {key} must be {KINDS[kind]}, not {value!r}")
+        if default is None and value in ("", [], {}):
+            raise ValueError(f"{self.where}: {key} is empty")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of texts, none by default."""
+        values = self.take(key, list, [])
+        for value in values:
+            if not isinstance(value, str):
+                raise ValueError(f"{self.where}: {key} must be a list of texts, and holds {value!r}")
+        return tuple(values)
+
+    def end(self) -> None:
+        """All keys must be taken by now."""
+        for key in self.entries:
+            raise ValueError(f"{self.where}: {key} is no key of a lesson: {', '.join(self.known)} are")

@@ -1,30 +1,15 @@
 """python -m zero_minimal starters: write lessons/*/assignment.py anew, from the reference.
 
-A starter is the reference with the bodies taken out that its lesson is about. Signatures and docstrings stay; in place
-of a body stands what must hold when the function returns, and an error that names the step.
+A starter is the reference in one file, with the bodies taken out that its lesson is about. Signatures and docstrings
+stay; in place of a body stands what must hold when the function returns, and an error that names the step.
 """
 
 import ast
-import importlib.util
 import textwrap
-from pathlib import Path
 
-from zero_minimal.classroom.lessons import LESSONS, Lesson
+from zero_minimal.classroom.lessons import Lesson, found
+from zero_minimal.classroom.references import WIDTH, reference
 from zero_minimal.workload.settings import Parser
-
-WIDTH = 120
-
-
-def reference_file(lesson: Lesson) -> Path:
-    """Where the reference is. Raises: FileNotFoundError if this copy comes without it."""
-    try:
-        spec = importlib.util.find_spec(lesson.reference)
-    except ModuleNotFoundError:
-        spec = None
-    if spec is None or spec.origin is None:
-        raise FileNotFoundError(f"{lesson.name}: the reference {lesson.reference} is not here, so no starter can be "
-                                "made from it")
-    return Path(spec.origin)
 
 
 def starter(lesson: Lesson, source: str) -> str:
@@ -76,11 +61,10 @@ def main(arguments: list[str]) -> None:
     parser = Parser(prog="python -m zero_minimal starters", description="Write lessons/*/assignment.py anew from the "
                     "reference. What a learner wrote into them is lost.")
     parser.parse_args(arguments)
-    for lesson in LESSONS.values():
-        try:
-            text = starter(lesson, reference_file(lesson).read_text())
-        except FileNotFoundError as error:
-            parser.error(str(error))
-        lesson.starter.parent.mkdir(parents=True, exist_ok=True)
-        lesson.starter.write_text(text)
-        print(lesson.starter)
+    try:
+        texts = {lesson.starter: starter(lesson, reference(lesson)) for lesson in found().values()}
+    except (FileNotFoundError, ValueError) as error:
+        parser.error(str(error))
+    for file, text in texts.items():
+        file.write_text(text)
+        print(file)

@@ -4,7 +4,7 @@ import sys
 import types
 from pathlib import Path
 
-from zero_minimal.classroom.lessons import LESSONS
+from zero_minimal.classroom.lessons import Lesson
 
 NAME = "assignment"  # of the module
 
@@ -15,8 +15,8 @@ class Submission:
     It travels to the ranks as text. There the first use runs the file.
     """
 
-    def __init__(self, path: Path, lesson_name: str):
-        self.path, self.lesson, self.source = str(path), LESSONS[lesson_name], path.read_text()
+    def __init__(self, path: Path, lesson: Lesson):
+        self.path, self.lesson, self.source = str(path), lesson, path.read_text()
 
     def __call__(self, *args, **kwargs):
         return getattr(self, self.lesson.class_name)(*args, **kwargs)

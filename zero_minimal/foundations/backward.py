@@ -1,19 +1,18 @@
-"""Backward: when are a bucket's gradients complete, so that its reduction can overlap with the rest
-of backward?
+"""Backward: tells a stage when a bucket's gradients are complete, so that their reduction overlaps
+with the rest of the backward pass.
 
     autograd ── a gradient ──► Backward ── hooks ──► stage
 
-Autograd tells when a parameter's gradient is there. Backward counts; with the last gradient of its
-parameters a bucket is complete, and is handed to the stage. Two things make this less simple than
-it sounds:
+Autograd calls a hook when a parameter's gradient is there. Backward counts these calls; with the
+last gradient of its parameters a bucket is complete, and is handed over to the stage. Two things
+make this less simple than it sounds:
 
-- All ranks must start the same collectives in the same order, and a parameter may get no gradient
-  on one rank alone. So
-  buckets are handed over strictly in one order, and when backward ends the incomplete too: what is
-  missing is zero.
-- A parameter that never gets a gradient would hold up all buckets behind its own. So after the
-  first backward pass buckets are handed over in the order in which rank 0 saw them complete, the
-  incomplete ones last.
+- All ranks must start the same collectives in the same order, but a parameter may get a gradient on
+  one rank and none on another. So buckets are handed over in one fixed order, and at the end of the
+  pass the incomplete ones too: a gradient that is missing counts as zero.
+- A parameter that never gets a gradient would hold up all buckets behind its own until the end. So
+  after the first pass the order is the one in which rank 0 saw the buckets complete, with those
+  that stayed incomplete last.
 """
 
 import contextlib
@@ -25,58 +24,66 @@ import torch
 from torch import nn
 
 from zero_minimal.foundations import ownership
+from zero_minimal.foundations.layout import Bucket, Flat
 
 
 class Hooks:
-    """What a stage hears of a backward pass. It overrides what it needs; these do nothing."""
+    """What a stage is told during a backward pass. It overrides what it needs; these do nothing."""
 
     def backward_begins(self) -> None:
         """Before the first gradient."""
 
-    def gradient_arrived(self, param, flat) -> None:
-        """param.grad is there, with those of earlier micro-batches in it if they were kept. `flat`
-        holds param."""
+    def gradient_arrived(self, param: nn.Parameter, flat: Flat) -> None:
+        """param.grad is there, added to that of earlier micro-batches if they left one. param lies
+        in `flat`."""
 
-    def bucket_complete(self, bucket, done: list) -> None:
-        """All gradients of bucket.params have arrived. One that is None did not come on this rank:
-        it counts as zero. `done` are the parameters whose gradients no later bucket needs, since it
-        holds no piece of them. Every bucket comes once a pass, in the same order on every rank;
-        none comes under `accumulate()`."""
+    def bucket_complete(self, bucket: Bucket, done: list[nn.Parameter]) -> None:
+        """All gradients of bucket.params that this pass makes have arrived. Where .grad is None
+        there was none on this rank: it counts as zero.
+
+        A parameter may lie in several buckets. `done` are those of this bucket that lie in no
+        bucket still to come: their .grad is not needed any more.
+
+        Called once a pass for every bucket, in the same order on every rank; never under
+        `accumulate()`.
+        """
 
     def backward_ends(self) -> None:
-        """Every bucket was handed over. Also called by step() on a rank where no backward ran."""
+        """Every bucket was handed over. Also called in step() on a rank that ran no backward."""
 
 
 class Backward:
-    """Watches the backward passes of stage.model for the buckets of stage.buckets, and calls the
-    stage's Hooks.
+    """Watches the backward passes of stage.model, counts the gradients of each of stage.buckets,
+    and calls the stage's Hooks.
 
-    by_turns: a bucket is handed over not with its last gradient but when somebody else says so
-        (units.Turns).
+    by_turns: do not hand over a bucket with its last gradient: units.Turns says when (stage 3).
     """
 
     def __init__(self, stage: Hooks, by_turns: bool = False):
         self.stage, self.buckets, self.by_turns = stage, list(stage.buckets), by_turns
         self.reduced = False  # every bucket was handed over since zero_grad()
-        self.running = False
-        self.spent = False  # step() has used the gradients, zero_grad() has not come yet
+        self.running = False  # a backward pass is under way
+        self.spent = False  # step() has used the gradients, and zero_grad() was not called since
         self._accumulating = False
-        self._ordered = by_turns
-        self._task = None
-        self._buckets_of: dict = {}
+        self._ordered = by_turns  # the order of self.buckets is the final one
+        self._task: int | None = None  # autograd's number for the pass under way
+        self._buckets_of: dict[nn.Parameter, list[Bucket]] = {}
         for bucket in self.buckets:
             for param in bucket.params:
                 self._buckets_of.setdefault(param, []).append(bucket)
         self._reset()
         stage.model.register_forward_hook(self._watch_output)
-        # Python cannot see through these hooks: a strong one would keep the model for ever
+        # autograd holds these hooks where Python's garbage collector cannot look: with a strong
+        # reference to self the model would never be freed
         weak = weakref.ref(self)
         for param in self._buckets_of:
-            param.register_post_accumulate_grad_hook(lambda param: weak() and weak()._gradient(param))
+            param.register_post_accumulate_grad_hook(
+                lambda param: weak() and weak()._gradient(param)
+            )
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backward passes inside hand over nothing: gradients add up."""
+        """Context in which backward passes hand over nothing: gradients add up in .grad."""
         self._accumulating = True
         try:
             yield
@@ -84,8 +91,7 @@ class Backward:
             self._accumulating = False
 
     def finish(self) -> None:
-        """Hand over what is left, in order: when backward ends, or in `step()` if none ran on this
-        rank."""
+        """Hand over what is left, in order: when a pass ends, or in step() if none ran here."""
         ownership.check_owner(self.stage.model)
         for bucket in list(self._waits_for):
             self.hand_over(bucket)
@@ -101,14 +107,14 @@ class Backward:
         self._reset()
 
     def _reset(self) -> None:
-        # the gradients that have not come
+        # of each bucket not yet handed over, in order: the parameters whose gradient has not come
         self._waits_for = {bucket: set(bucket.params) for bucket in self.buckets}
-        self._completed: list = []
+        self._completed: list[Bucket] = []  # in the order in which they became complete
 
     # a gradient's way: autograd calls _gradient, which counts, and hands over what is complete
 
-    def _gradient(self, param) -> None:
-        self._begin()  # in case the model's output was not used, only a part of the model
+    def _gradient(self, param: nn.Parameter) -> None:
+        self._begin()  # if only a part of the model was used, _watch_output has not seen this pass
         buckets = self._buckets_of[param]
         ownership.check_place(param, buckets[0].parameters)
         self.stage.gradient_arrived(param, buckets[0].flat)
@@ -117,28 +123,33 @@ class Backward:
                 self._count(bucket, param)
             self._hand_over_complete()
 
-    def _count(self, bucket, param) -> None:
+    def _count(self, bucket: Bucket, param: nn.Parameter) -> None:
         if param not in self._waits_for.get(bucket, ()):
             raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward pass, the first is "
-                "on its way: torch.utils.checkpoint around a module used several times needs use_reentrant=False, "
-                "and activation_partitioning.checkpoint cannot be around it"
+                f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward "
+                "pass, the first is on its way: torch.utils.checkpoint around a module used "
+                "several times needs use_reentrant=False, and activation_partitioning.checkpoint "
+                "cannot be around it"
             )
         self._waits_for[bucket].discard(param)
         if not self._waits_for[bucket]:
             self._completed.append(bucket)
 
     def _hand_over_complete(self) -> None:
-        """Those at the head of the order: one that is complete may have waited behind one that was
-        not."""
-        while not self.by_turns and self._waits_for and not self._waits_for[first := next(iter(self._waits_for))]:
-            self.hand_over(first)
+        """From the head of the order to the first bucket that is incomplete. Several can go at
+        once: complete buckets wait behind an incomplete one."""
+        while not self.by_turns and self._waits_for:
+            bucket, missing = next(iter(self._waits_for.items()))
+            if missing:
+                return
+            self.hand_over(bucket)
 
-    def hand_over(self, bucket) -> None:
-        """The bucket is the stage's now. A second call in the same pass does nothing."""
+    def hand_over(self, bucket: Bucket) -> None:
+        """Give a bucket to the stage. A second call in the same pass does nothing."""
         if bucket in self._waits_for:
             del self._waits_for[bucket]
-            done = [param for param in bucket.params if not self._waits_for.keys() & self._buckets_of[param]]
+            later = self._waits_for.keys()
+            done = [param for param in bucket.params if later.isdisjoint(self._buckets_of[param])]
             self.stage.bucket_complete(bucket, done)
 
     # where a pass begins and ends
@@ -151,8 +162,9 @@ class Backward:
     def _begin_at_output(self) -> None:
         if self.running and self._task != torch._C._current_graph_task_id():
             raise RuntimeError(
-                "a backward pass begins while another one has not ended. If that one failed, call zero.zero_grad() "
-                "first; if torch.utils.checkpoint is around the whole model, it needs use_reentrant=False"
+                "a backward pass begins while another one has not ended. If that one failed, call "
+                "zero.zero_grad() first; if torch.utils.checkpoint is around the whole model, it "
+                "needs use_reentrant=False"
             )
         self._begin()
 
@@ -160,12 +172,14 @@ class Backward:
         if self.running:
             return
         if self.spent:
-            raise RuntimeError("call zero.zero_grad() after zero.step(): model.zero_grad() does not reach the shards")
+            raise RuntimeError("call zero.zero_grad() after zero.step(): model.zero_grad() does "
+                               "not reach the shards")
         self.running, self._task = True, torch._C._current_graph_task_id()
         self.stage.backward_begins()
         self.reduced = False
-        # Runs when this pass ends. Queued here, not at the first gradient: that may come from a
-        # pass within this one (a checkpoint that recomputes), whose end would be too early.
+        # Autograd runs _end when the pass that queues it has ended. The first gradient may come
+        # from a pass nested in this one (a reentrant checkpoint), which ends too early: so this
+        # runs at the model's output (_watch_output), before any gradient.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -174,15 +188,17 @@ class Backward:
             self.finish()
 
     def _agree_on_order(self) -> None:
+        """Take rank 0's order of completion for all passes to come."""
         self._ordered = True
-        seen = self._completed + [bucket for bucket in self.buckets if bucket not in self._completed]
-        order = ownership.numbers_of_all_ranks([self.buckets.index(bucket) for bucket in seen], self.stage.group)[0]
-        self.buckets = [self.buckets[index] for index in order]
+        incomplete = [bucket for bucket in self.buckets if bucket not in self._completed]
+        seen = [self.buckets.index(bucket) for bucket in [*self._completed, *incomplete]]
+        of_rank_0 = ownership.numbers_of_all_ranks(seen, self.stage.group)[0]
+        self.buckets = [self.buckets[index] for index in of_rank_0]
 
 
 def tensors_in(value, seen: set | None = None) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output: alone, or in tuples, lists, dicts, dataclasses and other
-    plain objects."""
+    """The tensors in a module's output: itself, or inside tuples, lists, dicts, dataclasses and
+    other plain objects."""
     seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value

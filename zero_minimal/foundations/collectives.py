@@ -6,24 +6,23 @@
     reduce           the sum, on one rank
     broadcast        one rank's tensor, everywhere
 
-With N = 2, ranks that hold [1, 2] and [3, 4]: reduce_scatter leaves [4] and [6], all_gather of
-these [4, 6] on both.
+For example, two ranks hold [1, 2] and [3, 4]: reduce_scatter leaves [4] on one and [6] on the
+other; all_gather of these gives [4, 6] on both.
 
-Each rank must call the same ones in the same order. A ring sends (N−1)/N of the payload for the
-first two and twice that for an all_reduce (zero_minimal/foundations/ring.py shows how).
+All ranks must call the same functions in the same order. A rank of a ring sends (N−1)/N of the
+payload for each of the first two, and twice that for an all_reduce (foundations/ring.py shows how).
 
-Sums run in rank order, in fp32 also for 16-bit tensors, whatever the sizes. So an element's sum
-does not depend on the bucket it travels in, and all stages see the same gradient, bit for bit.
-(NCCL sums in the order of its own rings.)
+Sums run in rank order, and in fp32 for 16-bit tensors. So an element's sum does not depend on the
+bucket it travels in, and all stages see the same gradient, bit for bit. (NCCL sums in the order of
+its own rings.)
 
 gloo's own reduce-scatter moves as much as an all-reduce, twice what it should, and its all-gather
 copies the result once more. Ours are plain messages: each rank sends part r to rank r, or its own
 part to everyone, and every part lands where it belongs. A tensor on a GPU goes through host memory,
 since gloo runs on the CPU.
 
-Each function returns when its result is in place; with async_op=True it returns at once, with a
-`Pending`. Whoever wants to know what a rank sends, and when, listens from outside (`heard_by`): no
-lesson has to tell.
+Each function returns when its result is in place; with async_op=True it returns a `Pending` at
+once. What a rank sends, and when, is observed from outside (`heard_by`): no lesson reports it.
 """
 
 import contextlib
@@ -46,11 +45,10 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp
 
 
 class Pending:
-    """A collective under way: `wait()` returns when its result is there. Its tensors must be left
-    alone until then.
+    """A collective under way. Leave its tensors alone until `wait()` has returned.
 
-    On gloo the exchange goes on meanwhile; sums, and the all-gather half of an all_reduce, run
-    inside wait().
+    On gloo messages travel meanwhile; sums, and the all-gather half of an all_reduce, run inside
+    wait().
     """
 
     def __init__(self, works, then: Callable[[], object] | None = None):
@@ -89,11 +87,13 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def heard_by(listener: Callable[[str, Call], object]) -> Iterator[None]:
-    """While open, listener(moment, call) hears of this rank's collectives, with the same `call` at
-    each moment:
+    """Context in which listener(moment, call) is called for this rank's collectives:
 
-    "start" before anything is sent, "wait" when the rank begins to wait for the result, "end" when
-    it is there. Of a collective that is made of others it hears once.
+        "start"  before anything is sent
+        "wait"   when the rank begins to wait for the result
+        "end"    when the result is there
+
+    `call` is the same object each time. A collective that is made of others counts as one.
     """
     _listeners.append(listener)
     try:
@@ -122,14 +122,15 @@ def _tell(moment: str, call: Call) -> None:
 
 
 def _collective(launch):
-    """Turns a function that launches a collective, and returns its Pending, into one that listeners
-    hear of, and that waits unless async_op is set."""
+    """Decorator for a function that starts a collective and returns its Pending: the listeners are
+    told of it, and it waits for the result unless async_op is set."""
 
     @functools.wraps(launch)
     def collective(*tensors, async_op: bool = False, **options):
         call = None
         if not inside_collective():
-            held = tuple(given for given in (*tensors, *options.values()) if isinstance(given, torch.Tensor))
+            given = (*tensors, *options.values())
+            held = tuple(value for value in given if isinstance(value, torch.Tensor))
             call = Call(launch.__name__, held, max(tensor.nbytes for tensor in held),
                         dist.get_world_size(options.get("group")))
             _tell("start", call)
@@ -145,7 +146,9 @@ def _collective(launch):
 
 
 @_collective
-def reduce_scatter(output, input, *, op: str = "avg", group=None):
+def reduce_scatter(
+    output: torch.Tensor, input: torch.Tensor, *, op: str = "avg", group=None
+) -> Pending:
     """Sum or average `input` over the ranks; this rank's part of the result goes to `output`.
 
     Args:
@@ -159,10 +162,12 @@ def reduce_scatter(output, input, *, op: str = "avg", group=None):
         raise ValueError(f"reduce_scatter: {input.numel()} elements are not {world_size} times "
                          f"the output's {output.numel()}")
     if dist.get_backend(group) != "gloo":
-        return Pending([_native_reduce_scatter(output, input, op=_OPS[op], group=group, async_op=True)])
-    leaving = list(_on_host(input, group).view(world_size, -1))  # part r goes to rank r
+        work = _native_reduce_scatter(output, input, op=_OPS[op], group=group, async_op=True)
+        return Pending([work])
+    # every rank has a summand for each part: leaving[r] is ours for part r, and goes to rank r;
+    # arriving[r] is rank r's for our own part, and our own summand needs no message
+    leaving = list(_on_host(input, group).view(world_size, -1))
     scratch = leaving[0].new_empty(world_size - 1, output.numel())
-    # part r is rank r's version of our part
     arriving = [*scratch[:rank], leaving[rank], *scratch[rank:]]
 
     def finish():
@@ -176,9 +181,9 @@ def reduce_scatter(output, input, *, op: str = "avg", group=None):
 
 
 @_collective
-def all_gather(output, input, *, group=None):
-    """Collect every rank's `input` [s] into `output` [N·s], in rank order. `input` may be its own
-    part of `output`."""
+def all_gather(output: torch.Tensor, input: torch.Tensor, *, group=None) -> Pending:
+    """Collect every rank's `input` [s] into `output` [N·s], in rank order. `input` may be this
+    rank's own part of `output`."""
     if dist.get_backend(group) != "gloo":
         return Pending([_native_all_gather(output, input, group=group, async_op=True)])
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -186,7 +191,7 @@ def all_gather(output, input, *, group=None):
         raise ValueError(f"all_gather: {output.numel()} elements are not {world_size} times "
                          f"the input's {input.numel()}")
     host = torch.empty(output.shape, dtype=output.dtype) if output.is_cuda else output
-    arriving = list(host.view(world_size, -1))  # part r comes from rank r
+    arriving = list(host.view(world_size, -1))  # arriving[r] comes from rank r
     if arriving[rank].data_ptr() != input.data_ptr():
         arriving[rank].copy_(input.view(-1))
     works = _exchange([arriving[rank]] * world_size, arriving, group)
@@ -194,9 +199,8 @@ def all_gather(output, input, *, group=None):
 
 
 @_collective
-def all_reduce(tensor, *, op: str = "avg", group=None):
-    """Sum ("sum"), average ("avg") or take the maximum ("max") of `tensor` over the ranks, in
-    place."""
+def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
+    """Sum ("sum"), average ("avg") or maximum ("max") of `tensor` over the ranks, in place."""
     _check(op, "sum", "avg", "max")
     if dist.get_backend(group) != "gloo":
         return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)])
@@ -220,15 +224,15 @@ def all_reduce(tensor, *, op: str = "avg", group=None):
 
 
 @_collective
-def reduce(tensor, root: int = 0, *, op: str = "avg", group=None):
-    """Sum or average `tensor` over the ranks, in place on rank `root` of the group; the others keep
-    theirs."""
+def reduce(tensor: torch.Tensor, root: int = 0, *, op: str = "avg", group=None) -> Pending:
+    """Sum or average of `tensor`, in place on rank `root` of the group; the others keep theirs."""
     _check(op, "sum", "avg")
     world_size, is_root = dist.get_world_size(group), dist.get_rank(group) == root
     host = _on_host(tensor, group).contiguous().view(-1)
     received = host.new_empty(world_size, host.numel()) if is_root else None
+    places = list(received) if is_root else None
     destination = dist.get_global_rank(group or dist.group.WORLD, root)
-    work = dist.gather(host, list(received) if is_root else None, destination, group=group, async_op=True)
+    work = dist.gather(host, places, destination, group=group, async_op=True)
 
     def finish():
         if is_root:
@@ -240,15 +244,15 @@ def reduce(tensor, root: int = 0, *, op: str = "avg", group=None):
 
 
 @_collective
-def broadcast(tensor, root: int = 0, *, group=None):
-    """Copy rank `root`'s tensor (its rank within the group) to all ranks, in place. Any dtype: it
-    travels as bytes."""
+def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Pending:
+    """Copy the tensor of rank `root` of the group to all ranks, in place. Any dtype."""
     host = _on_host(tensor, group).contiguous()
-    work = dist.broadcast(host.view(-1).view(torch.uint8), dist.get_global_rank(group or dist.group.WORLD, root),
-                          group=group, async_op=True)
+    as_bytes = host.view(-1).view(torch.uint8)
+    source = dist.get_global_rank(group or dist.group.WORLD, root)
+    work = dist.broadcast(as_bytes, source, group=group, async_op=True)
 
     def finish():
-        # an expanded tensor cannot be written
+        # only where it differs: an expanded tensor (a mask, say) cannot be written
         if host is not tensor and not torch.equal(host, tensor.to(host.device)):
             tensor.copy_(host)
 
@@ -260,18 +264,16 @@ def _check(op: str, *known: str) -> None:
         raise ValueError(f"unknown op {op!r}: use {' or '.join(known)}")
 
 
-def free(tensor) -> None:
-    """Free a tensor's memory now, whoever still refers to it: gloo's threads do for a moment,
-    autograd for long."""
+def free(tensor: torch.Tensor) -> None:
+    """Free a tensor's memory now, even if gloo's threads or autograd still refer to it."""
     tensor.untyped_storage().resize_(0)
 
 
 def _exchange(leaving: list, arriving: list, group) -> list:
-    """Start to send leaving[r] to each other rank r, and to receive arriving[r] from it. Returns
+    """Start to send leaving[r] to every other rank r, and to receive arriving[r] from it. Returns
     the works to wait for.
 
-    All places to receive are named before anything is sent: so a message is written to its place as
-    it comes.
+    Receives are posted before sends, so that a message is written to its place as it comes.
     """
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     others = [(rank + distance) % world_size for distance in range(1, world_size)]
@@ -286,8 +288,7 @@ def _on_host(tensor, group):
 
 
 def _padded(tensor, world_size: int):
-    """The tensor as [N·s]: a view of it where that is possible, else a copy filled up with
-    zeros."""
+    """The tensor as [N·s]: a view where that is possible, else a copy filled up with zeros."""
     if tensor.is_contiguous() and tensor.numel() and tensor.numel() % world_size == 0:
         return tensor.view(-1)
     flat = tensor.new_zeros(max(1, -(-tensor.numel() // world_size)) * world_size)
@@ -296,8 +297,8 @@ def _padded(tensor, world_size: int):
 
 
 def _sum_in_rank_order(parts, output, op: str) -> None:
-    """Sum of every rank's part [s] → output [s], rank 0's first, piece by piece. 16 bit: sum in
-    fp32, round once."""
+    """Sum of every rank's part [s] → output [s], rank 0's first, piece by piece. 16-bit parts are
+    summed in fp32 and rounded once."""
     wide = torch.float32 if output.element_size() < 4 else output.dtype
     scratch = torch.empty(min(output.numel(), PIECE), dtype=wide)
     for start in range(0, output.numel(), PIECE):

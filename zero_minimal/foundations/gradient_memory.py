@@ -1,5 +1,4 @@
-"""Gradient memory: where the gradients of stages 2 and 3 lie while they are whole, and where a
-shard of them stays."""
+"""Gradient memory: where gradients of stages 2 and 3 lie, whole for a moment and then as shards."""
 
 from dataclasses import dataclass
 
@@ -20,8 +19,7 @@ class Reduction:
 
 
 class GradientMemory:
-    """New memory for every bucket, given back as soon as it was reduced. zero_100b.py has another
-    one."""
+    """New memory for every bucket, freed when it is reduced. zero_100b.py has another one."""
 
     def __init__(self, buckets: list[Bucket], group=None):
         pass
@@ -31,7 +29,7 @@ class GradientMemory:
         return bucket.zeros()
 
     def give_back(self, whole: torch.Tensor) -> None:
-        """What `whole` returned was reduced, and is needed no more."""
+        """Called when `whole` was reduced, and is not needed any more."""
         collectives.free(whole)
 
     def shard(self, bucket: Bucket) -> torch.Tensor:

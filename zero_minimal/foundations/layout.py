@@ -1,21 +1,21 @@
-"""Layout: parameters in flat tensors, cut into buckets that travel as one, cut into shards that
-ranks own.
+"""Layout: parameters in flat tensors, these cut into buckets that travel as one, these into shards
+that ranks own.
 
-    flat       | b₂ | w₂ ······································· | b₁ | w₁ ············ | padding |
-    buckets    |        0 [padded]        |        1 [padded]        |        2 [padded]          |   bucket_bytes each
-    shards     | rank 0 | rank 1 | rank 2 | rank 0 | rank 1 | rank 2 | rank 0 | rank 1 | rank 2   |   [padded / N] each
+    flat     [size]        | b₂ | w₂ ····························· | b₁ | w₁ ···· | padding |
+    buckets  [padded]      |         0          |         1          |         2          |
+    shards   [padded / N]  |rank 0|rank 1|rank 2|rank 0|rank 1|rank 2|rank 0|rank 1|rank 2|
 
-The last parameter comes first, since backward finishes it first. Buckets and shards begin and end
-where they like, in
-the middle of a parameter too: so ZeRO needs an element-wise optimizer, a large parameter needs no
-larger buffer (at stage 3 a bucket is a whole unit), and shards are equal whatever the sizes of the
-parameters are.
+The last parameter comes first, since backward finishes it first. A bucket is of bucket_bytes (at
+stage 3 it is a whole unit). Buckets and shards begin and end anywhere, also in the middle of a
+parameter. So a large parameter needs no larger buffer, and shards are of equal size whatever the
+parameters are; but the optimizer must be element-wise.
 
 Parameters and shards start on multiples of 16 elements, 64 bytes in fp32. Vectorised kernels then
 treat an element alike in every layout; without this, some round the last few elements of a tensor
 differently.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +25,7 @@ ALIGNMENT = 16  # elements
 
 
 class Flat:
-    """Parameters of one optimizer group, dtype and device, one after the other in a tensor
-    [size]."""
+    """Parameters of one optimizer group, dtype and device, side by side in a tensor [size]."""
 
     def __init__(self, params: list[nn.Parameter], world_size: int):
         self.offsets, end = {}, 0
@@ -39,8 +38,7 @@ class Flat:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are now: those of a model on the meta device come to a real one
-        later."""
+        """Where the parameters are now: those on the meta device come to a real one later."""
         return next(iter(self.offsets)).device
 
     def zeros(self) -> torch.Tensor:
@@ -48,12 +46,11 @@ class Flat:
         return torch.zeros(self.size, dtype=self.dtype, device=self.device)
 
     def view(self, tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-        """Where a parameter lies in such a tensor, in its shape."""
+        """Where a parameter lies in a tensor [size] of this layout: a view, in its shape."""
         return tensor[self.offsets[param] :][: param.numel()].view(param.shape)
 
     def keep_gradient(self, param: nn.Parameter) -> None:
-        """Let param.grad be a view of the whole gradients; autograd adds those of later
-        micro-batches in place."""
+        """Let param.grad be a view of the whole gradients. Autograd adds later ones in place."""
         view = self.view(self.gradients, param)
         if not same_storage(param.grad, view):
             view.copy_(_dense(param.grad))
@@ -62,8 +59,7 @@ class Flat:
 
 @dataclass(eq=False)
 class Bucket:
-    """A stretch of a flat, [padded] elements from `start`, and the tensors that a stage keeps for
-    it."""
+    """A stretch of a flat, [padded] elements from `start`, and what a stage keeps for it."""
 
     flat: Flat
     start: int
@@ -72,18 +68,19 @@ class Bucket:
     group_index: int  # the optimizer's parameter group; -1: not trained
     name: str = ""
 
-    # [padded] whole; the model's parameters are views of it and its neighbours
-    parameters: torch.Tensor | None = None
+    parameters: torch.Tensor | None = None  # [padded] whole; the model's are views of these
     parameter_shard: torch.Tensor | None = None  # [padded / N] the part this rank updates
-    gradients: torch.Tensor | None = None  # [padded] whole
+    gradients: torch.Tensor | None = None  # [padded] whole, at the stages that keep them
     gradient_shard: torch.Tensor | None = None  # [padded / N]
     master: nn.Parameter | None = None  # [padded / N] in fp32, what the optimizer updates
 
     def __post_init__(self):
         end = self.start + self.padded
         offsets = self.flat.offsets
-        self.params = [p for p in offsets if offsets[p] < end and offsets[p] + p.numel() > self.start]
-        self.numel = sum(p[1] - p[0] for p in map(self._piece, self.params))  # without padding
+        self.params = [param for param in offsets
+                       if offsets[param] < end and offsets[param] + param.numel() > self.start]
+        pieces = [self._piece(param) for param in self.params]
+        self.numel = sum(end - begin for begin, end in pieces)  # without padding
         self.trained = self.group_index >= 0
         self.dtype = self.flat.dtype
         self._nothing: torch.Tensor | None = None
@@ -98,17 +95,15 @@ class Bucket:
         return torch.zeros(self.padded, dtype=self.dtype, device=self.device)
 
     def whole_gradients(self) -> torch.Tensor:
-        """The bucket's stretch, [padded], of the flat's whole gradients, at the stages that keep
-        them."""
+        """The bucket's stretch, [padded], of the flat's whole gradients (stages 0 and 1)."""
         if self.flat.gradients is None:
             self.flat.gradients = self.flat.zeros()
         return self.flat.gradients[self.start : self.start + self.padded]
 
     def placeholder(self, param: nn.Parameter) -> torch.Tensor:
-        """What a parameter points to while its memory is gone: one NaN, shown in the parameter's
-        shape.
+        """What a parameter points to while its memory is freed: one NaN, in the parameter's shape.
 
-        Reading it is harmless and visible; reading the freed memory itself would crash the process.
+        A parameter read at the wrong time then shows as NaN; freed memory would crash the process.
         """
         if self._nothing is None:
             nothing = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
@@ -120,7 +115,7 @@ class Bucket:
         return tensor.view(self.world_size, -1)[rank]
 
     def fuse_gradients(self, whole: torch.Tensor) -> None:
-        """Copy .grad of the bucket's parameters, the pieces that lie here, side by side into
+        """Copy .grad of the bucket's parameters, as far as they lie here, side by side into
         `whole`, [padded]. Where there is none, `whole` stays as it is."""
         for param in self.params:
             if param.grad is not None:
@@ -132,6 +127,12 @@ class Bucket:
         for param in self.params:
             if param.grad is None:
                 self._stretch(self.gradients, param).zero_()
+
+    def show_missing(self) -> None:
+        """Let .grad of parameters without a gradient show their zeros: later passes add to them."""
+        for param in self.params:
+            if param.grad is None:
+                param.grad = self.flat.view(self.flat.gradients, param)
 
     def _stretch(self, whole: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         """Where the parameter's piece lies in a tensor [padded] of this bucket: a view, flat."""
@@ -145,15 +146,18 @@ class Bucket:
         return max(0, self.start - offset), min(param.numel(), self.start + self.padded - offset)
 
 
-def pack(params, groups: list[dict], world_size: int, bucket_bytes: int | None, name: str = "") -> list[Bucket]:
-    """Buckets of bucket_bytes (None: as large as their flat), in the order in which backward fills
-    them.
+def pack(
+    params: Iterable[nn.Parameter], groups: list[dict], world_size: int,
+    bucket_bytes: int | None, name: str = "",
+) -> list[Bucket]:
+    """Plan buckets of bucket_bytes (None: as large as their flat), in the order in which backward
+    fills them. Parameters of different groups, dtypes or devices lie in different flats.
 
     Args:
         params: in the order of forward; backward finishes them the other way round.
         groups: the optimizer's groups. A parameter of no group is not trained: its bucket has
             group_index -1.
-    Parameters of different groups, dtypes or devices lie in different flats.
+    Raises: ValueError if bucket_bytes is less than 1.
     """
     if bucket_bytes is not None and bucket_bytes < 1:
         raise ValueError(f"bucket_bytes is {bucket_bytes}: at least one byte is needed")
@@ -168,18 +172,21 @@ def pack(params, groups: list[dict], world_size: int, bucket_bytes: int | None, 
         elements = flat.size if bucket_bytes is None else -(-bucket_bytes // dtype.itemsize)
         size = _round_up(elements, world_size * ALIGNMENT)
         for start in range(0, flat.size, size):
-            buckets.append(Bucket(flat, start, min(size, flat.size - start), world_size, group_index, name))
-    return sorted(buckets, key=lambda bucket: max((position[param] for param in bucket.params), default=0))
+            padded = min(size, flat.size - start)
+            buckets.append(Bucket(flat, start, padded, world_size, group_index, name))
+    # a bucket is full with the last of its parameters
+    return sorted(buckets, key=lambda bucket: max(map(position.get, bucket.params), default=0))
 
 
 def flatten(buckets: list[Bucket]) -> None:
-    """Move the parameters into their flats, and free their own memory; `parameters` of each bucket
-    is its stretch."""
+    """Move the parameters into their flats, which frees their own memory, and set `parameters` of
+    each bucket to its stretch. Raises: ValueError for parameters on the meta device."""
     for flat, stretches in _by_flat(buckets):
         whole = flat.zeros()
         for param in flat.offsets:
             if param.is_meta:
-                raise ValueError("the model is on the meta device: only stage 3 can bring it into being, unit by unit")
+                raise ValueError("the model is on the meta device: only stage 3 can bring it into "
+                                 "being, unit by unit")
             view = flat.view(whole, param)
             view.copy_(param.data)
             param.data = view
@@ -187,17 +194,8 @@ def flatten(buckets: list[Bucket]) -> None:
             bucket.parameters = whole[bucket.start : bucket.start + bucket.padded]
 
 
-def show_missing(buckets: list[Bucket]) -> None:
-    """Let param.grad of parameters without a gradient show their zeros, so that later backward
-    passes add to them."""
-    for bucket in buckets:
-        for param in bucket.params:
-            if param.grad is None:
-                param.grad = bucket.flat.view(bucket.flat.gradients, param)
-
-
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """nn.Embedding(sparse=True) makes sparse ones."""
+    """The gradient itself, or a dense copy: nn.Embedding(sparse=True) makes sparse ones."""
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_minimal.foundations.layout import Bucket
-
 from zero_minimal.foundations import values
+from zero_minimal.foundations.layout import Bucket
 
 
 def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:

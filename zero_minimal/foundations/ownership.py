@@ -1,7 +1,10 @@
-"""Ownership: which model belongs to which stage, what of it is trained, and that all ranks hold the
-same one."""
+"""Ownership: a model belongs to one stage, and all ranks hold the same one.
+
+Here are the checks that it is so, and what keeps the part of the model equal that no bucket holds.
+"""
 
 import zlib
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -11,22 +14,24 @@ from zero_minimal.foundations import collectives, values
 from zero_minimal.foundations.layout import Bucket, same_storage
 
 
-def parameter_groups(model: nn.Module, param_groups=None) -> list[dict]:
-    """What the user asked to train, in the form that torch.optim takes: dicts with "params" and
-    options.
+def parameter_groups(model: nn.Module, param_groups: Iterable | None = None) -> list[dict]:
+    """What the user asked to train, as torch.optim takes it: dicts with "params" and options.
+    Frozen parameters are left out.
 
-    Frozen parameters are left out. Raises: TypeError if `model` is not a module; RuntimeError if
-    there are no ranks; ValueError for a model that has a stage already or nothing to train, a
-    parameter of another model, or one that stands in two groups.
+    Raises: TypeError if `model` is not a module; RuntimeError if there are no ranks; ValueError for
+        a model that has a stage already or nothing to train, a parameter of another model, or one
+        that stands in two groups.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a stage takes an nn.Module, and was given a {type(model).__name__}")
     if not dist.is_initialized():
-        raise RuntimeError("there are no ranks yet: put the program under `with ranks.start():` and start it with "
-                           "torchrun, or call it through ranks.run(function, world_size)")
+        raise RuntimeError("there are no ranks yet: put the program under `with ranks.start():` "
+                           "and start it with torchrun, or call it through "
+                           "ranks.run(function, world_size)")
     for param in model.parameters():
         if hasattr(param, "_zero_stage"):
-            raise ValueError(f"this model belongs to a {param._zero_stage} already: wrap it once, or build a new one")
+            raise ValueError(f"this model belongs to a {param._zero_stage} already: wrap it once, "
+                             "or build a new one")
     given = list(model.parameters() if param_groups is None else param_groups)
     if given and not isinstance(given[0], dict):
         given = [{"params": given}]
@@ -35,7 +40,7 @@ def parameter_groups(model: nn.Module, param_groups=None) -> list[dict]:
     for group in groups:
         params = group["params"]
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
-        # (name, parameter) pairs
+        # torch.optim takes (name, parameter) pairs too
         listed = [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
         for param in listed:
             if param not in own:
@@ -45,7 +50,8 @@ def parameter_groups(model: nn.Module, param_groups=None) -> list[dict]:
             seen.add(param)
         group["params"] = [param for param in listed if param.requires_grad]
     if not any(group["params"] for group in groups):
-        raise ValueError("the model has no parameter to train: it is empty, or all of them are frozen")
+        raise ValueError("the model has no parameter to train: it is empty, or all of them are "
+                         "frozen")
     return groups
 
 
@@ -56,19 +62,22 @@ def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
 
 
 def adopt(stage, model: nn.Module, buckets: list[Bucket], group=None) -> None:
-    """Tie a model to its stage, and make sure that all ranks hold the same kind of model in the
-    same buckets.
+    """Tie a model to its stage, after a check that it is alike on all ranks, in the same buckets.
 
-    Raises: RuntimeError on every rank if they do not.
+    Raises: RuntimeError on every rank if it is not.
     """
-    facts = [(name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in model.named_parameters()]
-    facts += [(bucket.name, bucket.group_index, bucket.start, bucket.padded, bucket.numel) for bucket in buckets]
-    # not hash(): it is salted anew in every process
-    digests = numbers_of_all_ranks([zlib.crc32(repr((type(stage).__name__, facts)).encode())], group)
-    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    facts = [(name, tuple(param.shape), param.dtype, param.requires_grad)
+             for name, param in model.named_parameters()]
+    facts += [(bucket.name, bucket.group_index, bucket.start, bucket.padded, bucket.numel)
+              for bucket in buckets]
+    # not hash(), which differs from process to process
+    digest = zlib.crc32(repr((type(stage).__name__, facts)).encode())
+    digests = numbers_of_all_ranks([digest], group)
+    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if odd:
-        raise RuntimeError(f"the model of rank {odd[0]} differs from rank 0's in names, shapes or dtypes, or its "
-                           "stage, param_groups, units or bucket_bytes do: build the same on every rank")
+        raise RuntimeError(f"the model of rank {odd[0]} differs from rank 0's in names, shapes or "
+                           "dtypes, or its stage, param_groups, units or bucket_bytes do: build "
+                           "the same on every rank")
     for param in model.parameters():
         param._zero_stage = type(stage).__name__
 
@@ -87,8 +96,9 @@ def check_owner(model: nn.Module) -> None:
     """Raise RuntimeError if the model has a parameter that its stage does not know."""
     for name, param in model.named_parameters():
         if not hasattr(param, "_zero_stage"):
-            raise RuntimeError(f"parameter {name!r} was moved or replaced after wrapping, perhaps by "
-                               "load_state_dict(assign=True), so the stage does not train it: do that before")
+            raise RuntimeError(f"parameter {name!r} was moved or replaced after wrapping, perhaps "
+                               "by load_state_dict(assign=True), so the stage does not train it: "
+                               "do that before")
 
 
 def broadcast_rest(model: nn.Module, buckets: list[Bucket], group=None) -> None:
@@ -102,11 +112,8 @@ def broadcast_rest(model: nn.Module, buckets: list[Bucket], group=None) -> None:
 
 
 def broadcast_statistics(model: nn.Module, group=None) -> None:
-    """Rank 0's running statistics (batch-norm's) for all, as torch's DDP does: each rank's come
-    from its own data.
-
-    Masks and tables do not change, and counters change alike on every rank: neither is sent.
-    """
+    """Rank 0's running statistics (batch-norm's) for all, as in torch's DDP: each rank's come from
+    its own data. Masks, tables and counters are not sent: they are alike on every rank."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
@@ -114,11 +121,11 @@ def broadcast_statistics(model: nn.Module, group=None) -> None:
 
 
 def check_place(param: nn.Parameter, parameters: torch.Tensor) -> None:
-    """Raise RuntimeError if a parameter is not where its stage put it: what is updated would not be
-    what is trained."""
+    """Raise RuntimeError if a parameter no longer lies in `parameters`, which its stage updates."""
     if not same_storage(param, parameters):
         raise RuntimeError(
-            f"a parameter of shape {tuple(param.shape)} is not where its stage put it. It was moved or replaced "
-            "after wrapping (model.to, load_state_dict(assign=True)): do that before. Or, at stage 3, it was used "
-            "outside the forward of its unit, where it reads as NaN: name a module around that use in units="
+            f"a parameter of shape {tuple(param.shape)} is not where its stage put it. It was "
+            "moved or replaced after wrapping (model.to, load_state_dict(assign=True)): do that "
+            "before. Or, at stage 3, it was used outside the forward of its unit, where it reads "
+            "as NaN: name a module around that use in units="
         )

@@ -1,5 +1,4 @@
-"""Precision: fp32 masters for 16-bit parameters, the global gradient norm, and the loss scale that
-fp16 needs.
+"""Precision: fp32 masters for 16-bit parameters, the global gradient norm, fp16's loss scale.
 
 Mixed precision keeps 2 + 2 + 12 bytes a parameter (ZeRO, section 3.1): parameter and gradient in 16
 bit; fp32 master, momentum and variance. The master exists because an update is often smaller than
@@ -13,50 +12,60 @@ import torch
 from torch import nn
 
 from zero_minimal.foundations import collectives
+from zero_minimal.foundations.layout import Bucket
+
+Scale = torch.Tensor | float | None  # what the update multiplies gradients with; None: nothing
 
 
 def master_of(shard: torch.Tensor) -> nn.Parameter:
-    """What the optimizer updates: the shard itself (same memory) if it is fp32 already, else an
-    fp32 copy."""
+    """What the optimizer updates: the shard itself, in the same memory, or an fp32 copy if it is in
+    16 bit."""
     return nn.Parameter(shard if shard.element_size() >= 4 else shard.float())
 
 
-def keep_changes(bucket) -> None:
-    """Carry a user's edit of the parameters (loaded weights, say) over to the fp32 master; the rest
-    stays precise."""
+def keep_changes(bucket: Bucket) -> None:
+    """Carry a user's edit of the parameters (loaded weights, say) over to the fp32 master. Elements
+    that were not edited keep their full precision."""
     shard, master = bucket.parameter_shard, bucket.master.data
     if master.dtype != shard.dtype:
         master.copy_(torch.where(shard == master.to(shard.dtype), master, shard.float()))
 
 
-def global_norm(gradients, gradient_scale=None, *, sharded: bool = True, group=None) -> torch.Tensor:
+def global_norm(
+    gradients: list[torch.Tensor], gradient_scale: Scale = None, *,
+    sharded: bool = True, group=None,
+) -> torch.Tensor:
     """Euclidean norm of the whole model's gradient, [], the same on every rank.
 
     Shards add their squares, not their norms. `sharded=False`: every rank holds all of it already.
     """
-    precision = functools.reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
-    norms = torch.stack([torch.linalg.vector_norm(gradient.flatten(), dtype=precision) for gradient in gradients])
-    squares = norms.square().sum()
+    dtypes = [gradient.dtype for gradient in gradients]
+    wide = functools.reduce(torch.promote_types, dtypes, torch.float32)  # fp32 at least
+    norms = [torch.linalg.vector_norm(gradient.flatten(), dtype=wide) for gradient in gradients]
+    squares = torch.stack(norms).square().sum()
     if sharded:
         collectives.all_reduce(squares, op="sum", group=group)
     norm = squares.sqrt()
     return norm if gradient_scale is None else norm * gradient_scale
 
 
-def clip(gradient_scale, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The new gradient scale: times max_norm / norm, where the norm is larger."""
+def clip(gradient_scale: Scale, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The new gradient scale: the old one times max_norm / norm, if the norm is larger."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return factor if gradient_scale is None else gradient_scale * factor
 
 
 class LossScaler:
-    """Dynamic loss scale for fp16, whose smallest number is 6e-8: the loss is multiplied, the
-    gradients divided again.
+    """Dynamic loss scale for fp16, whose smallest number is 6e-8: the loss is multiplied by it, and
+    the gradients are divided by it again.
 
     A gradient that overflows anywhere makes *all* ranks skip the step and halve the scale;
-    `growth_interval` good steps in a row double it. `groups`: the groups of ranks that skip
-    together; by default the stage's. Where the model itself is cut over ranks, theirs belongs to it
-    too. Use it like torch.amp.GradScaler:
+    `growth_interval` good steps in a row double it.
+
+    groups: the groups of ranks that skip together, by default the stage's alone. Where the model
+        itself is cut over ranks, their group is needed too.
+
+    Use it like torch.amp.GradScaler:
 
         scaler.scale(loss).backward()
         scaler.unscale_(zero)            # only needed before clipping
@@ -65,29 +74,31 @@ class LossScaler:
         scaler.update()
     """
 
-    def __init__(self, initial_scale: float = 2.0**16, growth_interval: int = 2000, groups: list | None = None):
+    def __init__(
+        self, initial_scale: float = 2.0**16, growth_interval: int = 2000,
+        groups: list | None = None,
+    ):
         self.scale_value, self.growth_interval = float(initial_scale), growth_interval
         self.groups = groups
         self._good_steps, self._overflow, self._unscaled = 0, False, False
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call backward() on."""
         return loss * self.scale_value
 
     def unscale_(self, zero) -> None:
-        """Let the next update divide the gradients by the scale, in fp32: in fp16 the small ones
-        would be lost."""
+        """Let the next update divide the gradients, in fp32: in fp16 small ones would vanish."""
         if not self._unscaled:
-            inverse = 1.0 / self.scale_value
-            zero.gradient_scale = inverse if zero.gradient_scale is None else zero.gradient_scale * inverse
+            inverse, before = 1.0 / self.scale_value, zero.gradient_scale
+            zero.gradient_scale = inverse if before is None else before * inverse
             self._unscaled = True
 
     def step(self, zero) -> bool:
-        """zero.step(), unless a gradient is infinite or not a number on any rank. Returns whether
-        it was taken."""
+        """zero.step(), unless a gradient is infinite or NaN on any rank. Whether it was taken."""
         self.unscale_(zero)
-        # this rank sees its shards only: one rank's overflow must be everybody's
-        finite = torch.stack([torch.isfinite(gradient).all() for gradient in zero.reduced_gradients()]).all()
-        overflow = (~finite).float()
+        finite = [torch.isfinite(gradient).all() for gradient in zero.reduced_gradients()]
+        overflow = (~torch.stack(finite).all()).float()
+        # this rank sees its own shards only, and all must decide alike
         for group in self.groups or [zero.group]:
             collectives.all_reduce(overflow, op="max", group=group)
         self._overflow = bool(overflow)

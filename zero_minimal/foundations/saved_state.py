@@ -6,14 +6,17 @@ import torch.distributed as dist
 
 def shard_state(stage) -> dict:
     """What a rank must save: its shards (the fp32 masters where there are any), optimizer state,
-    frozen parameters, buffers. Not in it: random state, and a LossScaler's. Tensors are not copied,
-    as in torch."""
+    frozen parameters and buffers, but no random state, and not a LossScaler's.
+
+    As in torch, tensors are not copied.
+    """
     return {
         "stage": type(stage).__name__,
         "rank": dist.get_rank(stage.group),
         "world_size": dist.get_world_size(stage.group),
-        "buckets": [(bucket.name, bucket.numel, bucket.padded) for bucket in _buckets(stage)],
-        "shards": [bucket.master.data if bucket.trained else bucket.parameter_shard for bucket in _buckets(stage)],
+        "buckets": [(bucket.name, bucket.numel, bucket.padded) for bucket in stage.all_buckets],
+        "shards": [bucket.master.data if bucket.trained else bucket.parameter_shard
+                   for bucket in stage.all_buckets],
         "frozen": _frozen(stage),
         "optimizer": stage.optimizer.state_dict(),
         "buffers": dict(stage.model.named_buffers()),
@@ -29,9 +32,10 @@ def load_shards(stage, state: dict) -> None:
     expected = shard_state(stage)
     for key in ("stage", "world_size", "rank", "buckets"):
         if state.get(key) != expected[key]:
-            raise ValueError(f"this state was saved with {key} {state.get(key)}, and is loaded with {expected[key]}: "
-                             "load each rank's own part, with the same stage, world size, model and bucket_bytes")
-    for bucket, shard in zip(_buckets(stage), state["shards"], strict=True):
+            raise ValueError(f"this state was saved with {key} {state.get(key)}, and is loaded "
+                             f"with {expected[key]}: load each rank's own part, with the same "
+                             "stage, world size, model and bucket_bytes")
+    for bucket, shard in zip(stage.all_buckets, state["shards"], strict=True):
         if bucket.trained:
             bucket.master.copy_(shard)
         bucket.parameter_shard.copy_(shard)
@@ -42,11 +46,8 @@ def load_shards(stage, state: dict) -> None:
         param.copy_(state["frozen"][name])
 
 
-def _buckets(stage) -> list:
-    return stage.all_buckets
-
-
 def _frozen(stage) -> dict:
     """Parameters that no bucket holds."""
-    packed = {param for bucket in _buckets(stage) for param in bucket.params}
-    return {name: param.data for name, param in stage.model.named_parameters() if param not in packed}
+    packed = {param for bucket in stage.all_buckets for param in bucket.params}
+    named = stage.model.named_parameters()
+    return {name: param.data for name, param in named if param not in packed}

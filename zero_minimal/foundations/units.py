@@ -1,11 +1,12 @@
 """Units: the pieces of a model that stage 3 gathers and frees as wholes.
 
-Every element of every nn.ModuleList is a unit (the blocks of a transformer), the rest of the model
-is the root unit. A parameter belongs to the innermost unit around it; one that two units share
-belongs to the root.
+Every element of every nn.ModuleList is a unit (the blocks of a transformer), and the rest of the
+model is the root unit. A parameter belongs to the innermost unit around it; one that two units
+share belongs to the root.
 """
 
 import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -24,38 +25,41 @@ class Unit:
     name: str
     module: nn.Module
     params: list[nn.Parameter] = field(default_factory=list)
-    # the units that enclose this one, which stay while it works
-    around: list["Unit"] = field(default_factory=list)
+    around: list["Unit"] = field(default_factory=list)  # those that enclose it: they stay with it
     buckets: list[Bucket] = field(default_factory=list)
     whole: bool = False  # its parameters can be read
     gathering: list = field(default_factory=list)  # all-gathers under way
 
 
-def find_units(model: nn.Module, units=None) -> list[Unit]:
+def find_units(model: nn.Module, units: Iterable[nn.Module] | None = None) -> list[Unit]:
     """The model's units in the order of registration, the root first.
 
     Args: units: modules to take instead of the elements of module lists.
-    Raises: ValueError if one of them is not a part of the model.
+    Raises: TypeError if `model` is not a module, ValueError if a unit is not a part of it.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a stage takes an nn.Module, and was given a {type(model).__name__}")
     names = {module: name for name, module in model.named_modules()}
     modules = list(_elements(model) if units is None else units)
     strangers = [module for module in modules if module not in names]
     if strangers:
-        raise ValueError(f"units= holds a {type(strangers[0]).__name__} that is not a part of the model")
+        stranger = type(strangers[0]).__name__
+        raise ValueError(f"units= holds a {stranger} that is not a part of the model")
     root = Unit("", model)
     found = {model: root}
     for module in sorted(set(modules), key=list(names).index):
         found.setdefault(module, Unit(names[module], module))
     for unit in found.values():
-        unit.around = [other for other in found.values() if other is not unit and unit.module in other.module.modules()]
+        unit.around = [other for other in found.values()
+                       if other is not unit and unit.module in other.module.modules()]
     for param, owners in _owners(found).items():
         (owners[0] if len(owners) == 1 else root).params.append(param)
     return [unit for unit in found.values() if unit.params or unit is root]
 
 
 def _elements(model: nn.Module):
-    """What module lists hold. A list or dict within a list has no forward, and is no unit: what it
-    holds is."""
+    """What module lists hold. A list or dict within a list has no forward, so its elements are the
+    units."""
     for container in model.modules():
         if isinstance(container, nn.ModuleList):
             yield from _callable(container)
@@ -89,19 +93,22 @@ def _owners(found: dict) -> dict:
 
 
 class Turns:
-    """Watches the units of stage 3 through forward and backward, and calls the stage:
+    """Follows forward and backward from unit to unit, and calls
 
-    stage.unit_turn(unit, following)    its forward or backward begins; `following` probably comes next, or is None
-    stage.evaluation_done()             a forward pass that backward will not come back to is over
+        stage.unit_turn(unit, following)  the unit's forward or backward begins; `following` is the
+                                          unit expected after it, or None
+        stage.evaluation_done()           a forward pass under no_grad has ended
+        stage.backward.hand_over(bucket)  backward is done with the unit of this bucket
 
-    When backward is done with a unit, its gradients are there, and its buckets are handed over
-    (stage.backward).
+    Which unit is expected next? The one that came next in the pass before.
 
-    What follows is told by the pass before. What is done is told by autograd's numbers: forward
-    numbers the nodes of the graph as it makes them, and backward goes through them in falling
-    order. A node belongs to the innermost unit that was running when it was made. So when backward
-    comes to a node, it is done with every unit whose first call came later. All ranks see that
-    alike, also where one of them has no gradient for a parameter.
+    When is backward done with a unit? Autograd numbers the nodes of its graph as forward makes
+    them, and backward goes through them from the highest number down. So when it comes to a node,
+    it is done with every unit whose first call began after that node was made. The gradients
+    themselves could not tell: a parameter may have none on one of the ranks, and all ranks must
+    hand over at the same moment.
+
+    Whose turn is it in backward? A node belongs to the innermost unit that ran when it was made.
     """
 
     def __init__(self, stage):
@@ -111,7 +118,9 @@ class Turns:
         self._forget()
         for unit in stage.units:
             unit.module.register_forward_pre_hook(lambda *_, unit=unit: self._before_forward(unit))
-            unit.module.register_forward_hook(lambda *call, unit=unit: self._after_forward(unit, output=call[-1]))
+            unit.module.register_forward_hook(
+                lambda *call, unit=unit: self._after_forward(unit, output=call[-1])
+            )
 
     def begin(self, kind: str) -> None:
         """A "forward" or "backward" pass begins."""
@@ -120,10 +129,10 @@ class Turns:
         self._went_back = kind == "backward"
 
     def _forget(self) -> None:
-        self._since = _next_number()  # what was called before is not known any more
-        # the number of the first node of each unit, in the order of the calls
-        self._first_call: dict[Unit, int] = {}
-        self._under_way: list[int] = []  # where the calls that have not returned began
+        # a call of a unit is known by the numbers of the nodes it makes: from begin, before end
+        self._since = _next_number()  # nodes before this number are of calls that are forgotten
+        self._first_call: dict[Unit, int] = {}  # unit → begin, in the order of the calls
+        self._under_way: list[int] = []  # begin of each call that has not returned
         self._calls: list[tuple] = []  # (begin, end, unit), inner calls before the outer one
 
     def _before_forward(self, unit: Unit) -> None:
@@ -142,8 +151,9 @@ class Turns:
     def _after_forward(self, unit: Unit, output) -> None:
         for tensor in (tensors := list(tensors_in(output))):
             if any(same_storage(tensor, bucket.parameters) for bucket in unit.buckets):
-                raise RuntimeError(f"unit {unit.name or 'root'!r} returns a part of its own parameters, which are "
-                                   "freed after its turn: return a .clone() of it")
+                raise RuntimeError(f"unit {unit.name or 'root'!r} returns a part of its own "
+                                   "parameters, which are freed after its turn: return a .clone() "
+                                   "of it")
         began = self._under_way.pop()
         if torch.is_grad_enabled():
             self._calls.append((began, _next_number(), unit))
@@ -162,7 +172,8 @@ class Turns:
 
     def _before_backward(self, unit: Unit, number: int) -> None:
         if torch.is_grad_enabled():
-            raise RuntimeError("stage 3 frees parameters after each turn, so it cannot serve create_graph=True")
+            raise RuntimeError("stage 3 frees parameters after each turn, so it cannot serve "
+                               "create_graph=True")
         if number >= self._since:
             for later, begin in reversed(self._first_call.items()):
                 if begin > number:
@@ -185,12 +196,9 @@ def _next_number() -> int:
 
 
 @contextlib.contextmanager
-def whole_parameters(buckets: list[Bucket], rank: int, group=None):
-    """Context in which the parameters are whole, in memory of its own, so that what the caller
-    keeps of it stays valid.
-
-    On the way out edits are carried over to this rank's shard.
-    """
+def whole_parameters(buckets: list[Bucket], rank: int, group=None) -> Iterator[None]:
+    """Context in which the parameters are whole, in new memory: what the caller keeps of it stays
+    valid. At its end edits are carried over to this rank's shards."""
     with torch.no_grad():
         for bucket in buckets:
             whole = bucket.zeros()
@@ -210,14 +218,15 @@ def whole_parameters(buckets: list[Bucket], rank: int, group=None):
                     keep_changes(bucket)
 
 
-def refuse_state_dict(model: nn.Module, unless) -> None:
-    """A state dict of placeholders would be a checkpoint of NaN: an error says what to do, unless
-    they are whole."""
+def refuse_state_dict(model: nn.Module, unless: Callable[[], bool]) -> None:
+    """Let model.state_dict() and model.load_state_dict() raise an error that says what to do,
+    unless unless(): a state dict of placeholders would be a checkpoint of NaN."""
 
     def refuse(*_):
         if not unless():
-            raise RuntimeError("at stage 3 a rank holds shards only: put model.state_dict() or model.load_state_dict() "
-                               "under `with zero.gather_parameters():`, on all ranks")
+            raise RuntimeError("at stage 3 a rank holds shards only: put model.state_dict() or "
+                               "model.load_state_dict() under `with zero.gather_parameters():`, "
+                               "on all ranks")
 
     model.register_state_dict_pre_hook(refuse)
     model.register_load_state_dict_pre_hook(refuse)

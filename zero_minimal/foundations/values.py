@@ -1,7 +1,7 @@
 """Values: whether tensors hold any.
 
-In a simulation tensors have a size and nothing else (zero_minimal/paper/fakes.py). The few places
-that read a value then take it for right, and collectives exchange nothing.
+In a simulation tensors have a size and nothing else (zero_minimal/paper/fakes.py). Collectives then
+exchange nothing, and the few places that read a value take it for right.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ _present = True
 
 
 def present() -> bool:
-    """Whether there is something to read."""
+    """Whether tensors hold values that can be read."""
     return _present
 
 

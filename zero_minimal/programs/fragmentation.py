@@ -5,6 +5,8 @@
 
 import bisect
 import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +18,9 @@ from zero_minimal.meters.memory import Event, Ledger
 from zero_minimal.pictures import style
 from zero_minimal.pictures.fragmentation import draw_map
 from zero_minimal.programs.report import table
-from zero_minimal.workload import data
+from zero_minimal.workload import data, loop
 from zero_minimal.workload.model import GPT, GPTConfig
-from zero_minimal.workload.settings import Parser, picture_file, positive
+from zero_minimal.workload.settings import Parser, Settings, picture_file, positive
 
 
 @dataclass
@@ -38,52 +40,63 @@ def record(config: GPTConfig, lengths: list[int], batch: int, accumulate: int, s
     micro-batches: the gradients stay while the sizes of activations change, which is what fragments most. AdamW's state
     is made before the first of them, as ZeRO does.
     """
-    text, draw = data.read_tokens(), random.Random(seed)
-    begins, losses = [], []
+    begins: list[int] = []
+    settings = Settings(steps=len(lengths) // accumulate, accumulate=accumulate, lr=1e-3)
     with Ledger("cpu") as ledger:
-        before = {event.storage for event in ledger.trace}  # the text, other models: not on the device
+        before = {event.storage for event in ledger.trace}  # other models: not on the device
         torch.manual_seed(seed)
-        model = GPT(config)
-        optimizer = _with_state(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
-        ledger.watch(model, optimizer)
-        slab = gradient_slab = None
+        zero = Plain(GPT(config), settings, config.layers * batch * max(lengths) * config.hidden if slabs else 0)
+        ledger.watch(zero.model, zero.optimizer)
         if slabs:
-            slab = Slab(config.layers * batch * max(lengths) * config.hidden)
-            gradient_slab = gradients_in_slab(model)
-            ledger.claim(slab.memory, "activations")
-            ledger.claim(gradient_slab.memory, "gradients")
-        checkpoint_blocks(model, place=slab.keep if slabs else None)
-        for count, length in enumerate(lengths, 1):
-            begins.append(len(ledger.trace))
-            starts = [draw.randrange(len(text) - length) for _ in range(batch)]
-            loss = model(*data.crops(text, starts, length)) / accumulate
-            loss.backward()
-            losses.append(loss.item() * accumulate)
-            del loss
-            if slabs:
-                slab.reset()
-            if count % accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-                if slabs:
-                    gradient_slab.reset()
+            ledger.claim(zero.slab.memory, "activations")
+            ledger.claim(zero.gradient_slab.memory, "gradients")
+        batches = crops_of(lengths, batch, seed, lambda: begins.append(len(ledger.trace)))
+        losses = [loss.item() * accumulate for parts in loop.steps(zero, batches, settings) for loss in parts]
         trace = list(ledger.trace)
     ours = [index for index, event in enumerate(trace) if event.storage not in before]
     return Recording([trace[index] for index in ours], [bisect.bisect_left(ours, begin) for begin in begins], losses)
 
 
-def _with_state(optimizer, model):
-    """Make the optimizer's state, with a step at a learning rate of 0."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    return optimizer
+class Plain:
+    """Training in one process, used like a stage: AdamW, whose state is there from the start, and blocks that are
+    checkpointed. With `slab_elements` the checkpoints lie in a slab of that size, and the gradients in another."""
+
+    def __init__(self, model: GPT, settings: Settings, slab_elements: int):
+        self.model, self.slab = model, None
+        self.optimizer = torch.optim.AdamW(model.parameters(), **settings.optimizer_options())
+        self._make_state()
+        if slab_elements:
+            self.slab, self.gradient_slab = Slab(slab_elements), gradients_in_slab(model)
+            model.register_forward_pre_hook(lambda *_: self.slab.reset())  # each micro-batch has its own checkpoints
+        checkpoint_blocks(model, place=self.slab.keep if self.slab else None)
+
+    def _make_state(self) -> None:
+        """With a step at a learning rate of 0."""
+        for param in self.model.parameters():
+            param.grad = torch.zeros_like(param)
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0  # the loop sets it
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def no_sync(self):
+        return nullcontext()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        if self.slab:
+            self.gradient_slab.reset()
+
+
+def crops_of(lengths: list[int], batch: int, seed: int, announce: Callable[[], None]) -> Iterator[tuple]:
+    """(inputs, targets), int64 [batch, length], for each length; `announce()` is called before each is made."""
+    text, draw = data.read_tokens(), random.Random(seed)
+    for length in lengths:
+        announce()
+        yield data.crops(text, [draw.randrange(len(text) - length) for _ in range(batch)], length)
 
 
 def varied_lengths(count: int, longest: int, seed: int = 0) -> list[int]:

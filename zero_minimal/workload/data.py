@@ -1,11 +1,11 @@
-"""What the model reads: the bytes of a text, by default of the documentation that ships inside
-every Python.
+"""What the model reads: the bytes of a text, by default of the documentation inside Python itself.
 
 One byte is one token (vocabulary 256), so there is no tokenizer and nothing to download. The last
 tenth is held out for validation.
 """
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -13,10 +13,9 @@ import torch
 
 
 def read_tokens(text: str = "") -> torch.Tensor:
-    """The bytes of the file `text`, or of `pydoc_data.topics` if no file is named: uint8 [length of
-    the text in bytes].
+    """The bytes of the file `text`, or of `pydoc_data.topics` if no file is named: uint8 [bytes].
 
-    Raises ValueError, saying what to do, if the file cannot be read or holds nothing.
+    Raises: ValueError, saying what to do, if the file cannot be read or holds nothing.
     """
     if not text:
         content = "\n".join(topics[name] for name in sorted(topics)).encode()
@@ -25,7 +24,8 @@ def read_tokens(text: str = "") -> torch.Tensor:
             content = Path(text).read_bytes()
         except OSError as error:
             reason = error.strerror or error
-            raise ValueError(f"cannot read the text {text!r} ({reason}): name a file that can be read") from error
+            raise ValueError(f"cannot read the text {text!r} ({reason}): name a file that can be "
+                             "read") from error
         if not content:
             raise ValueError(f"the text {text!r} is empty: name a file that holds some")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -34,14 +34,14 @@ def read_tokens(text: str = "") -> torch.Tensor:
 def split(tokens: torch.Tensor, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first nine tenths for training, and the last tenth, held out for validation.
 
-    Raises ValueError if either is too short for one sequence and the byte that follows it.
+    Raises: ValueError if either is too short for one sequence and the byte that follows it.
     """
     held_out = len(tokens) // 10
     if held_out < sequence + 1:
         raise ValueError(
-            f"a text of {len(tokens)} bytes is too short for sequences of {sequence}: its last tenth is held out for "
-            f"validation and must hold {sequence + 1}; give a text of at least {10 * (sequence + 1)} bytes, or shorter "
-            "sequences"
+            f"a text of {len(tokens)} bytes is too short for sequences of {sequence}: its last "
+            f"tenth is held out for validation and must hold {sequence + 1}; give a text of at "
+            f"least {10 * (sequence + 1)} bytes, or shorter sequences"
         )
     return tokens[:-held_out], tokens[-held_out:]
 
@@ -50,25 +50,28 @@ class Batches:
     """Random crops of the text, without end.
 
     Each item is (inputs, targets), both int64 [batch, sequence]; targets are one byte ahead. Each
-    rank draws its own, from `seed` and `rank` alone: the same whatever the stage, the world and the
-    model.
+    rank draws its own, from `seed` and `rank` alone: whatever the stage, the world and the model,
+    they are the same.
     """
 
     def __init__(self, tokens: torch.Tensor, batch: int, sequence: int, seed: int, rank: int):
         self.tokens, self.batch, self.sequence = tokens, batch, sequence
         self.random = random.Random(f"seed {seed}, rank {rank}")
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return self
 
-    def __next__(self):
-        starts = [self.random.randrange(len(self.tokens) - self.sequence) for _ in range(self.batch)]
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        end = len(self.tokens) - self.sequence
+        starts = [self.random.randrange(end) for _ in range(self.batch)]
         return crops(self.tokens, starts, self.sequence)
 
 
-def validation_batches(tokens: torch.Tensor, batch: int, sequence: int, rank: int, world_size: int, windows: int = 96):
-    """This rank's part of `windows` fixed windows, spread evenly over the held-out text: a list of
-    items as of Batches.
+def validation_batches(
+    tokens: torch.Tensor, batch: int, sequence: int, rank: int, world_size: int, windows: int = 96
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's part of `windows` fixed windows, spread evenly over the held-out text, in
+    batches like those of Batches.
 
     All ranks get equally many (at stage 3 they must run forward together), so that the mean over
     ranks is the mean over windows; what does not divide by the number of ranks is left out.
@@ -80,7 +83,9 @@ def validation_batches(tokens: torch.Tensor, batch: int, sequence: int, rank: in
     return [crops(tokens, own[first : first + batch], sequence) for first in range(0, share, batch)]
 
 
-def crops(tokens: torch.Tensor, starts: list[int], sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+def crops(
+    tokens: torch.Tensor, starts: list[int], sequence: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, int64 [len(starts), sequence], of the windows that begin at `starts`."""
     windows = torch.stack([tokens[start : start + sequence + 1] for start in starts]).long()
     return windows[:, :-1], windows[:, 1:]

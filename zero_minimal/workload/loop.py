@@ -1,15 +1,14 @@
-"""The loop: one for every stage, for the systems made of them, and for the peers of torch they are
-compared with.
+"""The loop: one for all stages, for systems made of them, and for the peers in torch beside them.
 
     zero = build(Stage2, settings, rank)
     for losses in steps(zero, batches, settings):
         ...
 
-Whoever wants to measure is handed in as an observer: the loop does not know what of.
+Measurements are handed in as observers: the loop does not know what they measure.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 
 import torch
@@ -23,9 +22,8 @@ from zero_minimal.workload.settings import DTYPES, Settings
 WARM_UP = 100  # steps
 
 
-def build(stage_class, settings: Settings, rank: ranks.Rank, **options):
-    """The GPT of `settings`, the same on every rank, in the hands of a stage or a peer; `options`
-    go to that."""
+def build(stage_class: Callable, settings: Settings, rank: ranks.Rank, **options):
+    """A stage or a peer, made with `options`, around the GPT of `settings`, alike on every rank."""
     torch.manual_seed(settings.seed)
     model = GPT(settings.model_config()).to(rank.device, DTYPES[settings.dtype])
     zero = stage_class(model, torch.optim.AdamW, **settings.optimizer_options(), **options)
@@ -34,13 +32,12 @@ def build(stage_class, settings: Settings, rank: ranks.Rank, **options):
 
 
 def seed_dropout(settings: Settings, data_rank: int) -> None:
-    """From here on random numbers of its own for each rank that reads data of its own."""
+    """From here on each rank that reads its own data draws its own random numbers."""
     torch.manual_seed(settings.seed + 1 + data_rank)
 
 
 def training_batches(settings: Settings, data_rank: int) -> data.Batches:
-    """A rank's batches, without end. Raises ValueError for a text that is too short or cannot be
-    read."""
+    """A rank's batches, without end. Raises: ValueError for a text too short, or not readable."""
     training, _ = data.split(data.read_tokens(settings.text), settings.sequence)
     return data.Batches(training, settings.batch, settings.sequence, settings.seed, data_rank)
 
@@ -48,11 +45,14 @@ def training_batches(settings: Settings, data_rank: int) -> data.Batches:
 def validation_batches(settings: Settings, data_rank: int, data_ranks: int) -> list:
     """A rank's part of the validation set."""
     _, held_out = data.split(data.read_tokens(settings.text), settings.sequence)
-    return data.validation_batches(held_out, settings.batch, settings.sequence, data_rank, data_ranks)
+    return data.validation_batches(
+        held_out, settings.batch, settings.sequence, data_rank, data_ranks
+    )
 
 
 def steps(
-    zero, batches: Iterable, settings: Settings, *, scaler: LossScaler | None = None, observers: Iterable = ()
+    zero, batches: Iterable, settings: Settings, *,
+    scaler: LossScaler | None = None, observers: Iterable = (),
 ) -> Iterator[list[torch.Tensor]]:
     """Train settings.steps optimizer steps of settings.accumulate micro-batches each.
 
@@ -61,11 +61,11 @@ def steps(
         batches: of (inputs, targets), int64 [batch, sequence], one for each micro-batch.
         scaler: for fp16.
         observers: each one's step() is a context around every optimizer step.
-    Yields after each step the losses of its micro-batches, [] each, divided by their number: their
-    sum is the step's.
+    Yields: after each step the losses of its micro-batches, [] each, divided by their number, so
+        that their sum is the loss of the step.
     """
     batches, device = iter(batches), next(zero.model.parameters()).device
-    # DeepSpeed wants to be asked
+    # some peers (DeepSpeed) have a backward of their own
     run_backward = getattr(zero, "run_backward", torch.Tensor.backward)
     for step in range(settings.steps):
         for group in zero.optimizer.param_groups:
@@ -73,7 +73,7 @@ def steps(
         with ExitStack() as watched:
             for observer in observers:
                 watched.enter_context(observer.step())
-            # first, not last: at the end of the step an observer finds the gradients too
+            # not at the end of the step, so that an observer still finds the gradients there
             zero.zero_grad()
             losses = []
             for micro in range(settings.accumulate):
@@ -88,8 +88,7 @@ def steps(
 
 
 def update(zero, scaler: LossScaler | None, clip: float) -> None:
-    """One optimizer step, clipped if `clip` is not 0, and with the loss scale taken out again if
-    there is one."""
+    """One optimizer step, clipped unless `clip` is 0; a scaler takes its loss scale out first."""
     if scaler:
         scaler.unscale_(zero)
     if clip:

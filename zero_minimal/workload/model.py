@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT. Raises ValueError, saying what is accepted, where they do not fit
-    together."""
+    """Sizes of a GPT. Raises: ValueError, saying what is accepted, if they do not fit together."""
 
     layers: int = 6
     hidden: int = 256  # width of the residual stream
@@ -35,8 +34,8 @@ class GPTConfig:
         if self.hidden % self.heads:
             fitting = [heads for heads in range(1, self.hidden + 1) if self.hidden % heads == 0]
             raise ValueError(
-                f"heads must divide hidden: {self.heads} heads do not share a hidden size of {self.hidden} equally; "
-                f"accepted with it: {', '.join(map(str, fitting))}"
+                f"heads must divide hidden: {self.heads} heads do not share a hidden size of "
+                f"{self.hidden} equally; accepted with it: {', '.join(map(str, fitting))}"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
@@ -52,11 +51,10 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(config.hidden, 3 * config.hidden)
         self.projection = nn.Linear(config.hidden, config.hidden)
 
-    def forward(self, x):  # [batch, sequence, hidden] -> the same
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, sequence, hidden] -> the same
         batch, sequence, hidden = x.shape
         x = self.query_key_value(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
-        # each [batch, heads, sequence, hidden / heads]
-        query, key, value = x.permute(2, 0, 3, 1, 4)
+        query, key, value = x.permute(2, 0, 3, 1, 4)  # [batch, heads, sequence, hidden / heads]
         dropout = self.dropout if self.training else 0.0
         x = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         return self.projection(x.transpose(1, 2).reshape(batch, sequence, hidden))
@@ -70,13 +68,12 @@ class MLP(nn.Module):
         self.expansion = nn.Linear(config.hidden, 4 * config.hidden)
         self.projection = nn.Linear(4 * config.hidden, config.hidden)
 
-    def forward(self, x):  # [batch, sequence, hidden] -> the same
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, sequence, hidden] -> the same
         return self.projection(F.gelu(self.expansion(x), approximate="tanh"))
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each added to the residual stream. One block is one unit of stage
-    3."""
+    """Attention, then the MLP, each added to the residual stream. At stage 3 a block is a unit."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -87,23 +84,24 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.recompute = config.recompute
 
-    def forward(self, x):  # [batch, sequence, hidden] -> the same
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [batch, sequence, hidden] -> the same
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self.inside, x, use_reentrant=False)
         return self.inside(x)
 
-    def inside(self, x):
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        """What the block does, and does again in backward if `recompute` is set."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class GPT(nn.Module):
-    """`model(tokens, targets)` is the mean cross-entropy in nats a token; `model(tokens)` are the
-    logits.
+    """`model(tokens)` are the logits, `model(tokens, targets)` is the loss: the mean cross-entropy
+    in nats a token.
 
     tokens and targets: int64 [batch, sequence]; logits: [batch, sequence, vocabulary], in the dtype
-    of the parameters. The loss is a 0-dim fp32 tensor whatever that dtype is. Raises ValueError for
-    an input longer than `config.sequence`.
+    of the parameters. The loss is a 0-dim fp32 tensor whatever that dtype is.
+    Raises: ValueError for an input longer than `config.sequence`.
     """
 
     def __init__(self, config: GPTConfig):
@@ -120,27 +118,28 @@ class GPT(nn.Module):
             self.narrow(block)
         self.head.weight = self.token_embedding.weight  # tied: one parameter with two uses
 
-    def narrow(self, block):
-        """Each block adds to the residual stream twice; smaller steps keep the sum at the size of
-        one."""
+    def narrow(self, block: Block) -> None:
+        """Each block adds to the residual stream twice: smaller weights keep it from growing."""
         for linear in (block.attention.projection, block.mlp.projection):
             nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
-    def initialise(self, module):
-        """Draw one module's values, after those inside it. A stage calls this for a model on the
-        meta device."""
+    def initialise(self, module: nn.Module) -> None:
+        """Draw one module's values. For a model on the meta device stage 3 calls this for each of
+        its modules, those inside another one first."""
         initialise(module)
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()
         if isinstance(module, Block):
             self.narrow(module)
 
-    def forward(self, tokens, targets=None):
-        if tokens.shape[1] > self.config.sequence:
-            raise ValueError(f"this model reads at most {self.config.sequence} tokens at once, not {tokens.shape[1]}")
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        # [batch, sequence, hidden]
-        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        length = tokens.shape[1]
+        if length > self.config.sequence:
+            raise ValueError(f"this model reads at most {self.config.sequence} tokens at once, not "
+                             f"{length}")
+        positions = torch.arange(length, device=tokens.device)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        x = self.dropout(x)  # [batch, sequence, hidden]
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))  # [batch, sequence, vocabulary]
@@ -149,7 +148,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def initialise(module: nn.Module):
+def initialise(module: nn.Module) -> None:
     """GPT-2's initialisation: weights from a normal distribution of width 0.02, biases 0."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)

@@ -12,20 +12,18 @@ from zero_minimal.workload import data
 from zero_minimal.workload.model import GPTConfig
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg")  # what a drawing can be written as
-# of AdamW, wherever it trains, beside lr
-OPTIMIZER = dict(betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+OPTIMIZER = dict(betas=(0.9, 0.95), weight_decay=0.1, fused=True)  # AdamW's options beside lr
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def option(default, help: str):
-    """A setting and its line in --help."""
+def option(default: int | float | str, help: str):
+    """A setting's default and its line in --help."""
     return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One training run. Raises ValueError, saying what is accepted, for a value that cannot
-    work."""
+    """One training run. Raises: ValueError, saying what is accepted, for what cannot work."""
 
     layers: int = option(6, "blocks of the model")
     hidden: int = option(256, "width of the model")
@@ -36,10 +34,12 @@ class Settings:
     accumulate: int = option(1, "micro-batches in an optimizer step")
     clip: float = option(0.0, "largest global norm of the gradient; 0: do not clip")
     dtype: str = option("fp32", "of parameters and gradients: " + ", ".join(DTYPES))
-    text: str = option("", "file to learn from (default: the documentation inside Python, pydoc_data.topics)")
+    text: str = option("", "file to learn from (default: the documentation inside Python, "
+                           "pydoc_data.topics)")
     seed: int = option(0, "of the model, the batches and dropout")
     bucket_mb: float = option(4.0, "size of the buckets in which gradients travel, in MiB")
-    recompute: bool = option(False, "keep only each block's input, and recompute its inside in backward")
+    recompute: bool = option(False, "keep only each block's input, and recompute its inside in "
+                                    "backward")
     lr: float = option(2e-3, "learning rate, before warm-up and decay")
     dropout: float = option(0.0, "share of activations set to zero in training")
 
@@ -59,7 +59,7 @@ class Settings:
             raise ValueError(f"seed must be a whole number from 0 up, below 2^32, not {self.seed}")
 
     def model_config(self) -> GPTConfig:
-        """Shape of the model."""
+        """The sizes of the model."""
         return GPTConfig(
             layers=self.layers, hidden=self.hidden, heads=self.heads, sequence=self.sequence,
             dropout=self.dropout, recompute=self.recompute,
@@ -78,8 +78,7 @@ class Settings:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser for programs that torchrun starts: every rank reads the same flags, and
-    rank 0 speaks."""
+    """An ArgumentParser for torchrun's programs: every rank reads the same flags, rank 0 speaks."""
 
     def __init__(self, *, allow_abbrev: bool = False, **options):
         super().__init__(allow_abbrev=allow_abbrev, **options)
@@ -109,20 +108,21 @@ def add_settings(parser: argparse.ArgumentParser, **defaults) -> None:
             group.add_argument(flag, action="store_true", help=setting.metadata["help"])
         else:
             shown = "" if default == "" else f" (default: {default})"
+            line = setting.metadata["help"] + shown
             kind = {"type": _number(setting.type)} if setting.type in (int, float) else {}
             metavar = setting.name.upper().replace("_", "-")
-            group.add_argument(flag, default=default, metavar=metavar, help=setting.metadata["help"] + shown, **kind)
+            group.add_argument(flag, default=default, metavar=metavar, help=line, **kind)
 
 
 def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Settings:
-    """Settings from parsed flags; ends the program with a message on what is accepted if they
-    cannot work.
+    """Settings from parsed flags. Ends the program, saying what is accepted, if they cannot work.
 
-    Everything that can be known before the ranks speak is checked here, the text too, so that all
-    ranks refuse alike.
+    All that can be known before the ranks connect is checked here, the text too: so all refuse
+    alike.
     """
+    names = [setting.name for setting in fields(Settings)]
     try:
-        settings = Settings(**{setting.name: getattr(arguments, setting.name) for setting in fields(Settings)})
+        settings = Settings(**{name: getattr(arguments, name) for name in names})
         data.split(data.read_tokens(settings.text), settings.sequence)
     except ValueError as error:
         parser.error(str(error))
@@ -131,23 +131,25 @@ def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Give the parser --device, which ranks.choose understands."""
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: auto, a GPU if any")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
+                        help="default: auto, a GPU if any")
 
 
 def output_file(path: str) -> Path:
     """The type of a flag that names a file to write: refuses one that cannot be written."""
     file = Path(path)
     if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path!r} cannot be written: name a file in a folder that exists")
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be written: name a file in a folder "
+                                         "that exists")
     return file
 
 
 def picture_file(path: str) -> Path:
-    """The type of a flag that names a picture to write: refuses a suffix that is none of a
-    picture's."""
+    """The type of a flag that names a picture to write: refuses the suffix of anything else."""
     file = output_file(path)
     if file.suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{path!r} is no picture: its name must end in {', '.join(PICTURES)}")
+        raise argparse.ArgumentTypeError(f"{path!r} is no picture: its name must end in "
+                                         f"{', '.join(PICTURES)}")
     return file
 
 

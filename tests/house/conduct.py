@@ -1,27 +1,25 @@
 """Submissions that do more than be wrong: they hang, crash, print, kill, cheat. Written into lesson 3's step()."""
 
-from submissions import Wrong
-from submissions.gradients import READY
+from submissions import Wrong, function, mistakes
 
-HEAD = "import torch\nimport torch.distributed as dist\n\nfrom zero_minimal.foundations import checkpoint"
+from zero_minimal.classroom.lessons import found
+
+step = mistakes(found()["03_gradients"]).step
 
 
 def in_step(*lines, rank=None):
     """These lines at the beginning of step(), on one rank or on all."""
-    margin = " " * (8 if rank is None else 12)
-    condition = "" if rank is None else f"        if {rank} == dist.get_rank():\n"
-    return [(READY, condition + "".join(f"{margin}{line}\n" for line in lines) + READY)]
+    return step("\n".join(lines) if rank is None else function(f"if self.rank == {rank}:", *lines))
 
 
-def at_the_top(*lines):
-    return [(HEAD, "\n".join(lines) + "\n" + HEAD)]
+def caught(message, code, step=2, check="test_every_rank_has_all_updated_parameters", world_size=2, hangs=False):
+    return Wrong(step, check, message, code, world_size, hangs)
 
 
-def caught(message, changes, step=2, check="test_every_rank_has_all_updated_parameters", world_size=2, hangs=False):
-    return Wrong(step, check, message, changes, world_size, hangs)
+def at_the_top(message, *lines):
+    """These lines before all others of the file."""
+    return Wrong(1, "test_shards_hold_the_mean_gradient", message, {}, 2, top="\n".join(lines) + "\n")
 
-
-FIRST = dict(step=1, check="test_shards_hold_the_mean_gradient")
 
 WRONG = {
     "loops for ever": caught(
@@ -30,11 +28,10 @@ WRONG = {
         in_step("while True: pass", rank=1), hangs=True),
     "one rank calls another collective": caught(
         r"(?s)had not come to an end.*rank 0 waited in all_reduce, at line \d+|it raised RuntimeError",
-        in_step("dist.all_reduce(torch.zeros(1))", rank=0), hangs=True),
+        in_step("torch.distributed.all_reduce(torch.zeros(1))", rank=0), hangs=True),
     "gathers in another order on each rank": caught(
         r"parameters differ|had not come to an end|it raised|do all ranks call the same collectives in the same order",
-        [(READY + "        for bucket in self.buckets:",
-          READY + "        for bucket in self.buckets[:: 1 - 2 * dist.get_rank()]:")]),
+        step(buckets="self.buckets[:: 1 - 2 * self.rank]")),
     "raises on one rank": caught(
         r"(?s)rank 1: it raised ValueError: oh.*line \d+ in step: raise ValueError",
         in_step("raise ValueError('oh')", rank=1)),
@@ -67,19 +64,18 @@ WRONG = {
                 "util.spawnv_passfds(b'/bin/sleep', [b'sleep', b'99'], [])", rank=1)),
     "takes all memory": caught(
         r"it asked for more than 4 GB of memory", in_step("hoard = [bytes(2**30) for _ in range(99)]", rank=0)),
-    "imports the reference": caught(
+    "imports the reference": at_the_top(
         r"it imports zero_minimal.stage2, where the work of lesson 03_gradients is done already",
-        at_the_top("from zero_minimal.stage2 import Stage2 as Theirs"), **FIRST),
-    "imports it by its name": caught(
-        r"it (imports|reads) .*stage2",
-        at_the_top("import importlib", "importlib.import_module('zero_minimal.stage2')"), **FIRST),
-    "imports another stage, and hides that it failed": caught(
-        r"it imports zero_minimal.stage3", at_the_top("try:", "    import zero_minimal.stage3", "except BaseException:",
-                                                      "    pass"), **FIRST),
-    "reads the reference": caught(
-        r"it reads stage2.py, where the work",
-        at_the_top("import os, zero_minimal", "here = os.path.dirname(zero_minimal.__file__)",
-                   "text = open(here + '/foundations/../stage2.py').read()"), **FIRST),
+        "from zero_minimal.stage2 import Stage2 as Theirs"),
+    "imports it by its name": at_the_top(
+        r"it (imports|reads) .*stage2", "import importlib", "importlib.import_module('zero_minimal.stage2')"),
+    "imports another stage, and hides that it failed": at_the_top(
+        r"it imports zero_minimal.stage3", "try:", "    import zero_minimal.stage3", "except BaseException:",
+        "    pass"),
+    "reads the reference": at_the_top(
+        r"it reads stage2.py, where the work", "import os, zero_minimal",
+        "here = os.path.dirname(zero_minimal.__file__)",
+        "text = open(here + '/foundations/../stage2.py').read()"),
     "writes into the tests": caught(
         r"it writes to checks.py: what measures a submission must stay as it is",
         in_step("import sys; open(sys.modules['checks'].__file__, 'r+')")),
@@ -91,16 +87,13 @@ WRONG = {
         in_step("import sys", "sys.modules['checks'].live_bytes.__code__ = (lambda until=0: 0).__code__")),
     "hides its tensors": caught(r"it replaced gc.get_objects", in_step("import gc; gc.get_objects = list")),
     "replaces a collective": caught(
-        r"it replaced torch.distributed.*all_gather", in_step("dist.all_gather = print")),
+        r"it replaced torch.distributed.*all_gather", in_step("torch.distributed.all_gather = print")),
     "replaces a method of tensors": caught(r"it replaced torch.Tensor.*", in_step("torch.Tensor.backward = print")),
-    "has no class of that name": caught(
-        r"the file has no Stage2",
-        [("class Stage2:", "class Stage2b:"), ("    main(Stage2)", "    main(Stage2b)")], **FIRST),
-    "cannot be imported": caught(
-        r"(?s)it raised ModuleNotFoundError: No module named 'zero_maximal'.*line \d+",
-        at_the_top("import zero_maximal"), **FIRST),
+    "has no class of that name": Wrong(
+        1, "test_shards_hold_the_mean_gradient", r"the file has no Stage2", {"Stage2": None}, 2),
+    "cannot be imported": at_the_top(
+        r"(?s)it raised ModuleNotFoundError: No module named 'zero_maximal'.*line \d+", "import zero_maximal"),
 }
-RIGHT: dict = {}
 SHORT = {  # what runs always: one of each kind
     "loops for ever", "raises on one rank", "crashes", "calls sys.exit", "kills where Python does not see it",
     "prints without end", "leaves a thread", "forks where Python does not see it", "imports the reference",

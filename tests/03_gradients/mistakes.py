@@ -1,0 +1,285 @@
+"""Lesson 3: what goes wrong with P_os+g.
+
+Each of the five functions below gives the text of one that is right, or that differs in the parts that are named.
+"""
+
+from submissions import Wrong, function
+
+FREED = "self.memory.give_back(self.reducing.whole)"
+REDUCING = "self.reducing = Reduction(bucket, whole, part, pending)"
+AT_ONCE = "pending = collectives.Pending([])"
+
+
+def bucket_complete(begin="self._wait()", whole="self.memory.whole(bucket)", fuse="bucket.fuse_gradients(whole)",
+                    drop="for param in done:\n    param.grad = None", part="self.memory.shard(bucket)", op="avg",
+                    reduce="pending = collectives.reduce_scatter(part, whole, op=op, group=self.group, async_op=True)",
+                    end=REDUCING, name="bucket_complete"):
+    return {f"Stage2.{name}": function(
+        f"def {name}(self, bucket, done):", begin, f"whole = {whole}", fuse, drop, f"part, op = {part}, '{op}'",
+        reduce, end)}
+
+
+KEEP = """
+if bucket.gradient_shard is None:
+    bucket.gradient_shard = part
+else:
+    bucket.gradient_shard += part
+"""
+
+
+def wait(wait="self.reducing.pending.wait()", free=FREED, keep=KEEP):
+    body = function("if self.reducing:", "bucket, part = self.reducing.bucket, self.reducing.part", wait, free, keep,
+                    "self.reducing = None")
+    return {"Stage2._wait": function("def _wait(self):", body)}
+
+
+UPDATE = "optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)"
+GATHER = """
+whole, own = bucket.parameters, bucket.parameter_shard
+gathering.append(collectives.all_gather(whole, own, group=self.group, async_op=True))
+"""
+
+
+GATHERED = "for pending in gathering:\n    pending.wait()"
+
+
+def step(begin="", buckets="self.buckets", update=UPDATE, gather=GATHER, end=GATHERED):
+    loop = function(f"for bucket in {buckets}:", update, gather)
+    return {"Stage2.step": "@torch.no_grad()\n" + function(
+        "def step(self):", begin, "self.reduced_gradients()", "gathering = []", loop, end,
+        "ownership.broadcast_statistics(self.model, self.group)", "self.backward.spent = True")}
+
+
+def zero_grad(forget="self.backward.forget()", scale="self.gradient_scale = None",
+              shard="bucket.gradient_shard = None"):
+    return {"Stage2.zero_grad": function(
+        "def zero_grad(self):", "self._wait()", forget, scale, f"for bucket in self.buckets:\n    {shard}",
+        "for param in self.model.parameters():\n    param.grad = None")}
+
+
+def clip_grad_norm_(norm="precision.global_norm(gradients, self.gradient_scale, group=self.group)",
+                    scale="self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)", result="norm"):
+    return {"Stage2.clip_grad_norm_": "@torch.no_grad()\n" + function(
+        "def clip_grad_norm_(self, max_norm):", "gradients = self.reduced_gradients()", f"norm = {norm}", scale,
+        f"return {result}")}
+
+
+# all gradients wait, whole, and are reduced when backward has ended
+LATE = bucket_complete(name="reduce") | {
+    "Stage2.late": "late = ()",
+    "Stage2.bucket_complete": """
+        def bucket_complete(self, bucket, done):
+            self.late = (*self.late, (bucket, done))
+        """,
+    "Stage2.backward_ends": """
+        def backward_ends(self):
+            for bucket, done in self.late:
+                self.reduce(bucket, done)
+            self.late = ()
+            self._wait()
+        """,
+}
+WHOLE_STATE = bucket_complete(part="torch.empty_like(bucket.shard(whole, self.rank))") | {
+    "Stage2.own": """
+        def own(self, bucket):
+            bucket.parameter_shard = bucket.parameters
+        """,
+} | step(update="""
+    whole = bucket.zeros()
+    collectives.all_gather(whole, bucket.gradient_shard, group=self.group)
+    optimizers.update(self.optimizer, self.optimizer.param_groups[bucket.group_index], bucket.master, whole)
+    """, gather="")
+SQUARES = "torch.stack([gradient.float().square().sum() for gradient in gradients]).sum()"
+
+WRONG = {
+    "P_os in disguise: whole gradients until backward ends": Wrong(
+        1, "test_no_whole_gradients_during_backward",
+        r"during backward up to 1\d\d.\d kB of gradients live on rank 0, of 157.4 kB", LATE),
+    "param.grad stays": Wrong(
+        1, "test_no_whole_gradients_after_backward",
+        r"rank 0 still holds \d+.\d kB of gradients after backward: .* leaves it 39.4 kB.*48 parameters still have",
+        bucket_complete(drop="")),
+    "whole buckets stay": Wrong(
+        1, "test_no_whole_gradients_after_backward", r"rank 0 still holds 19\d.\d kB of gradients after backward",
+        bucket_complete(end="bucket.gradients = whole\n" + REDUCING) | wait(free="")),
+    "the sum instead of the mean": Wrong(
+        1, "test_shards_hold_the_mean_gradient", r"the sum of the ranks' gradients, not their mean: 3 times too large",
+        bucket_complete(op="sum"), 3),
+    "divided twice": Wrong(
+        1, "test_shards_hold_the_mean_gradient", r"averaged twice: they are 3 times too small",
+        wait(keep="part /= self.world_size" + KEEP), 3),
+    "an all-reduce, and a slice of it": Wrong(
+        1, "test_backward_sends_a_reduce_scatter",
+        r"It called all_reduce \d+ times.* An all-reduce sends twice what a reduce-scatter does",
+        bucket_complete(reduce=f"""
+            torch.distributed.all_reduce(whole, group=self.group)
+            part = bucket.shard(whole, self.rank).clone() / self.world_size
+            {AT_ONCE}
+            """)),
+    "the house's all-reduce, and a slice of it": Wrong(
+        1, "test_backward_sends_a_reduce_scatter",
+        r"sent 29\d.\d kB in backward, .* sends 146.\d kB.* An all-reduce sends twice",
+        bucket_complete(reduce=f"""
+            collectives.all_reduce(whole, group=self.group)
+            part = bucket.shard(whole, self.rank).clone()
+            {AT_ONCE}
+            """)),
+    "does not wait for the reduction": Wrong(
+        1, "test_shards_hold_the_mean_gradient",
+        r"NaN: .*before its reduction had ended \(wait\)|started and nobody waited for", wait(wait=""), 2, True),
+    "frees the bucket before its reduction ends": Wrong(
+        1, "test_shards_hold_the_mean_gradient",
+        r"holds NaN: .*freed while the reduction was under way|whose memory was freed",
+        bucket_complete(end="collectives.free(whole)\n" + REDUCING) | wait(free=""), 3),
+    "buckets begin with what lay in memory": Wrong(
+        1, "test_shards_hold_the_mean_gradient", r"holds NaN: memory that nobody wrote to",
+        bucket_complete(whole="torch.empty_like(bucket.parameters)"), 2),
+    "nothing is reduced": Wrong(
+        1, "test_shards_hold_the_mean_gradient",
+        r"rank 0's shard holds its own gradient: the other ranks' parts were never",
+        bucket_complete(reduce=f"part.copy_(bucket.shard(whole, self.rank))\n{AT_ONCE}"), 2),
+    "divided, and not reduced": Wrong(
+        1, "test_shards_hold_the_mean_gradient", r"rank 0's shard holds its own gradient / N",
+        bucket_complete(reduce=f"part.copy_(bucket.shard(whole, self.rank) / self.world_size)\n{AT_ONCE}"), 2),
+    "every rank keeps the first shard": Wrong(
+        1, "test_shards_hold_the_mean_gradient", r"rank 0 and rank 1 hold the same gradient shard",
+        bucket_complete(reduce=f"""
+            collectives.all_reduce(whole, group=self.group)
+            part.copy_(bucket.shard(whole, 0))
+            {AT_ONCE}
+            """), 2),
+    "every rank keeps the whole mean": Wrong(
+        1, "test_shards_hold_the_mean_gradient",
+        r"hold \d+ elements, and the whole gradient has \d+: P_os\+g leaves a rank 1/2",
+        bucket_complete(reduce=f"""
+            collectives.all_reduce(whole, group=self.group)
+            part = whole.clone()
+            {AT_ONCE}
+            """), 2),
+    "the last reduction is never waited for": Wrong(
+        1, "test_shards_hold_the_mean_gradient", r"rank 0 has no gradient for 1 of its \d+ buckets",
+        {"Stage2.backward_ends": "def backward_ends(self):\n    pass"}, 2),
+    "only full buckets are reduced": Wrong(
+        1, "test_shards_hold_the_mean_gradient", r"rank 0 has no gradient for 1 of its \d+ buckets",
+        bucket_complete(begin="self._wait()\nif bucket.padded < self.buckets[0].padded:\n    return"), 2),
+    "a bucket without gradient is skipped": Wrong(
+        1, "test_a_missing_gradient_is_zero", r"(?s)one parameter got a gradient on rank 0 alone|has no gradient for",
+        bucket_complete(begin="self._wait()\nif all(param.grad is None for param in bucket.params):\n    return")),
+    "takes it that every parameter has a gradient": Wrong(
+        1, "test_a_missing_gradient_is_zero", r"(?s)it raised AttributeError: 'NoneType'.*To look at: .*counts as zero",
+        bucket_complete(begin="self._wait()\nlargest = max(param.grad.abs().max() for param in bucket.params)")),
+    "a gradient that two buckets need goes with the first": Wrong(
+        1, "test_shards_hold_the_mean_gradient",
+        r"gradients are lost: the shards hold zeros in their place|has no gradient",
+        bucket_complete(drop="for param in bucket.params:\n    param.grad = None"), 2),
+    "nobody collects the updated shards": Wrong(
+        2, "test_every_rank_has_all_updated_parameters",
+        r"rank 1's parameters differ from rank 0's in \d+ of 54876 elements .*must get the others'",
+        step(gather=""), 2),
+    "collects before the update": Wrong(
+        2, "test_every_rank_has_all_updated_parameters", r"parameters differ from rank 0's.* after the update",
+        step(update="", end=f"{GATHERED}\nfor bucket in self.buckets:\n    {UPDATE}"), 2),
+    "does not wait for the others' shards": Wrong(
+        2, "test_every_rank_has_all_updated_parameters", r"differ from rank 0's|did not move|NaN|it raised",
+        step(end=""), 3),
+    "everybody takes rank 0's parameters": Wrong(
+        2, "test_every_rank_has_all_updated_parameters", r"\d+ of 54876 parameters did not move in step\(\)",
+        step(gather="collectives.broadcast(bucket.parameters, group=self.group)"), 2),
+    "the first bucket is forgotten": Wrong(
+        2, "test_every_rank_has_all_updated_parameters", r"\d+ of 54876 parameters did not move",
+        step(buckets="self.buckets[1:]"), 2),
+    "goes up the gradient": Wrong(
+        2, "test_every_rank_has_all_updated_parameters", r"went up the gradient",
+        step(begin="self.gradient_scale = -1.0"), 2),
+    "updates twice": Wrong(
+        2, "test_every_rank_has_all_updated_parameters",
+        r"moved parameters \d times too far.* or the update made more than once|did not for",
+        step(update=UPDATE + "\n" + UPDATE), 3),
+    "a parameter group's weight decay is lost": Wrong(
+        2, "test_a_step_is_the_optimizers", r"two parameter groups, 1 step: rank 0 has other parameters",
+        step(update="""
+            group = self.optimizer.param_groups[0]
+            optimizers.update(self.optimizer, group, bucket.master, bucket.gradient_shard)
+            """)),
+    "a frozen parameter decays": Wrong(
+        2, "test_a_step_is_the_optimizers", r"frozen, tied and unused parameters, 1 step: rank 0 has other parameters",
+        step(begin="""
+            for param in self.model.parameters():
+                param.mul_(1.0 if param.requires_grad else 0.99)
+            """)),
+    "every rank keeps the whole optimizer state": Wrong(
+        2, "test_holds_shards_after_a_step", r"rank 0 of 4 holds 1\d.\d bytes a parameter after a step of AdamW",
+        WHOLE_STATE),
+    "gathers parameters and gradients": Wrong(
+        2, "test_a_step_sends_as_much_as_data_parallelism",
+        r"rank 0 sent 4\d\d.\d kB in a whole step, .* sends 292.\d kB",
+        step(gather=GATHER + "collectives.all_gather(bucket.zeros(), bucket.gradient_shard, group=self.group)")),
+    "keeps old gradients": Wrong(
+        3, "test_the_second_step_starts_afresh", r"the sum of both steps': zero_grad\(\) left the first one's",
+        zero_grad(shard="pass")),
+    "does not start backward afresh": Wrong(
+        3, "test_the_second_step_starts_afresh", r"call zero.zero_grad\(\) after zero.step\(\)", zero_grad(forget="")),
+    "the shard is overwritten": Wrong(
+        3, "test_micro_batches_add_up", r"the last micro-batch's gradient alone: each one overwrote the shard",
+        wait(keep="bucket.gradient_shard = part")),
+    "only the first micro-batch counts": Wrong(
+        3, "test_micro_batches_add_up", r"the first micro-batch's gradient alone",
+        wait(keep="if bucket.gradient_shard is None:\n    bucket.gradient_shard = part")),
+    "micro-batches are averaged": Wrong(
+        3, "test_micro_batches_add_up", r"not the mean gradient, summed over three micro-batches",
+        wait(keep=KEEP.replace("+= part", "= (bucket.gradient_shard + part) / 2"))),
+    "whole gradients wait for the last micro-batch": Wrong(
+        3, "test_micro_batches_wait_in_shards",
+        r"between two micro-batches rank 0 holds 1\d\d.\d kB of gradients, and its shard is 78.7 kB",
+        {"Stage2.no_sync": "def no_sync(self):\n    return self.backward.accumulate()"}),
+    "only shards are updated, not the 16-bit parameters": Wrong(
+        3, "test_trains_as_one_process_would", r"bf16, 5 steps: rank 0 has other parameters",
+        step(update="""
+            gradient = bucket.gradient_shard.to(bucket.master.dtype)
+            group = self.optimizer.param_groups[bucket.group_index]
+            optimizers.update(self.optimizer, group, bucket.master, gradient)
+            """)),
+    "clipping lasts for ever": Wrong(
+        4, "test_trains_with_clipping", r"training with clipping, 5 steps: rank 0 has other parameters",
+        zero_grad(scale="")),
+    "the norm of the own shards": Wrong(
+        4, "test_clips_by_the_global_norm", r"it is the norm of this rank's shards alone",
+        clip_grad_norm_(norm=f"{SQUARES}.sqrt()"), 2),
+    "norms are added": Wrong(
+        4, "test_clips_by_the_global_norm", r"the ranks' norms were added, but their squares must be",
+        clip_grad_norm_(norm=f"{SQUARES}.sqrt()\ncollectives.all_reduce(norm, op='sum', group=self.group)"), 2),
+    "returns the norm after clipping": Wrong(
+        4, "test_clips_by_the_global_norm", r"it returned the norm after clipping",
+        clip_grad_norm_(result="norm.clamp(max=max_norm)"), 2),
+    "small gradients are made larger": Wrong(
+        4, "test_clips_by_the_global_norm", r"a smaller norm than max_norm must be left alone",
+        clip_grad_norm_(scale="self.gradient_scale = max_norm / (norm + 1e-6)"), 2),
+    "the scale is not used": Wrong(
+        4, "test_clips_by_the_global_norm", r"moved rank 0's parameters by 1?\d?.\d+, and it must be 0.1",
+        step(update="optimizers.update_shard(self.optimizer, bucket)"), 2),
+    "each element is clipped": Wrong(
+        4, "test_clips_by_the_global_norm", r"clipping scales the gradient that the update uses, all of it alike",
+        clip_grad_norm_(scale="for gradient in gradients:\n    gradient.clamp_(-max_norm / 10, max_norm / 10)"), 2),
+    "one rank alone skips a step that overflows": Wrong(
+        4, "test_overflow_on_one_rank_is_everybodys", r"all ranks must take the step, or none",
+        step(begin="""
+            if not all(gradient.isfinite().all() for gradient in self.reduced_gradients()):
+                return
+            """), hangs=True),
+}
+
+RIGHT = {
+    "the parts of these mistakes": bucket_complete() | wait() | step() | zero_grad() | clip_grad_norm_(),
+    "smaller buckets, blocking": bucket_complete(
+        reduce=f"collectives.reduce_scatter(part, whole, op=op, group=self.group)\n{AT_ONCE}"
+    ) | step(gather="collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group)") | {
+        "Stage2.__init__": """
+            def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=0, param_groups=None, **options):
+                size = bucket_bytes // 3 + 100
+                set_up(
+                    self, model, optimizer_class, options, group=group, bucket_bytes=size, param_groups=param_groups
+                )
+                self.backward, self.reducing = Backward(self), None
+                self.memory = GradientMemory(self.buckets, group)
+            """},
+}
