@@ -158,7 +158,7 @@ def test_element_wise_optimizers(name):
 
 # -------------------------------------------------------------------------------------------------- memory, to the byte
 
-# bytes a parameter (zero-facts: §3.1): parameters, gradients, optimizer; and the first stage that shards each
+# bytes a parameter (section 3.1 of the paper): parameters, gradients, optimizer; and the first stage that shards each
 BYTES = {torch.float32: (4, 4, 8), torch.bfloat16: (2, 2, 12)}
 SHARDED_FROM = (3, 2, 1)
 

@@ -1,12 +1,29 @@
-"""The README says what is there, and its figures are those of the run whose JSON lies beside the picture."""
+"""The README says what is there. Its figures are those of the run whose JSON lies beside the picture, or are measured
+here; its sample runs as it stands."""
 
+import ast
+import contextlib
+import functools
+import io
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import checks
 import pytest
+import torch
+import toys
+from torch import nn
 
 from zero_minimal.classroom.lessons import found
+from zero_minimal.foundations import ranks
+from zero_minimal.naive import Naive
+from zero_minimal.stage0 import Stage0
+from zero_minimal.workload import loop
+from zero_minimal.workload.settings import Settings
 
 HOUSE = Path(__file__).parents[2]
 README = (HOUSE / "README.md").read_text()
@@ -35,6 +52,110 @@ def test_there_are_two_commands_and_ci_finds_them():
         "torchrun --nproc-per-node 2 zero_minimal/stage2.py", "pytest",
     ]
 
+
+# --------------------------------------------------------------------------------------- the sample, and what it prints
+
+SAMPLE = re.search(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[1]
+LINE = re.compile(r"step +(\d+): loss ([\d.]+), gradient norm ([\d.]+)")
+
+
+def printed(text):
+    """[step, loss, norm] of each line."""
+    return [[float(number) for number in line] for line in LINE.findall(text)]
+
+
+def close(rows):
+    """To the digits that are printed; the last one may be rounded either way."""
+    return [pytest.approx(row, abs=2e-4) for row in rows]
+
+
+@functools.cache
+def plainly(world_size):
+    """What the sample prints, computed by plain PyTorch in one process: the mean gradient of all ranks' batches.
+
+    Only the model comes from the README.
+    """
+    space = {"torch": torch, "nn": nn}
+    model_class = next(node for node in ast.parse(SAMPLE).body if isinstance(node, ast.ClassDef))
+    exec(compile(ast.Module([model_class], []), "README.md", "exec"), space)
+    models, batches = [], []
+    for rank in range(world_size):
+        torch.manual_seed(rank)
+        models.append(space[model_class.name]())
+        batches.append([torch.randn(16, 8) for _ in range(101)])
+    model = models[0]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rows = []
+    for step in range(101):
+        losses = [nn.functional.mse_loss(model(own[step]), own[step].sort(dim=1).values) for own in batches]
+        optimizer.zero_grad()
+        (sum(losses) / world_size).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 20 == 0:
+            rows.append([step, losses[0].item(), norm.item()])
+    return rows
+
+
+@pytest.mark.parametrize("world_size", (1, 2))
+def test_the_sample_runs_as_it_stands(world_size, tmp_path):
+    """Under torchrun, and alone."""
+    file = tmp_path / "train.py"
+    file.write_text(SAMPLE)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if world_size > 1 else []), str(file)], stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(HOUSE), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        check=True, timeout=100,
+    )
+    rows = printed(done.stdout)
+    assert len(rows) == 6 and len(rows) == len(done.stdout.splitlines())
+    assert rows == close(plainly(world_size))
+    if world_size == 2:
+        assert rows == close(printed(README)), "the README shows something else"
+
+
+def outputs_of(programs):
+    outputs = []
+    for program in programs:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            exec(compile(program, "README.md", "exec"), {"__name__": "__main__"})
+        outputs.append(output.getvalue())
+    return outputs
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+def test_the_sample_prints_the_same_with_every_stage(world_size):
+    """Replace the class, and nothing else."""
+    assert SAMPLE.count("Stage2") == 2 and SAMPLE.count("stage2") == 1
+    programs = [SAMPLE.replace("Stage2", f"Stage{number}").replace("stage2", f"stage{number}") for number in range(4)]
+    outputs, *others = toys.run(outputs_of, world_size, programs)
+    assert not any(map(any, others)), "rank 0 speaks for all"
+    assert printed(outputs[0]) == close(plainly(world_size))
+    assert outputs == outputs[:1] * 4
+
+
+def all_reduces_of_a_step(stage_class):
+    """Of the second: in the first one the ranks also agree on an order. With the model of the README's table."""
+    settings = Settings(steps=2)
+    with ranks.start() as rank:
+        zero = loop.build(stage_class, settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
+        steps = loop.steps(zero, loop.training_batches(settings, rank.rank), settings)
+        next(steps)
+        with checks.Watch() as watch:
+            next(steps)
+    starts = [event for event in watch.events if event.kind == "start"]
+    assert {event.name for event in starts} == {"all_reduce"}
+    return len(starts), sum(event.bytes for event in starts)
+
+
+def test_the_first_rung_makes_as_many_all_reduces_as_the_readme_says():
+    (naive, bytes), (stage0, same) = (toys.run(all_reduces_of_a_step, 2, one)[0] for one in (Naive, Stage0))
+    assert bytes == same == 4 * RUN["rows"][0]["parameters"]
+    assert f"it makes {naive} all-reduces a step" in README and f"Stage 0 makes {stage0}, a bucket each" in README
+
+
+# ---------------------------------------------------------------------------------------------------- links and points
 
 PAGES = [HOUSE / "README.md", *sorted((HOUSE / "lessons").rglob("*.md"))]
 

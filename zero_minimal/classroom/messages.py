@@ -39,7 +39,8 @@ def of_failure(error: Exception, path: str) -> str:
 
 def _stuck(text: str, path: str) -> str:
     seconds, late, world_size = _LATE.match(text).groups()
-    stacks = {int(rank): _FRAME.findall(stack) for rank, stack in zip(*[iter(_RANK.split(text)[1:])] * 2, strict=True)}
+    _, *parts = _RANK.split(text)  # rank, its stack, rank, its stack, …
+    stacks = {int(rank): _FRAME.findall(stack) for rank, stack in zip(parts[::2], parts[1::2], strict=True)}
     places: dict = {}
     for rank in late.split(", "):
         places.setdefault(_place(stacks.get(int(rank), []), path), []).append(rank)

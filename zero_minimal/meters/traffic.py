@@ -13,8 +13,8 @@ A collective is seen at one of two doors, and counted once:
                which C++ starts, FSDP2's, DTensor's, and the plain send of a ring
 
 The payload P is the whole vector: the input of a reduce-scatter, the output of an all-gather, the tensor of the others.
-On N ranks a ring sends (N−1)/N·P for each, for an all-reduce twice that (zero-facts: paper §7). A broadcast or reduce
-sends P over N−1 of the ring's N links, so that (N−1)/N·P is the mean of the ranks, and what each is charged with.
+On N ranks a ring sends (N−1)/N·P for each, for an all-reduce twice that (section 7 of the paper). A broadcast or
+reduce sends P over N−1 of the ring's N links, so that (N−1)/N·P is the mean of the ranks, and what each is charged for.
 Small things beside the payload, such as a barrier, are not counted. What threads other than the caller's and autograd's
 do is not seen.
 """

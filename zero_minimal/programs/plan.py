@@ -104,16 +104,17 @@ def _activations(config: GPTConfig, run: tuple, model_parallel: int) -> dict:
 def _row(stage, elements, data_parallel, device_bytes, dtype, optimizer_bytes, activations, units) -> dict:
     states = formulas.model_states(stage, elements, data_parallel, dtype, optimizer_bytes)
     total, beside = sum(states.values()), activations + units
-    fewest = (formulas.fewest_ranks(stage, elements, room, dtype, optimizer_bytes)
-              for room in (device_bytes - beside, device_bytes))
+    # how many ranks a model's states must be cut over to fit: beside all the rest, and with the device to themselves
+    fewest = formulas.fewest_ranks(stage, elements, device_bytes - beside, dtype, optimizer_bytes)
+    fewest_for_states = formulas.fewest_ranks(stage, elements, device_bytes, dtype, optimizer_bytes)
     return {
         "stage": stage, "name": NAMES[stage], **states, "states": total, "activations": activations,
         "units": units, "together": total + beside,
         "whole": [state for state in formulas.STATES if stage < formulas.SHARDED_FROM[state]],
         "states_fit": total <= device_bytes,
         "fits": total + beside <= device_bytes,
-        "fewest_data_parallel_ranks": next(fewest),
-        "fewest_data_parallel_ranks_for_states": next(fewest),
+        "fewest_data_parallel_ranks": fewest,
+        "fewest_data_parallel_ranks_for_states": fewest_for_states,
         "sent_bytes": formulas.traffic(stage, elements, data_parallel, dtype),
     }
 
