@@ -73,7 +73,8 @@ class Stage1(Hooks):
     def bucket_complete(self, bucket, done):
         bucket.zero_missing()
         pending = collectives.reduce_scatter(
-            bucket.gradient_shard, bucket.gradients, op="avg", group=self.group, of=bucket, async_op=True
+            bucket.gradient_shard, bucket.gradients, op="avg", group=self.group, of=bucket,
+            async_op=True,
         )
         self._wait()  # for the bucket before; this one is reduced while autograd fills the next
         self.reducing = pending
@@ -117,7 +118,8 @@ class Stage1(Hooks):
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
             gathering.append(collectives.all_gather(
-                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket, async_op=True
+                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket,
+                async_op=True,
             ))
         for pending in gathering:
             pending.wait()

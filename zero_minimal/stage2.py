@@ -117,7 +117,8 @@ class Stage2(Hooks):
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
             gathering.append(collectives.all_gather(
-                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket, async_op=True
+                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket,
+                async_op=True,
             ))
         for pending in gathering:
             pending.wait()

@@ -91,7 +91,8 @@ class Stage3(Hooks):
         for bucket in unit.buckets:
             bucket.parameters.untyped_storage().resize_(bucket.padded * bucket.dtype.itemsize)
             unit.gathering.append(collectives.all_gather(
-                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket, async_op=True
+                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket,
+                async_op=True,
             ))
 
     def _arrive(self, unit):

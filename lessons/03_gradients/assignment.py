@@ -118,7 +118,9 @@ class Stage2(Hooks):
         """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
         saved_state.load_shards(self, state)
         for bucket in self.buckets:
-            collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group)
+            collectives.all_gather(
+                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket.name
+            )
 
     @contextmanager
     def gather_parameters(self) -> Iterator[None]:

@@ -94,13 +94,14 @@ def test_all_start_from_the_same_model_and_data(report):
 # ------------------------------------------------------------------------------------------------------- different work
 
 
-class Hasty(Stage2):
-    """A stage that takes larger steps than it was asked to."""
+class Confused(Stage2):
+    """A stage that steps the wrong way."""
 
     theory_stage = 2
 
-    def __init__(self, model, optimizer_class, *, lr, **options):
-        super().__init__(model, optimizer_class, lr=1.5 * lr, **options)
+    def step(self):
+        self.gradient_scale = -1.0
+        super().step()
 
 
 class Absent(peers.DDP):
@@ -111,7 +112,7 @@ class Absent(peers.DDP):
 
 
 def test_who_computes_something_else_is_an_error(monkeypatch):
-    monkeypatch.setitem(bench.CONTENDERS, "stage 2", Hasty)
+    monkeypatch.setitem(bench.CONTENDERS, "stage 2", Confused)
     message = bench.main([*TINY, "--only", "stage2"])
     assert message.startswith("error: stage 2 computes something else than DDP") and "step 1" in message
 

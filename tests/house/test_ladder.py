@@ -382,7 +382,7 @@ def test_sent_bytes_equal_the_formula(world_size, dtype, accumulate):
             else:
                 # What stays, and need not come again: the root until the step, the last block from forward to backward,
                 # the first one from backward to the forward of the next micro-batch.
-                root, first, last = units[""], units["blocks.0"], units["blocks.2"]
+                root, first, last = units["the root unit"], units["blocks.0"], units["blocks.2"]
                 stays = (2 * accumulate - 1) * root + accumulate * last + (accumulate - 1) * first
                 assert sent == (3 * accumulate * psi - stays) * share
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import toys
 from torch import nn, optim
 
 from zero_minimal.foundations import collectives, ranks
+from zero_minimal.foundations.uneven import together
 
 by_stage = pytest.mark.parametrize("stage", range(4))
 by_world = pytest.mark.parametrize("world_size", (2, 3))
@@ -152,3 +154,23 @@ def plain_mismatch(kind):
 @pytest.mark.parametrize("kind", ("size", "dtype", "kind", "asynchronous"))
 def test_collectives_by_themselves(kind, world_size):
     assert "the ranks are not in the same collective" in error_of(plain_mismatch, world_size, kind)
+
+
+def train_on_uneven_data():
+    zero, rank = wrapped(2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = 0
+        for x in together([torch.randn(4, 16)] * (3 + 2 * rank)):
+            zero.model(x).backward()
+            zero.step()
+            zero.zero_grad()
+            count += 1
+    return count, [str(warning.message) for warning in caught]
+
+
+def test_uneven_data_can_be_trained_on_together():
+    assert toys.run(train_on_uneven_data, 3) == [
+        (3, []), *((3, [f"rank {rank} stops with {2 * rank} of its batches unread, since another rank has none left"])
+                   for rank in (1, 2)),
+    ]

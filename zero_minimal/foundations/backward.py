@@ -93,7 +93,7 @@ class Backward:
 
     def finish(self) -> None:
         """Hand over what is left, in order: when a pass ends, or in step() if none ran here."""
-        ownership.check_owner(self.stage)
+        ownership.check_owner(self.stage.model)
         for bucket in list(self._waits_for):
             self.hand_over(bucket)
         self.reduced, self.running = True, False

@@ -147,7 +147,8 @@ def _collective(launch):
             _tell("start", call)
             if call.world_size > 1 and values.present() and dist.get_backend(group) == "gloo":
                 what = f"{launch.__name__} of {of}" if of else launch.__name__
-                notes = Notes(f"{what}, {payload:,} bytes of {str(held[0].dtype)[6:]}", group)
+                with _inside_one(None):
+                    notes = Notes(f"{what}, {payload:,} bytes of {str(held[0].dtype)[6:]}", group)
         with _inside_one(notes):
             pending = launch(*tensors, **options) if values.present() else Pending([])
         pending.call, pending.notes = call, notes

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero_minimal.foundations import values
+from zero_minimal.foundations.released import in_the_void
 from zero_minimal.foundations.units import Unit
 
 
@@ -28,18 +29,14 @@ def materialise(unit: Unit, model: nn.Module) -> None:
                or any(buffer.is_meta for buffer in module.buffers(recurse=False))]
     if not modules:
         return
-    settled = {param: param.data for module in modules for param in module.parameters()
-               if not param.is_meta}
-    for param in settled:  # a module would draw these again, with its others: then into the void
-        param.data = torch.empty_like(param)
+    settled = {param for module in modules for param in module.parameters() if not param.is_meta}
     for param in coming:
         _give_memory(param)
     drawn = [(name, param) for name, param in unit.module.named_parameters() if param in coming]
-    for module in reversed(modules):
-        drawn += _give_memory_to_buffers(module)
-        _draw(module, model)
-    for param, data in settled.items():
-        param.data = data
+    with in_the_void(settled):  # a module would draw these again, with its others
+        for module in reversed(modules):
+            drawn += _give_memory_to_buffers(module)
+            _draw(module, model)
     for name, tensor in drawn:
         if has_no_value(tensor):
             raise ValueError(f"the model is on the meta device, and nothing gave {name!r} a value: "

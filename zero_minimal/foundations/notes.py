@@ -59,12 +59,12 @@ class Notes:
     def _explained(self, other: int, words: str) -> str:
         here, there = dist.get_rank(self.group), f"rank {other}"
         if words == FINISHED:
-            return (f"rank {other} has finished, and rank {here} waits for it in {self.words}: give "
-                    "all ranks the same number of batches (uneven.together stops them together)")
+            return (f"{there} has finished, and rank {here} waits for it in {self.words}: give all "
+                    "ranks the same number of batches (uneven.together stops them together)")
         return (f"the ranks are not in the same collective: rank {here} is in {self.words}; "
-                f"{there} is in {words}. All ranks must run the same number of forward and backward "
-                "passes, with no_sync() around the same ones, and the same modules in the same "
-                "order")
+                f"{there} is in {words}. All ranks must run the same number of forward and "
+                "backward passes, with no_sync() around the same ones, and the same modules in "
+                "the same order")
 
 
 def say_goodbye() -> None:

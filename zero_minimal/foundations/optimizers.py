@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_minimal.foundations import precision, values
+from zero_minimal.foundations import ownership, precision, values
 from zero_minimal.foundations.layout import Bucket
 
 
@@ -57,9 +57,11 @@ def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
 
 
 def on_shards(
-    optimizer_class: type[Optimizer], options: dict, groups: list[dict], buckets: list[Bucket]
+    optimizer_class: type[Optimizer], options: dict, groups: list[dict], buckets: list[Bucket],
+    model: nn.Module,
 ) -> Optimizer:
-    """The user's optimizer over this rank's shards, with the user's groups and options."""
+    """The user's optimizer over this rank's shards, with the user's groups and options. What was
+    changed in the meantime, and would not be trained, is refused when it steps."""
     shards = [{**group, "params": [b.master for b in buckets if b.group_index == index]}
               for index, group in enumerate(groups)]
     optimizer = optimizer_class(shards, **options)
@@ -69,8 +71,14 @@ def on_shards(
         if all(param.grad is None for param in params):
             raise RuntimeError("call zero.step(): zero.optimizer.step() alone sees no gradient, "
                                "and sends no parameter")
+        ownership.check_trained(model)
+
+    def refuse_group(group):
+        raise RuntimeError("a group cannot be added to zero.optimizer after wrapping, since no "
+                           "bucket belongs to it: name all groups in param_groups= when you wrap")
 
     optimizer.register_step_pre_hook(refuse)
+    optimizer.add_param_group = refuse_group
     return optimizer
 
 

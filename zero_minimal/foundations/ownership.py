@@ -81,7 +81,6 @@ def adopt(stage, model: nn.Module, buckets: list[Bucket], group=None) -> None:
     for name, param in model.named_parameters():
         param._zero_name, param._zero_stage = name, type(stage).__name__
         param._zero_trained = param.requires_grad
-    stage.groups_of_optimizer = 1 + max(bucket.group_index for bucket in buckets)
 
 
 def numbers_of_all_ranks(numbers: list[int], group=None) -> list[list[int]]:
@@ -94,23 +93,24 @@ def numbers_of_all_ranks(numbers: list[int], group=None) -> list[list[int]]:
     return everybody.view(-1, len(numbers)).tolist()
 
 
-def check_owner(stage) -> None:
-    """Raise RuntimeError if the model or the optimizer has something that the stage does not know
-    of, and so would not train."""
-    for name, param in stage.model.named_parameters():
+def check_owner(model: nn.Module) -> None:
+    """Raise RuntimeError if the model has a parameter that its stage does not know."""
+    for name, param in model.named_parameters():
         if not hasattr(param, "_zero_stage"):
             raise RuntimeError(f"parameter {name!r} was moved or replaced after wrapping, perhaps "
                                "by load_state_dict(assign=True), so the stage does not train it: "
                                "do that before")
-        if param.requires_grad != param._zero_trained:
+
+
+def check_trained(model: nn.Module) -> None:
+    """Raise RuntimeError if a parameter was frozen or unfrozen since wrapping."""
+    for name, param in model.named_parameters():
+        if param.requires_grad != getattr(param, "_zero_trained", param.requires_grad):
             word = "unfrozen" if param.requires_grad else "frozen"
             raise RuntimeError(f"parameter {name!r} was {word} after wrapping, and the stage's "
                                "buckets are as they were: set requires_grad before, and build "
                                "model and stage anew to change it (load_state_dict() takes the "
                                "weights over)")
-    if len(stage.optimizer.param_groups) > stage.groups_of_optimizer:
-        raise RuntimeError("a group was added to zero.optimizer after wrapping, and no bucket "
-                           "belongs to it: name all groups in param_groups= when you wrap")
 
 
 def broadcast_rest(model: nn.Module, buckets: list[Bucket], group=None) -> None:

@@ -5,13 +5,17 @@ it is released a parameter is of a class of its own: what it is can be asked (sh
 it holds cannot.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
 MAY_ASK = (
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn",
     "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes",
-    "retains_grad", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "_base",
+    "retains_grad", "output_nr", "_version", "_base", "_backward_hooks",
+    "_post_accumulate_grad_hooks",
 )
 MAY_CALL = (
     "size", "stride", "numel", "dim", "nelement", "element_size", "is_floating_point", "is_complex",
@@ -47,6 +51,20 @@ class Released(nn.Parameter):
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return f"Released parameter {self.name!r} of shape {tuple(self.shape)}, {self.dtype}"
+
+
+@contextmanager
+def in_the_void(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context in which each has memory that is thrown away afterwards: whoever draws values for all
+    that a module has changes none of these."""
+    before = {}
+    for param in params:
+        with torch._C.DisableTorchFunctionSubclass():
+            before[param] = type(param), param.data
+        restore(param, torch.empty(param.shape, dtype=param.dtype, device=param.device))
+    yield
+    for param, (kind, data) in before.items():
+        param.data, param.__class__ = data, kind
 
 
 def release(param: nn.Parameter, placeholder: torch.Tensor) -> None:

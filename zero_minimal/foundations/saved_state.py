@@ -49,7 +49,7 @@ def load_shards(stage, state: dict) -> None:
 
 
 def _facts(stage) -> dict:
-    """What must be the same where a state is saved and where it is loaded, and what no shard holds."""
+    """What must be alike where a state is saved and where it is loaded, and what no shard holds."""
     return {
         "stage": type(stage).__name__,
         "rank": dist.get_rank(stage.group),

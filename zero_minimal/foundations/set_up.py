@@ -65,6 +65,6 @@ def set_up(
                 bucket.master = precision.master_of(bucket.parameter_shard)
     ownership.broadcast_rest(model, stage.all_buckets, group)
     stage.optimizer = optimizers.on_shards(
-        optimizer_class, optimizer_options, groups, stage.buckets
+        optimizer_class, optimizer_options, groups, stage.buckets, model
     )
     stage.gradient_scale: precision.Scale = None
