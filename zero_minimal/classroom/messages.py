@@ -6,6 +6,7 @@ from pathlib import Path
 
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import LOOK_AT, UNWRITTEN
+from zero_minimal.foundations.notes import Mismatch
 from zero_minimal.foundations.ranks import RankError
 
 _RANK = re.compile(r"^rank (\d+) stands here", re.MULTILINE)
@@ -68,6 +69,8 @@ def hint(error: Exception, words: str, hints: dict) -> str:
     if isinstance(error, TimeoutError):
         loops, waits = f" {AT} " in words, " waited " in words
         found = "" if loops or not waits else "left" if "had returned" in words and "left" in hints else "stuck"
+    elif Mismatch.__name__ in words:
+        found = "left" if "has finished" in words and "left" in hints else "stuck"
     else:
         found = "stuck" if any(sign in words for sign in LOST) else "raised" if "it raised" in words else ""
     text = hints.get(found, "")
