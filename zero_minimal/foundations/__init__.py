@@ -1,1 +1,1 @@
-"""What the lessons stand on: ranks, collectives, layout, backward, precision, optimizers, checkpoint."""
+"""What the lessons stand on: ranks, collectives, layout, backward, precision, optimizers, …"""

@@ -11,8 +11,10 @@ make this less simple than it sounds:
   one rank and none on another. So buckets are handed over in one fixed order, and at the end of the
   pass the incomplete ones too: a gradient that is missing counts as zero.
 - A parameter that never gets a gradient would hold up all buckets behind its own until the end. So
-  after the first pass the order is the one in which rank 0 saw the buckets complete, with those
-  that stayed incomplete last.
+  after the first pass that hands over, the planned order gives way to an agreed one: that in which
+  rank 0 saw the buckets complete, with those that stayed incomplete last.
+
+A pass under `accumulate()` hands over nothing. "The pass" below is one that does.
 """
 
 import contextlib
@@ -31,7 +33,8 @@ class Hooks:
     """What a stage is told during a backward pass. It overrides what it needs; these do nothing."""
 
     def backward_begins(self) -> None:
-        """Before the first gradient."""
+        """Before the first gradient of any pass. Backward.reduced still speaks of the pass before:
+        it is set back after this call."""
 
     def gradient_arrived(self, param: nn.Parameter, flat: Flat) -> None:
         """param.grad is there, added to that of earlier micro-batches if they left one. param lies
@@ -44,12 +47,13 @@ class Hooks:
         A parameter may lie in several buckets. `done` are those of this bucket that lie in no
         bucket still to come: their .grad is not needed any more.
 
-        Called once a pass for every bucket, in the same order on every rank; never under
-        `accumulate()`.
+        Called once for every bucket, in the same order on every rank: in a pass that is not under
+        `accumulate()`, or in finish(), which step() may call anywhere.
         """
 
     def backward_ends(self) -> None:
-        """Every bucket was handed over. Also called in step() on a rank that ran no backward."""
+        """Every bucket was handed over. Where no pass did so, as on a rank that ran no backward,
+        step(), clip_grad_norm_() and LossScaler.step() call finish(), and so this too."""
 
 
 class Backward:
@@ -60,13 +64,14 @@ class Backward:
     """
 
     def __init__(self, stage: Hooks, by_turns: bool = False):
+        # stage.buckets stays in the planned order, self.buckets comes into the agreed one
         self.stage, self.buckets, self.by_turns = stage, list(stage.buckets), by_turns
-        self.reduced = False  # every bucket was handed over since zero_grad()
+        self.reduced = False  # every bucket was handed over since the last pass began
         self.running = False  # a backward pass is under way
         self.spent = False  # step() has used the gradients, and zero_grad() was not called since
-        self.steps, self.passes = 0, 0  # step() calls, and passes since that handed over
+        self.steps, self.passes = 0, 0  # step() calls; passes that handed over since
         self._accumulating = False
-        self._ordered = by_turns  # the order of self.buckets is the final one
+        self._ordered = by_turns  # self.buckets is in its final order
         self._task: int | None = None  # autograd's number for the pass under way
         self._buckets_of: dict[nn.Parameter, list[Bucket]] = {}
         for bucket in self.buckets:
@@ -92,7 +97,8 @@ class Backward:
             self._accumulating = False
 
     def finish(self) -> None:
-        """Hand over what is left, in order: when a pass ends, or in step() if none ran here."""
+        """Hand over what is left, in order: when a pass ends, or when the reduced gradients are
+        asked for (in step(), say) and no pass on this rank has handed over."""
         ownership.check_owner(self.stage.model)
         for bucket in list(self._waits_for):
             self.hand_over(bucket)
@@ -139,8 +145,8 @@ class Backward:
             self._completed.append(bucket)
 
     def _hand_over_complete(self) -> None:
-        """From the head of the order to the first bucket that is incomplete. Several can go at
-        once: complete buckets wait behind an incomplete one."""
+        """Hand over from the head of the order on, up to the first bucket that is incomplete. That
+        may be several: complete buckets have waited behind one that was not."""
         while not self.by_turns and self._waits_for:
             bucket, missing = next(iter(self._waits_for.items()))
             if missing:
@@ -181,9 +187,10 @@ class Backward:
         self.running, self._task = True, torch._C._current_graph_task_id()
         self.stage.backward_begins()
         self.reduced = False
-        # Autograd runs _end when the pass that queues it has ended. The first gradient may come
-        # from a pass nested in this one (a reentrant checkpoint), which ends too early: so this
-        # runs at the model's output (_watch_output), before any gradient.
+        # Autograd runs _end at the end of the pass in which it is queued. A reentrant checkpoint
+        # runs a pass of its own inside the user's, and the first gradient may come from there:
+        # queued then, _end would run too early. So _watch_output queues it at the model's output,
+        # where the user's pass begins.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -192,7 +199,8 @@ class Backward:
             self.finish()
 
     def _agree_on_order(self) -> None:
-        """Take rank 0's order of completion for all passes to come."""
+        """Take rank 0's order of completion for all passes to come. It costs one all-gather of
+        numbers, once."""
         self._ordered = True
         incomplete = [bucket for bucket in self.buckets if bucket not in self._completed]
         seen = [self.buckets.index(bucket) for bucket in [*self._completed, *incomplete]]

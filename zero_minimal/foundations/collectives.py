@@ -6,24 +6,26 @@
     reduce           the sum, on one rank
     broadcast        one rank's tensor, everywhere
 
-For example, two ranks hold [1, 2] and [3, 4]: reduce_scatter leaves [4] on one and [6] on the
-other; all_gather of these gives [4, 6] on both.
+For example, two ranks hold [1, 2] and [3, 4]: reduce_scatter(op="sum") leaves [4] on one and [6] on
+the other; all_gather of these gives [4, 6] on both. The default op is "avg", the mean.
 
 All ranks must call the same functions in the same order. A rank of a ring sends (N−1)/N of the
 payload for each of the first two, and twice that for an all_reduce (foundations/ring.py shows how).
 
-Sums run in rank order, and in fp32 for 16-bit tensors. So an element's sum does not depend on the
-bucket it travels in, and all stages see the same gradient, bit for bit. (NCCL sums in the order of
-its own rings.)
+On gloo sums run in rank order, and in fp32 for 16-bit tensors. So an element's sum does not depend
+on the bucket it travels in, and all stages reduce the same gradients to the same average, bit for
+bit. (With accumulation they reduce different ones: stages 0 and 1 the sum of the micro-batches,
+stages 2 and 3 each by itself. NCCL sums in an order of its own.)
 
 gloo's own reduce-scatter moves as much as an all-reduce, twice what it should, and its all-gather
 copies the result once more. Ours are plain messages: each rank sends part r to rank r, or its own
 part to everyone, and every part lands where it belongs. A tensor on a GPU goes through host memory,
-since gloo runs on the CPU.
+since gloo runs on the CPU. On NCCL the native functions are called.
 
-Each function returns when its result is in place; with async_op=True it returns a `Pending` at
-once. What a rank sends, and when, is observed from outside (`heard_by`): no lesson reports it.
-`of=` names what is sent, for the error that a rank gets which is in another collective (notes.py).
+The decorator `_collective` adds two arguments to each function. With async_op=True it returns a
+`Pending` at once; else None, when the result is in place. `of=` names what is sent, for the error
+that a rank gets which is in another collective (notes.py). `group` is always a process group.
+What a rank sends, and when, is heard from outside (`heard_by`): no stage has a line for it.
 """
 
 import contextlib
@@ -38,7 +40,7 @@ import torch.distributed as dist
 from zero_minimal.foundations import values
 from zero_minimal.foundations.notes import Notes
 
-PIECE = 2**17  # elements summed at a time: a piece of every rank's part stays in the cache
+PIECE = 2**17  # elements summed at a time: so much of every rank's part stays in the cache
 
 # torch 2.13 renamed both
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -50,7 +52,7 @@ class Pending:
     """A collective under way. Leave its tensors alone until `wait()` has returned.
 
     On gloo messages travel meanwhile; sums, and the all-gather half of an all_reduce, run inside
-    wait().
+    wait(). On NCCL all of it runs meanwhile; wait() only lets the GPU's current stream wait for it.
     """
 
     def __init__(self, works, then: Callable[[], object] | None = None):
@@ -133,8 +135,8 @@ def _tell(moment: str, call: Call) -> None:
 
 
 def _collective(launch):
-    """Decorator for a function that starts a collective and returns its Pending: the listeners are
-    told of it, and it waits for the result unless async_op is set."""
+    """Decorator for a function that starts a collective and returns its Pending: it tells the
+    listeners, and unless async_op is set it waits for the result and returns None."""
 
     @functools.wraps(launch)
     def collective(*tensors, async_op: bool = False, of: object = "", **options):
@@ -215,7 +217,8 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, *, group=None) -> Pend
 
 @_collective
 def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
-    """Sum ("sum"), average ("avg") or maximum ("max") of `tensor` over the ranks, in place."""
+    """Sum ("sum"), average ("avg") or maximum ("max") of `tensor` over the ranks, in place. On
+    gloo a reduce_scatter and an all_gather, except for "max", which gloo does itself."""
     _check(op, "sum", "avg", "max")
     if dist.get_backend(group) != "gloo":
         return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)])
@@ -283,7 +286,8 @@ def _check(op: str, *known: str) -> None:
 
 
 def _agree() -> None:
-    """Before one of gloo's own collectives, which would take any other for itself."""
+    """Check the notes before one of gloo's own collectives: gloo would take another rank's message
+    for this one's, whatever it belongs to."""
     if _notes() is not None:
         _notes().check()
 

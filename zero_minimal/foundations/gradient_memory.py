@@ -13,13 +13,14 @@ class Reduction:
     """A reduce-scatter under way."""
 
     bucket: Bucket
-    whole: torch.Tensor  # [padded] this rank's gradients, which the other ranks are reading
-    part: torch.Tensor  # [padded / N] where the average arrives
+    whole: torch.Tensor  # [padded] this rank's gradients; they are being sent from here
+    part: torch.Tensor  # [padded / N] where this rank's shard of the average arrives
     pending: collectives.Pending
 
 
 class GradientMemory:
-    """New memory for every bucket, freed when it is reduced. zero_100b.py has another one."""
+    """New memory for every bucket, freed as soon as its reduction has been waited for.
+    zero_100b.py has another one."""
 
     def __init__(self, buckets: list[Bucket], group=None):
         pass
@@ -29,10 +30,10 @@ class GradientMemory:
         return bucket.zeros()
 
     def give_back(self, whole: torch.Tensor) -> None:
-        """Called when `whole` was reduced, and is not needed any more."""
+        """Called after the wait for the reduction: `whole` is not needed any more."""
         collectives.free(whole)
 
     def shard(self, bucket: Bucket) -> torch.Tensor:
-        """Where this rank's part of the average goes, [padded / N]. It becomes
+        """New memory for this rank's shard of the average, [padded / N]. It becomes
         bucket.gradient_shard, or is added to it where there is one already."""
         return torch.empty_like(bucket.parameter_shard)

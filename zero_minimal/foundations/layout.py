@@ -1,18 +1,20 @@
 """Layout: parameters in flat tensors, these cut into buckets that travel as one, these into shards
-that ranks own.
+that ranks own. A bucket is a stretch of a flat; what of a parameter lies in it is a piece. The N
+shards of a bucket are equal stretches of it, shard r for rank r; "whole" means all of them.
 
     flat     [size]        | b₂ | w₂ ····························· | b₁ | w₁ ···· | padding |
     buckets  [padded]      |         0          |         1          |         2          |
     shards   [padded / N]  |rank 0|rank 1|rank 2|rank 0|rank 1|rank 2|rank 0|rank 1|rank 2|
 
-The last parameter comes first, since backward finishes it first. A bucket is of bucket_bytes (at
-stage 3 it is a whole unit). Buckets and shards begin and end anywhere, also in the middle of a
-parameter. So a large parameter needs no larger buffer, and shards are of equal size whatever the
-parameters are; but the optimizer must be element-wise.
+The last parameter comes first, since backward finishes it first. A bucket is of bucket_bytes,
+rounded up to a multiple of 16·N elements (the last one of a flat may be smaller; at stage 3 a
+bucket is a whole flat). Buckets and shards may begin and end in the middle of a parameter. So a
+large parameter needs no larger buffer, and the shards of a bucket are of equal size; but the
+optimizer must be element-wise.
 
-Parameters and shards start on multiples of 16 elements, 64 bytes in fp32. Vectorised kernels then
-treat an element alike in every layout; without this, some round the last few elements of a tensor
-differently.
+Parameters, buckets and shards start on multiples of 16 elements, 64 bytes in fp32. Vectorised
+kernels then treat an element alike in every layout; without this, some round the last few elements
+of a tensor differently.
 """
 
 import math
@@ -35,7 +37,7 @@ class Flat:
             end = _round_up(end + param.numel(), ALIGNMENT)
         self.size = _round_up(max(end, 1), world_size * ALIGNMENT)
         self.dtype = params[0].dtype
-        self.gradients: torch.Tensor | None = None  # [size] whole, at the stages that keep them
+        self.gradients: torch.Tensor | None = None  # [size] whole, at stages 0 and 1
 
     @property
     def device(self) -> torch.device:
@@ -47,11 +49,12 @@ class Flat:
         return torch.zeros(self.size, dtype=self.dtype, device=self.device)
 
     def view(self, tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-        """Where a parameter lies in a tensor [size] of this layout: a view, in its shape."""
+        """What a tensor [size] holds for a parameter: a view of it, in the parameter's shape."""
         return tensor[self.offsets[param] :][: param.numel()].view(param.shape)
 
     def keep_gradient(self, param: nn.Parameter) -> None:
-        """Let param.grad be a view of the whole gradients. Autograd adds later ones in place."""
+        """Move param.grad into the whole gradients, and let it be a view of them. Autograd adds the
+        gradients of later passes to it in place."""
         view = self.view(self.gradients, param)
         if not same_storage(param.grad, view):
             view.copy_(_dense(param.grad))
@@ -60,20 +63,23 @@ class Flat:
 
 @dataclass(eq=False)
 class Bucket:
-    """A stretch of a flat, [padded] elements from `start`, and what a stage keeps for it."""
+    """A stretch of a flat, [padded] elements from `start`, and what a stage keeps for it. (At stage
+    0 "shard" in the names below is all of the bucket.)"""
 
     flat: Flat
     start: int
     padded: int
     world_size: int
-    group_index: int  # the optimizer's parameter group; -1: not trained
+    group_index: int  # among the optimizer's groups; -1: not trained
     name: str = ""
 
-    parameters: torch.Tensor | None = None  # [padded] whole; the model's are views of these
-    parameter_shard: torch.Tensor | None = None  # [padded / N] the part this rank updates
-    gradients: torch.Tensor | None = None  # [padded] whole, at the stages that keep them
+    parameters: torch.Tensor | None = None  # [padded] whole; the model's lie here
+    parameter_shard: torch.Tensor | None = None  # [padded / N] what this rank updates
+    gradients: torch.Tensor | None = None  # [padded] whole, at stages 0 and 1
     gradient_shard: torch.Tensor | None = None  # [padded / N]
-    master: nn.Parameter | None = None  # [padded / N] in fp32, what the optimizer updates
+    # [padded / N] what the optimizer updates: for 16-bit parameters an fp32 copy of the shard, for
+    # wider ones the shard itself, in the same memory
+    master: nn.Parameter | None = None
 
     def __post_init__(self):
         end = self.start + self.padded
@@ -116,30 +122,33 @@ class Bucket:
         return self._nothing.expand(param.shape)
 
     def shard(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """Rank's part of a tensor [padded]: a view, [padded / N]."""
+        """A rank's shard of a tensor [padded]: a view, [padded / N]."""
         return tensor.view(self.world_size, -1)[rank]
 
     def fuse_gradients(self, whole: torch.Tensor) -> None:
-        """Copy .grad of the bucket's parameters, as far as they lie here, side by side into
-        `whole`, [padded]. Where there is none, `whole` stays as it is."""
+        """Copy the pieces of .grad that lie in this bucket side by side into `whole`, [padded].
+        Where a parameter has none, `whole` stays as it is."""
         for param in self.params:
             if param.grad is not None:
                 begin, end = self._piece(param)
-                self._stretch(whole, param).copy_(_dense(param.grad).reshape(-1)[begin:end])
+                self._place(whole, param).copy_(_dense(param.grad).reshape(-1)[begin:end])
 
     def zero_missing(self) -> None:
-        """A parameter without a gradient in this step counts as one whose gradient is zero."""
+        """Before the reduction: a parameter without a gradient counts as one whose gradient is
+        zero."""
         for param in self.params:
             if param.grad is None:
-                self._stretch(self.gradients, param).zero_()
+                self._place(self.gradients, param).zero_()
 
     def show_missing(self) -> None:
-        """Let .grad of parameters without a gradient show their zeros: later passes add to them."""
+        """After the reduction: let .grad of a parameter without a gradient be its view of the whole
+        gradients, so that later passes add to them. It shows the zeros, and the average where the
+        reduction has put one: at stage 0 everywhere, at stage 1 in the own shard."""
         for param in self.params:
             if param.grad is None:
                 param.grad = self.flat.view(self.flat.gradients, param)
 
-    def _stretch(self, whole: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+    def _place(self, whole: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         """Where the parameter's piece lies in a tensor [padded] of this bucket: a view, flat."""
         begin, end = self._piece(param)
         start = self.flat.offsets[param] + begin - self.start
@@ -156,11 +165,11 @@ def pack(
     bucket_bytes: int | None, name: str = "",
 ) -> list[Bucket]:
     """Plan buckets of bucket_bytes (None: as large as their flat), in the order in which backward
-    fills them. Parameters of different groups, dtypes or devices lie in different flats.
+    fills them. Parameters of different optimizer groups, dtypes or devices lie in different flats.
 
     Args:
         params: in the order of forward; backward finishes them the other way round.
-        groups: the optimizer's groups. A parameter of no group is not trained: its bucket has
+        groups: the optimizer's. A parameter of no group is not trained: its bucket has
             group_index -1.
     Raises: ValueError if bucket_bytes is less than 1.
     """
@@ -179,14 +188,14 @@ def pack(
         for start in range(0, flat.size, size):
             padded = min(size, flat.size - start)
             buckets.append(Bucket(flat, start, padded, world_size, group_index, name))
-    # a bucket is full with the last of its parameters
+    # a bucket is complete when the last of its parameters has a gradient
     return sorted(buckets, key=lambda bucket: max(map(position.get, bucket.params), default=0))
 
 
 def flatten(buckets: list[Bucket]) -> None:
     """Move the parameters into their flats, which frees their own memory, and set `parameters` of
-    each bucket to its stretch. Raises: ValueError for parameters on the meta device."""
-    for flat, stretches in _by_flat(buckets):
+    each bucket to its stretch of that. Raises: ValueError for parameters on the meta device."""
+    for flat, cut_from_it in _by_flat(buckets):
         whole = flat.zeros()
         for param in flat.offsets:
             if param.is_meta:
@@ -195,7 +204,7 @@ def flatten(buckets: list[Bucket]) -> None:
             view = flat.view(whole, param)
             view.copy_(param.data)
             param.data = view
-        for bucket in stretches:
+        for bucket in cut_from_it:
             bucket.parameters = whole[bucket.start : bucket.start + bucket.padded]
 
 

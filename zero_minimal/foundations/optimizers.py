@@ -15,11 +15,11 @@ from zero_minimal.foundations.layout import Bucket
 
 
 def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
-    """Try the optimizer on a small matrix, whole and in two pieces that step by themselves: both
+    """Try the optimizer on a small matrix, whole and in two halves that step by themselves: both
     must agree.
 
     Raises: TypeError for an optimizer that is not a class, or options it does not take; ValueError
-        if the pieces go another way than the whole, or if it cannot step without a closure or on a
+        if the halves go another way than the whole, or if it cannot step without a closure or on a
         flat tensor.
     """
     if not values.present():
@@ -34,7 +34,7 @@ def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
     start = torch.randn(4, 8, generator=generator)
     gradients = [torch.randn(4, 8, generator=generator) * 10**power for power in (-1, 0, 1)]
     whole = nn.Parameter(start.clone())
-    pieces = [nn.Parameter(piece.clone()) for piece in start.view(-1).split(16)]
+    halves = [nn.Parameter(half.clone()) for half in start.view(-1).split(16)]
     try:
         optimizer_class([nn.Parameter(start.clone())], **options)  # the user's options, as they are
     except TypeError as error:
@@ -42,17 +42,17 @@ def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
     visible = options | {"lr": 0.1} if "lr" in options else options  # tiny steps would hide it
     try:
         on_whole = optimizer_class([whole], **visible)
-        on_pieces = optimizer_class(pieces, **visible)
+        on_halves = optimizer_class(halves, **visible)
         for gradient in gradients:
             whole.grad = gradient.clone()
             on_whole.step()
-            for piece, part in zip(pieces, gradient.view(-1).split(16), strict=True):
-                update(on_pieces, on_pieces.param_groups[0], piece, part.clone())
+            for half, its_gradient in zip(halves, gradient.view(-1).split(16), strict=True):
+                update(on_halves, on_halves.param_groups[0], half, its_gradient.clone())
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
         raise ValueError(f"{refusal} ({error})") from None
     moved = whole.detach() - start
-    in_pieces = torch.cat([piece.detach() for piece in pieces]).view(4, 8) - start
-    if not torch.allclose(moved, in_pieces, rtol=1e-3, atol=1e-3 * moved.abs().max().item()):
+    in_halves = torch.cat([half.detach() for half in halves]).view(4, 8) - start
+    if not torch.allclose(moved, in_halves, rtol=1e-3, atol=1e-3 * moved.abs().max().item()):
         raise ValueError(refusal)
 
 
@@ -60,8 +60,8 @@ def on_shards(
     optimizer_class: type[Optimizer], options: dict, groups: list[dict], buckets: list[Bucket],
     model: nn.Module,
 ) -> Optimizer:
-    """The user's optimizer over this rank's shards, with the user's groups and options. What was
-    changed in the meantime, and would not be trained, is refused when it steps."""
+    """The user's optimizer over this rank's shards, with the user's param_groups and options.
+    A parameter that was frozen or unfrozen in the meantime is refused when it steps."""
     shards = [{**group, "params": [b.master for b in buckets if b.group_index == index]}
               for index, group in enumerate(groups)]
     optimizer = optimizer_class(shards, **options)
@@ -83,13 +83,13 @@ def on_shards(
 
 
 def update_shard(
-    optimizer: Optimizer, bucket: Bucket, gradient_scale: Tensor | None = None
+    optimizer: Optimizer, bucket: Bucket, gradient_scale: precision.Scale = None
 ) -> None:
-    """Step on one bucket's shard alone: its parameters are on their way while the next is updated.
+    """Step on one bucket's shard alone: so its parameters can be sent while the next is updated.
 
     16-bit gradients become fp32 for it, one bucket at a time; the fp32 master is rounded to the
-    parameters' dtype. `gradient_scale` (clipping, loss scale), a 0-dim tensor, multiplies the
-    gradient.
+    parameters' dtype. `gradient_scale` (clipping, loss scale), a number or a 0-dim tensor,
+    multiplies the gradient; bucket.gradient_shard itself stays as it is.
     """
     precision.keep_changes(bucket)  # of a user who edited the model
     gradient = bucket.gradient_shard.to(bucket.master.dtype)
@@ -101,7 +101,11 @@ def update_shard(
 
 
 def update(optimizer: Optimizer, group: dict, param: nn.Parameter, gradient: Tensor) -> None:
-    """optimizer.step() for one parameter of one group, with this gradient."""
+    """optimizer.step() for one parameter of one of its groups, with this gradient.
+
+    There is one optimizer, and step() updates all that it holds. To go bucket by bucket, it holds
+    for the moment this group alone, and in it this parameter: the user's step hooks run each time.
+    """
     groups, params = optimizer.param_groups, group["params"]
     optimizer.param_groups, group["params"] = [group], [param]
     param.grad = gradient

@@ -1,6 +1,7 @@
 """Ownership: a model belongs to one stage, and all ranks hold the same one.
 
-Here are the checks that it is so, and what keeps the part of the model equal that no bucket holds.
+Here are the checks that it is so, and what keeps equal on all ranks whatever no bucket holds. (In
+this file `groups` and `param_groups` are the optimizer's, a single `group` argument is of ranks.)
 """
 
 import zlib
@@ -62,7 +63,8 @@ def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
 
 
 def adopt(stage, model: nn.Module, buckets: list[Bucket], group=None) -> None:
-    """Tie a model to its stage, after a check that it is alike on all ranks, in the same buckets.
+    """Tie a model to its stage, after a check that all ranks agree on its names, shapes, dtypes and
+    buckets. (Its values need not agree: set_up broadcasts rank 0's.)
 
     Raises: RuntimeError on every rank if it is not.
     """
@@ -124,8 +126,12 @@ def broadcast_rest(model: nn.Module, buckets: list[Bucket], group=None) -> None:
 
 
 def broadcast_statistics(model: nn.Module, group=None) -> None:
-    """Rank 0's running statistics (batch-norm's) for all, as in torch's DDP: each rank's come from
-    its own data. Masks, tables and counters are not sent: they are alike on every rank."""
+    """Broadcast rank 0's running statistics (batch-norm's): each rank's come from its own data.
+
+    Every persistent floating-point buffer is taken for one. Others (counters, bool masks, what is
+    made with persistent=False) are not sent: they are alike on every rank. A stage does this at the
+    end of step(); torch's DDP, with all buffers, before forward.
+    """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:

@@ -35,7 +35,7 @@ def global_norm(
     gradients: list[torch.Tensor], gradient_scale: Scale = None, *,
     sharded: bool = True, group=None,
 ) -> torch.Tensor:
-    """Euclidean norm of the whole model's gradient, [], the same on every rank.
+    """Euclidean norm of the whole model's gradient, a 0-dim tensor, the same on every rank.
 
     Shards add their squares, not their norms. `sharded=False`: every rank holds all of it already.
     """
@@ -51,7 +51,8 @@ def global_norm(
 
 
 def clip(gradient_scale: Scale, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The new gradient scale: the old one times max_norm / norm, if the norm is larger."""
+    """The new gradient scale: the old one times max_norm / norm, if the norm is larger. The
+    gradients stay as they are; the update multiplies them."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return factor if gradient_scale is None else gradient_scale * factor
 
@@ -66,7 +67,7 @@ class LossScaler:
     A gradient that overflows anywhere makes *all* ranks skip the step and halve the scale;
     `growth_interval` good steps in a row double it.
 
-    groups: the groups of ranks that skip together, by default the stage's alone. Where the model
+    groups: the process groups that skip together, by default the stage's alone. Where the model
         itself is cut over ranks, their group is needed too.
 
     Use it like torch.amp.GradScaler:
@@ -91,7 +92,8 @@ class LossScaler:
         return loss * self.scale_value
 
     def unscale_(self, zero) -> None:
-        """Let the next update divide the gradients, in fp32: in fp16 small ones would vanish."""
+        """Let the next update divide the gradients, in fp32: in fp16 small ones would vanish. Only
+        zero.gradient_scale changes here."""
         if not self._unscaled:
             inverse, before = 1.0 / self.scale_value, zero.gradient_scale
             zero.gradient_scale = inverse if before is None else before * inverse

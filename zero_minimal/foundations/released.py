@@ -2,7 +2,8 @@
 
 Its values are gone, and a number in their place would go on into losses and weights. So as long as
 it is released a parameter is of a class of its own: what it is can be asked (shape, dtype, …), what
-it holds cannot.
+it holds cannot. At the earliest a unit is released when the turn of another begins; the root in
+step(), or when an evaluation ends.
 """
 
 from collections.abc import Iterable, Iterator

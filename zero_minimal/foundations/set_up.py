@@ -1,7 +1,8 @@
 """Set-up: what the constructors of all stages have in common.
 
     1. refuse what cannot be trained, while the model is still as it was
-    2. plan the buckets, and check that all ranks have the same model and the same buckets
+    2. plan the buckets, and check that all ranks have the same model (but for its values) and
+       the same buckets
     3. move the parameters into flat tensors, and broadcast rank 0's values
     4. stage.own(bucket): the stage decides what of the bucket this rank keeps;
        the rank's shard gets an fp32 master if it is in 16 bit
@@ -31,36 +32,37 @@ def set_up(
         .gradient_scale  what the update multiplies gradients with; None: with nothing
 
     Args:
+        group: of ranks. param_groups are the optimizer's groups.
         bucket_bytes: the size of a bucket; not used with units.
         units: each becomes one bucket (or several, if its parameters differ in dtype, device or
             optimizer group).
-    Raises: what ownership.parameter_groups, optimizers.check_element_wise, layout.pack and
-        ownership.adopt raise.
+    Raises: what ownership.parameter_groups, optimizers.check_element_wise, layout.pack,
+        ownership.adopt, meta.materialise and layout.flatten raise.
     """
     groups = ownership.parameter_groups(model, param_groups)
     optimizers.check_element_wise(optimizer_class, optimizer_options)
     stage.model, stage.group = model, group
     stage.rank, stage.world_size = dist.get_rank(group), dist.get_world_size(group)
 
-    # without units the whole model is one piece, which bucket_bytes cuts into buckets
-    pieces = units or [Unit("", model, ownership.trained(model, groups))]
-    for piece in pieces:
+    # without units= the whole model is a single one, which bucket_bytes cuts into buckets
+    parts = units or [Unit("", model, ownership.trained(model, groups))]
+    for part in parts:
         size = None if units else bucket_bytes
-        piece.buckets = layout.pack(piece.params, groups, stage.world_size, size, piece.name)
-    # backward comes to the last piece first
-    stage.all_buckets = [bucket for piece in reversed(pieces) for bucket in piece.buckets]
+        part.buckets = layout.pack(part.params, groups, stage.world_size, size, part.name)
+    # backward comes to the last part of the model first
+    stage.all_buckets = [bucket for part in reversed(parts) for bucket in part.buckets]
     for number, bucket in enumerate(stage.all_buckets):
         bucket.name = bucket.name or ("the root unit" if units else f"bucket {number}")
     stage.buckets = [bucket for bucket in stage.all_buckets if bucket.trained]
     ownership.adopt(stage, model, stage.all_buckets, group)
 
-    for piece in pieces:
+    for part in parts:
         if units:
-            meta.materialise(piece, model)  # gives it memory, if it is on the meta device
-        layout.flatten(piece.buckets)  # sets bucket.parameters, [padded]
-        for bucket in piece.buckets:
+            meta.materialise(part, model)  # gives it memory, if it is on the meta device
+        layout.flatten(part.buckets)  # sets bucket.parameters, [padded]
+        for bucket in part.buckets:
             collectives.broadcast(bucket.parameters, group=group, of=bucket)
-            stage.own(bucket)  # sets bucket.parameter_shard
+            stage.own(bucket)  # sets bucket.parameter_shard; at stages 0 and 1 gradients too
             if bucket.trained:
                 bucket.master = precision.master_of(bucket.parameter_shard)
     ownership.broadcast_rest(model, stage.all_buckets, group)

@@ -1,8 +1,8 @@
-"""Units: the pieces of a model that stage 3 gathers and frees as wholes.
+"""Units: the modules of a model that stage 3 gathers and frees as wholes.
 
-Every element of every nn.ModuleList is a unit (the blocks of a transformer), and the rest of the
-model is the root unit. A parameter belongs to the innermost unit around it; one that two units
-share belongs to the root.
+Every element of every nn.ModuleList is a unit (the blocks of a transformer; of a list in a list,
+its elements), and the rest of the model is the root unit. A parameter belongs to the innermost unit
+around it; one that two units share belongs to the root.
 """
 
 import bisect
@@ -22,7 +22,8 @@ from zero_minimal.foundations.released import restore
 
 @dataclass(eq=False)
 class Unit:
-    """A module, the parameters gathered for it, and whether they are here."""
+    """A module, the parameters gathered for it, and whether they are here. Its buckets are several
+    if its parameters differ in optimizer group, dtype or device."""
 
     name: str
     module: nn.Module
@@ -102,7 +103,12 @@ class Turns:
         stage.evaluation_done()           a forward pass under no_grad has ended
         stage.backward.hand_over(bucket)  backward is done with the unit of this bucket
 
-    Which unit is expected next? The one that came next in the pass before.
+    Which unit is expected next? If turn number t of the pass before (forward or backward, as now)
+    was this unit's, as it is now, then the unit of turn t + 1.
+
+    How is backward followed? Through hooks on the grad_fn of each tensor that a unit returns (or a
+    module with parameters of the root), and on no other node: backward enters at the outputs. The
+    turn is that of the innermost unit that ran when the node was made.
 
     When is backward done with a unit? Autograd numbers the nodes of its graph as forward makes
     them, and backward goes through them from the highest number down. So when it comes to a node,
@@ -110,7 +116,8 @@ class Turns:
     themselves could not tell: a parameter may have none on one of the ranks, and all ranks must
     hand over at the same moment.
 
-    Whose turn is it in backward? A node belongs to the innermost unit that ran when it was made.
+    Make it after stage.backward, whose hook at the model's output must run before the root's: it
+    begins the pass, and then the root's turn in it begins.
     """
 
     def __init__(self, stage):
@@ -141,8 +148,9 @@ class Turns:
         self._went_back = kind == "backward"
 
     def _forget(self) -> None:
-        # a call of a unit is known by the numbers of the nodes it makes: from begin, before end
-        self._since = _next_number()  # nodes before this number are of calls that are forgotten
+        # a call of a unit made the nodes with begin <= number < end. Backward may still come to a
+        # node of a forgotten call, below _since: it says nothing about which units are done
+        self._since = _next_number()
         self._first_call: dict[Unit, int] = {}  # unit → begin, in the order of the calls
         self._under_way: list[tuple] = []  # (begin, module) of each call that has not returned
         self._calls: list[tuple] = []  # (begin, end, unit), inner calls before the outer one
@@ -153,7 +161,9 @@ class Turns:
         if module is not unit.module and self._under_way:  # the root is whole: it is around all
             return
         if not self.stage.backward.running:
-            if self._went_back:  # not when backward ends: several forwards may come before it
+            if self._went_back:  # a forward after a backward
+                # not at the end of backward: in forward A, forward B, backward A, backward B the
+                # calls of B are needed after the first backward
                 self._forget()
                 self._went_back = False
             if module in (self.root.module, self._opened_by):
@@ -185,6 +195,7 @@ class Turns:
 
     def _watch(self, node, number: int) -> None:
         ended_later = bisect.bisect_right(self._calls, number, key=lambda call: call[1])
+        # inner calls come first in _calls: the first that contains the node is the innermost
         owners = (unit for begin, _, unit in self._calls[ended_later:] if begin <= number)
         if owner := next(owners, None):
             node.metadata["watched"] = True
@@ -235,7 +246,8 @@ def _next_number() -> int:
 @contextlib.contextmanager
 def whole_parameters(buckets: list[Bucket], rank: int, group=None) -> Iterator[None]:
     """Context in which the parameters are whole, in new memory: what the caller keeps of it stays
-    valid. At its end edits are carried over to this rank's shards."""
+    valid. At its end edits are carried over to this rank's shards. All ranks must enter it, and
+    none may run backward inside."""
     with torch.no_grad():
         for bucket in buckets:
             whole = bucket.zeros()

@@ -1,7 +1,7 @@
 """Values: whether tensors hold any.
 
 In a simulation tensors have a size and nothing else (zero_minimal/paper/fakes.py). Collectives then
-exchange nothing, and the few places that read a value take it for right.
+exchange nothing, and the few places that check a value skip the check.
 """
 
 import contextlib
