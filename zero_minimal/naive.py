@@ -1,15 +1,22 @@
 """Data parallelism, the naive way: each rank works on its own batch, then all average gradients.
 
-The first rung. It trains what stage0.py trains, in a third of the lines, and everything that
-stage 0 adds is an answer to a fault of this one:
+The first rung: it trains what stage0.py trains, and is shorter. It has three faults, and stage 0
+has an answer to each:
 
-    nothing is sent before backward ends          the network idles, then the processor: overlap
-    a message for each parameter, small or large  each one costs its start: buckets
-    no fp32 masters                               small updates vanish in 16 bit: refused here
+    fault                                                        answer of stage 0
+    nothing is sent before backward ends: first the network      overlap: gradients travel
+    waits, then the processor                                    while backward goes on
+    a message for each parameter, and each costs time to start   buckets: many in one message
+    in 16 bit an update can be too small to change a parameter   fp32 masters: parameters once
+    (such models are refused here)                               more, in 32 bit, to be updated
 
-Communication plan, a step:
+Words of all files: a rank is one of the N processes that train together; Ψ is the number of the
+model's parameters; a step's batch may come in parts, called micro-batches.
+
+Communication plan, a step; what each rank sends:
     start      broadcast rank 0's parameters, once
     step       all-reduce each parameter's gradient, one after the other         2Ψ(N−1)/N elements
+Not counted, since small: running statistics (batch norm) at each step.
 """
 
 from contextlib import nullcontext
@@ -17,14 +24,14 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives
+from zero_minimal.foundations import collectives, ownership
 
 
 class Naive:
     """Data parallelism over the ranks of `group`, for a model in fp32.
 
     Args:
-        model: any nn.Module, the same on every rank.
+        model: any nn.Module, built alike on every rank; all take rank 0's values.
         optimizer_class: a torch optimizer; `optimizer_options` go to it (lr=3e-4, …).
         bucket_bytes: taken as at the stages, and not used: there are no buckets.
     Raises: ValueError for parameters of less than 32 bits.
@@ -43,23 +50,27 @@ class Naive:
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.optimizer = optimizer_class(self.params, **optimizer_options)
         self.averaged = False
+        self.guards = []  # hooks on the parameters, as long as gradients are averaged
 
     def no_sync(self) -> nullcontext:
         """Context for the micro-batches before the last: gradients add up in .grad anyway."""
         return nullcontext()
 
     def reduced_gradients(self) -> list[torch.Tensor]:
-        """The gradients, averaged over the ranks."""
+        """The gradients, averaged over the ranks. A backward pass after this, and before
+        zero_grad(), would add what nobody averages: it raises RuntimeError."""
         if not self.averaged:
             for param in self.params:
                 if param.grad is None:  # on another rank there may be one
                     param.grad = torch.zeros_like(param)
                 collectives.all_reduce(param.grad, op="avg", group=self.group)
+                self.guards.append(param.register_post_accumulate_grad_hook(_too_late))
             self.averaged = True
         return [param.grad for param in self.params]
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to this norm, if theirs is larger; return theirs, []."""
+        """Scale the gradients down to this norm, if theirs is larger. Returns theirs, a 0-dim
+        tensor."""
         self.reduced_gradients()
         return nn.utils.clip_grad_norm_(self.params, max_norm)
 
@@ -67,11 +78,19 @@ class Naive:
         """Make the update; on every rank alike, since the gradients are."""
         self.reduced_gradients()
         self.optimizer.step()
+        ownership.broadcast_statistics(self.model, self.group)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
         self.optimizer.zero_grad()
-        self.averaged = False
+        for guard in self.guards:
+            guard.remove()
+        self.averaged, self.guards = False, []
+
+
+def _too_late(param):
+    raise RuntimeError("call zero.zero_grad() before the next backward(): the gradients were "
+                       "averaged already")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,17 @@ Memory a rank, for Ψ parameters:
     fp32     4Ψ parameters + 4Ψ gradients + 8Ψ Adam's momentum and variance
     16 bit   2Ψ            + 2Ψ           + 12Ψ, of which 4Ψ are the fp32 master parameters
 
-Communication plan, a step:
+Communication plan, a step; what each rank sends:
     start      broadcast rank 0's parameters, once
     backward   all-reduce each bucket of gradients as soon as it is complete     2Ψ(N−1)/N elements
-    step       every rank makes the same update: no communication
+    step       every rank makes the same update: nothing is sent
+Not counted, since small: running statistics (batch norm) at each step, and an order of the buckets
+once.
 
-naive.py is the same without buckets and without overlap: read it first.
+Read naive.py first, which trains the same in fp32. What is new here lies in foundations/:
+    buckets       many gradients in one message         layout.py
+    overlap       messages travel during backward       backward.py
+    fp32 masters  so that 16-bit parameters can train   precision.py, optimizers.py
 """
 
 from collections.abc import Iterator
@@ -28,15 +33,18 @@ class Stage0(Hooks):
     """Data parallelism over the ranks of `group`.
 
     Args:
-        model: any nn.Module, the same on every rank. It stays yours: call it as before.
+        model: any nn.Module, built alike on every rank; all take rank 0's values. It stays yours:
+            call it as before.
         optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4,
             fused=True, …).
-        bucket_bytes: gradients are reduced in pieces of about this size.
+        bucket_bytes: gradients are reduced in buckets of about this size; None: as few as can be.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose
-    gradient is zero: unlike in plain torch, momentum and weight decay still move it.
+    A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
+    rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
+    After backward .grad holds the average of all ranks; clip with clip_grad_norm_().
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
-        element-wise.
+        element-wise; TypeError for what is no module, no optimizer class or no option of it;
+        RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
     """
 
     def __init__(
@@ -61,7 +69,9 @@ class Stage0(Hooks):
         flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
 
     def bucket_complete(self, bucket, done):
-        self._wait()  # for the bucket before, reduced while autograd filled this one
+        # first wait for the bucket before, under way while autograd filled this one: on gloo the
+        # second half of an all-reduce is sent in wait(), and should not queue behind new messages
+        self._wait()
         bucket.zero_missing()
         self.reducing = collectives.all_reduce(
             bucket.gradients, op="avg", group=self.group, of=bucket, async_op=True
@@ -91,7 +101,8 @@ class Stage0(Hooks):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to this global norm, if theirs is larger; return theirs, []."""
+        """Let step() scale the gradients down to this global norm, if theirs is larger. Returns
+        theirs, a 0-dim tensor. Only gradient_scale changes: the gradients stay as they are."""
         gradients = self.reduced_gradients()
         norm = precision.global_norm(gradients, self.gradient_scale, sharded=False)
         self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)

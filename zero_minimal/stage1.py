@@ -4,12 +4,14 @@ Memory a rank, for Ψ parameters on N ranks:
     fp32     4Ψ parameters + 4Ψ gradients + 8Ψ/N Adam's momentum and variance
     16 bit   2Ψ            + 2Ψ           + 12Ψ/N, of which 4Ψ/N are the fp32 master parameters
 
-Communication plan, a step:
+Communication plan, a step; what each rank sends:
     start      broadcast rank 0's parameters, once
     backward   reduce-scatter each bucket of gradients as soon as it is complete  Ψ(N−1)/N elements
     step       update the own shard, all-gather the updated parameters            Ψ(N−1)/N elements
 Together as much as data parallelism sends, since an all-reduce is a reduce-scatter and then an
 all-gather: the update moves in between.
+Not counted, since small: running statistics (batch norm) at each step, an order of the buckets
+once, and a norm when clipping.
 """
 
 from collections.abc import Iterator
@@ -27,15 +29,19 @@ class Stage1(Hooks):
     """Data parallelism over the ranks of `group`, with sharded optimizer state.
 
     Args:
-        model: any nn.Module, the same on every rank. It stays yours: call it as before.
+        model: any nn.Module, built alike on every rank; all take rank 0's values. It stays yours:
+            call it as before.
         optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4,
             fused=True, …).
-        bucket_bytes: gradients are reduced in pieces of about this size.
+        bucket_bytes: gradients are reduced in buckets of about this size; None: as few as can be.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose
-    gradient is zero: unlike in plain torch, momentum and weight decay still move it.
+    A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
+    rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
+    After backward .grad is averaged in this rank's shards alone, and useless elsewhere: read
+    reduced_gradients(), clip with clip_grad_norm_().
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
-        element-wise.
+        element-wise; TypeError for what is no module, no optimizer class or no option of it;
+        RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
     """
 
     def __init__(
@@ -59,9 +65,9 @@ class Stage1(Hooks):
     # during backward: foundations/backward.py calls these
 
     def backward_begins(self):
-        if self.backward.reduced:  # a second backward since zero_grad()
-            # a shard holds an average, and will be averaged again: its owner puts in N times that
-            # average, and the other ranks 0
+        if self.backward.reduced:  # a second backward since zero_grad(); Backward clears this next
+            # a shard holds an average A, and will be averaged again. Its owner puts in N·A, the
+            # other ranks 0, so A comes back: (N·A + 0 + … + 0) / N = A. New gradients add to that.
             for bucket in self.buckets:
                 own = bucket.gradient_shard * self.world_size
                 bucket.gradients.zero_()
@@ -76,7 +82,9 @@ class Stage1(Hooks):
             bucket.gradient_shard, bucket.gradients, op="avg", group=self.group, of=bucket,
             async_op=True,
         )
-        self._wait()  # for the bucket before; this one is reduced while autograd fills the next
+        # only now wait for the bucket before: this one's messages are on their way already, and
+        # travel while autograd fills the next
+        self._wait()
         self.reducing = pending
 
     def _wait(self):
@@ -103,7 +111,8 @@ class Stage1(Hooks):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to this global norm, if theirs is larger; return theirs, []."""
+        """Let step() scale the gradients down to this global norm, if theirs is larger. Returns
+        theirs, a 0-dim tensor. Only gradient_scale changes: the gradients stay as they are."""
         gradients = self.reduced_gradients()
         norm = precision.global_norm(gradients, self.gradient_scale, group=self.group)
         self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)

@@ -3,15 +3,20 @@
 Memory a rank, for Ψ parameters on N ranks:
     fp32     4Ψ parameters + 4Ψ/N gradients + 8Ψ/N Adam's momentum and variance
     16 bit   2Ψ            + 2Ψ/N           + 12Ψ/N, of which 4Ψ/N are the fp32 master parameters
-and the whole gradients of two buckets: those that autograd makes, and those being reduced.
+and whole gradients for a while: of the bucket that autograd fills and of the one being reduced. A
+parameter larger than a bucket keeps its .grad until its last bucket is reduced; complete buckets
+keep theirs while they wait behind an incomplete one. On gloo, what the other ranks send takes
+another (N−1)/N of a bucket.
 
-Communication plan, a step:
+Communication plan, a step; what each rank sends:
     start      broadcast rank 0's parameters, once
     backward   reduce-scatter each bucket of gradients as soon as it is complete,
                and free it                                                        Ψ(N−1)/N elements
     step       update the own shard, all-gather the updated parameters            Ψ(N−1)/N elements
 Together as much as data parallelism sends. With gradient accumulation the reduce-scatter comes once
 for each micro-batch: a rank has no room where whole gradients could add up.
+Not counted, since small: running statistics (batch norm) at each step, an order of the buckets
+once, and a norm when clipping.
 """
 
 from collections.abc import Iterator
@@ -30,16 +35,19 @@ class Stage2(Hooks):
     """Data parallelism over the ranks of `group`, with sharded optimizer state and gradients.
 
     Args:
-        model: any nn.Module, the same on every rank. It stays yours: call it as before.
+        model: any nn.Module, built alike on every rank; all take rank 0's values. It stays yours:
+            call it as before.
         optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4,
             fused=True, …).
-        bucket_bytes: gradients are reduced in pieces of about this size.
+        bucket_bytes: gradients are reduced in buckets of about this size; None: as few as can be.
         param_groups: as torch.optim takes them; by default all parameters of the model.
         memory: a class that says where gradients lie; zero_100b.py has another one.
-    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose
-    gradient is zero: unlike in plain torch, momentum and weight decay still move it.
+    A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
+    rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
+    After backward .grad is None: read reduced_gradients(), clip with clip_grad_norm_().
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
-        element-wise.
+        element-wise; TypeError for what is no module, no optimizer class or no option of it;
+        RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
     """
 
     def __init__(
@@ -63,7 +71,9 @@ class Stage2(Hooks):
     # during backward: foundations/backward.py calls these
 
     def bucket_complete(self, bucket, done):
-        self._wait()  # for the bucket before, reduced while autograd made these gradients
+        # first wait for the bucket before, under way while autograd made these gradients: its
+        # memory is free before this one takes as much
+        self._wait()
         whole = self.memory.whole(bucket)  # [padded] zeros: what a missing gradient counts as
         bucket.fuse_gradients(whole)
         for param in done:
@@ -102,7 +112,8 @@ class Stage2(Hooks):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to this global norm, if theirs is larger; return theirs, []."""
+        """Let step() scale the gradients down to this global norm, if theirs is larger. Returns
+        theirs, a 0-dim tensor. Only gradient_scale changes: the gradients stay as they are."""
         gradients = self.reduced_gradients()
         norm = precision.global_norm(gradients, self.gradient_scale, group=self.group)
         self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)

@@ -5,18 +5,21 @@ Memory a rank, for Ψ parameters on N ranks:
     fp32     4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N Adam's momentum and variance
     16 bit   2Ψ/N            + 2Ψ/N           + 12Ψ/N, of which 4Ψ/N are the fp32 master parameters
 and, whole, the parameters of the root unit, the unit at work and the one being prefetched, and the
-gradients of the root, the unit at work and the one being reduced.
+gradients of the root, the unit at work and the one being reduced. On gloo, what the other ranks
+send takes another (N−1)/N of the last.
 
-Communication plan, a step (the units are the model's blocks and the rest, the root; each is one
-bucket):
+Communication plan, a step; what each rank sends. The units are the model's blocks, and the rest,
+the root; each is one bucket, or several if its parameters differ in dtype, device or optimizer
+group:
     start      broadcast rank 0's parameters, once; keep the own shard
     forward    all-gather each unit before its turn, free it after                Ψ(N−1)/N elements
     backward   all-gather each unit before its turn, free it after                Ψ(N−1)/N elements
                reduce-scatter its gradients as soon as they are complete,
                and free them                                                      Ψ(N−1)/N elements
-    step       update the own shard: no communication
+    step       update the own shard: nothing is sent
 Together 1.5 times what data parallelism sends, or a little less: the root and the last block stay
 from forward to backward.
+Not counted, since small: running statistics (batch norm) at each step, and a norm when clipping.
 """
 
 from collections.abc import Iterator
@@ -38,23 +41,28 @@ class Stage3(Hooks):
     parameters.
 
     Args:
-        model: any nn.Module, the same on every rank. Call it as before; all ranks use the same
-            units in the same order. One that was built under torch.device("meta") gets memory
-            here, unit by unit, on torch's default device: so no rank ever needs the whole model.
+        model: any nn.Module, built alike on every rank; all take rank 0's values. Call it as
+            before; all ranks use the same units in the same order. One that was built under
+            torch.device("meta") gets memory here, unit by unit, on torch's default device: so no
+            rank ever needs the whole model.
         optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4,
             fused=True, …).
         bucket_bytes: taken as at the other stages, and not used: here a unit is a bucket, whatever
             its size.
         param_groups: as torch.optim takes them; by default all parameters of the model.
         memory: a class that says where gradients lie; zero_100b.py has another one.
-        units: modules to gather as wholes; by default every element of every nn.ModuleList. A model
-            without one is a single unit, whole from forward to step().
-    A parameter that gets no gradient in a step, on this rank or on all, counts as one whose
-    gradient is zero: unlike in plain torch, momentum and weight decay still move it.
-    Between its unit's turns a parameter keeps its shape, and reading it is an error;
-    `gather_parameters()` shows the values.
+        units: modules to gather as wholes; by default the elements of every nn.ModuleList (of a
+            list or dict inside a list, its elements). A model without one is a single unit, whole
+            from forward to step().
+    A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
+    rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
+    After backward .grad is None: read reduced_gradients(), clip with clip_grad_norm_().
+    A parameter can be read from its unit's turn until the turn of another one; the root's until
+    step() or the end of an evaluation. Then it keeps its shape, and reading it is an error:
+    `gather_parameters()` shows it.
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
-        element-wise.
+        element-wise; TypeError for what is no module, no optimizer class or no option of it;
+        RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
     """
 
     def __init__(
@@ -72,12 +80,12 @@ class Stage3(Hooks):
         self.reducing = None  # the Reduction under way, if any
         self.shown = False  # inside gather_parameters()
         self.backward = Backward(self, by_turns=True)
-        self.turns = Turns(self)
+        self.turns = Turns(self)  # after Backward, whose hook on the model's output runs first
         refuse_state_dict(model, unless=lambda: self.shown)
 
     def own(self, bucket):
-        """A rank keeps a shard of every bucket, and nothing else (foundations/set_up.py calls this
-        at the start)."""
+        """A rank keeps a shard of every bucket, and of its parameters nothing else
+        (foundations/set_up.py calls this at the start)."""
         # [padded / N], in memory of its own: the rest goes
         bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank).clone()
         self._free(bucket)
@@ -89,6 +97,7 @@ class Stage3(Hooks):
         if unit.whole or unit.gathering:
             return
         for bucket in unit.buckets:
+            # a bucket is a whole flat here, so this memory is its alone
             bucket.parameters.untyped_storage().resize_(bucket.padded * bucket.dtype.itemsize)
             unit.gathering.append(collectives.all_gather(
                 bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket,
@@ -126,9 +135,11 @@ class Stage3(Hooks):
             self._release(unit)
 
     def unit_turn(self, unit, following):
+        # for a layer inside a block, unit.around is [root, block]: they are at work too
         needed = [unit, *unit.around]
         for other in self.units:
-            # free what is here, unless it is needed now, comes next, or lies inside this unit
+            # free what is here, unless it is needed now, comes next, or lies inside this unit (so
+            # this unit is around it)
             stays = other in [*needed, following] or unit in other.around
             if (other.whole or other.gathering) and not stays:
                 self._release(other)
@@ -137,7 +148,8 @@ class Stage3(Hooks):
         for one in needed:
             self._arrive(one)
         if following:
-            self._gather(following)  # prefetched: it travels while this one computes
+            # prefetched, after the wait so as not to slow it: it travels while this one computes
+            self._gather(following)
 
     def evaluation_done(self):
         self._release_all()
@@ -150,10 +162,12 @@ class Stage3(Hooks):
         self.turns.begin("backward")
 
     def bucket_complete(self, bucket, done):
-        self._wait()  # for the bucket before, reduced while autograd worked on this unit
+        # first wait for the bucket before, under way while autograd made these gradients: its
+        # memory is free before this one takes as much
+        self._wait()
         whole = self.memory.whole(bucket)  # [padded] zeros: what a missing gradient counts as
         bucket.fuse_gradients(whole)
-        for param in done:
+        for param in done:  # here all of bucket.params, since none lies in two buckets
             param.grad = None  # frees what autograd made: all of it has been copied
         part = self.memory.shard(bucket)  # [padded / N]
         pending = collectives.reduce_scatter(
@@ -189,7 +203,8 @@ class Stage3(Hooks):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to this global norm, if theirs is larger; return theirs, []."""
+        """Let step() scale the gradients down to this global norm, if theirs is larger. Returns
+        theirs, a 0-dim tensor. Only gradient_scale changes: the gradients stay as they are."""
         gradients = self.reduced_gradients()
         norm = precision.global_norm(gradients, self.gradient_scale, group=self.group)
         self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
@@ -198,7 +213,7 @@ class Stage3(Hooks):
     @torch.no_grad()
     def step(self) -> None:
         """Update this rank's shards. Nothing is sent: units are gathered when next used."""
-        self._release_all()
+        self._release_all()  # first: inside gather_parameters() it refuses, before anything is sent
         self.reduced_gradients()
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
@@ -228,8 +243,8 @@ class Stage3(Hooks):
 
     @contextmanager
     def gather_parameters(self) -> Iterator[None]:
-        """Context in which every parameter is whole, on every rank. Edits made alike on all ranks
-        are kept."""
+        """Context in which every parameter is whole. All ranks must enter it, and call no
+        backward() inside. Edits made alike on all ranks are kept."""
         self._release_all()
         self.shown = True
         try:

@@ -85,6 +85,21 @@ def state_at_the_start(make):
     return Naive(toys.build(make, dist.get_rank()), optim.SGD, lr=0.1).model.state_dict()
 
 
+def statistics_after_a_step(stage_class):
+    zero = stage_class(toys.build(Normed, 0), optim.SGD, lr=0.1)
+    zero.model(*toys.numbers(dist.get_rank(), 0)).backward()
+    before = zero.model.norm.running_mean.clone()
+    zero.step()
+    return before, zero.model.norm.running_mean
+
+
+def test_running_statistics_are_rank_0_after_a_step():
+    for stage_class in (Naive, Stage0):
+        (of_rank_0, same), (own, after) = toys.run(statistics_after_a_step, 2, stage_class)
+        assert torch.equal(of_rank_0, same) and torch.equal(after, of_rank_0)
+        assert not torch.equal(own, of_rank_0), "the ranks saw the same data, so this shows nothing"
+
+
 # -------------------------------------------------------------------------------------------------------------- traffic
 
 
@@ -145,3 +160,20 @@ def refused(dtype):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 def test_refuses_16_bit(dtype):
     assert toys.run(refused, 1, dtype) == [True]
+
+
+def refuses_what_nobody_would_average(average):
+    zero = Naive(toys.build(toys.MLP, dist.get_rank()), optim.SGD, lr=0.1)
+    for step in range(3):
+        for _ in range(2):  # gradients add up as long as they are not averaged
+            zero.model(*toys.numbers(dist.get_rank(), step)).backward()
+        getattr(zero, average[0])(*average[1:])
+        with pytest.raises(RuntimeError, match="zero_grad.. before the next backward"):
+            zero.model(*toys.numbers(dist.get_rank(), step)).backward()
+        zero.zero_grad()
+    return True
+
+
+@pytest.mark.parametrize("average", (("step",), ("reduced_gradients",), ("clip_grad_norm_", 1.0)))
+def test_refuses_backward_after_averaging(average):
+    assert all(toys.run(refuses_what_nobody_would_average, 2, average))
