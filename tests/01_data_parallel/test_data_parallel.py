@@ -4,6 +4,7 @@ import checks
 import pytest
 import torch
 import toys
+from thorough import sample
 
 worlds = pytest.mark.parametrize("world_size", (2, 3, 4))
 
@@ -23,7 +24,7 @@ def test_gradient_is_the_mean(stage_class, world_size):
     checks.assert_gradient_is_the_mean(stage_class, world_size)
 
 
-@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("world_size", sample((1, 2, 3), [3]))
 def test_trains_as_one_process_would(stage_class, world_size):
     checks.assert_trains_as_one_process(stage_class, world_size)
 

@@ -225,6 +225,7 @@ def test_reports_hold_the_model_states_of_the_formula():
     assert peaks[1] < peaks[0]
 
 
+@pytest.mark.thorough
 def test_compare_configs(tmp_path):
     sizes = ["--layers=2", "--hidden=24", "--heads=4", "--sequence=16", "--batch=2", "--steps=3"]
     files = [f"--json={tmp_path / 'rows.json'}", f"--plot={tmp_path / 'plot.png'}"]

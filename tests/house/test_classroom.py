@@ -52,8 +52,9 @@ WRONG = [
                  + [pytest.mark.thorough] * (name not in always(folder)))
     for lesson, folder in FOLDERS for name, wrong in folder.WRONG.items()
 ]
-RIGHT = [pytest.param(lesson, text, id=f"{lesson.name}: {name}")
-         for lesson in LESSONS.values() for name, text in submissions.right(lesson).items()]
+# one of each lesson in the plain run
+RIGHT = [pytest.param(lesson, text, id=f"{lesson.name}: {name}", marks=pytest.mark.thorough if number else ())
+         for lesson in LESSONS.values() for number, (name, text) in enumerate(submissions.right(lesson).items())]
 
 
 # ------------------------------------------------------------------------------------------------- wrong and right ones

@@ -198,9 +198,9 @@ class Process:
     def __enter__(self):
         self.output = tempfile.TemporaryFile()
         self.reports, theirs = os.pipe()
-        place = self.command.index("--report") + 1
+        behind = self.command.index("--report") + 1
         self.process = subprocess.Popen(
-            [*self.command[:place], str(theirs), *self.command[place:]], cwd=HOUSE, pass_fds=[theirs],
+            [*self.command[:behind], str(theirs), *self.command[behind:]], cwd=HOUSE, pass_fds=[theirs],
             stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         )

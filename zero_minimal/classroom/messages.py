@@ -84,7 +84,7 @@ def brief(words: str) -> str:
 
 def _place(frames: list, path: str) -> str:
     """Where a rank stands, from its stack, innermost first."""
-    own = next((place for place, (file, _, _) in enumerate(frames) if file == path), None)
+    own = next((index for index, (file, _, _) in enumerate(frames) if file == path), None)
     if own is None:
         outside = [(Path(file).name, function) for file, _, function in frames
                    if "/zero_minimal/foundations/" in file or "/tests/" in file]

@@ -201,14 +201,14 @@ def _put_together(main: Module, imports: list[Import], pieces: list[str]) -> str
     """The main module's text with these imports for its own, and the pieces before its first function or class."""
     statements = main.tree.body
     own = [node for node in statements if isinstance(node, (ast.Import, ast.ImportFrom))]
-    place = min((main.first_line(node) for node in statements if isinstance(node, (ast.FunctionDef, ast.ClassDef))),
-                default=len(main.lines))
+    border = min((main.first_line(node) for node in statements if isinstance(node, (ast.FunctionDef, ast.ClassDef))),
+                 default=len(main.lines))
     head = statements[0].end_lineno if ast.get_docstring(main.tree) is not None else 0
     gone = {number for node in own for number in range(main.first_line(node), node.end_lineno)}
-    between = [line for number, line in enumerate(main.lines[head:place], head) if number not in gone]
+    between = [line for number, line in enumerate(main.lines[head:border], head) if number not in gone]
     kept = {tuple(imports_of([node]).values()): main.cut(node) for node in own}
     start = "\n".join([*main.lines[:head], "", block(imports, kept), "", *between])
-    parts = [re.sub(r"\n{3,}", "\n\n", start), *pieces, "\n".join(main.lines[place:])]
+    parts = [re.sub(r"\n{3,}", "\n\n", start), *pieces, "\n".join(main.lines[border:])]
     return "\n\n\n".join(part.strip("\n") for part in parts if part.strip("\n")) + "\n"
 
 

@@ -141,8 +141,8 @@ class CachingAllocator:
 
     def _best_fit(self, bytes: int) -> Block | None:
         pool = self._free[bytes <= SMALL]
-        place = bisect.bisect_left(pool, (bytes,))
-        return pool.pop(place)[-1] if place < len(pool) else None
+        index = bisect.bisect_left(pool, (bytes,))
+        return pool.pop(index)[-1] if index < len(pool) else None
 
     def _from_driver(self, bytes: int) -> Block:
         """A new segment, as one block."""

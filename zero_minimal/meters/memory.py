@@ -45,7 +45,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.foundations import collectives
-from zero_minimal.meters.owners import Owners, parameters_of, tensors_in
+from zero_minimal.meters.owners import Owners, parameters_of, strided_tensors
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "scalars", "buffers", "activations", "other")
 UNOWNED = ("buffers", "activations", "other")  # guessed from the moment of birth, until an owner is found
@@ -193,7 +193,7 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # a DTensor: torch takes it apart, and comes back with the local tensors
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        for tensor in tensors_in((args, kwargs, result)):
+        for tensor in strided_tensors((args, kwargs, result)):
             storage = self._look_at(tensor, str(operator))
             if isinstance(tensor, nn.Parameter):
                 self._meet(tensor, storage)
@@ -211,7 +211,7 @@ class Ledger(TorchDispatchMode):
         with torch._C.DisableTorchFunctionSubclass():  # lazy parameters answer nothing otherwise
             for thing in gc.get_objects():
                 if issubclass(type(thing), torch.Tensor):  # isinstance() asks the object, and wakes lazy ones
-                    for tensor in tensors_in(thing):
+                    for tensor in strided_tensors(thing):
                         self._look_at(tensor, "alive already", "other")
 
     def _look_at(self, tensor: torch.Tensor, what: str, category: str | None = None) -> Storage:
@@ -287,7 +287,7 @@ class Ledger(TorchDispatchMode):
     def _claim(self, tensors, category: str, replacing: tuple[str, ...]) -> None:
         if category not in CATEGORIES:
             raise ValueError(f"unknown category {category!r}: choose from {', '.join(CATEGORIES)}")
-        for tensor in tensors_in(tensors):
+        for tensor in strided_tensors(tensors):
             storage = self._look_at(tensor, "claim") if self._open else self._find(tensor.untyped_storage())
             if storage is not None and storage.category in replacing:
                 storage.category = category

@@ -20,12 +20,12 @@ MOST_ELEMENTS = 1000  # of a tensor whose states are noted: they are for picture
 
 
 class Message(NamedTuple):
-    """One message. `place`: which chunk of the whole tensor it is, None where it comes from or goes to a scratch."""
+    """One message. `chunk`: which one of the whole tensor it is, None where it comes from or goes to a scratch."""
 
     kind: str  # "send" or "receive"
     peer: int
     bytes: int
-    place: int | None
+    chunk: int | None
 
 
 class Messages:
@@ -66,13 +66,13 @@ class Messages:
         def door(tensor, peer, *args, **kwargs):
             kind = "receive" if name == "recv" else "send"
             whole = tensor if tensor._base is None else tensor._base
-            place = None
+            chunk = None
             if tensor._base is not None:
-                place = tensor.storage_offset() // max(1, tensor.numel())
+                chunk = tensor.storage_offset() // max(1, tensor.numel())
                 self._whole = whole
             if kind == "send":
                 self._note_state()
-            self.log.append(Message(kind, peer, tensor.nbytes, place))
+            self.log.append(Message(kind, peer, tensor.nbytes, chunk))
             return self._originals[name](tensor, peer, *args, **kwargs)
 
         return door
@@ -93,7 +93,7 @@ def steps(records: list[dict]) -> tuple[list, list]:
     Returns, for draw_ring of pictures/ring.py: states [step][rank][chunk], and sends [step][rank], the chunk that is
     sent then.
     """
-    sent = [[message.place for message in record["log"] if message.kind == "send"] for record in records]
+    sent = [[message.chunk for message in record["log"] if message.kind == "send"] for record in records]
     states = zip(*(record["states"] for record in records), strict=True)
     return list(map(list, states)), list(map(list, zip(*sent, strict=True)))
 
@@ -113,9 +113,9 @@ def pipeline(records: list[dict]) -> tuple[list, list]:
         rank, clock = (root + distance) % world_size, 0
         for message in records[rank]["log"]:
             if message.kind == "send":
-                clock = max(clock, came[rank][message.place]) + 1
-                came.setdefault(message.peer, [0] * len(values))[message.place] = clock
-                sent[rank, clock - 1] = message.place
+                clock = max(clock, came[rank][message.chunk]) + 1
+                came.setdefault(message.peer, [0] * len(values))[message.chunk] = clock
+                sent[rank, clock - 1] = message.chunk
     count = max(map(max, came.values()))
     states = [[[value if came[rank][chunk] <= step else math.nan for chunk, value in enumerate(values)]
                for rank in range(world_size)] for step in range(count + 1)]

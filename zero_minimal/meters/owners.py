@@ -38,7 +38,7 @@ class Owners:
         optimizers = [owner for owner in owners if isinstance(owner, Optimizer)]
         params = [param for module in modules for param in module.parameters()]
         masters = [param for optimizer in optimizers for param in parameters_of(optimizer)]
-        states = list(tensors_in([optimizer.state for optimizer in optimizers]))
+        states = list(strided_tensors([optimizer.state for optimizer in optimizers]))
 
         yield "buffers", [list(module.buffers()) for module in modules]
         yield "optimizer", [masters, states]
@@ -63,22 +63,22 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def tensors_in(value) -> Iterator[torch.Tensor]:
+def strided_tensors(value) -> Iterator[torch.Tensor]:
     """The plain tensors in nested lists, tuples and dicts; of a DTensor, its local tensor. Sparse ones are left out."""
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):
             for name in value.__tensor_flatten__()[0]:
-                yield from tensors_in(getattr(value, name))
+                yield from strided_tensors(getattr(value, name))
         elif value.layout == torch.strided:
             yield value
     elif isinstance(value, (list, tuple)):
         for part in value:
-            yield from tensors_in(part)
+            yield from strided_tensors(part)
     elif isinstance(value, dict):
         for part in value.values():
-            yield from tensors_in(part)
+            yield from strided_tensors(part)
 
 
 def _is_released(param: torch.Tensor) -> bool:
     """Whether a parameter has less storage than elements: stage 3 has put one element in its place."""
-    return any(t.untyped_storage().nbytes() < t.numel() * t.element_size() for t in tensors_in(param))
+    return any(t.untyped_storage().nbytes() < t.numel() * t.element_size() for t in strided_tensors(param))

@@ -226,7 +226,7 @@ class _Run:
     def since(self, phase: str) -> list[Moment]:
         """The moments from the beginning of a phase on, and the last one before it: that is what it begins with."""
         start = dict(self.phases)[phase]
-        first = next((place for place, moment in enumerate(self.timeline) if moment.seconds > start), 1)
+        first = next((index for index, moment in enumerate(self.timeline) if moment.seconds > start), 1)
         return self.timeline[max(0, first - 1):]
 
     def until(self, phase: str) -> list[Moment]:
@@ -258,10 +258,10 @@ class _Run:
 
     def living_at(self, peak: Moment) -> list[Living]:
         """What is alive at this moment, alike storages counted together, the most bytes first."""
-        place = next(place for place, moment in enumerate(self.timeline) if moment is peak)
+        index = next(index for index, moment in enumerate(self.timeline) if moment is peak)
         counted = [event for event in self.ledger.trace if event.storage.device.type != "meta"]
         alive: Counter = Counter()
-        for event in counted[: place + 1]:
+        for event in counted[: index + 1]:
             alive[event.storage] += event.bytes
         alike = Counter((storage.category, size) for storage, size in alive.items() if size)
         groups = [Living(category, size, number) for (category, size), number in alike.items() if category != "other"]
