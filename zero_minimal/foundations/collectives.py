@@ -30,6 +30,7 @@ What a rank sends, and when, is heard from outside (`heard_by`): no stage has a 
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -57,10 +58,18 @@ class Pending:
 
     def __init__(self, works, then: Callable[[], object] | None = None):
         self.works, self.then = works, then
+        self.number, self.group = next(_numbers), None
         self.call: Call | None = None  # what listeners know of it
         self.notes: Notes | None = None  # what the other ranks know of it
 
     def wait(self) -> None:
+        # an all_reduce on gloo sends its second half in wait(). Another rank may wait for that
+        # before it starts what this one waits for
+        for earlier in [one for one in _half_done if one.number < self.number]:
+            if earlier.group == self.group:
+                earlier.wait()
+        if self in _half_done:
+            _half_done.remove(self)
         if self.call is not None:
             _tell("wait", self.call)
         with _inside_one(self.notes):
@@ -73,6 +82,10 @@ class Pending:
         if self.call is not None:
             _tell("end", self.call)
         self.works, self.then, self.call, self.notes = [], None, None, None  # nothing is left to do
+
+
+_numbers = itertools.count()
+_half_done: list[Pending] = []  # all_reduces, in the order in which they were started
 
 
 # ------------------------------------------------------------------------------ who listens to them
@@ -153,7 +166,7 @@ def _collective(launch):
                     notes = Notes(f"{what}, {payload:,} bytes of {str(held[0].dtype)[6:]}", group)
         with _inside_one(notes):
             pending = launch(*tensors, **options) if values.present() else Pending([])
-        pending.call, pending.notes = call, notes
+        pending.call, pending.notes, pending.group = call, notes, group
         return pending if async_op else pending.wait()
 
     return collective
@@ -239,7 +252,8 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
 
-    return Pending([], gather)
+    _half_done.append(pending := Pending([], gather))
+    return pending
 
 
 @_collective

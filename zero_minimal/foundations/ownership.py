@@ -56,6 +56,18 @@ def parameter_groups(model: nn.Module, param_groups: Iterable | None = None) -> 
     return groups
 
 
+def check_forward(model: nn.Module) -> None:
+    """Raise ValueError if the model's forward changes its parameters: on each rank by its own
+    batch, so that ranks would drift apart."""
+    for name, module in model.named_modules():
+        embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if embeds and module.max_norm is not None:
+            raise ValueError(f"{name or 'the model'} has max_norm={module.max_norm:g}, with which "
+                             "forward changes its weight, on each rank by its own batch: set "
+                             "max_norm to None, and after step() call weight.renorm_(2, 0, "
+                             "maxnorm) under torch.no_grad() and zero.gather_parameters()")
+
+
 def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
     """The parameters that are trained, in the order of the model."""
     chosen = {param for group in groups for param in group["params"]}
@@ -93,6 +105,11 @@ def numbers_of_all_ranks(numbers: list[int], group=None) -> list[list[int]]:
     everybody = own.new_empty(dist.get_world_size(group) * len(numbers))
     collectives.all_gather(everybody, own, group=group)
     return everybody.view(-1, len(numbers)).tolist()
+
+
+def name_of(param: nn.Parameter) -> str:
+    """Its name in the model, in words."""
+    return f"parameter {getattr(param, '_zero_name', '')!r}"
 
 
 def check_owner(model: nn.Module) -> None:
