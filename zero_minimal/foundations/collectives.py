@@ -40,8 +40,7 @@ import torch.distributed as dist
 
 from zero_minimal.foundations import values
 from zero_minimal.foundations.notes import Notes
-
-PIECE = 2**17  # elements summed at a time: so much of every rank's part stays in the cache
+from zero_minimal.foundations.sums import sum_in_rank_order
 
 # torch 2.13 renamed both
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -202,7 +201,7 @@ def reduce_scatter(
 
     def finish():
         total = torch.empty(output.shape, dtype=output.dtype) if output.is_cuda else output
-        _sum_in_rank_order(arriving, total.view(-1), op)
+        sum_in_rank_order(arriving, total.view(-1), op)
         free(scratch)
         if total is not output:
             output.copy_(total)
@@ -271,7 +270,7 @@ def reduce(tensor: torch.Tensor, root: int = 0, *, op: str = "avg", group=None) 
     def finish():
         if is_root:
             result = torch.empty_like(host)
-            _sum_in_rank_order(received, result, op)
+            sum_in_rank_order(received, result, op)
             tensor.copy_(result.view(tensor.shape))
 
     return Pending([work], finish)
@@ -339,20 +338,3 @@ def _padded(tensor, world_size: int):
     flat = tensor.new_zeros(max(1, -(-tensor.numel() // world_size)) * world_size)
     flat[: tensor.numel()] = tensor.reshape(-1)
     return flat
-
-
-def _sum_in_rank_order(parts, output, op: str) -> None:
-    """Sum of every rank's part [s] → output [s], rank 0's first, piece by piece. 16-bit parts are
-    summed in fp32 and rounded once."""
-    wide = torch.float32 if output.element_size() < 4 else output.dtype
-    scratch = torch.empty(min(output.numel(), PIECE), dtype=wide)
-    for start in range(0, output.numel(), PIECE):
-        result = output[start : start + PIECE]
-        first, *others = [part[start : start + PIECE].to(wide) for part in parts]
-        total = first
-        for other in others:
-            total = torch.add(total, other, out=scratch[: result.numel()])
-        if op == "avg":
-            torch.div(total, len(parts), out=result)
-        else:
-            result.copy_(total)
