@@ -1,6 +1,7 @@
 """Graphs that do not go from a model's input to its output and back once: at stage 3 as at stage 0, or refused."""
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -186,6 +187,33 @@ def test_one_autocast_context_around_all(stage):
     ours, expected = (toys.run(in_autocast, 2, stage, contexts) for contexts in ("one", "each"))
     for (losses, params), (others, whole) in zip(ours, expected, strict=True):
         assert losses == others and toys.identical(params, whole)
+
+
+# -------------------------------------------------------------------------------------------------------------- compile
+
+
+def compiled(stage, backend):
+    """Batches of several sizes, a second backward pass in the third step, an evaluation in the second."""
+    zero, losses = wrap(stage, Layers, "slots"), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler looks at .grad of all that it meets, and torch warns of that
+        model = torch.compile(zero.model, backend=backend, dynamic=False) if backend else zero.model
+        for step in range(4):
+            if step == 1:
+                with torch.no_grad():
+                    losses.append(model(numbers(9, 0)[:3]).sum().item())
+            for rows in (2, 4)[: 1 + (step == 2)]:
+                loss = model(numbers(step, dist.get_rank())[:rows]).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            zero.step()
+            (zero if step % 2 else zero.model).zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("stage, backend", [(1, "eager"), (2, "aot_eager"), (3, "aot_eager")])
+def test_compiled_anew_while_gradients_wait(stage, backend):
+    assert toys.run(compiled, 2, stage, backend) == toys.run(compiled, 2, 0, None)
 
 
 # ----------------------------------------------------------------------------------------------- two models, and others

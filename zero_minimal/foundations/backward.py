@@ -82,11 +82,10 @@ class Backward:
             for param in bucket.params:
                 self._buckets_of.setdefault(param, []).append(bucket)
         self._left: dict[nn.Parameter, torch.Tensor] = {}  # .grad, as the last pass left it
+        self._aside = False  # and it was taken away for the time of a forward
         self._reset()
-        # a cast that autocast has kept would lead backward into an older graph
-        forget_casts = torch.compiler.disable(lambda *_: torch.clear_autocast_cache())
-        stage.model.register_forward_pre_hook(forget_casts)
-        stage.model.register_forward_hook(self._watch_output)
+        stage.model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
+        stage.model.register_forward_hook(torch.compiler.disable(self._watch_output))
         # autograd holds these hooks where Python's garbage collector cannot look: with a strong
         # reference to self the model would never be freed
         weak = weakref.ref(self)
@@ -133,6 +132,7 @@ class Backward:
     def forget(self) -> None:
         """zero_grad(), perhaps after a backward pass that failed half-way: start afresh."""
         self._left.clear()
+        self._aside = False
         self.steps, self.passes = self.steps + self.spent, 0
         self.reduced = self.running = self.spent = False
         self._reset()
@@ -185,7 +185,15 @@ class Backward:
 
     # where a pass begins and ends
 
+    def _before_forward(self, *_) -> None:
+        torch.clear_autocast_cache()  # a cast that it kept would lead backward into an older graph
+        self._see_what_became_of_them()
+        for param in self._left:  # torch.compile looks at .grad of all that it meets
+            if not handed_over.has_gradient(param):
+                param.grad, self._aside = None, True
+
     def _watch_output(self, module, inputs, output) -> None:
+        self._come_back()
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda *_: self._begin_at_output())
@@ -232,8 +240,15 @@ class Backward:
             elif param.grad is not None and bucket.flat.gradients is not None:
                 self._left[param] = param.grad
 
+    def _come_back(self) -> None:
+        if self._aside:
+            for param, left in self._left.items():
+                param.grad = left
+            self._aside = False
+
     def _see_what_became_of_them(self) -> None:
         """All gone: the user called model.zero_grad(), and means zero.zero_grad()."""
+        self._come_back()
         if self._left and all(param.grad is None for param in self._left):
             self.stage.zero_grad()
         for param, left in self._left.items():

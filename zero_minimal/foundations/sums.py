@@ -1,5 +1,5 @@
-"""Sums: what a rank makes of the parts that have arrived. In rank order, so that every rank and every
-bucket gives an element the same sum, bit for bit."""
+"""Sums: what a rank makes of the parts that have arrived. They are added in rank order, so that an
+element has the same sum in every bucket, bit for bit."""
 
 import torch
 
