@@ -70,3 +70,4 @@ def set_up(
         optimizer_class, optimizer_options, groups, stage.buckets, model
     )
     stage.gradient_scale: precision.Scale = None
+    ownership.mark(stage, model)  # last: a wrap that fails leaves the model free

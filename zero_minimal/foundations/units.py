@@ -7,7 +7,8 @@ around it; one that two units share belongs to the root.
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,8 @@ from zero_minimal.foundations import collectives
 from zero_minimal.foundations.backward import tensors_in
 from zero_minimal.foundations.layout import Bucket, same_storage
 from zero_minimal.foundations.precision import keep_changes
-from zero_minimal.foundations.released import restore
+from zero_minimal.foundations.released import refuse_left_behind, restore
+from zero_minimal.foundations.ties import LEFT_BEHIND, Tie
 
 
 @dataclass(eq=False)
@@ -121,7 +123,7 @@ class Turns:
     """
 
     def __init__(self, stage):
-        self.stage, self.root = stage, stage.units[0]
+        self.stage, self.root = weakref.proxy(stage), stage.units[0]
         self._passes: dict = {"forward": [], "backward": []}
         self._opened_by: nn.Module | None = None  # the module whose call began the forward pass
         self.begin("forward")
@@ -132,14 +134,10 @@ class Turns:
             self._follow(self.root, module)
 
     def _follow(self, unit: Unit, module: nn.Module) -> None:
-        """Before the user's own hooks, which may read parameters; and apart from what torch.compile
-        makes of the module, since it cannot know that memory comes and goes."""
-        before = torch.compiler.disable(lambda module, _: self._before_forward(unit, module))
-        after = torch.compiler.disable(
-            lambda module, _, output: self._after_forward(unit, module, output)
-        )
+        """Before the user's own hooks, which may read parameters."""
+        before = Tie(Turns._before_forward, self, unit, left=refuse_left_behind)
         module.register_forward_pre_hook(before, prepend=True)
-        module.register_forward_hook(after, always_call=True)
+        module.register_forward_hook(Tie(Turns._after_forward, self, unit), always_call=True)
 
     def begin(self, kind: str) -> None:
         """A "forward" or "backward" pass begins."""
@@ -155,7 +153,7 @@ class Turns:
         self._under_way: list[tuple] = []  # (begin, module) of each call that has not returned
         self._calls: list[tuple] = []  # (begin, end, unit), inner calls before the outer one
 
-    def _before_forward(self, unit: Unit, module: nn.Module) -> None:
+    def _before_forward(self, unit: Unit, module: nn.Module, _) -> None:
         if self.stage.shown:  # all is whole; one rank alone may be running
             return
         if module is not unit.module and self._under_way:  # the root is whole: it is around all
@@ -175,7 +173,7 @@ class Turns:
         self._under_way.append((_next_number(), module))
         self._turn(unit)
 
-    def _after_forward(self, unit: Unit, module: nn.Module, output) -> None:
+    def _after_forward(self, unit: Unit, module: nn.Module, _, output) -> None:
         for tensor in (tensors := list(tensors_in(output))):
             if any(same_storage(tensor, bucket.parameters) for bucket in unit.buckets):
                 raise RuntimeError(f"unit {unit.name or 'root'!r} returns a part of its own "
@@ -199,7 +197,10 @@ class Turns:
         owners = (unit for begin, _, unit in self._calls[ended_later:] if begin <= number)
         if owner := next(owners, None):
             node.metadata["watched"] = True
-            node.register_prehook(lambda *_: self._before_backward(owner, number))
+            node.register_prehook(Tie(
+                lambda turns, unit, *_: turns._before_backward(unit, number), self, owner,
+                left=refuse_backward,
+            ))
 
     def _before_backward(self, unit: Unit, number: int) -> None:
         if torch.is_grad_enabled():
@@ -238,6 +239,11 @@ def _other_owners(root: Unit) -> list[nn.Module]:
             and not params.isdisjoint(module.parameters(recurse=False))]
 
 
+def refuse_backward(*_) -> None:
+    """Of a graph whose saved parameters are gone."""
+    raise RuntimeError(f"backward() comes too late: {LEFT_BEHIND}")
+
+
 def _next_number() -> int:
     """The number that autograd will give to the next node of a graph."""
     return torch.autograd._get_sequence_nr()
@@ -246,36 +252,43 @@ def _next_number() -> int:
 @contextlib.contextmanager
 def whole_parameters(buckets: list[Bucket], rank: int, group=None) -> Iterator[None]:
     """Context in which the parameters are whole, in new memory: what the caller keeps of it stays
-    valid. At its end edits are carried over to this rank's shards. All ranks must enter it, and
-    none may run backward inside."""
+    valid. At its end edits are carried over to this rank's shards, but not if it ends with an
+    error: one rank may have had it alone. All ranks must enter it, and none may run backward
+    inside."""
+    give_back(buckets, group)
+    yield
     with torch.no_grad():
         for bucket in buckets:
             whole = bucket.zeros()
-            collectives.all_gather(whole, bucket.parameter_shard, group=group, of=bucket.name)
             for param in bucket.params:
-                restore(param, bucket.flat.view(whole, param))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for bucket in buckets:
-                whole = bucket.zeros()
-                for param in bucket.params:
-                    bucket.flat.view(whole, param).copy_(param.data)
-                bucket.parameter_shard.copy_(bucket.shard(whole, rank))
-                if bucket.trained:
-                    keep_changes(bucket)
+                bucket.flat.view(whole, param).copy_(param.data)
+            bucket.parameter_shard.copy_(bucket.shard(whole, rank))
+            if bucket.trained:
+                keep_changes(bucket)
 
 
-def refuse_state_dict(model: nn.Module, unless: Callable[[], bool]) -> None:
-    """Let model.state_dict() and model.load_state_dict() raise an error that says what to do,
-    unless unless(): a state dict of placeholders would be a checkpoint of NaN."""
+@torch.no_grad()
+def give_back(buckets: list[Bucket], group=None) -> None:
+    """Make the parameters whole again, in new memory, from all ranks' shards."""
+    for bucket in buckets:
+        whole = bucket.zeros()
+        collectives.all_gather(whole, bucket.parameter_shard, group=group, of=bucket.name)
+        for param in bucket.params:
+            restore(param, bucket.flat.view(whole, param))
 
-    def refuse(*_):
-        if not unless():
+
+def refuse_state_dict(stage) -> None:
+    """Let state_dict() and load_state_dict() of stage.model, and of each module in it, raise an
+    error that says what to do, unless stage.shown: a state dict of placeholders would be a
+    checkpoint of NaN."""
+
+    def refuse(stage, module, *_):
+        if not stage.shown and any(True for _ in module.parameters()):
             raise RuntimeError("at stage 3 a rank holds shards only: put model.state_dict() or "
                                "model.load_state_dict() under `with zero.gather_parameters():`, "
-                               "on all ranks")
+                               "on all ranks; or save zero.state_dict(), this rank's part")
 
-    model.register_state_dict_pre_hook(refuse)
-    model.register_load_state_dict_pre_hook(refuse)
+    tie = Tie(refuse, stage, left=refuse_left_behind)
+    for module in stage.model.modules():
+        module.register_state_dict_pre_hook(tie)
+        module.register_load_state_dict_pre_hook(tie)
