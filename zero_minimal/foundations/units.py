@@ -80,20 +80,18 @@ def _callable(container: nn.Module):
 
 def _owners(found: dict) -> dict:
     """parameter → the innermost units that hold it."""
-    owners: dict = {}
-
-    def visit(module, unit, seen):
+    owners, seen, to_visit = {}, set(), [(next(iter(found)), None)]
+    # no function that calls itself: it would keep the units alive until the next garbage collection
+    while to_visit:
+        module, unit = to_visit.pop()
         unit = found.get(module, unit)
         if (module, unit) in seen:
-            return
+            continue
         seen.add((module, unit))
         for param in module.parameters(recurse=False):
             if unit not in owners.setdefault(param, []):
                 owners[param].append(unit)
-        for child in module.children():
-            visit(child, unit, seen)
-
-    visit(next(iter(found)), None, set())
+        to_visit += [(child, unit) for child in reversed(list(module.children()))]
     return owners
 
 
