@@ -194,13 +194,10 @@ def pack(
 
 def flatten(buckets: list[Bucket]) -> None:
     """Move the parameters into their flats, which frees their own memory, and set `parameters` of
-    each bucket to its stretch of that. Raises: ValueError for parameters on the meta device."""
+    each bucket to its stretch of that."""
     for flat, cut_from_it in _by_flat(buckets):
         whole = flat.zeros()
         for param in flat.offsets:
-            if param.is_meta:
-                raise ValueError("the model is on the meta device: only stage 3 can bring it into "
-                                 "being, unit by unit")
             view = flat.view(whole, param)
             view.copy_(param.data)
             param.data = view
