@@ -171,8 +171,10 @@ def pack(
         params: in the order of forward; backward finishes them the other way round.
         groups: the optimizer's. A parameter of no group is not trained: its bucket has
             group_index -1.
-    Raises: ValueError if bucket_bytes is less than 1.
+    Raises: ValueError if bucket_bytes is less than 1, TypeError if it is no number.
     """
+    if not isinstance(bucket_bytes, (int, float, type(None))):
+        raise TypeError(f"bucket_bytes is {bucket_bytes!r}: give a number of bytes, or None")
     if bucket_bytes is not None and not 1 <= bucket_bytes < float("inf"):
         raise ValueError(f"bucket_bytes is {bucket_bytes}: at least one byte is needed")
     group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}

@@ -95,6 +95,10 @@ def _owners(found: dict) -> dict:
     return owners
 
 
+class Pass:
+    """A forward pass. The nodes of its graph hold this object: it lives as long as they."""
+
+
 class Turns:
     """Follows forward and backward from unit to unit, and calls
 
@@ -149,7 +153,18 @@ class Turns:
         self._since = _next_number()
         self._first_call: dict[Unit, int] = {}  # unit → begin, in the order of the calls
         self._under_way: list[tuple] = []  # (begin, module) of each call that has not returned
-        self._calls: list[tuple] = []  # (begin, end, unit), inner calls before the outer one
+        # (begin, end, unit, its pass, weakly), inner calls before the outer one
+        self._calls: list[tuple] = []
+        self._pass = Pass()
+
+    def _forget_the_dead(self) -> None:
+        """At the start of a forward pass: forget calls to which no backward can come any more. An
+        evaluation without no_grad() leaves nothing else behind."""
+        self._calls = [call for call in self._calls if call[3]() is not None]
+        self._first_call = {}
+        for begin, _, unit, _ in sorted(self._calls, key=lambda call: call[0]):
+            self._first_call.setdefault(unit, begin)
+        self._pass = Pass()
 
     def _before_forward(self, unit: Unit, module: nn.Module, _) -> None:
         if self.stage.shown:  # all is whole; one rank alone may be running
@@ -166,6 +181,8 @@ class Turns:
                 self.begin("forward")
             if not self._now:
                 self._opened_by = module
+            if not self._under_way:
+                self._forget_the_dead()
         if torch.is_grad_enabled():
             self._first_call.setdefault(unit, _next_number())
         self._under_way.append((_next_number(), module))
@@ -181,7 +198,7 @@ class Turns:
             return  # _before_forward had nothing to do
         began, _ = self._under_way.pop()
         if torch.is_grad_enabled():
-            self._calls.append((began, _next_number(), unit))
+            self._calls.append((began, _next_number(), unit, weakref.ref(self._pass)))
             for tensor in tensors:
                 node = tensor.grad_fn
                 if node is not None and "watched" not in node.metadata:
@@ -192,9 +209,9 @@ class Turns:
     def _watch(self, node, number: int) -> None:
         ended_later = bisect.bisect_right(self._calls, number, key=lambda call: call[1])
         # inner calls come first in _calls: the first that contains the node is the innermost
-        owners = (unit for begin, _, unit in self._calls[ended_later:] if begin <= number)
+        owners = (unit for begin, _, unit, _ in self._calls[ended_later:] if begin <= number)
         if owner := next(owners, None):
-            node.metadata["watched"] = True
+            node.metadata["watched"] = self._pass
             node.register_prehook(Tie(
                 lambda turns, unit, *_: turns._before_backward(unit, number), self, owner,
                 left=refuse_backward,
