@@ -227,7 +227,7 @@ def test_a_copy_outside(stage):
     toys.run(copy_outside, 2, stage)
 
 
-# --------------------------------------------------------------------------------------------- a model without its stage
+# -------------------------------------------------------------------------------------------- a model without its stage
 
 
 def drop_the_stage(stage):
