@@ -159,10 +159,11 @@ class Stage1(Hooks):
 
     @contextmanager
     def gather_parameters(self) -> Iterator[None]:
-        """Context in which every parameter is whole: here it always is. Edits made alike on all
-        ranks are kept."""
+        """Context in which every parameter is whole: here it always is. All ranks must enter it.
+        Edits are kept: make them alike on all ranks, else RuntimeError."""
         try:
             yield
+            ownership.check_alike(self.model, self.group)
         finally:
             for bucket in self.buckets:
                 precision.keep_changes(bucket)

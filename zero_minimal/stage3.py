@@ -81,7 +81,7 @@ class Stage3(Hooks):
         self.shown = False  # inside gather_parameters()
         self.backward = Backward(self, by_turns=True)
         self.turns = Turns(self)  # after Backward, whose hook on the model's output runs first
-        refuse_state_dict(model, unless=lambda: self.shown)
+        refuse_state_dict(self)
 
     def own(self, bucket):
         """A rank keeps a shard of every bucket, and of its parameters nothing else
@@ -243,12 +243,14 @@ class Stage3(Hooks):
     @contextmanager
     def gather_parameters(self) -> Iterator[None]:
         """Context in which every parameter is whole. All ranks must enter it, and call no
-        backward() inside. Edits made alike on all ranks are kept."""
+        backward() inside. Edits are kept: make them alike on all ranks, else RuntimeError. An
+        error inside undoes them."""
         self._release_all()
         self.shown = True
         try:
             with whole_parameters(self.all_buckets, self.rank, self.group):
                 yield
+                ownership.check_alike(self.model, self.group)
         finally:
             self.shown = False
             self._release_all()

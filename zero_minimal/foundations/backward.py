@@ -31,10 +31,16 @@ from torch import nn
 
 from zero_minimal.foundations import handed_over, ownership, values
 from zero_minimal.foundations.layout import Bucket, Flat
+from zero_minimal.foundations.ties import Tie
 
 
 class Hooks:
     """What a stage is told during a backward pass. It overrides what it needs; these do nothing."""
+
+    def __reduce__(self):  # for copy and pickle
+        raise TypeError("a stage is tied to its ranks and cannot be copied or pickled: keep "
+                        "zero.state_dict(), or copy the model under "
+                        "`with zero.gather_parameters():`")
 
     def backward_begins(self) -> None:
         """Before the first gradient of any pass. Backward.reduced still speaks of the pass before:
@@ -69,7 +75,9 @@ class Backward:
 
     def __init__(self, stage: Hooks, by_turns: bool = False):
         # stage.buckets stays in the planned order, self.buckets comes into the agreed one
-        self.stage, self.buckets, self.by_turns = stage, list(stage.buckets), by_turns
+        # weakly, since the stage holds this object: so both go as soon as the user drops the stage
+        self.stage = weakref.proxy(stage)
+        self.buckets, self.by_turns = list(stage.buckets), by_turns
         self.reduced = False  # every bucket was handed over since the last pass began
         self.running = False  # a backward pass is under way
         self.spent = False  # step() has used the gradients, and zero_grad() was not called since
@@ -84,17 +92,12 @@ class Backward:
         self._left: dict[nn.Parameter, torch.Tensor] = {}  # .grad, as the last pass left it
         self._aside = False  # and it was taken away for the time of a forward
         self._reset()
-        stage.model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
-        stage.model.register_forward_hook(torch.compiler.disable(self._watch_output))
-        # autograd holds these hooks where Python's garbage collector cannot look: with a strong
-        # reference to self the model would never be freed
-        weak = weakref.ref(self)
+        stage.model.register_forward_pre_hook(Tie(Backward._before_forward, self))
+        stage.model.register_forward_hook(Tie(Backward._watch_output, self))
         for param in self._buckets_of:
-            # before autograd adds anything to .grad
-            param.register_hook(lambda _: weak() and weak()._begin())
-            param.register_post_accumulate_grad_hook(
-                lambda param: weak() and weak()._gradient(param)
-            )
+            # before autograd adds anything to .grad, and after
+            param.register_hook(Tie(Backward._begin, self))
+            param.register_post_accumulate_grad_hook(Tie(Backward._gradient, self))
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -196,9 +199,9 @@ class Backward:
         self._come_back()
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda *_: self._begin_at_output())
+                tensor.grad_fn.register_prehook(Tie(Backward._begin_at_output, self))
 
-    def _begin_at_output(self) -> None:
+    def _begin_at_output(self, *_) -> None:
         if self.running and self._task != torch._C._current_graph_task_id():
             raise RuntimeError(
                 "a backward pass begins while another one has not ended. If that one failed, call "
@@ -207,7 +210,7 @@ class Backward:
             )
         self._begin()
 
-    def _begin(self) -> None:
+    def _begin(self, *_) -> None:
         if self.running:
             return
         self._see_what_became_of_them()

@@ -172,8 +172,10 @@ def pack(
         params: in the order of forward; backward finishes them the other way round.
         groups: the optimizer's. A parameter of no group is not trained: its bucket has
             group_index -1.
-    Raises: ValueError if bucket_bytes is less than 1.
+    Raises: ValueError if bucket_bytes is less than 1, TypeError if it is no number.
     """
+    if not isinstance(bucket_bytes, (int, float, type(None))):
+        raise TypeError(f"bucket_bytes is {bucket_bytes!r}: give a number of bytes, or None")
     if bucket_bytes is not None and not 1 <= bucket_bytes < float("inf"):
         raise ValueError(f"bucket_bytes is {bucket_bytes}: at least one byte is needed")
     group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
@@ -195,13 +197,10 @@ def pack(
 
 def flatten(buckets: list[Bucket]) -> None:
     """Move the parameters into their flats, which frees their own memory, and set `parameters` of
-    each bucket to its stretch of that. Raises: ValueError for parameters on the meta device."""
+    each bucket to its stretch of that."""
     for flat, cut_from_it in _by_flat(buckets):
         whole = flat.zeros()
         for param in flat.offsets:
-            if param.is_meta:
-                raise ValueError("the model is on the meta device: only stage 3 can bring it into "
-                                 "being, unit by unit")
             view = flat.view(whole, param)
             view.copy_(param.data)
             param.data = view

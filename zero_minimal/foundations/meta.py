@@ -7,11 +7,16 @@
 So stage 3 can begin with a model that no rank could hold.
 """
 
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import nn
 
 from zero_minimal.foundations import values
-from zero_minimal.foundations.released import in_the_void
+from zero_minimal.foundations.released import in_the_void, restore
 from zero_minimal.foundations.units import Unit
 
 
@@ -19,9 +24,11 @@ from zero_minimal.foundations.units import Unit
 def materialise(unit: Unit, model: nn.Module) -> None:
     """Give what a unit has on the meta device memory on torch's default device, and values.
 
-    If the model has a method initialise(module), that draws them, children first; else each module
-    does so in its reset_parameters().
-    Raises: ValueError for a module that has none, or if something is left without a value.
+    If the model has a method initialise(module), that draws them, children first. Else each module
+    does so in its reset_parameters(), and after it the innermost module around it that has an
+    _init_weights(module), as the models of Hugging Face's transformers have. What a constructor
+    changes by itself is not repeated.
+    Raises: ValueError if something is left without a value.
     """
     coming = {param for param in unit.params if param.is_meta}
     modules = [module for module in unit.module.modules()
@@ -31,36 +38,65 @@ def materialise(unit: Unit, model: nn.Module) -> None:
         return
     settled = {param for module in modules for param in module.parameters() if not param.is_meta}
     for param in coming:
-        _give_memory(param)
+        _become(param, _nothing_like(param))
     drawn = [(name, param) for name, param in unit.module.named_parameters() if param in coming]
+    draw = _drawers(model)
     with in_the_void(settled):  # a module would draw these again, with its others
         for module in reversed(modules):
             drawn += _give_memory_to_buffers(module)
-            _draw(module, model)
+            for drawer in draw[module]:
+                drawer()
     for name, tensor in drawn:
         if has_no_value(tensor):
             raise ValueError(f"the model is on the meta device, and nothing gave {name!r} a value: "
-                             f"neither reset_parameters() nor initialise(); {ADVICE}")
+                             "neither reset_parameters(), nor initialise() or _init_weights(); "
+                             f"{ADVICE}")
 
 
 ADVICE = ("give it one that draws all it has, or the model a method initialise(module), or build "
           "the model on a real device")
 
 
-def _draw(module: nn.Module, model: nn.Module) -> None:
+def check(model: nn.Module, by_units: bool) -> None:
+    """Raise ValueError for a model on the meta device if no stage 3 gathers it by units, or if one
+    of its modules has values that nobody draws."""
+    draw = _drawers(model)
+    for path, module in model.named_modules():
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        names = [name for name, tensor in tensors if tensor.is_meta]
+        if names and not by_units:
+            raise ValueError(f"{f'{path}.{names[0]}'.lstrip('.')!r} is on the meta device: only "
+                             "stage 3 can bring a model into being, unit by unit")
+        if names and not draw[module]:
+            raise ValueError(f"the model is on the meta device, and its {type(module).__name__} "
+                             f"has no reset_parameters() to draw its values with; {ADVICE}")
+
+
+def _drawers(model: nn.Module) -> dict[nn.Module, list[Callable[[], object]]]:
+    """module → what draws its values, one after the other."""
     if hasattr(model, "initialise"):
-        model.initialise(module)
-    elif hasattr(module, "reset_parameters"):
-        module.reset_parameters()
-    elif [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-        raise ValueError(f"the model is on the meta device, and its {type(module).__name__} has no "
-                         f"reset_parameters() to draw its values with; {ADVICE}")
+        return {module: [functools.partial(model.initialise, module)] for module in model.modules()}
+    draw = {module: [module.reset_parameters] if hasattr(module, "reset_parameters") else []
+            for module in model.modules()}
+    innermost = {module: above for above in model.modules() if _initialises_others(above)
+                 for module in above.modules()}
+    for module, above in innermost.items():
+        draw[module].append(functools.partial(above._init_weights, module))
+    return draw
+
+
+def _initialises_others(module: nn.Module) -> bool:
+    """Whether it has a method _init_weights(module)."""
+    method = getattr(module, "_init_weights", None)
+    return callable(method) and len(inspect.signature(method).parameters) == 1
 
 
 def has_no_value(tensor: torch.Tensor) -> bool:
     """Whether an element is still as `_nothing_like` made it."""
-    if tensor.dtype == torch.bool or not values.present():
+    if not values.present():
         return False
+    if tensor.dtype == torch.bool:
+        return tensor._version == UNTOUCHED
     is_whole = tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     return bool((tensor == _nothing(tensor.dtype) if is_whole else tensor.isnan()).any())
 
@@ -71,10 +107,13 @@ def _nothing(dtype: torch.dtype) -> float | int:
 
 
 def _nothing_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory, filled with what nobody draws, so that it can be told from a value. (A bool has no
-    room for that.)"""
+    """Memory, filled with what nobody draws, so that it can be told from a value. A bool has no
+    room for that: whether it was written torch counts."""
     real = torch.empty_like(tensor, device=torch.get_default_device())
     return real if real.dtype == torch.bool else real.fill_(_nothing(real.dtype))
+
+
+UNTOUCHED = 0  # the version of a tensor that was not written since it was made
 
 
 def _give_memory_to_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -88,9 +127,28 @@ def _give_memory_to_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]
     return given
 
 
-def _give_memory(param: nn.Parameter) -> None:
-    """It stays the same object: others refer to it already."""
-    real = nn.Parameter(_nothing_like(param), param.requires_grad)
-    attributes = {name: value for name, value in vars(param).items() if name not in vars(real)}
-    torch.utils.swap_tensors(param, real)
+def _become(param: nn.Parameter, tensor: torch.Tensor) -> None:
+    """Let it be this tensor, on another device. It stays the same object: others refer to it."""
+    other = nn.Parameter(tensor, param.requires_grad)
+    attributes = {name: value for name, value in vars(param).items() if name not in vars(other)}
+    torch.utils.swap_tensors(param, other)
     vars(param).update(attributes)
+
+
+@contextlib.contextmanager
+def back_if_it_fails(model: nn.Module) -> Iterator[None]:
+    """Context that an error leaves with all on the meta device that was there before."""
+    params = [param for param in model.parameters() if param.is_meta]
+    buffers = [(module, name) for module in model.modules()
+               for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+    try:
+        yield
+    except Exception:
+        for param in params:
+            nowhere = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            if not param.is_meta:
+                restore(param, torch.empty(0, dtype=param.dtype, device=param.device))
+                _become(param, nowhere)
+        for module, name in buffers:
+            setattr(module, name, getattr(module, name).to("meta"))
+        raise

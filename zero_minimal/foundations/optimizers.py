@@ -59,6 +59,22 @@ def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
         raise ValueError(refusal)
 
 
+def check_groups(optimizer_class: type[Optimizer], options: dict, groups: list[dict]) -> None:
+    """Make the optimizer with the user's groups, over a few elements of each dtype and device. It
+    raises what it will raise over the shards, but now the model is still as it was."""
+    if not values.present():
+        return
+    samples = []
+    for group in groups:
+        kinds = {(torch.float32 if param.element_size() < 4 else param.dtype,
+                  torch.get_default_device() if param.is_meta else param.device)
+                 for param in group["params"]}
+        params = [nn.Parameter(torch.zeros(16, dtype=dtype, device=device))
+                  for dtype, device in sorted(kinds, key=str)]
+        samples.append({**group, "params": params})
+    optimizer_class(samples, **options)
+
+
 def on_shards(
     optimizer_class: type[Optimizer], options: dict, groups: list[dict], buckets: list[Bucket],
     model: nn.Module,

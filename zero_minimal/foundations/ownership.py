@@ -10,9 +10,12 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from zero_minimal.foundations import collectives, values
 from zero_minimal.foundations.layout import Bucket, same_storage
+from zero_minimal.foundations.released import Released
+from zero_minimal.foundations.ties import LEFT_BEHIND, Mark, trained_by
 
 
 def parameter_groups(model: nn.Module, param_groups: Iterable | None = None) -> list[dict]:
@@ -29,10 +32,15 @@ def parameter_groups(model: nn.Module, param_groups: Iterable | None = None) -> 
         raise RuntimeError("there are no ranks yet: put the program under `with ranks.start():` "
                            "and start it with torchrun, or call it through "
                            "ranks.run(function, world_size)")
-    for param in model.parameters():
-        if hasattr(param, "_zero_stage"):
-            raise ValueError(f"this model belongs to a {param._zero_stage} already: wrap it once, "
-                             "or build a new one")
+    for name, param in model.named_parameters():
+        if (stage := trained_by(param)) is not None:
+            raise ValueError(f"this model belongs to a {type(stage).__name__} already: wrap it "
+                             "once, or build a new one (`del zero` gives it back at stages 0 to 2)")
+        if isinstance(param, Released):
+            raise ValueError(f"parameter {name!r} is released: {LEFT_BEHIND}")
+        _refuse_odd("parameter", name, param)
+    for name, buffer in model.named_buffers():
+        _refuse_odd("buffer", name, buffer)
     given = list(model.parameters() if param_groups is None else param_groups)
     if given and not isinstance(given[0], dict):
         given = [{"params": given}]
@@ -68,6 +76,19 @@ def check_forward(model: nn.Module) -> None:
                              "maxnorm) under torch.no_grad() and zero.gather_parameters()")
 
 
+def _refuse_odd(kind: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError for what cannot lie in a flat tensor or travel."""
+    if is_lazy(tensor):
+        raise ValueError(f"{kind} {name!r} has no shape yet: run a batch through the model, then "
+                         "wrap it")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{kind} {name!r} is sparse, and ranks exchange dense tensors: make it "
+                         "dense, or let it be no part of the model")
+    if tensor.is_inference():
+        raise ValueError(f"{kind} {name!r} was made under torch.inference_mode(), and cannot be "
+                         "changed any more: build the model outside of it")
+
+
 def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
     """The parameters that are trained, in the order of the model."""
     chosen = {param for group in groups for param in group["params"]}
@@ -93,17 +114,23 @@ def adopt(stage, model: nn.Module, buckets: list[Bucket], group=None) -> None:
                            "dtypes, or its stage, param_groups, units or bucket_bytes do: build "
                            "the same on every rank")
     for name, param in model.named_parameters():
-        param._zero_name, param._zero_stage = name, type(stage).__name__
-        param._zero_trained = param.requires_grad
+        param._zero_name, param._zero_trained = name, param.requires_grad
 
 
-def numbers_of_all_ranks(numbers: list[int], group=None) -> list[list[int]]:
-    """Every rank's list of whole numbers, rank 0's first. The lists are of one length."""
+def mark(stage, model: nn.Module) -> None:
+    """From now on the model belongs to the stage, as long as that lives."""
+    for param in model.parameters():
+        param._zero_stage = Mark(stage)
+
+
+def numbers_of_all_ranks(numbers: list[int], group=None, of: str = "") -> list[list[int]]:
+    """Every rank's list of whole numbers, rank 0's first. The lists are of one length. `of` is for
+    the error of a rank that is elsewhere."""
     if not values.present():
         return [numbers] * dist.get_world_size(group)
     own = torch.tensor(numbers, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
     everybody = own.new_empty(dist.get_world_size(group) * len(numbers))
-    collectives.all_gather(everybody, own, group=group)
+    collectives.all_gather(everybody, own, group=group, of=of)
     return everybody.view(-1, len(numbers)).tolist()
 
 
@@ -112,10 +139,35 @@ def name_of(param: nn.Parameter) -> str:
     return f"parameter {getattr(param, '_zero_name', '')!r}"
 
 
+def check_alike(model: nn.Module, group=None) -> None:
+    """Raise RuntimeError, on every rank, if a parameter has other values on a rank than on rank 0:
+    one rank alone has loaded weights, say."""
+    if not values.present():
+        return
+    names, params = zip(*model.named_parameters(), strict=True)
+    sums = numbers_of_all_ranks([_checksum(param) for param in params], group,
+                                of="checksums at the end of gather_parameters()")
+    for rank, theirs in enumerate(sums):
+        odd = [names[place] for place, one in enumerate(theirs) if one != sums[0][place]]
+        if odd:
+            more = f" and {len(odd) - 1} more" if odd[1:] else ""
+            raise RuntimeError(
+                f"rank {rank} leaves gather_parameters() with other values of {odd[0]!r}{more} "
+                "than rank 0: load or edit alike on every rank. If rank 0 alone has the values, "
+                "let it send them at the end of the block, on all ranks: "
+                "`for param in model.parameters(): collectives.broadcast(param.data)`"
+            )
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    as_bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return zlib.crc32(as_bytes.numpy())
+
+
 def check_owner(model: nn.Module) -> None:
     """Raise RuntimeError if the model has a parameter that its stage does not know."""
     for name, param in model.named_parameters():
-        if not hasattr(param, "_zero_stage"):
+        if trained_by(param) is None:
             raise RuntimeError(f"parameter {name!r} was moved or replaced after wrapping, perhaps "
                                "by load_state_dict(assign=True), so the stage does not train it: "
                                "do that before")

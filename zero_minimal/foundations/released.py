@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from zero_minimal.foundations.ties import LEFT_BEHIND, trained_by
+
 MAY_ASK = (
     "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn",
     "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes",
@@ -40,6 +42,8 @@ class Released(nn.Parameter):
         given = [*args, *(kwargs or {}).values()]
         found = next((value for value in given if isinstance(value, Released)), None)
         words = "a parameter" if found is None else f"parameter {found.name!r}"
+        if found is not None and trained_by(found) is None:
+            raise RuntimeError(f"{words} is released: {LEFT_BEHIND}")
         raise RuntimeError(
             f"{words} is released: at stage 3 a rank holds it only while its unit works. Read or "
             "change it under `with zero.gather_parameters():`, on all ranks. If a module uses a "
@@ -76,6 +80,19 @@ def release(param: nn.Parameter, placeholder: torch.Tensor) -> None:
     restore(param, placeholder)
     if type(param) is nn.Parameter:
         param.__class__ = Released
+
+
+def is_released(param: nn.Parameter) -> bool:
+    """Whether its values are gone for now; those of its class, whatever that is."""
+    in_memory = param.untyped_storage().nbytes()
+    return type(param) is Released or in_memory < param.numel() * param.element_size()
+
+
+def refuse_left_behind(module: nn.Module, *_) -> None:
+    """Raise RuntimeError if a parameter of the module is released, and its stage is gone."""
+    for param in module.parameters():
+        if is_released(param) and trained_by(param) is None:
+            raise RuntimeError(LEFT_BEHIND)
 
 
 def restore(param: nn.Parameter, data: torch.Tensor) -> None:

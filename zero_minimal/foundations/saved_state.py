@@ -36,12 +36,14 @@ def load_shards(stage, state: dict) -> None:
                              "stage, world size, model and optimizer")
     for key in ("buckets", "parameters", "frozen", "buffers"):
         _compare(key, _names(state.get(key, ())), _names(expected[key]))
-    _compare_groups(state["optimizer"]["param_groups"], stage.optimizer.param_groups)
+    here = [bucket.parameter_shard for bucket in stage.all_buckets]
+    _compare("shards", _shapes(state.get("shards", ())), _shapes(here))
+    _compare_optimizers(state.get("optimizer", {}), stage.optimizer)
+    stage.optimizer.load_state_dict(state["optimizer"])
     for bucket, shard in zip(stage.all_buckets, state["shards"], strict=True):
         if bucket.trained:
             bucket.master.copy_(shard)
         bucket.parameter_shard.copy_(shard)
-    stage.optimizer.load_state_dict(state["optimizer"])
     for name, buffer in stage.model.named_buffers():
         buffer.copy_(state["buffers"][name])
     for name, param in expected["frozen"].items():
@@ -98,11 +100,25 @@ def _compare(key: str, saved: list[tuple], here: list[tuple]) -> None:
                              "model and bucket_bytes")
 
 
-def _compare_groups(saved: list[dict], here: list[dict]) -> None:
-    sizes = [[len(group["params"]) for group in groups] for groups in (saved, here)]
+def _compare_optimizers(saved: dict, optimizer: torch.optim.Optimizer) -> None:
+    """torch checks the number of groups and of their parameters; a moment of another shape it
+    would take over, and fail in the next step."""
+    groups = saved.get("param_groups", ()), optimizer.param_groups
+    sizes = [[len(group["params"]) for group in its_groups] for its_groups in groups]
     if sizes[0] != sizes[1]:
         raise ValueError(f"this state was saved with optimizer groups of {sizes[0]} shards, and is "
                          f"loaded with {sizes[1]}: give the same param_groups")
+    numbers, masters = [[param for group in its_groups for param in group["params"]]
+                        for its_groups in groups]
+    for number, master in zip(numbers, masters, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape != master.shape:
+                raise ValueError(f"this state was saved with other optimizer state: {name} of "
+                                 f"{list(value.shape)}, for a shard of {list(master.shape)} here")
+
+
+def _shapes(tensors) -> list[tuple]:
+    return [tuple(tensor.shape) for tensor in tensors]
 
 
 def _words(entry: tuple | None) -> str:

@@ -12,13 +12,16 @@ Stage 3 does steps 3 and 4 for one unit, then for the next, since no rank may be
 whole model.
 """
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import nn
 
 from zero_minimal.foundations import collectives, layout, meta, optimizers, ownership, precision
-from zero_minimal.foundations.units import Unit
+from zero_minimal.foundations.released import is_released
+from zero_minimal.foundations.units import Unit, give_back
 
 
 def set_up(
@@ -38,12 +41,14 @@ def set_up(
         bucket_bytes: the size of a bucket; not used with units.
         units: each becomes one bucket (or several, if its parameters differ in dtype, device or
             optimizer group).
-    Raises: what ownership.parameter_groups, optimizers.check_element_wise, layout.pack,
-        ownership.adopt, meta.materialise and layout.flatten raise.
+    Raises: what ownership.parameter_groups, optimizers.check_element_wise, optimizers.check_groups,
+        meta.check, layout.pack, ownership.adopt and meta.materialise raise.
     """
     groups = ownership.parameter_groups(model, param_groups)
     ownership.check_forward(model)
     optimizers.check_element_wise(optimizer_class, optimizer_options)
+    optimizers.check_groups(optimizer_class, optimizer_options, groups)
+    meta.check(model, by_units=units is not None)
     stage.model, stage.group = model, group
     stage.rank, stage.world_size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -61,22 +66,37 @@ def set_up(
     stage.buckets = [bucket for bucket in stage.all_buckets if bucket.trained]
     ownership.adopt(stage, model, stage.all_buckets, group)
 
-    for part in parts:
-        if units:
-            meta.materialise(part, model)  # gives it memory, if it is on the meta device
-        layout.flatten(part.buckets)  # sets bucket.parameters, [padded]
-        for bucket in part.buckets:
-            collectives.broadcast(bucket.parameters, group=group, of=bucket)
-            stage.own(bucket)  # sets bucket.parameter_shard; at stages 0 and 1 gradients too
-            if bucket.trained:
-                bucket.master = precision.master_of(bucket.parameter_shard)
-    ownership.broadcast_rest(model, stage.all_buckets, group)
-    stage.optimizer = optimizers.on_shards(
-        optimizer_class, optimizer_options, groups, stage.buckets, model
-    )
+    with _whole_if_it_fails(stage), meta.back_if_it_fails(model):
+        for part in parts:
+            if units:
+                meta.materialise(part, model)  # gives it memory, if it is on the meta device
+            layout.flatten(part.buckets)  # sets bucket.parameters, [padded]
+            for bucket in part.buckets:
+                collectives.broadcast(bucket.parameters, group=group, of=bucket)
+                stage.own(bucket)  # sets bucket.parameter_shard; at stages 0 and 1 gradients too
+                if bucket.trained:
+                    bucket.master = precision.master_of(bucket.parameter_shard)
+        ownership.broadcast_rest(model, stage.all_buckets, group)
+        stage.optimizer = optimizers.on_shards(
+            optimizer_class, optimizer_options, groups, stage.buckets, model
+        )
     drop = weakref.WeakMethod(stage.zero_grad)
     stage.optimizer.zero_grad = lambda set_to_none=True: drop()()
     stage.gradient_scale: precision.Scale = None
+    ownership.mark(stage, model)  # last: a wrap that fails leaves the model free
+
+
+@contextlib.contextmanager
+def _whole_if_it_fails(stage) -> Iterator[None]:
+    """Context that an error on all ranks leaves with a model that can be wrapped again. Its values
+    may be rank 0's by then."""
+    try:
+        yield
+    except Exception:
+        lost = [bucket for bucket in stage.all_buckets if any(map(is_released, bucket.params))]
+        with contextlib.suppress(RuntimeError):  # the others may be elsewhere, or gone
+            give_back(lost, stage.group)
+        raise
 
 
 _models = weakref.WeakKeyDictionary()  # process group → how many models were wrapped over it

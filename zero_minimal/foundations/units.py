@@ -7,6 +7,7 @@ around it; one that two units share belongs to the root.
 
 import bisect
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -17,7 +18,8 @@ from zero_minimal.foundations import collectives
 from zero_minimal.foundations.backward import tensors_in
 from zero_minimal.foundations.layout import Bucket, same_storage
 from zero_minimal.foundations.precision import keep_changes
-from zero_minimal.foundations.released import restore
+from zero_minimal.foundations.released import refuse_left_behind, restore
+from zero_minimal.foundations.ties import LEFT_BEHIND, Tie
 
 
 @dataclass(eq=False)
@@ -78,21 +80,23 @@ def _callable(container: nn.Module):
 
 def _owners(found: dict) -> dict:
     """parameter → the innermost units that hold it."""
-    owners: dict = {}
-
-    def visit(module, unit, seen):
+    owners, seen, to_visit = {}, set(), [(next(iter(found)), None)]
+    # no function that calls itself: it would keep the units alive until the next garbage collection
+    while to_visit:
+        module, unit = to_visit.pop()
         unit = found.get(module, unit)
         if (module, unit) in seen:
-            return
+            continue
         seen.add((module, unit))
         for param in module.parameters(recurse=False):
             if unit not in owners.setdefault(param, []):
                 owners[param].append(unit)
-        for child in module.children():
-            visit(child, unit, seen)
-
-    visit(next(iter(found)), None, set())
+        to_visit += [(child, unit) for child in reversed(list(module.children()))]
     return owners
+
+
+class Pass:
+    """A forward pass. The nodes of its graph hold this object: it lives as long as they."""
 
 
 class Turns:
@@ -121,7 +125,7 @@ class Turns:
     """
 
     def __init__(self, stage):
-        self.stage, self.root = stage, stage.units[0]
+        self.stage, self.root = weakref.proxy(stage), stage.units[0]
         self._passes: dict = {"forward": [], "backward": []}
         self._opened_by: nn.Module | None = None  # the module whose call began the forward pass
         self.begin("forward")
@@ -133,14 +137,10 @@ class Turns:
                 self._follow(unit, module)
 
     def _follow(self, unit: Unit, module: nn.Module) -> None:
-        """Before the user's own hooks, which may read parameters; and apart from what torch.compile
-        makes of the module, since it cannot know that memory comes and goes."""
-        before = torch.compiler.disable(lambda module, _: self._before_forward(unit, module))
-        after = torch.compiler.disable(
-            lambda module, _, output: self._after_forward(unit, module, output)
-        )
+        """Before the user's own hooks, which may read parameters."""
+        before = Tie(Turns._before_forward, self, unit, left=refuse_left_behind)
         module.register_forward_pre_hook(before, prepend=True)
-        module.register_forward_hook(after, always_call=True)
+        module.register_forward_hook(Tie(Turns._after_forward, self, unit), always_call=True)
 
     def begin(self, kind: str) -> None:
         """A "forward" or "backward" pass begins."""
@@ -154,9 +154,20 @@ class Turns:
         self._since = _next_number()
         self._first_call: dict[Unit, int] = {}  # unit → begin, in the order of the calls
         self._under_way: list[tuple] = []  # (begin, unit, module): calls that have not returned
-        self._calls: list[tuple] = []  # (begin, end, unit), inner calls before the outer one
+        # (begin, end, unit, its pass, weakly), inner calls before the outer one
+        self._calls: list[tuple] = []
+        self._pass = Pass()
 
-    def _before_forward(self, unit: Unit, module: nn.Module) -> None:
+    def _forget_the_dead(self) -> None:
+        """At the start of a forward pass: forget calls to which no backward can come any more. An
+        evaluation without no_grad() leaves nothing else behind."""
+        self._calls = [call for call in self._calls if call[3]() is not None]
+        self._first_call = {}
+        for begin, _, unit, _ in sorted(self._calls, key=lambda call: call[0]):
+            self._first_call.setdefault(unit, begin)
+        self._pass = Pass()
+
+    def _before_forward(self, unit: Unit, module: nn.Module, _) -> None:
         if self.stage.shown:  # all is whole; one rank alone may be running
             return
         if module is not unit.module and self._is_at_work(unit):
@@ -171,6 +182,8 @@ class Turns:
                 self.begin("forward")
             if not self._now:
                 self._opened_by = module
+            if not self._under_way:
+                self._forget_the_dead()
         if torch.is_grad_enabled():
             self._first_call.setdefault(unit, _next_number())
         self._under_way.append((_next_number(), unit, module))
@@ -180,7 +193,7 @@ class Turns:
         under_way = [one for _, one, _ in self._under_way]
         return bool(under_way) if unit is self.root else unit in under_way
 
-    def _after_forward(self, unit: Unit, module: nn.Module, output) -> None:
+    def _after_forward(self, unit: Unit, module: nn.Module, _, output) -> None:
         if isinstance(output, Iterator):
             raise RuntimeError(f"a {type(module).__name__} returns a generator, which would read "
                                "parameters after its turn: return a list")
@@ -199,7 +212,7 @@ class Turns:
             return
         self._under_way.pop()
         if torch.is_grad_enabled():
-            self._calls.append((began, _next_number(), unit))
+            self._calls.append((began, _next_number(), unit, weakref.ref(self._pass)))
             for tensor in tensors:
                 self._watch(tensor.grad_fn, self._innermost)
         elif module is self.root.module:
@@ -209,7 +222,7 @@ class Turns:
         """The innermost unit that ran when the node of this number was made."""
         ended_later = bisect.bisect_right(self._calls, number, key=lambda call: call[1])
         # inner calls come first in _calls
-        owners = (unit for begin, _, unit in self._calls[ended_later:] if begin <= number)
+        owners = (unit for begin, _, unit, _ in self._calls[ended_later:] if begin <= number)
         return next(owners, None)
 
     def _watch(self, node, owner_of: Callable[[int], Unit | None]) -> None:
@@ -217,8 +230,11 @@ class Turns:
             return
         number = node._sequence_nr()
         if owner := owner_of(number):
-            node.metadata["watched"] = True
-            node.register_prehook(lambda *_: self._before_backward(owner, number))
+            node.metadata["watched"] = self._pass
+            node.register_prehook(Tie(
+                lambda turns, unit, *_: turns._before_backward(unit, number), self, owner,
+                left=refuse_backward,
+            ))
 
     def _before_backward(self, unit: Unit, number: int) -> None:
         if torch.is_grad_enabled():
@@ -265,6 +281,11 @@ def _inner_owners(unit: Unit) -> list[nn.Module]:
             and not params.isdisjoint(module.parameters(recurse=False))]
 
 
+def refuse_backward(*_) -> None:
+    """Of a graph whose saved parameters are gone."""
+    raise RuntimeError(f"backward() comes too late: {LEFT_BEHIND}")
+
+
 def _next_number() -> int:
     """The number that autograd will give to the next node of a graph."""
     return torch.autograd._get_sequence_nr()
@@ -273,36 +294,43 @@ def _next_number() -> int:
 @contextlib.contextmanager
 def whole_parameters(buckets: list[Bucket], rank: int, group=None) -> Iterator[None]:
     """Context in which the parameters are whole, in new memory: what the caller keeps of it stays
-    valid. At its end edits are carried over to this rank's shards. All ranks must enter it, and
-    none may run backward inside."""
+    valid. At its end edits are carried over to this rank's shards, but not if it ends with an
+    error: one rank may have had it alone. All ranks must enter it, and none may run backward
+    inside."""
+    give_back(buckets, group)
+    yield
     with torch.no_grad():
         for bucket in buckets:
             whole = bucket.zeros()
-            collectives.all_gather(whole, bucket.parameter_shard, group=group, of=bucket.name)
             for param in bucket.params:
-                restore(param, bucket.flat.view(whole, param))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for bucket in buckets:
-                whole = bucket.zeros()
-                for param in bucket.params:
-                    bucket.flat.view(whole, param).copy_(param.data)
-                bucket.parameter_shard.copy_(bucket.shard(whole, rank))
-                if bucket.trained:
-                    keep_changes(bucket)
+                bucket.flat.view(whole, param).copy_(param.data)
+            bucket.parameter_shard.copy_(bucket.shard(whole, rank))
+            if bucket.trained:
+                keep_changes(bucket)
 
 
-def refuse_state_dict(model: nn.Module, unless: Callable[[], bool]) -> None:
-    """Let model.state_dict() and model.load_state_dict() raise an error that says what to do,
-    unless unless(): a state dict of placeholders would be a checkpoint of NaN."""
+@torch.no_grad()
+def give_back(buckets: list[Bucket], group=None) -> None:
+    """Make the parameters whole again, in new memory, from all ranks' shards."""
+    for bucket in buckets:
+        whole = bucket.zeros()
+        collectives.all_gather(whole, bucket.parameter_shard, group=group, of=bucket.name)
+        for param in bucket.params:
+            restore(param, bucket.flat.view(whole, param))
 
-    def refuse(*_):
-        if not unless():
+
+def refuse_state_dict(stage) -> None:
+    """Let state_dict() and load_state_dict() of stage.model, and of each module in it, raise an
+    error that says what to do, unless stage.shown: a state dict of placeholders would be a
+    checkpoint of NaN."""
+
+    def refuse(stage, module, *_):
+        if not stage.shown and any(True for _ in module.parameters()):
             raise RuntimeError("at stage 3 a rank holds shards only: put model.state_dict() or "
                                "model.load_state_dict() under `with zero.gather_parameters():`, "
-                               "on all ranks")
+                               "on all ranks; or save zero.state_dict(), this rank's part")
 
-    model.register_state_dict_pre_hook(refuse)
-    model.register_load_state_dict_pre_hook(refuse)
+    tie = Tie(refuse, stage, left=refuse_left_behind)
+    for module in stage.model.modules():
+        module.register_state_dict_pre_hook(tie)
+        module.register_load_state_dict_pre_hook(tie)

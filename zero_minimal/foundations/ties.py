@@ -1,0 +1,64 @@
+"""Ties: how a model holds on to its stage, by hooks and by a mark on each parameter. Loosely, since
+a model may live longer than its stage, and is copied and saved without it:
+
+    del zero                 frees shards and optimizer state at once: a tie holds its stage weakly
+    copy.deepcopy(model)     is a plain model: the copy of a tie does nothing
+    torch.save(model, file)  the same, when it is loaded
+
+At stage 3 the parameters go with the stage, so a model that was left behind says so when it is used.
+"""
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+LEFT_BEHIND = (
+    "the stage of this model is gone (del zero), and with it went the parameters, of which the model "
+    "itself holds none at stage 3: keep `zero` as long as the model, or copy the model before, under "
+    "`with zero.gather_parameters():`, on all ranks"
+)
+
+
+def nothing(*_) -> None:
+    """What a tie does that was copied, or whose stage is gone."""
+
+
+class Tie:
+    """A hook: function(*owners, *what the hook is given), as long as all owners live; then
+    left(*what the hook is given). torch.compile calls it, and does not look inside."""
+
+    def __init__(self, function: Callable = nothing, *owners, left: Callable = nothing):
+        self.function, self.left = function, left
+        self.owners = [weakref.ref(owner) for owner in owners]
+
+    @torch.compiler.disable
+    def __call__(self, *given):
+        owners = [owner() for owner in self.owners]
+        if any(owner is None for owner in owners):
+            return self.left(*given)
+        return self.function(*owners, *given)
+
+    def __reduce__(self):  # for copies, and for pickle
+        return Tie, ()
+
+
+class Mark:
+    """On a parameter: which stage trains it."""
+
+    def __init__(self, stage=None):
+        self._stage = nothing if stage is None else weakref.ref(stage)
+
+    @property
+    def stage(self):
+        """None if it is gone."""
+        return self._stage()
+
+    def __reduce__(self):
+        return Mark, ()
+
+
+def trained_by(param: torch.Tensor):
+    """The stage that trains a parameter, or None."""
+    mark = vars(param).get("_zero_stage")
+    return mark.stage if isinstance(mark, Mark) else mark
