@@ -27,9 +27,9 @@ def causes(bars: list[dict]) -> list[str]:
     return [
         "Why the paper's 40B bars with P_a (C2, C4, C5) are so much higher is not known. None of these explains it by "
         f"itself. Constant buffers, whose size the paper does not give (ours are two of {buffers}): the paper has them "
-        "in C1 and C3 too, where the bars agree. Attention's matrices of scores, which were kept in 2019 and are not in "
-        f"ours ({' and '.join(scores)} each): at 100B they are larger, and there the bars with P_a agree. An allocator "
-        "that keeps what it once took: so does the model of it, and \"cached\" counts it.",
+        "in C1 and C3 too, where the bars agree. Attention's matrices of scores, which were kept in 2019 and are not "
+        f"in ours ({' and '.join(scores)} each): at 100B they are larger, and there the bars with P_a agree. An "
+        "allocator that keeps what it once took: so does the model of it, and \"cached\" counts it.",
         f"What is known: by the formula of §6.1 P_a takes {(whole - cut) / GB:.1f} GB off the checkpoints of the 40B "
         "model, and so it does in the code; off the paper's bars it takes less than half of that. Either something is "
         "there with P_a that is neither there without it nor at 100B, or two differences cancel in C1 and C3: the bars "
