@@ -20,7 +20,6 @@ backward); P_a adds 1/12 of that.
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,8 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zero_minimal.foundations import collectives, host
-from zero_minimal.foundations.backward import tensors_in
+from zero_minimal.foundations import checkpoints, collectives, host
 from zero_minimal.foundations.mesh import Group
 from zero_minimal.foundations.random_state import (
     autocast_as,
@@ -56,7 +54,7 @@ def checkpoint(
             a closure.
         group: P_a. The model-parallel group, on each of whose ranks the floating-point tensors
             among the arguments have the same values; they are cut over it. Integers, booleans and
-            parameters stay whole.
+            parameters stay whole. In a module's first pass a checksum of them is compared.
         to_host: keep the tensors in host memory, pinned where they come from a GPU. With a group
             that is P_a+cpu.
         place: where on the device to keep the floating-point tensors: a function that copies a
@@ -64,20 +62,21 @@ def checkpoint(
     A group of one rank saves nothing, and gets a warning that says so. The function runs twice:
     what it counts (the statistics of batch-norm) it counts twice. Under stages 1 to 3 a weight may
     be used by one checkpoint only.
-    Raises: RuntimeError if the function changes an argument in place; TypeError for tensors hidden
-        in other objects.
+    Raises: RuntimeError if the function changes an argument in place, if ranks of the group have
+        other values, and in backward for what is not a plain backward(), such as autograd.grad or
+        create_graph=True; TypeError for tensors hidden in other objects.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    _warn_if_alone(group)
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    _refuse_hidden(leaves)
+    checkpoints.refuse_hidden(leaves)
+    checkpoints.check_group(function, leaves, group)
     structure_of_output = [None]  # known once it has run
 
     def run(leaves):
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         flat, structure_of_output[0] = pytree.tree_flatten(function(*args, **kwargs))
-        _refuse_hidden(flat)
+        checkpoints.refuse_hidden(flat)
         return tuple(flat)
 
     # Autograd calls _Checkpoint.backward only if one of its arguments wants a gradient. The first
@@ -130,6 +129,7 @@ class _Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
+        checkpoints.check_pass()
         leaves = list(ctx.leaves)
         for (index, before), kept in zip(ctx.before.items(), ctx.saved_tensors, strict=True):
             leaves[index] = ctx.keeper.bring_back(kept, before)
@@ -193,26 +193,6 @@ class _Keeper:
         part = tensor.new_zeros(size)
         part[: mine.numel()] = mine
         return part
-
-
-def _warn_if_alone(group: Group) -> None:
-    if group is not None and dist.get_world_size(group) == 1:
-        warnings.warn(
-            "P_a saves nothing here: it cuts what several ranks hold a copy of, and the "
-            "model-parallel group has one rank. Data-parallel ranks have batches of their own, so "
-            "they have no copies to cut.", stacklevel=3
-        )
-
-
-def _refuse_hidden(leaves: list) -> None:
-    """Of a tensor inside some other object autograd would know nothing: its gradient would be lost
-    without a word."""
-    for leaf in leaves:
-        if isinstance(leaf, (Tensor, nn.Module)):
-            continue
-        if any(tensor.is_floating_point() for tensor in tensors_in(leaf)):
-            raise TypeError("a checkpointed function takes and returns tensors in tuples, lists "
-                            f"and dicts, not in a {type(leaf).__name__}: take them out of it")
 
 
 if __name__ == "__main__":

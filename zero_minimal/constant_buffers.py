@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_minimal.foundations import collectives
+from zero_minimal.foundations import collectives, fused
 from zero_minimal.foundations.mesh import Group
 
 
@@ -33,18 +33,18 @@ class ConstantBuffers:
 
     Args:
         size: bytes of each of the two.
-        dtype: of the buffers; fp32 sums 16-bit gradients precisely.
+        dtype: of the buffers, floating-point; fp32 sums 16-bit gradients precisely.
         group: the ranks whose collectives the buffers serve.
     Raises: ValueError for a size that does not hold one element a rank.
     """
 
     def __init__(
-        self, size: int, *, dtype: torch.dtype = torch.float32,
+        self, size: float, *, dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu", group: Group = None,
     ):
         self.group = group
         world_size = dist.get_world_size(group)
-        self.elements = size // dtype.itemsize // world_size * world_size  # equal shards
+        self.elements = int(size) // dtype.itemsize // world_size * world_size  # equal shards
         if self.elements < 1:
             raise ValueError(f"a buffer of {size} bytes does not hold one element for each of "
                              f"{world_size} ranks: {world_size * dtype.itemsize} bytes are the "
@@ -82,10 +82,9 @@ def all_reduce(tensors: Iterable[Tensor], buffers: ConstantBuffers, op: str = "a
     """Average (or sum) tensors of any shapes over the ranks, in place, through constant buffers.
 
     They are one long vector, cut wherever a buffer is full. All ranks must give the same shapes.
-    Raises: ValueError for a tensor that is not contiguous, or of a dtype that the buffers would
-        round.
+    Raises: what fused.flat_views raises, while all tensors are as they were: for dtypes that the
+        buffers would round, among others.
     """
-    dtype = buffers.buffers[0].dtype
     buffer, filled, pieces = None, 0, []
 
     def send():
@@ -94,9 +93,8 @@ def all_reduce(tensors: Iterable[Tensor], buffers: ConstantBuffers, op: str = "a
         )
         buffers.send(pending, lambda pieces=pieces, buffer=buffer: _unpack(buffer, pieces))
 
-    for flat in [_flat(tensor) for tensor in tensors]:  # all are checked before anything is sent
-        if torch.promote_types(flat.dtype, dtype) != dtype:
-            raise ValueError(f"{flat.dtype} does not fit into buffers of {dtype}")
+    like = buffers.buffers[0]
+    for flat in fused.flat_views(tensors, like.dtype, like.device):
         start = 0
         while start < flat.numel():
             if buffer is None:
@@ -116,17 +114,10 @@ def all_reduce(tensors: Iterable[Tensor], buffers: ConstantBuffers, op: str = "a
 @torch.no_grad()
 def fused_all_reduce(tensors: Iterable[Tensor], op: str = "avg", group: Group = None) -> None:
     """The same without C_B: one fp32 buffer as large as all tensors together."""
-    pieces = [_flat(tensor) for tensor in tensors]
+    pieces = fused.flat_views(tensors, torch.float32)
     buffer = torch.cat([piece.float() for piece in pieces])
     collectives.all_reduce(buffer, op=op, group=group)
     _unpack(buffer, pieces)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous():
-        raise ValueError("a tensor that is not contiguous has no flat view to write the result to: "
-                         "pass .contiguous()")
-    return tensor.view(-1)
 
 
 def _unpack(buffer: Tensor, pieces: list[Tensor]) -> None:

@@ -548,8 +548,8 @@ def test_slabs_prevent_the_failure(recordings):
     with pytest.raises(OutOfMemory) as caught:
         allocator_model.replay(recordings[False].trace, CachingAllocator(finding.capacity))
     assert caught.value.requested <= caught.value.free, "free memory would have been enough, in one piece"
-    assert caught.value.largest_free < caught.value.requested
-    assert caught.value.free_share > 0.3, "what section 3.2 of the paper saw"
+    assert 2 * caught.value.largest_free < caught.value.requested, "no block is nearly large enough"
+    assert caught.value.free_share > 0.25
     allocator_model.replay(recordings[True].trace, CachingAllocator(finding.capacity))
 
 

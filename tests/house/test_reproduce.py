@@ -10,7 +10,7 @@ from zero_minimal.paper import formulas, published
 from zero_minimal.paper.quantities import count
 from zero_minimal.pictures import style
 from zero_minimal.pictures.reproductions import draw_reproduction
-from zero_minimal.programs import reproduce, tables
+from zero_minimal.programs import figure7_notes, reproduce, tables
 
 
 @pytest.fixture
@@ -127,7 +127,19 @@ def test_figure_7_in_small(monkeypatch, tmp_path):
         assert (bar["host_gb"] > 0) == (bar["config"] == "C5")
     text = tables.describe("figure7", result)
     assert "no bar for C1 (its largest model is 40B; the code" in text and "67.1 GB, and 4.2 GB" in text
+    assert "is not known" in text and "What differs" not in text
     assert drawn(draw_reproduction("figure7", result), tmp_path)
+
+
+def test_what_figure_7_rules_out_is_ruled_out():
+    """What its notes say of causes follows from the paper's own numbers and the formula."""
+    small, large = (published.FIGURE7[name][0] for name in ("40B", "100B"))
+    bars = published.FIGURE7["40B"][1]
+    assert large.batch * large.heads > small.batch * small.heads, "scores are larger where the bars agree"
+    whole, cut = figure7_notes.checkpoints_of("40B")
+    assert (whole - cut) / 1e9 == pytest.approx(12.58, abs=0.01)
+    for without, with_cut in (("C1", "C2"), ("C3", "C4")):
+        assert bars[without] - bars[with_cut] < (whole - cut) / 2e9, "less than half of it off the paper's bars"
 
 
 def test_figure_2_is_arithmetic_and_says_so(tmp_path):

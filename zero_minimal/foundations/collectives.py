@@ -319,7 +319,7 @@ def _exchange(leaving: list, arriving: list, group) -> list:
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     others = [(rank + distance) % world_size for distance in range(1, world_size)]
     name = [dist.get_global_rank(group, other) if group else other for other in range(world_size)]
-    tag = _notes().tag if _notes() is not None else 0
+    tag = _notes().tag() if _notes() is not None else 0
     works = [dist.irecv(arriving[other], name[other], group=group, tag=tag)
              for other in reversed(others)]
     return works + [dist.isend(leaving[other], name[other], group=group, tag=tag)

@@ -31,22 +31,35 @@ class Mismatch(RuntimeError):
 
 
 class Notes:
-    """The notes of one collective: this rank's is on its way, those of the others are awaited."""
+    """The notes of one collective: this rank's, and those of the others, which are awaited.
+
+    They go out with the first data, not before: a collective that is refused for its arguments has
+    sent nothing, and the next one finds everybody as if it had not been.
+    """
 
     def __init__(self, words: str, group=None):
         self.words, self.group = words, group
-        self.tag = zlib.crc32(words.encode()) % TAG  # not hash(): it is salted anew in each process
-        _groups[group] = None
-        own = _written(words)
-        self.arriving = {
-            other: (note := torch.empty_like(own), dist.irecv(note, name, group=group, tag=TAG))
-            for other, name in _others(group)
-        }
-        self.leaving = [dist.isend(own, name, group=group, tag=TAG) for _, name in _others(group)]
+        self.arriving, self.leaving, self.sent = {}, [], False
+
+    def tag(self) -> int:
+        """That of the data, by which this rank's note goes out too."""
+        self._send()
+        return zlib.crc32(self.words.encode()) % TAG  # not hash(): it is salted in each process
+
+    def _send(self) -> None:
+        if self.sent:
+            return
+        _groups[self.group], self.sent = None, True
+        own, others = _written(self.words), _others(self.group)
+        for other, name in others:
+            note = torch.empty_like(own)
+            self.arriving[other] = note, dist.irecv(note, name, group=self.group, tag=TAG)
+        self.leaving = [dist.isend(own, name, group=self.group, tag=TAG) for _, name in others]
 
     def check(self) -> None:
         """Wait for the others' notes. Raises: Mismatch if one says something else. A second call
         does nothing."""
+        self._send()
         arriving, self.arriving = self.arriving, {}
         for other, (note, work) in arriving.items():
             work.wait()

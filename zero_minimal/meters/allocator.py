@@ -74,11 +74,17 @@ class OutOfMemory(MemoryError):
         self.requested, self.capacity, self.allocated = requested, allocator.capacity, allocator.allocated
         self.free, self.largest_free = self.capacity - self.allocated, allocator.largest_free
         self.request = allocator.requests
+        which = "" if self.is_for_want_of_a_block else ", which a request of this size cannot use"
         super().__init__(
             f"{number(requested)} bytes do not fit: of {number(self.capacity)} bytes {number(self.free)} are free "
-            f"({self.free_share:.0%}), but the largest free block has {number(self.largest_free)}, and the driver, "
-            f"asked for a segment of {number(segment)}, has {number(self.capacity - allocator.reserved)} left"
+            f"({self.free_share:.0%}), but the largest free block has {number(self.largest_free)}{which}, and the "
+            f"driver, asked for a segment of {number(segment)}, has {number(self.capacity - allocator.reserved)} left"
         )
+
+    @property
+    def is_for_want_of_a_block(self) -> bool:
+        """Whether no free block is large enough. Else there is one that requests of this size cannot use."""
+        return self.largest_free < self.requested
 
     @property
     def free_share(self) -> float:
@@ -132,6 +138,11 @@ class CachingAllocator:
     def free_blocks(self) -> list[int]:
         """Bytes of each free block in the segments, ascending."""
         return sorted(bytes for pool in self._free.values() for bytes, _, _ in pool)
+
+    @property
+    def holes(self) -> list[tuple[int, int]]:
+        """(address, bytes) of each free block in the segments, by address."""
+        return sorted((block.address, bytes) for pool in self._free.values() for bytes, _, block in pool)
 
     @property
     def largest_free(self) -> int:
@@ -257,36 +268,36 @@ def memory_map(trace: list[Event], allocator: CachingAllocator) -> tuple[list[Ro
 
 
 class Finding(NamedTuple):
-    """A capacity at which one trace fails and the other does not. `failure.free_share` is what was free.
+    """What two traces need, and a capacity that one gets through with and the other does not.
 
     smallest_without, smallest_with: the least capacities that either trace gets through with.
+    capacity, failure: that capacity, and how the one fails there. None: there is no such capacity.
     """
 
-    capacity: int
-    failure: OutOfMemory
     smallest_without: int
     smallest_with: int
+    capacity: int | None = None
+    failure: OutOfMemory | None = None
 
 
 def find_capacity(without: list[Event], with_slabs: list[Event], unit: int = 2 * MIB, tries: int = 48) -> Finding:
-    """The capacity at which `without` runs out of memory with most of it free, while `with_slabs` goes through.
+    """A capacity at which `without` runs out of memory while `with_slabs` goes through, and holes are the reason.
 
-    Tries multiples of `unit`, about `tries` of them. A failure counts if no free block is large enough; a request may
-    also fail because the allocator does not mix small and large ones. Raises ValueError if there is no such capacity.
+    Tries multiples of `unit`, about `tries` of them. The clearest is taken: what is free would do in all, and the
+    largest free block is smallest beside what is asked for. A request may also fail with a block that would do, because
+    the allocator does not mix small and large ones; that counts only if nothing else is found.
     """
     smallest_without, smallest_with = smallest_capacity(without, unit), smallest_capacity(with_slabs, unit)
     step = max(1, (smallest_without - smallest_with) // unit // tries) * unit
-    findings = []
-    for capacity in range(smallest_with, smallest_without, step):
-        failure = fails(without, capacity)
-        if failure and failure.largest_free < failure.requested and not fails(with_slabs, capacity):
-            findings.append(Finding(capacity, failure, smallest_without, smallest_with))
-    if not findings:
-        raise ValueError(
-            f"no capacity tells the two apart: without slabs {smallest_without} bytes are enough, with them "
-            f"{smallest_with}. Vary the sizes more, or accumulate more micro-batches in a step"
-        )
-    return max(findings, key=lambda finding: finding.failure.free_share)
+    failures = [failure for capacity in range(smallest_with, smallest_without, step)
+                if (failure := fails(without, capacity)) and not fails(with_slabs, capacity)]
+    best = max(failures, key=_clearness, default=None)
+    return Finding(smallest_without, smallest_with, best and best.capacity, best)
+
+
+def _clearness(failure: OutOfMemory) -> tuple:
+    enough_in_all = failure.is_for_want_of_a_block and failure.requested <= failure.free
+    return enough_in_all, failure.requested / max(1, failure.largest_free), failure.free_share
 
 
 def smallest_capacity(trace: list[Event], unit: int = 2 * MIB) -> int:

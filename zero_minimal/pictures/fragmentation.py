@@ -1,60 +1,160 @@
-"""Who lies where in memory: address over time, from a trace that a model of the allocator replays."""
+"""Fragmentation: who lies where in memory, with slabs and without, as a model of the allocator replays it."""
 
+import bisect
+
+from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from zero_minimal.meters.allocator import MIB, CachingAllocator, Row, memory_map
-from zero_minimal.pictures.style import LOOKS, figure, legend_outside
+from zero_minimal.meters.allocator import MIB, CachingAllocator, Finding, OutOfMemory, Row, memory_map
+from zero_minimal.pictures.style import LOOKS, legend_outside
 
-CACHED = "#E4E4E4"
+HOLE = {"facecolor": "#F4F4F4", "edgecolor": "#ADADAD", "hatch": "xxx", "linewidth": 0}
+SEGMENT = {"facecolor": "none", "edgecolor": "black", "linewidth": 0.5}
+ASKED = {"facecolor": "#D55E00", "edgecolor": "black", "linewidth": 1.2}
+LARGE = 0.015  # of the memory: what has this share is hatched, and a hole has its size written into it
 
 
-def draw_map(recordings: dict, capacity: int) -> Figure:
-    """Address over time, a panel for each recording, replayed at this capacity.
+def draw_map(recordings: dict, finding: Finding) -> Figure:
+    """The recordings {name: without slabs, name: with them}, replayed at the capacity that tells them apart.
 
-    A rectangle is a storage, in the colour of its category; light grey is memory that the allocator holds and nobody
-    uses, white what it never had or gave back. Addresses go beyond the capacity where segments were given back: the
-    driver maps the same pages elsewhere. A black line ends a panel where memory ran out.
+    Above, address over time: each rectangle is a storage, in the look of its category; what a segment has free is
+    hatched, and the driver's memory is white. Addresses go beyond the capacity where segments were given back: the
+    driver maps the same pages elsewhere. Below, all of the memory at the moment at which the first recording fails, and
+    at the same request of the second. If no capacity tells them apart, both go through, and there is nothing below.
     """
-    result, axes = figure(1, len(recordings), 7.5 * len(recordings), 5.6)
-    seen, tops = [], []
-    for axis, (title, recording) in zip(axes[0], recordings.items(), strict=True):
+    capacity = finding.capacity or max(finding.smallest_without, finding.smallest_with)
+    picture = Figure(figsize=(8.6, 7.3 if finding.failure else 4.6), layout="constrained")
+    bars = [["bar 0", "bar 0"], ["bar 1", "bar 1"]] if finding.failure else []
+    axes = picture.subplot_mosaic([["map 0", "map 1"], *bars], height_ratios=(3.6, 1.1, 0.6)[: 1 + len(bars)])
+    moments = _moments(*recordings.values(), capacity) if finding.failure else (None, None)
+    seen, top = set(), 0
+    for number, ((name, recording), moment) in enumerate(zip(recordings.items(), moments, strict=True)):
         allocator = CachingAllocator(capacity)
         rows, failure = memory_map(recording.trace, allocator)
-        last = max(row.end for row in rows)
-        cached = [Row(segment.begin, segment.end or last, segment.address, segment.bytes, "")
-                  for segment in allocator.segments + allocator.past_segments]
-        _rectangles(axis, cached, CACHED)
-        for category, (colour, _) in LOOKS.items():
-            own = [row for row in rows if _drawn_as(row.category) == category]
-            _rectangles(axis, own, colour)
-            seen += [category] if own and category not in seen else []
-        if failure:
-            axis.axvline(last, color="black", linewidth=2)
-            title += f": out of memory, {failure.free_share:.0%} free"
-        axis.set_title(title)
-        axis.set_xlim(0, len(recording.trace))
-        tops.append(max(row.address + row.bytes for row in cached) / MIB)
-        axis.set_xticks(recording.begins, range(1, len(recording.begins) + 1))
-        axis.set_xlabel("micro-batch, from where it begins")
-    for axis in axes[0]:
-        axis.set_ylim(0, max(tops))
-        axis.set_ylabel("address, MiB; white: not the allocator's")
-    entries = {category: Patch(color=colour) for category, (colour, _) in LOOKS.items() if category in seen}
-    legend_outside(result, entries | {"held by the allocator, free": Patch(color=CACHED)})
-    result.suptitle(f"Who lies where, with a capacity of {capacity / MIB:,.0f} MiB", fontsize=14)
-    return result
+        seen |= {_look(row.category) for row in rows}
+        top = max([top, *(segment.address + segment.bytes for segment in _all_segments(allocator))])
+        _draw_time(axes[f"map {number}"], rows, allocator, recording.begins, moment)
+        axes[f"map {number}"].set_title(name + (": out of memory" if failure else ""), fontsize=11)
+        if moment is not None:
+            _draw_moment(axes[f"bar {number}"], name, recording.trace[: moment + 1], capacity, finding.failure)
+        elif finding.failure:
+            axes[f"bar {number}"].set_visible(False)
+    for number in (0, 1):
+        axes[f"map {number}"].set(ylim=(0, top / MIB), ylabel="" if number else "address, MiB")
+    legend_outside(picture, _entries(seen, finding), columns=4)
+    picture.suptitle(f"Who lies where in {capacity / MIB:,.0f} MiB", fontsize=13)
+    return picture
 
 
-def _drawn_as(category: str) -> str:
-    return "optimizer" if category == "scalars" else category
+def _moments(first, second, capacity: int) -> tuple[int, int | None]:
+    """The event at which the first recording fails, and the same request in the second: in the same micro-batch the one
+    of as many bytes, the n-th if it is the n-th there. None if there is none."""
+    rows, _ = memory_map(first.trace, CachingAllocator(capacity))
+    fails = max(row.end for row in rows)
+    batch = bisect.bisect_right(first.begins, fails) - 1
+    wanted = first.trace[fails].bytes
+    before = sum(event.bytes == wanted for event in first.trace[first.begins[batch] : fails])
+    begin, end = (*second.begins, len(second.trace))[batch : batch + 2]
+    same = [index for index in range(begin, end) if second.trace[index].bytes == wanted]
+    return fails, same[before] if before < len(same) else None
 
 
-def _rectangles(axis, rows: list[Row], colour: str) -> None:
+# ----------------------------------------------------------------------------------------------------------- over time
+
+
+def _draw_time(axis: Axes, rows: list[Row], allocator: CachingAllocator, begins: list[int], moment: int | None) -> None:
+    last = max(row.end for row in rows)
+    lives = [Row(segment.begin, segment.end or last, segment.address, segment.bytes, "")
+             for segment in _all_segments(allocator)]
+    _rectangles(axis, lives, **HOLE)
+    for category, (colour, hatch) in LOOKS.items():
+        own = [row for row in rows if _look(row.category) == category]
+        large = [row for row in own if row.bytes >= LARGE * allocator.capacity]
+        _rectangles(axis, own, facecolor=colour, linewidth=0)
+        _rectangles(axis, large, facecolor=colour, edgecolor="white", hatch=hatch, linewidth=0)
+    _rectangles(axis, lives, **SEGMENT)
+    if moment is not None:
+        axis.axvline(moment, color="black", linewidth=2, linestyle="--")
+    axis.set_xlim(begins[0], last * 1.02)
+    shown = [begin for begin in begins if begin < last]
+    axis.set_xticks(shown, range(1, len(shown) + 1))
+    axis.set_xlabel("micro-batch, from where it begins")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _rectangles(axis: Axes, rows: list[Row], **look) -> None:
     corners = [
         [(row.begin, row.address / MIB), (row.end, row.address / MIB),
          (row.end, (row.address + row.bytes) / MIB), (row.begin, (row.address + row.bytes) / MIB)]
         for row in rows
     ]
-    axis.add_collection(PolyCollection(corners, facecolors=colour, linewidths=0, rasterized=True))
+    axis.add_collection(PolyCollection(corners, rasterized=True, **look))
+
+
+# --------------------------------------------------------------------------------------------------------- at a moment
+
+
+def _draw_moment(axis: Axes, name: str, trace: list, capacity: int, failure: OutOfMemory) -> None:
+    """A bar of the whole memory after the last event of the trace, which is the request: its segments, then the
+    driver's rest. If it was refused it lies below."""
+    allocator = CachingAllocator(capacity)
+    rows, refused = memory_map(trace, allocator)
+    alive = [row for row in rows if row.end == max(row.end for row in rows)]
+    starts, used = {}, 0
+    for segment in allocator.segments:  # one behind the other: between their addresses there is nothing
+        starts[segment.address] = used
+        used += segment.bytes
+
+    def place(address: int) -> float:
+        """Where an address lies in the bar, in MiB."""
+        segment = max(start for start in starts if start <= address)
+        return (starts[segment] + address - segment) / MIB
+
+    for row in alive:
+        colour, hatch = LOOKS[_look(row.category)]
+        axis.barh(0, row.bytes / MIB, 1, left=place(row.address), facecolor=colour, edgecolor="white", hatch=hatch,
+                  linewidth=0)
+    for address, bytes in allocator.holes:
+        axis.barh(0, bytes / MIB, 1, left=place(address), **HOLE)
+        _name(axis, place(address), bytes, capacity)
+    for segment in allocator.segments:
+        axis.barh(0, segment.bytes / MIB, 1, left=place(segment.address), **SEGMENT)
+    axis.barh(0, (capacity - used) / MIB, 1, left=used / MIB, **SEGMENT)
+    _name(axis, used / MIB, capacity - used, capacity)
+    asked, free = failure.requested / MIB, failure.free / MIB
+    if refused:
+        axis.barh(-1.1, asked, 0.7, left=0, **ASKED)
+        lacks = "has so much" if failure.is_for_want_of_a_block else "serves requests of this size"
+        axis.text(asked, -1.1, f"  {asked:.1f} MiB are asked for, and no free block {lacks}", va="center", fontsize=9)
+        words = f"{free:.0f} MiB are free ({failure.free_share:.0%})"
+    else:
+        (row,) = (row for row in alive if row.begin == len(trace) - 1)
+        axis.barh(0, row.bytes / MIB, 1, left=place(row.address), **ASKED)
+        words = f"the same {asked:.1f} MiB find room"
+    axis.set_title(f"{name}, at the dashed line: {words}", fontsize=10, loc="left")
+    axis.set(xlim=(0, capacity / MIB), yticks=[], ylim=(-1.6 if refused else -0.6, 0.6))
+    axis.set_xlabel("" if refused else "MiB")
+    axis.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _name(axis: Axes, start: float, bytes: int, capacity: int) -> None:
+    if bytes >= LARGE * capacity:
+        axis.text(start + bytes / MIB / 2, 0, f"{bytes / MIB:.1f}", ha="center", va="center", fontsize=9,
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0})
+
+
+def _all_segments(allocator: CachingAllocator) -> list:
+    return allocator.segments + allocator.past_segments
+
+
+def _look(category: str) -> str:
+    return "optimizer" if category == "scalars" else category
+
+
+def _entries(seen: set[str], finding: Finding) -> dict[str, Patch]:
+    entries = {category: Patch(facecolor=colour, hatch=hatch, edgecolor="white", linewidth=0)
+               for category, (colour, hatch) in LOOKS.items() if category in seen}
+    entries |= {"free, in a segment": Patch(**HOLE), "a segment's border; white: the driver's": Patch(**SEGMENT)}
+    return entries | ({"asked for": Patch(**ASKED)} if finding.failure else {})

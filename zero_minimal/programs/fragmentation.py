@@ -13,7 +13,7 @@ import torch
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.defragmentation import Slab, gradients_in_slab
-from zero_minimal.meters.allocator import MIB, CachingAllocator, Finding, fails, find_capacity, replay
+from zero_minimal.meters.allocator import MIB, CachingAllocator, Finding, find_capacity, replay
 from zero_minimal.meters.memory import Event, Ledger
 from zero_minimal.pictures import style
 from zero_minimal.pictures.fragmentation import draw_map
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=positive, default=8, help="blocks of the model (default: %(default)s)")
     parser.add_argument("--hidden", type=positive, default=128, help="width of the model (default: %(default)s)")
     parser.add_argument("--heads", type=positive, default=4, help="attention heads (default: %(default)s)")
-    parser.add_argument("--vocabulary", type=positive, default=32768, help="at least 256 (default: %(default)s)")
+    parser.add_argument("--vocabulary", type=positive, default=4096, help="at least 256 (default: %(default)s)")
     parser.add_argument("--batch", type=positive, default=4, help="sequences in a micro-batch (default: %(default)s)")
     parser.add_argument("--longest", type=positive, default=256, help="tokens of the longest (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=2, help="optimizer steps (default: %(default)s)")
@@ -129,40 +129,46 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
     if options.vocabulary < 256:
         parser.error(f"the tokens are bytes: --vocabulary must be 256 or more, not {options.vocabulary}")
+    if options.longest >= len(data.read_tokens()):
+        parser.error(f"the text has {len(data.read_tokens()):,} tokens: --longest must be less, not {options.longest}")
     lengths = varied_lengths(options.steps * options.accumulate, options.longest, options.seed)
     print(f"tokens in the sequences of the micro-batches: {', '.join(map(str, lengths))}")
     recordings = {
         name: record(config, lengths, options.batch, options.accumulate, slabs, options.seed)
         for name, slabs in (("without slabs", False), ("with slabs", True))
     }
-    try:
-        finding = find_capacity(*(recording.trace for recording in recordings.values()))
-    except ValueError as error:
-        parser.error(str(error))
+    finding = find_capacity(*(recording.trace for recording in recordings.values()))
     print(describe(recordings, finding))
     if options.picture:
-        style.save(draw_map(recordings, finding.capacity), options.picture)
+        style.save(draw_map(recordings, finding), options.picture)
 
 
 def describe(recordings: dict[str, Recording], finding: Finding) -> str:
-    """A table of both trainings, and the words of the failure."""
-    traces = [recording.trace for recording in recordings.values()]
-    generous = [replay(trace, CachingAllocator(2**62)) for trace in traces]
-    failures = [fails(trace, finding.capacity) for trace in traces]
-    losses = [recording.losses for recording in recordings.values()]
+    """A table of both trainings, and the words of the failure, or that there is none."""
+    generous = [replay(recording.trace, CachingAllocator(2**62)) for recording in recordings.values()]
     rows = [
         ["MiB", *recordings],
         ["in use at the peak", *(mib(allocator.peak_allocated) for allocator in generous)],
         ["held by the allocator, if it may", *(mib(allocator.peak_reserved) for allocator in generous)],
         ["least capacity that is enough", mib(finding.smallest_without), mib(finding.smallest_with)],
-        [f"a capacity of {mib(finding.capacity)} is", *("too little" if error else "enough" for error in failures)],
-        ["  free then, in all", *(mib(failure.free) if failure else "" for failure in failures)],
-        ["  free then, share", *(f"{failure.free_share:.1%}" if failure else "" for failure in failures)],
-        ["  largest free block", *(mib(failure.largest_free) if failure else "" for failure in failures)],
-        ["  asked for", *(mib(failure.requested) if failure else "" for failure in failures)],
     ]
+    if failure := finding.failure:
+        rows += [
+            [f"a capacity of {mib(failure.capacity)} is", "too little", "enough"],
+            ["  free then, in all", mib(failure.free), ""],
+            ["  free then, share", f"{failure.free_share:.1%}", ""],
+            ["  largest free block", mib(failure.largest_free), ""],
+            ["  asked for", mib(failure.requested), ""],
+        ]
+        found = f"Without slabs: {failure}"
+    else:
+        found = ("At these sizes M_D saves nothing: there is no capacity at which training fails\n"
+                 "without slabs and goes through with them. Slabs take room for the longest\n"
+                 "micro-batch and for all gradients, all the time; here that costs as much as\n"
+                 "the holes, or more. The default sizes show what slabs are for.")
+    losses = [recording.losses for recording in recordings.values()]
     same = "the same to the bit" if losses[0] == losses[1] else "NOT the same"
-    return f"\n{table(rows)}\n\nWithout slabs: {finding.failure}\nThe losses of both are {same}."
+    return f"\n{table(rows)}\n\n{found}\nThe losses of both are {same}."
 
 
 def mib(bytes: int) -> str:

@@ -17,11 +17,11 @@ from tqdm import tqdm
 
 from zero_minimal.meters.allocator import CachingAllocator, replay
 from zero_minimal.paper import formulas, published
-from zero_minimal.paper.quantities import count, size_text
+from zero_minimal.paper.quantities import count
 from zero_minimal.paper.shapes import VOCABULARY, parameter_count, shape_for
 from zero_minimal.pictures import style
 from zero_minimal.pictures.reproductions import draw_reproduction
-from zero_minimal.programs import report, tables
+from zero_minimal.programs import figure7_notes, report, tables
 from zero_minimal.programs.simulation import Case, simulate
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Parser, output_file, picture_file, positive
@@ -177,45 +177,7 @@ def figure7(sizes=tuple(published.FIGURE7), processes: int = 0, ranks: int = pub
     """Peaks of C1 to C5 at both sizes, allocated and cached, beside the bars of the paper. {"bars", "notes"}."""
     keys = [(size, config, ranks) for size in sizes for config in CONFIGS]
     bars = run_all(figure7_bar, keys, processes, "Figure 7")
-    shape, _ = published.FIGURE7["100B"]
-    run = (shape.layers, shape.hidden, shape.batch, 1024, "fp16")
-    whole, cut = formulas.checkpoints(*run), formulas.checkpoints(*run, cut=16)
-    scores = [f"{shape.batch * shape.heads // 16 * 1024**2 * 2 / GB:.2g} GB at {name}"
-              for name, (shape, _) in published.FIGURE7.items()]
-    return {"bars": bars, "notes": [
-        "The paper's bars are read off a chart (±0.3), and are memory cached by PyTorch's allocator: what it took from "
-        "the GPU. \"Cached\" here replays the code's allocations in a model of that allocator without a limit; "
-        "\"allocated\" is the sum of tensors at the highest moment.",
-        *distances(bars),
-        "What differs: the paper does not say how large the constant buffers were (ours are two of "
-        f"{size_text(bars[0]['bucket_bytes'])} or {size_text(bars[-1]['bucket_bytes'])}). Attention of 2019 kept "
-        f"matrices of scores, {' and '.join(scores)} each, several of them in the block at work; ours keeps none. And "
-        "an allocator that is not short of memory keeps whatever it once took.",
-        f"§6.1 says that P_a takes the checkpoints of the 100B model from \"33 GB\" to 2 GB. 33.6 billion is their "
-        f"number: in fp16 they are {whole / GB:.3g} GB, and {cut / GB:.2g} GB over 16 ranks.",
-    ]}
-
-
-def distances(bars: list[dict]) -> list[str]:
-    """How far the bars are from the paper's, in words."""
-    notes = []
-    for name in dict.fromkeys(bar["model"] for bar in bars):
-        own = [bar for bar in bars if bar["model"] == name]
-        off = ", ".join(f"{bar['config']} {bar['paper_cached_gb'] - bar['cached_gb']:+.1f}" for bar in own
-                        if bar["paper_cached_gb"])
-        notes.append(f"{name}: the paper's bars less what the code caches, GB: {off}.")
-        absent = [bar for bar in own if bar["paper_cached_gb"] is None]
-        if absent:
-            words = [f"{bar['config']} (its largest model is {published.LARGEST[bar['config']]}; the code allocates "
-                     f"{bar['allocated_gb']:.0f} GB)" for bar in absent]
-            notes.append(f"{name}: the paper has no bar for {', '.join(words)}.")
-        printed = {bar["config"]: bar["paper_cached_gb"] for bar in own}
-        code = {bar["config"]: bar["cached_gb"] for bar in own}
-        for whole, cut in (("C1", "C2"), ("C3", "C4")):
-            if printed.get(whole) and printed.get(cut):
-                notes.append(f"{name}, {whole} → {cut}: P_a takes {code[whole] - code[cut]:.1f} GB off what the code "
-                             f"caches, and {printed[whole] - printed[cut]:.1f} GB off the paper's bar.")
-    return notes
+    return {"bars": bars, "notes": figure7_notes.of(bars)}
 
 
 def figure7_bar(key) -> dict:

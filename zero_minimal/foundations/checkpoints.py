@@ -1,0 +1,104 @@
+"""Checkpoints: what activation_partitioning.checkpoint refuses, as it would go wrong silently."""
+
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_minimal.foundations import ownership, values
+from zero_minimal.foundations.backward import tensors_in
+from zero_minimal.foundations.mesh import Group
+
+# which functions had their arguments compared, over which groups
+_compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def check_pass() -> None:
+    """In the backward of a checkpoint. It goes back through its inside in a pass of its own, which
+    adds to .grad of every parameter there, and whose gradients have no past of their own.
+
+    Raises: RuntimeError if the pass around it asks for something else.
+    """
+    if not torch.autograd._is_checkpoint_valid():
+        asked = "autograd.grad(), backward(inputs=…)"
+    elif torch.is_grad_enabled():
+        asked = "create_graph=True"
+    else:
+        return
+    raise RuntimeError(f"{asked} cannot go through activation_partitioning.checkpoint: its "
+                       "backward adds to .grad of all parameters inside, and makes no graph. Call "
+                       "backward() alone; or use torch.utils.checkpoint.checkpoint(function, "
+                       "*args, use_reentrant=False) there, which can do it")
+
+
+def check_group(function: Callable, leaves: list, group: Group) -> None:
+    """P_a cuts what all ranks of the group hold a copy of: compare a checksum of the floating-point
+    tensors among the leaves over the group. Each module is compared once, in its first pass.
+
+    A group of one rank has no copies, and gets a warning.
+    Raises: RuntimeError on every rank of the group if they differ.
+    """
+    if group is None:
+        return
+    if dist.get_world_size(group) == 1:
+        warnings.warn(
+            "P_a saves nothing here: it cuts what several ranks hold a copy of, and the "
+            "model-parallel group has one rank. Data-parallel ranks have batches of their own, so "
+            "they have no copies to cut.", stacklevel=4
+        )
+    elif values.present() and _is_first(function, group):
+        sums = ownership.numbers_of_all_ranks([checksum(leaves)], group)
+        odd = [rank for rank, other in enumerate(sums) if other != sums[0]]
+        if odd:
+            raise RuntimeError(
+                "P_a cuts an input of which each rank of its group has a copy, but rank "
+                f"{odd[0]}'s differs from rank 0's: group= must be the model-parallel group "
+                "(mesh.model_group). Data-parallel ranks have batches of their own: without "
+                "group= each keeps its own checkpoints. If it is the model-parallel group, give "
+                "its ranks the same batch and the same seed"
+            )
+
+
+def checksum(leaves: list) -> int:
+    """Of the floating-point tensors that are not parameters: shapes, dtypes and every bit."""
+    total = 0
+    for tensor in leaves:
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            if not isinstance(tensor, nn.Parameter):
+                total = zlib.crc32(repr((tensor.dtype, tuple(tensor.shape))).encode(), total)
+                total = zlib.crc32(_bytes_of(tensor), total)
+    return total
+
+
+def refuse_hidden(leaves: list) -> None:
+    """Of a tensor inside some other object autograd would know nothing: its gradient would be lost.
+
+    Raises: TypeError if there is one.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, (Tensor, nn.Module)):
+            continue
+        if any(tensor.is_floating_point() for tensor in tensors_in(leaf)):
+            raise TypeError("a checkpointed function takes and returns tensors in tuples, lists "
+                            f"and dicts, not in a {type(leaf).__name__}: take them out of it")
+
+
+def _bytes_of(tensor: Tensor):
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def _is_first(function: Callable, group: Group) -> bool:
+    """Whether the function is seen with this group for the first time. A method is known by its
+    object, and a function by its code: a lambda is made anew in each pass."""
+    owner = getattr(function, "__self__", getattr(function, "__code__", function))
+    try:
+        groups = _compared.setdefault(owner, weakref.WeakSet())
+    except TypeError:  # one that cannot be remembered is compared in each pass
+        return True
+    is_first = group not in groups
+    groups.add(group)
+    return is_first
