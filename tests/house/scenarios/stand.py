@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from house.scenarios.plain import Plain, PlainScaler, play_in_turn
 
-from zero_minimal.foundations import uneven
+from zero_minimal.foundations import notes, uneven
 from zero_minimal.foundations.precision import LossScaler
 
 STAGES = ("naive", "stage0", "stage1", "stage2", "stage3")
@@ -187,6 +187,7 @@ def play_staged(scenarios) -> dict:
             dist.barrier()
             group = dist.new_group(timeout=PATIENCE)
             outcomes[what.name, stage] = _play(what, Staged(stage, group))
+            notes._groups.pop(group, None)  # whose connections may be broken: nobody there waits for a goodbye
     return outcomes
 
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import toys
-from house.scenarios import models, passes, stand, training  # noqa: F401  (they fill the table)
+from house.scenarios import models, passes, stand, states, training  # noqa: F401  (they fill the table)
 from house.scenarios.stand import TABLE, WORLDS, judge
 from thorough import companions, sample
 
