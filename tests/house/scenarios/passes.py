@@ -629,6 +629,17 @@ def hooks_on_modules_after_wrapping(me):
         layer.register_forward_pre_hook(lambda module, inputs: (inputs[0] * module.gain.mean(),))
         layer.register_forward_hook(lambda module, inputs, output: output * module.gain.mean())
         layer.register_full_backward_hook(lambda module, grads, outer: me.note(module.linear.weight.sum()))
+    for step in range(3):
+        model(me.x(step)).square().mean().backward()
+        zero.step()
+        zero.zero_grad()
+
+
+@scenario(or_refused="is released")
+def backward_pre_hooks_that_read_weights(me):
+    model = Chain()
+    zero = me.wrap(model, SGD, **MOMENTUM)
+    for layer in model.layers:
         layer.register_full_backward_pre_hook(lambda module, outer: me.note(module.linear.weight.sum()))
     for step in range(3):
         model(me.x(step)).square().mean().backward()

@@ -19,7 +19,6 @@ OPTIMIZERS = {
     "AdamW": (AdamW, dict(lr=0.01)),
     "AdamW, fused": (AdamW, dict(lr=0.01, fused=True)),
     "AdamW, foreach": (AdamW, dict(lr=0.01, foreach=True)),
-    "AdamW, capturable": (AdamW, dict(lr=0.01, capturable=True)),
     "Adagrad": (optim.Adagrad, dict(lr=0.1, lr_decay=0.1)),
     "Adadelta": (optim.Adadelta, dict(lr=1.0)),
     "Adamax": (optim.Adamax, dict(lr=0.01)),
@@ -127,7 +126,7 @@ def freeze_or_unfreeze(me, before, after):
         zero.zero_grad()
 
 
-WRAP_ANEW = r"'layers.0.linear.weight' was (un)?frozen after wrapping.*set requires_grad before, and build model and"
+WRAP_ANEW = r"'layers.0.gain' was (un)?frozen after wrapping.*set requires_grad before, and build model and stage anew"
 scenario("unfreezing", or_refused=WRAP_ANEW)(lambda me: freeze_or_unfreeze(me, False, True))
 scenario("freezing", or_refused=WRAP_ANEW)(lambda me: freeze_or_unfreeze(me, True, False))
 
@@ -229,9 +228,9 @@ def the_last_batch_under_no_sync_too(me):
         zero.zero_grad()
 
 
-@scenario(refused={f"stage{number}": "not in the same collective" for number in (0, 1, 2)}, worlds=(2, 3, 4))
+@scenario(or_refused="not in the same collective.*with no_sync\(\) around the same ones", worlds=(2, 3, 4))
 def no_sync_on_one_rank_alone(me):
-    """(The naive way averages in step(), and stage 3 reduces every batch: there it is right.)"""
+    """Where no_sync() is nothing to do, as in the naive way and at stage 3, it is right."""
     import contextlib
 
     model = Chain()
@@ -482,13 +481,21 @@ def a_step_that_is_not_finite_is_skipped(me):
         zero.zero_grad()
 
 
-@scenario()
+@scenario(refused={"stage3": "is released.*units="})
 def a_term_for_the_weights_in_the_loss(me):
     """L2 by hand, over all parameters."""
     def loss(model, me, step):
         return squares(model, me, step) + 0.01 * sum(param.square().sum() for param in model.parameters())
 
     train(me, Chain(), loss=loss)
+
+
+@scenario("a term for the weights in the loss, and the model one unit")
+def a_term_one_unit(me):
+    def loss(model, me, step):
+        return squares(model, me, step) + 0.01 * sum(param.square().sum() for param in model.parameters())
+
+    train(me, Chain(), loss=loss, units=[])
 
 
 # ------------------------------------------------------------------------------------------------------------ precision
@@ -527,7 +534,7 @@ scenario("fp16 with a loss scale, clipped", **LOW, tolerance=4e-3)(in_16_bit(tor
 scenario("fp16, a rank overflows", **LOW, tolerance=4e-3)(
     in_16_bit(torch.float16, 256.0, spoil=lambda me, step: step == 1 and me.rank == me.size - 1))
 scenario("fp16, overflow and clipping", **LOW, tolerance=4e-3)(
-    in_16_bit(torch.float16, 2.0**30, 0.1))
+    in_16_bit(torch.float16, 2.0**19, 0.1))
 scenario("fp32", dtype=torch.float32, tolerance=1e-5)(lambda me: train(me, Chain(), AdamW, lr=0.01))
 scenario("16 bit without masters", dtype=torch.bfloat16, refused={"naive": "use Stage0"}, tolerance=4e-2)(
     lambda me: train(me, Chain(), AdamW, lr=0.01))
@@ -623,7 +630,7 @@ def a_part_of_a_model_wrapped_too(me):
 # ----------------------------------------------------------------------------------------------- graphs that live longer
 
 
-@scenario(or_refused="graph|inplace|released|step")
+@scenario(refused="modified by an inplace operation|a backward|zero_grad|step")
 def a_graph_kept_across_a_step(me):
     """Plain PyTorch refuses it where the update changed, in place, what backward needs."""
     model = Chain()
@@ -636,7 +643,7 @@ def a_graph_kept_across_a_step(me):
     zero.step()
 
 
-@scenario(or_refused="graph|inplace|released|step")
+@scenario(refused="modified by an inplace operation|a backward|zero_grad|step")
 def a_forward_before_the_step_and_its_backward_after(me):
     """Pipelining by hand: the next batch's forward runs before this batch's update."""
     model = Chain()
