@@ -72,7 +72,7 @@ class Plain:
     """The stages' interface, over plain PyTorch. 16-bit parameters have fp32 masters. A parameter without a gradient
     counts as one whose gradient is zero."""
 
-    def __init__(self, turn, model, optimizer_class, *, param_groups=None, bucket_bytes=None, **options):
+    def __init__(self, turn, model, optimizer_class, *, param_groups=None, bucket_bytes=None, group=None, **options):
         self.turn, self.model = turn, model
         own = [*model.parameters(), *model.buffers()]
         for tensor, first in zip(own, turn.meet([tensor.detach().clone() for tensor in own])[0], strict=True):

@@ -147,7 +147,7 @@ for words, edit in EDITS.items():
     scenario(f"edited outside by {words}", or_refused=f"{REPLACED}|{GATHER}")(
         lambda me, edit=edit: training(me, lambda zero, step: edit(zero.model, step)))
 for words, edit in {"load_state_dict(assign=True)": by_assign, "a new nn.Parameter": new_parameter}.items():
-    scenario(f"replaced by {words}", refused=REPLACED, naive=False)(
+    scenario(f"replaced by {words}", refused=f"{REPLACED}|{GATHER}", naive=False)(
         lambda me, edit=edit: training(me, lambda zero, step: edit(zero.model, step)))
     scenario(f"replaced in gather_parameters() by {words}", refused=REPLACED, naive=False)(
         lambda me, edit=edit: training(me, in_gathered(edit)))
@@ -201,7 +201,7 @@ def one_rank_alone_edits_in_gather_parameters(me):
     training(me, in_gathered(edit))
 
 
-@scenario(refused="moved or replaced|the stage|model.to", naive=False)
+@scenario(refused=f"{REPLACED}|{GATHER}", naive=False)
 def moved_to_another_dtype(me):
     def what(zero, step):
         if step == 1:
@@ -211,12 +211,12 @@ def moved_to_another_dtype(me):
     training(me, what)
 
 
-@scenario()
+@scenario(or_refused=GATHER)
 def moved_to_where_it_is(me):
     training(me, lambda zero, step: zero.model.to("cpu").double())
 
 
-@scenario(or_refused=REPLACED + "|does not (know|train)|built anew|build")
+@scenario(or_refused=f"{REPLACED}|build model and stage anew")
 def a_layer_added_later(me):
     def what(zero, step):
         if step == 1:
@@ -244,7 +244,7 @@ def an_average_by_hand(me):
     me.note(*average)
 
 
-@scenario(or_refused=f"{GATHER}|deepcopy|before wrapping|copy")
+@scenario(or_refused=GATHER)
 def averaged_model_made_before_wrapping(me):
     torch.manual_seed(0)  # all ranks alike: the average starts from the same
     model = Chain()
@@ -276,17 +276,16 @@ def copied(copy_it, gathered):
                 with torch.no_grad():
                     me.note(kept[0](me.x(77)))
 
-        zero = training(me, what)
+        zero = training(me, what, group=None, **MOMENTUM)  # with the default group a stage can be copied
         with torch.no_grad():
             me.note(kept[0](me.x(78)))
-        training(me, lambda *_: None, model=None)
         me.note(*kept[0].parameters())
         assert zero
 
     return play
 
 
-COPY = "deepcopy|copy|gather_parameters"
+COPY = r"gather_parameters\(\)|before (you )?wrap|copy\.deepcopy"
 scenario("deepcopy after wrapping", or_refused=COPY)(copied(copy.deepcopy, False))
 scenario("deepcopy in gather_parameters()", naive=False, or_refused=COPY)(copied(copy.deepcopy, True))
 scenario("AveragedModel made after wrapping", or_refused=COPY)(copied(AveragedModel, False))
@@ -295,10 +294,10 @@ scenario("AveragedModel made in gather_parameters()", naive=False, or_refused=CO
 
 @scenario("a copy trained on by a stage of its own", naive=False, or_refused=COPY + "|belongs to")
 def a_copy_trained_on(me):
-    zero = training(me, lambda *_: None)
+    zero = training(me, lambda *_: None, group=None, **MOMENTUM)
     with zero.gather_parameters():
         other = copy.deepcopy(zero.model)
-    training(me, lambda *_: None, model=other)
+    training(me, lambda *_: None, model=other, group=None, **MOMENTUM)
 
 
 # ----------------------------------------------------------------------------------------------------------------- saved

@@ -299,7 +299,7 @@ def with_gradients(me, change, steps=3, before=None):
         zero.zero_grad()
 
 
-OURS = r"zero\.clip_grad_norm_|zero\.zero_grad|reduced_gradients|zero\.step"
+OURS = r"zero\.clip_grad_norm_|zero\.zero_grad|reduced_gradients|zero\.step"  # the line to write instead
 
 
 @scenario("torch's clip_grad_norm_", or_refused=OURS)
