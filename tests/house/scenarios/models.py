@@ -172,7 +172,7 @@ def and_with_a_unit_around_both(me):
     train(me, with_a_neighbour(), units=[])
 
 
-# ------------------------------------------------------------------------------------------------ parameters of all kinds
+# ---------------------------------------------------------------------------------------------- parameters of all kinds
 
 
 @scenario()
@@ -279,7 +279,7 @@ def embedding_with_padding(me):
     train(me, nn.Sequential(nn.Embedding(11, WIDTH, padding_idx=0), Chain()), loss=bag_of_words)
 
 
-@scenario()
+@scenario(mend="naive: all_reduce asks a sparse gradient for its nbytes", or_refused="sparse=False")
 def sparse_embeddings(me):
     class Sparse(nn.Module):
         def __init__(self):
@@ -293,7 +293,7 @@ def sparse_embeddings(me):
     train(me, Sparse(), loss=bag_of_words)
 
 
-@scenario(or_refused="max_norm")
+@scenario(or_refused="max_norm", mend="each rank shortens rows of its own, and keeps them")
 def embedding_with_max_norm(me):
     """It shortens rows as it reads them: other rows on each rank."""
     train(me, nn.Sequential(nn.Embedding(11, WIDTH, max_norm=0.5), nn.Linear(WIDTH, 3)), loss=bag_of_words)
@@ -401,6 +401,25 @@ def transformer_encoder_with_nested_tensors(me):
     train(me, nn.TransformerEncoder(layer, 2), loss=padded)
 
 
+@scenario(mend="stage 3: a released parameter turns torch's fast path off, which leaves zeros where the padding is",
+          or_refused="enable_nested_tensor=False")
+def what_nested_tensors_put_in_place_of_padding(me):
+    import warnings
+
+    warnings.filterwarnings("ignore", message=".*nested tensors.*")
+    layer = nn.TransformerEncoderLayer(8, 2, 13, dropout=0.0, batch_first=True)
+
+    def loss(model, me, step):
+        padding = torch.arange(5).expand(3, 5) >= torch.tensor([[4], [2], [3]])
+        model.eval()
+        with torch.no_grad():
+            me.note(model(me.x(step, 3, 5, 8), src_key_padding_mask=padding).mean(1))
+        model.train()
+        return model(me.x(step, 3, 5, 8)).square().mean()
+
+    train(me, nn.TransformerEncoder(layer, 2), loss=loss)
+
+
 @scenario()
 def encoder_and_decoder(me):
     def loss(model, me, step):
@@ -409,7 +428,7 @@ def encoder_and_decoder(me):
     train(me, nn.Transformer(8, 2, 2, 2, 13, dropout=0.0, batch_first=True), loss=loss)
 
 
-# --------------------------------------------------------------------------------------------- weights that are computed
+# -------------------------------------------------------------------------------------------- weights that are computed
 
 
 @scenario()

@@ -55,8 +55,7 @@ class Scenario:
     dtype: torch.dtype = torch.float64
     tolerance: float = 1e-11
     learns: bool = True
-    mend: str = ""  # what is wrong today
-    mend_in: tuple = WORLDS  # where it shows
+    mend: str = ""  # what is wrong today: it is expected to fail until that is mended
 
     @property
     def stages(self) -> tuple:
@@ -64,7 +63,7 @@ class Scenario:
 
 
 def scenario(name: str = "", refused=None, **options):
-    """Put a function into the table. refused: a pattern, for all stages, or {stage: pattern}."""
+    """Put a function into the table. refused: a pattern, for all stages, or {stage: pattern}. options: of Scenario."""
 
     def enter(play):
         title = name or play.__name__.strip("_").replace("_", " ")
@@ -85,7 +84,8 @@ class Outcome:
     start: list
     parameters: list
     buffers: list
-    error: str = ""
+    error: str = ""  # its kind and message
+    where: str = ""  # its traceback
 
 
 class Me:
@@ -96,8 +96,10 @@ class Me:
         self.notes, self.wrapped, self.start = [], [], []
 
     def note(self, *values) -> None:
-        self.notes += [value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
-                       for value in values]
+        """Numbers and tensors that must agree."""
+        for value in values:
+            own = value.detach().clone() if isinstance(value, torch.Tensor) else None
+            self.notes.append(torch.tensor(float(value), dtype=torch.float64) if own is None else own)
 
     def x(self, step: int, *shape, of: int | None = None) -> torch.Tensor:
         """Random numbers [5, 7], or of another shape; those of another rank, if `of` says so."""
@@ -112,14 +114,17 @@ class Me:
     def _generator(self, step, of):
         return torch.Generator().manual_seed(7919 * (1 + (self.rank if of is None else of)) + step)
 
-    def outcome(self, error: str = "") -> Outcome:
+    def outcome(self, error: BaseException | None = None) -> Outcome:
         parameters, buffers = [], []
         for zero in () if error else self.wrapped:
             whole = getattr(zero, "gather_parameters", contextlib.nullcontext)
             with whole():
                 parameters += [param.detach().clone() for param in zero.model.parameters()]
             buffers += [buffer.clone() for buffer in zero.model.buffers()]
-        return Outcome(self.notes, self.start, parameters, buffers, error)
+        if not error:
+            return Outcome(self.notes, self.start, parameters, buffers)
+        where = "".join(traceback.format_tb(error.__traceback__))
+        return Outcome(self.notes, self.start, [], [], f"{type(error).__name__}: {error}", where)
 
 
 class Staged(Me):
@@ -133,7 +138,7 @@ class Staged(Me):
     def wrap(self, model, optimizer, *, units=None, **options):
         if units is not None and self.stage == "stage3":
             options["units"] = units
-        zero = self.kind(model, optimizer, **{"group": self.group, "bucket_bytes": 600, **options})
+        zero = self.kind(model, optimizer, **{"group": self.group, "bucket_bytes": 1200, **options})
         self.wrapped.append(zero)
         return zero
 
@@ -221,7 +226,7 @@ def _play(what: Scenario, me: Me) -> Outcome:
         what.play(me)
         return me.outcome()
     except Exception as error:
-        return me.outcome(f"{type(error).__name__}: {error}\n{''.join(traceback.format_tb(error.__traceback__))}")
+        return me.outcome(error)
     finally:
         me.wrapped.clear()
         gc.collect()
@@ -230,13 +235,21 @@ def _play(what: Scenario, me: Me) -> Outcome:
 # ------------------------------------------------------------------------------------------------- in a test: judgement
 
 
+def check(what: Scenario, staged: list[dict], plain: list[Outcome]) -> None:
+    """Assert that each stage did what it should. staged: of each rank, what play_staged returned."""
+    for stage in what.stages:
+        letter, why = judge(what, stage, [of_rank[what.name, stage] for of_rank in staged], plain)
+        wanted = ("R",) if stage in what.refused else ("A", "R") if what.or_refused else ("A",)
+        assert letter in wanted, f"{stage}: {letter} and not {' or '.join(wanted)}: {why}"
+
+
 def judge(what: Scenario, stage: str, ours: list[Outcome], plain: list[Outcome]) -> tuple[str, str]:
     """The letter of what came of it, and why. ours, plain: an outcome a rank."""
     if any(outcome.error for outcome in ours):
-        return _judge_errors(what.refused.get(stage) or what.or_refused, [outcome.error for outcome in ours])
+        return _judge_errors(what.refused.get(stage) or what.or_refused, ours)
     for outcome in plain:
         if outcome.error:
-            return "W", f"goes on, and plain PyTorch does not: {outcome.error}"
+            return "W", f"goes on, and plain PyTorch does not: {outcome.error}\n{outcome.where}"
     if what.learns and not what.refused.get(stage):
         assert _furthest(plain[0].parameters, plain[0].start)[0] > 1e-3, "plain PyTorch learned nothing"
     for rank, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
@@ -247,14 +260,15 @@ def judge(what: Scenario, stage: str, ours: list[Outcome], plain: list[Outcome])
     return "A", ""
 
 
-def _judge_errors(pattern: str, errors: list[str]) -> tuple[str, str]:
+def _judge_errors(pattern: str, outcomes: list[Outcome]) -> tuple[str, str]:
     """Refused, if a rank says what the pattern wants and the others say so too, or that they lost it."""
+    errors = [outcome.error for outcome in outcomes]
     said = [bool(pattern and re.search(pattern, re.sub(r"\s+", " ", error))) for error in errors]
     lost = ["onnection closed" in error for error in errors]
     if any(said) and all(map(max, said, lost)):
         return "R", ""
     hung = any("imed out" in error for error in errors)
-    return "H" if hung else "X", "\n".join(f"rank {rank}: {error}" for rank, error in enumerate(errors))
+    return "H" if hung else "X", "\n".join(f"rank {rank}: {o.error}\n{o.where}" for rank, o in enumerate(outcomes))
 
 
 def _compare(ours: list, theirs: list, tolerance: float) -> tuple[str, str]:

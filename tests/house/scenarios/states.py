@@ -36,7 +36,7 @@ def in_gathered(change):
     return what
 
 
-# ----------------------------------------------------------------------------------------------------------------- reads
+# ---------------------------------------------------------------------------------------------------------------- reads
 
 
 @scenario(naive=False)
@@ -74,15 +74,14 @@ def weights_are_counted_outside(me):
     """What loggers ask for: sizes, dtypes, devices."""
     def what(zero, step):
         params = list(zero.model.parameters())
-        me.note(sum(p.numel() for p in params), sum(p.requires_grad for p in params), len(zero.model.state_dict().keys())
-                if me.stage != "stage3" else len(params))
+        me.note(sum(p.numel() for p in params), sum(p.requires_grad for p in params))
         assert all(p.dtype == torch.float64 and p.device.type == "cpu" and p.is_leaf for p in params)
         str(zero.model), str([p.shape for p in params])
 
     training(me, what)
 
 
-# ----------------------------------------------------------------------------------------------------------------- edits
+# ---------------------------------------------------------------------------------------------------------------- edits
 
 
 @torch.no_grad()
@@ -142,9 +141,9 @@ EDITS = {
 }
 REPLACED = r"moved or replaced after wrapping.*do that before"
 for words, edit in EDITS.items():
-    scenario(f"edited in gather_parameters() by {words}", naive=False, or_refused=REPLACED)(
+    scenario(f"edited in gather_parameters() by {words}", naive=False, or_refused=REPLACED, worlds=(2, 3))(
         lambda me, edit=edit: training(me, in_gathered(edit)))
-    scenario(f"edited outside by {words}", or_refused=f"{REPLACED}|{GATHER}")(
+    scenario(f"edited outside by {words}", or_refused=f"{REPLACED}|{GATHER}", worlds=(2, 3))(
         lambda me, edit=edit: training(me, lambda zero, step: edit(zero.model, step)))
 for words, edit in {"load_state_dict(assign=True)": by_assign, "a new nn.Parameter": new_parameter}.items():
     scenario(f"replaced by {words}", refused=f"{REPLACED}|{GATHER}", naive=False)(
@@ -192,7 +191,8 @@ def edited_16_bit_gathered(me):
                 new_values(model)
 
 
-@scenario(naive=False, worlds=(2, 3, 4), refused="gather_parameters|differ|alike")
+@scenario(naive=False, worlds=(2, 3, 4), refused="gather_parameters.*(alike|all ranks)",
+          mend="ranks go on with different weights, or each with a part of the edit")
 def one_rank_alone_edits_in_gather_parameters(me):
     def edit(model, step):
         if me.rank == 0:
@@ -225,7 +225,7 @@ def a_layer_added_later(me):
     training(me, what)
 
 
-# -------------------------------------------------------------------------------------------------------------- averages
+# ------------------------------------------------------------------------------------------------------------- averages
 
 
 @scenario(naive=False)
@@ -292,7 +292,8 @@ scenario("AveragedModel made after wrapping", or_refused=COPY)(copied(AveragedMo
 scenario("AveragedModel made in gather_parameters()", naive=False, or_refused=COPY)(copied(AveragedModel, True))
 
 
-@scenario("a copy trained on by a stage of its own", naive=False, or_refused=COPY + "|belongs to")
+@scenario("a copy trained on by a stage of its own", naive=False, or_refused="copy",
+          mend="stage 3: the copy keeps the hooks of the first stage")
 def a_copy_trained_on(me):
     zero = training(me, lambda *_: None, group=None, **MOMENTUM)
     with zero.gather_parameters():
@@ -300,7 +301,32 @@ def a_copy_trained_on(me):
     training(me, lambda *_: None, model=other, group=None, **MOMENTUM)
 
 
-# ----------------------------------------------------------------------------------------------------------------- saved
+def averaged_copy(gathered):
+    """A deep copy that follows the model, and is evaluated after each step."""
+    def play(me):
+        kept = []
+
+        def what(zero, step):
+            with zero.gather_parameters():
+                if not kept:
+                    kept.append(copy.deepcopy(zero.model))
+                with torch.no_grad():
+                    for mine, new in zip(kept[0].parameters(), zero.model.parameters(), strict=True):
+                        mine.lerp_(new, 0.2)
+            with torch.no_grad():
+                if me.rank == 0 or not gathered:
+                    me.note(kept[0](me.x(77)))
+
+        training(me, what, group=None, **MOMENTUM)
+
+    return play
+
+
+scenario("a deep copy that follows", naive=False, or_refused=COPY)(averaged_copy(False))
+scenario("a deep copy that follows, evaluated by rank 0", naive=False, or_refused=COPY)(averaged_copy(True))
+
+
+# ---------------------------------------------------------------------------------------------------------------- saved
 
 
 def through_a_file(state):

@@ -8,7 +8,7 @@ from house.scenarios.stand import scenario
 from torch import nn, optim
 from torch.optim import SGD, AdamW, lr_scheduler
 
-# ------------------------------------------------------------------------------------------------------------ optimizers
+# ----------------------------------------------------------------------------------------------------------- optimizers
 
 OPTIMIZERS = {
     "SGD": (SGD, dict(lr=0.1)),
@@ -29,7 +29,7 @@ OPTIMIZERS = {
     "ASGD": (optim.ASGD, dict(lr=0.1)),
 }
 for kind, (optimizer, options) in OPTIMIZERS.items():
-    scenario(f"optimizer {kind}")(
+    scenario(f"optimizer {kind}", worlds=(2, 3))(
         lambda me, optimizer=optimizer, options=options: train(me, Chain(), optimizer, steps=6, **options)
     )
 
@@ -40,7 +40,7 @@ NOT_ELEMENT_WISE = {
     "SparseAdam": (optim.SparseAdam, dict(lr=0.1)),
 }
 for kind, (optimizer, options) in NOT_ELEMENT_WISE.items():
-    scenario(f"optimizer {kind}", naive=False, refused="not element-wise.*use AdamW, Adam, SGD")(
+    scenario(f"optimizer {kind}", naive=False, worlds=(2,), refused="not element-wise.*use AdamW, Adam, SGD")(
         lambda me, optimizer=optimizer, options=options: train(me, Chain(), optimizer, **options)
     )
 
@@ -58,7 +58,8 @@ class Late(SGD):
         return super().step(closure)
 
 
-@scenario("optimizer of the user's own, not element-wise later", naive=False, refused="element-wise")
+@scenario("optimizer of the user's own, not element-wise later", naive=False, refused="element-wise",
+          mend="only the first three steps are tried")
 def _late(me):
     train(me, Chain(), Late, steps=6, lr=0.1)
 
@@ -68,7 +69,7 @@ def _tensor_rate(me):
     train(me, Chain(), AdamW, lr=torch.tensor(0.01), foreach=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------- groups
+# --------------------------------------------------------------------------------------------------------------- groups
 
 
 def matrices_and_others(model):
@@ -128,7 +129,8 @@ def freeze_or_unfreeze(me, before, after):
 
 WRAP_ANEW = r"'layers.0.gain' was (un)?frozen after wrapping.*set requires_grad before, and build model and stage anew"
 scenario("unfreezing", or_refused=WRAP_ANEW)(lambda me: freeze_or_unfreeze(me, False, True))
-scenario("freezing", or_refused=WRAP_ANEW)(lambda me: freeze_or_unfreeze(me, True, False))
+scenario("freezing", or_refused=WRAP_ANEW, mend="naive: the error is torch's, of a hook")(
+    lambda me: freeze_or_unfreeze(me, True, False))
 
 
 @scenario("unfreezing, and a new stage", naive=False, or_refused="belongs to a Stage. already")
@@ -176,7 +178,7 @@ SCHEDULES = {
         opt, [lr_scheduler.LinearLR(opt, 0.1, total_iters=2), lr_scheduler.ExponentialLR(opt, 0.5)], [2]),
 }
 for kind, make in SCHEDULES.items():
-    scenario(f"schedule {kind}")(scheduled(make))
+    scenario(f"schedule {kind}", worlds=(2, 3))(scheduled(make))
 
 
 @scenario()
@@ -228,7 +230,7 @@ def the_last_batch_under_no_sync_too(me):
         zero.zero_grad()
 
 
-@scenario(or_refused="not in the same collective.*with no_sync\(\) around the same ones", worlds=(2, 3, 4))
+@scenario(or_refused=r"not in the same collective.*with no_sync\(\) around the same ones", worlds=(2, 3, 4))
 def no_sync_on_one_rank_alone(me):
     """Where no_sync() is nothing to do, as in the naive way and at stage 3, it is right."""
     import contextlib
@@ -302,17 +304,20 @@ def with_gradients(me, change, steps=3, before=None):
 OURS = r"zero\.clip_grad_norm_|zero\.zero_grad|reduced_gradients|zero\.step"  # the line to write instead
 
 
-@scenario("torch's clip_grad_norm_", or_refused=OURS)
+BY_HAND = "what is done to .grad is lost, or meets no gradient, or one that is not averaged"
+
+
+@scenario("torch's clip_grad_norm_", or_refused=OURS, mend=BY_HAND)
 def torchs_clip(me):
     with_gradients(me, lambda zero, step: me.note(nn.utils.clip_grad_norm_(zero.model.parameters(), 0.1)))
 
 
-@scenario("torch's clip_grad_value_", or_refused=OURS)
+@scenario("torch's clip_grad_value_", or_refused=OURS, mend=BY_HAND)
 def torchs_clip_value(me):
     with_gradients(me, lambda zero, step: nn.utils.clip_grad_value_(zero.model.parameters(), 0.01))
 
 
-@scenario("the norm of .grad, for a log", or_refused=OURS)
+@scenario("the norm of .grad, for a log", or_refused=OURS, mend=BY_HAND)
 def grad_norm_by_hand(me):
     def look(zero, step):
         grads = [param.grad for param in zero.model.parameters() if param.grad is not None]
@@ -333,7 +338,7 @@ def reduced_norm(me):
     with_gradients(me, look)
 
 
-@scenario(".grad scaled by hand", or_refused=OURS)
+@scenario(".grad scaled by hand", or_refused=OURS, mend=BY_HAND)
 def grad_scaled(me):
     def halve(zero, step):
         for param in zero.model.parameters():
@@ -343,7 +348,7 @@ def grad_scaled(me):
     with_gradients(me, halve)
 
 
-@scenario(".grad assigned by hand", or_refused=OURS)
+@scenario(".grad assigned by hand", or_refused=OURS, mend=BY_HAND)
 def grad_assigned(me):
     def ones(zero, step):
         for param in zero.model.parameters():
@@ -352,7 +357,7 @@ def grad_assigned(me):
     with_gradients(me, ones)
 
 
-@scenario(".grad of some parameters dropped", or_refused=OURS)
+@scenario(".grad of some parameters dropped", or_refused=OURS, mend=BY_HAND)
 def grad_dropped(me):
     """Freezing by hand, as many do: the gradient is zero then, and momentum moves on."""
     def drop(zero, step):
@@ -361,7 +366,7 @@ def grad_dropped(me):
     with_gradients(me, drop)
 
 
-@scenario("noise added to .grad", or_refused=OURS)
+@scenario("noise added to .grad", or_refused=OURS, mend=BY_HAND)
 def grad_noise(me):
     def noise(zero, step):
         for number, param in enumerate(zero.model.parameters()):
@@ -394,7 +399,8 @@ DROP = {
     "zero.optimizer.zero_grad(set_to_none=False)": lambda zero: zero.optimizer.zero_grad(set_to_none=False),
 }
 for words, how in DROP.items():
-    scenario(f"a batch dropped with {words}", or_refused=OURS)(drop_a_batch(how))
+    scenario(f"a batch dropped with {words}", or_refused=OURS,
+             mend="" if words == "zero.zero_grad()" else "the batch is not dropped")(drop_a_batch(how))
 
 
 def zero_between_steps(how):
@@ -540,7 +546,8 @@ scenario("16 bit without masters", dtype=torch.bfloat16, refused={"naive": "use 
     lambda me: train(me, Chain(), AdamW, lr=0.01))
 
 
-@scenario("torch's own GradScaler", naive=False, dtype=torch.float32, tolerance=1e-5, or_refused="LossScaler")
+@scenario("torch's own GradScaler", naive=False, dtype=torch.float32, tolerance=1e-5, or_refused="LossScaler",
+          mend="torch's error does not say what to write")
 def torchs_scaler(me):
     model = Chain()
     zero = me.wrap(model, SGD, lr=0.1)
@@ -552,7 +559,7 @@ def torchs_scaler(me):
         zero.zero_grad()
 
 
-# -------------------------------------------------------------------------------------------------------- several models
+# ------------------------------------------------------------------------------------------------------- several models
 
 
 @scenario()
@@ -627,10 +634,11 @@ def a_part_of_a_model_wrapped_too(me):
     me.wrap(model, SGD, lr=0.1)
 
 
-# ----------------------------------------------------------------------------------------------- graphs that live longer
+# ---------------------------------------------------------------------------------------------- graphs that live longer
 
 
-@scenario(refused="modified by an inplace operation|a backward|zero_grad|step")
+@scenario(refused="modified by an inplace operation|a backward|zero_grad|step",
+          mend="it goes on with the weights of after the step")
 def a_graph_kept_across_a_step(me):
     """Plain PyTorch refuses it where the update changed, in place, what backward needs."""
     model = Chain()
@@ -643,7 +651,8 @@ def a_graph_kept_across_a_step(me):
     zero.step()
 
 
-@scenario(refused="modified by an inplace operation|a backward|zero_grad|step")
+@scenario(refused="modified by an inplace operation|a backward|zero_grad|step",
+          mend="it goes on with the weights of after the step")
 def a_forward_before_the_step_and_its_backward_after(me):
     """Pipelining by hand: the next batch's forward runs before this batch's update."""
     model = Chain()
