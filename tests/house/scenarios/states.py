@@ -323,7 +323,8 @@ def averaged_copy(gathered):
 
 
 scenario("a deep copy that follows", naive=False, or_refused=COPY)(averaged_copy(False))
-scenario("a deep copy that follows, evaluated by rank 0", naive=False, or_refused=COPY)(averaged_copy(True))
+scenario("a deep copy that follows, evaluated by rank 0", naive=False, or_refused=COPY, worlds=(2, 3, 4),
+         mend="stage 3: the copy has the stage's hooks, which gather")(averaged_copy(True))
 
 
 # ---------------------------------------------------------------------------------------------------------------- saved
