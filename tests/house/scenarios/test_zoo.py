@@ -8,7 +8,7 @@ import torch
 import toys
 from house.scenarios import stand
 from house.scenarios.stand import check
-from house.scenarios.zoo import KINDS, ZOO, build
+from house.scenarios.zoo import ZOO, build
 from thorough import companions, sample
 
 CASES = [(name, 2 + place % 2) for place, name in enumerate(ZOO)]
