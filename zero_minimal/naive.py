@@ -34,6 +34,7 @@ class Naive:
         model: any nn.Module, built alike on every rank; all take rank 0's values.
         optimizer_class: a torch optimizer; `optimizer_options` go to it (lr=3e-4, …).
         bucket_bytes: taken as at the stages, and not used: there are no buckets.
+    .grad is this rank's own until step() or clip_grad_norm_() averages it.
     Raises: ValueError for parameters of less than 32 bits.
     """
 

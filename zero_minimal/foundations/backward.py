@@ -283,7 +283,7 @@ def tensors_in(value, seen: set | None = None) -> Iterator[torch.Tensor]:
         seen.add(id(value))
         if isinstance(value, dict):
             inner = list(value.values())
-        elif isinstance(value, (tuple, list)):
+        elif isinstance(value, (tuple, list, set, frozenset)):
             inner = list(value)
         elif dataclasses.is_dataclass(value):
             inner = [getattr(value, entry.name) for entry in dataclasses.fields(value)]

@@ -89,7 +89,8 @@ def on_shards(
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if all(param.grad is None for param in params):
             raise RuntimeError("call zero.step(): zero.optimizer.step() alone sees no gradient, "
-                               "and sends no parameter")
+                               "and sends no parameter. (In fp16, take precision.LossScaler in "
+                               "the place of torch's GradScaler)")
         ownership.check_trained(model)
 
     def refuse_group(group):
@@ -98,6 +99,7 @@ def on_shards(
 
     optimizer.register_step_pre_hook(refuse)
     optimizer.add_param_group = refuse_group
+    optimizer._step_supports_amp_scaling = True  # so torch's GradScaler comes as far as refuse()
     return optimizer
 
 

@@ -7,6 +7,8 @@ around it; one that two units share belongs to the root.
 
 import bisect
 import contextlib
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -194,9 +196,10 @@ class Turns:
         return bool(under_way) if unit is self.root else unit in under_way
 
     def _after_forward(self, unit: Unit, module: nn.Module, _, output) -> None:
-        if isinstance(output, Iterator):
-            raise RuntimeError(f"a {type(module).__name__} returns a generator, which would read "
-                               "parameters after its turn: return a list")
+        if isinstance(output, (Iterator, types.FunctionType)):
+            raise RuntimeError(f"a {type(module).__name__} returns a {type(output).__name__}, "
+                               "which would read parameters after its turn: return tensors, in a "
+                               "list or a dict")
         for tensor in (tensors := list(tensors_in(output))):
             if any(same_storage(tensor, bucket.parameters) for bucket in unit.buckets):
                 raise RuntimeError(f"unit {unit.name or 'root'!r} returns a part of its own "
@@ -211,6 +214,8 @@ class Turns:
                 self._watch(tensor.grad_fn, lambda number: at_work if number >= began else None)
             return
         self._under_way.pop()
+        if output is None and sys.exc_info()[1] is not None:
+            return  # forward has failed: what is under way may never arrive
         if torch.is_grad_enabled():
             self._calls.append((began, _next_number(), unit, weakref.ref(self._pass)))
             for tensor in tensors:

@@ -191,8 +191,7 @@ def edited_16_bit_gathered(me):
                 new_values(model)
 
 
-@scenario(naive=False, worlds=(2, 3, 4), refused="gather_parameters.*(alike|all ranks)",
-          mend="ranks go on with different weights, or each with a part of the edit")
+@scenario(naive=False, worlds=(2, 3, 4), refused="gather_parameters.*(alike|all ranks)")
 def one_rank_alone_edits_in_gather_parameters(me):
     def edit(model, step):
         if me.rank == 0:
@@ -292,8 +291,7 @@ scenario("AveragedModel made after wrapping", or_refused=COPY)(copied(AveragedMo
 scenario("AveragedModel made in gather_parameters()", naive=False, or_refused=COPY)(copied(AveragedModel, True))
 
 
-@scenario("a copy trained on by a stage of its own", naive=False, or_refused="copy",
-          mend="stage 3: the copy keeps the hooks of the first stage")
+@scenario("a copy trained on by a stage of its own", naive=False, or_refused="copy")
 def a_copy_trained_on(me):
     zero = training(me, lambda *_: None, group=None, **MOMENTUM)
     with zero.gather_parameters():
@@ -323,8 +321,8 @@ def averaged_copy(gathered):
 
 
 scenario("a deep copy that follows", naive=False, or_refused=COPY)(averaged_copy(False))
-scenario("a deep copy that follows, evaluated by rank 0", naive=False, or_refused=COPY, worlds=(2, 3, 4),
-         mend="stage 3: the copy has the stage's hooks, which gather")(averaged_copy(True))
+scenario("a deep copy that follows, evaluated by rank 0", naive=False, or_refused=COPY, worlds=(2, 3, 4))(
+    averaged_copy(True))
 
 
 # ---------------------------------------------------------------------------------------------------------------- saved
