@@ -6,26 +6,24 @@ notebook asks where the rank stands, and cuts its connections to the other ranks
 
 import ast
 import contextlib
-import io
 import json
 import linecache
 import os
 import socket
-import sys
 import threading
-import time
 import traceback
 from multiprocessing.connection import Listener
 from pathlib import Path
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from ipyparallel.engine.app import IPEngine
 from IPython import get_ipython
 
 from zero_minimal.foundations import collectives, ranks
+from zero_minimal.notebook import printed, standing
 
-PROJECT = Path(collectives.__file__).parent.parent
 HOURS = 24 * 3600  # a group's own time limit: the notebook has a better one
 
 names = {"torch": torch, "dist": dist, "collectives": collectives}  # what every cell finds
@@ -41,6 +39,7 @@ _changes = threading.Lock()  # of _running: a cell does not end while its connec
 def main(folder: str, rank: int, world_size: int, device: str) -> None:
     """What the guardian's fork does: join the other ranks, then wait for cells."""
     _here.update(folder=folder, rank=rank, world_size=world_size, device=device)
+    os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # plt.show() means display(figure)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     join(0)
     threading.Thread(target=_answer, daemon=True).start()
@@ -65,64 +64,66 @@ def facts() -> tuple[str, str]:
     return names["device"].type, dist.get_backend()
 
 
-def value(expression: str):
-    """What an expression is worth on this rank; tensors as copies in host memory."""
-    result = eval(expression, get_ipython().user_ns)
-    return result.detach().cpu().clone() if isinstance(result, torch.Tensor) else result
-
-
 # --------------------------------------------------------------------------------------------------------------- cells
 
 
-def run_cell(code: str, name: str) -> tuple[str, dict | None]:
-    """Run a cell, under a file name of its own. Returns what it printed and, if it failed, how (see `_failure`)."""
-    printed, failure = io.StringIO(), None
+def run_cell(code: str, name: str, file: Path, value: bool = False) -> tuple[bytes, dict | None]:
+    """Run a cell, under a file name of its own. What it prints goes to `file` (see printed.py).
+
+    Returns: the value, pickled, if the code is an expression whose value is wanted; and how it failed, if it did (see
+    `_failure`).
+    """
+    answer, failure, shell = b"", None, get_ipython()
+    standing.begin()
     _running.append(name)
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    with printed.into(file, shell):
         try:
-            code = get_ipython().transform_cell(code)  # magics
-            linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-            _execute(code, name, get_ipython().user_ns)
+            if value:
+                answer = _pickled(eval(compile(code, name, "eval"), shell.user_ns))
+            else:
+                code = shell.transform_cell(code)  # magics
+                linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+                _execute(code, name, shell)
         except BaseException as error:  # SystemExit and KeyboardInterrupt too
             failure = _failure(error, name)
         with _changes:
             _running.clear()
-    return printed.getvalue(), failure
+    return answer, failure
 
 
-def _execute(code: str, name: str, namespace: dict) -> None:
+def _pickled(value) -> bytes:
+    """Classes and functions that were made in a cell travel along. Tensors as copies in host memory."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().clone()
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        kind = type(value).__name__
+        raise TypeError(f"an object of type {kind} cannot be sent to the notebook ({error}): ask for a part of it, or "
+                        "for its repr()") from None
+
+
+def _execute(code: str, name: str, shell) -> None:
     """Run it, and print the value of its last line if that is an expression, as a notebook does."""
-    tree = ast.parse(code, name)
+    tree, namespace = ast.parse(code, name), shell.user_ns
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec"), namespace)
     if last:
         result = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
         if result is not None and not code.rstrip().endswith(";"):
-            print(repr(result))
+            printed.show_value(result, shell)
+    printed.show_figures()
 
 
 def _failure(error: BaseException, name: str) -> dict:
     if isinstance(error, SyntaxError) and error.filename == name:
         position = {"line": error.lineno, "source": (error.text or "").strip(), "earlier": False, "inside": ""}
     else:
-        position = _position(traceback.extract_tb(error.__traceback__), name)
+        position = standing.position(traceback.extract_tb(error.__traceback__), name)
     text = "".join(traceback.format_exception(error))
     because_of_another = ranks.lost_a_peer(error) or isinstance(error, KeyboardInterrupt)
     return position | {
         "kind": type(error).__name__, "message": str(error), "traceback": text, "lost": because_of_another
-    }
-
-
-def _position(frames: traceback.StackSummary, name: str) -> dict:
-    """Where in the cells a stack has come to, and in which function of the project below that."""
-    own = [frame for frame in frames if frame.filename.startswith("<%%px")]
-    if not own:
-        return {"line": None, "source": "", "earlier": False, "inside": ""}
-    below = frames[frames.index(own[-1]) + 1 :]
-    ours = [frame for frame in below if Path(frame.filename).is_relative_to(PROJECT)]
-    return {
-        "line": own[-1].lineno, "source": own[-1].line, "earlier": own[-1].filename != name,
-        "inside": f"{ours[-1].name}, {Path(ours[-1].filename).name}" if ours else "",
     }
 
 
@@ -134,12 +135,10 @@ def _answer() -> None:
         while True:
             with contextlib.suppress(OSError, EOFError), listener.accept() as caller:
                 request, cell = caller.recv()
-                stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
                 with _changes:
                     if request == "cut" and cell in _running:
                         cut()
-                worked = time.process_time() - time.thread_time()  # answering is no work
-                caller.send(_position(stack, cell) | {"worked": worked})
+                caller.send(standing.here(cell))
 
 
 def cut() -> None:

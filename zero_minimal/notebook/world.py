@@ -32,13 +32,16 @@ import ipyparallel
 from IPython import get_ipython
 from IPython.core.pylabtools import select_figure_formats
 
+from zero_minimal.notebook import printed
 from zero_minimal.notebook import rank as notebook_rank
 from zero_minimal.notebook.cell import PATIENCE, Cell, CellError
+from zero_minimal.notebook.screen import Screen, anybody_there
 
 START_SECONDS = 60  # the longest that a start may take
 MEET_SECONDS = 20  # the longest that a new process group may take
 NO_RANKS = "there are no ranks: start them with `world = notebook.start(4)`"
 ALL_NEW = "All ranks were started again, and their variables are gone: run the notebook from its start line."
+KEPT = "The ranks have met in a new process group, and keep their variables: mend the cell, and run it again."
 
 _world = None
 
@@ -58,7 +61,7 @@ def start(world_size: int, device: str = "auto") -> "World":
     if shell:
         shell.register_magic_function(_px_cell, "cell", "px")
         shell.register_magic_function(_px_line, "line", "px")
-        select_figure_formats(shell, {"png"}, dpi=90)
+        select_figure_formats(shell, {"png"}, dpi=printed.DPI)
     print(_world)
     return _world
 
@@ -96,7 +99,16 @@ class World:
         return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
 
     def __getitem__(self, expression: str) -> list:
-        return self._on_each(notebook_rank.value, expression)
+        """Raises: CellError where a rank cannot say it, or the ranks wait for each other."""
+        cell = self._cell(expression, f"<world[{expression!r}]>", value=True)
+        failures = self._watch(cell, PATIENCE)
+        if cell.cut_at is not None:
+            self._meet_again()
+        if cell.stuck or cell.interrupted:
+            raise CellError(f"world[{expression!r}]: {cell.describe(failures)}\n{KEPT}")
+        if failures:
+            raise CellError(f"world[{expression!r}]: {cell.in_one_line(failures)}")
+        return cell.values()
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="zero_ranks_"))
@@ -158,24 +170,32 @@ class World:
 
     # ----------------------------------------------------------------------------------------------------------- cells
 
-    def run(self, code: str, patience: float = PATIENCE) -> None:
+    def run(self, code: str, patience: float = PATIENCE, screen: Screen | None = None) -> None:
         """Run a cell on all ranks, and print what they print. Raises CellError if it fails, or is stuck."""
+        self._cells += 1
+        cell = self._cell(code, f"<%%px {self._cells}>")
+        failures = self._watch(cell, patience, screen)
+        self.tracebacks = {rank: failure["traceback"] for rank, failure in failures.items()}
+        if failures or cell.cut_at is not None:
+            self._meet_again()
+            raise CellError(f"{cell.describe(failures)}\n{KEPT}")
+
+    def _cell(self, code: str, name: str, value: bool = False) -> Cell:
         if self._guardian is None:
             raise CellError(NO_RANKS)
-        self._cells += 1
-        cell = Cell(self._client, self._folder, self.processes, code, f"<%%px {self._cells}>")
-        cell.wait(patience)
-        cell.show()
-        failures, self.tracebacks = cell.failures(), {}
+        return Cell(self._client, self._folder, self.processes, code, name, value)
+
+    def _watch(self, cell: Cell, patience: float, screen: Screen | None = None) -> dict[int, dict]:
+        """Until all are through with the cell, or stopped. Shows what they printed, and returns how they failed."""
+        cell.wait(patience, screen)
+        failures = cell.failures()
+        if screen:
+            screen.clear(something_follows=failures or any(printed.pieces for printed in cell.printed))
+        printed.show(cell.printed)
         if cell.lost:
             self._start_again()
             raise CellError(f"{cell.describe(failures)}\n{ALL_NEW}")
-        if cell.cut_at is not None or failures:
-            self.tracebacks = {rank: failure["traceback"] for rank, failure in failures.items()}
-            self._meet_again()
-        if failures or cell.interrupted:
-            raise CellError(cell.describe(failures) + "\nThe ranks have met in a new process group, and keep their "
-                            "variables: mend the cell, and run it again.")
+        return failures
 
 
 # ---------------------------------------------------------------------------------------------------------------- %%px
@@ -187,11 +207,14 @@ class _Arguments(argparse.ArgumentParser):
 
 
 def _px_cell(line: str, cell: str) -> None:
-    """Run this cell on every rank. --patience S: let ranks wait for each other for so many seconds."""
+    """Run this cell on every rank. --patience S: let ranks wait for each other for so many seconds.
+
+    Meanwhile it shows what they print. (Not `%px LINE`: it has its cell not for itself, and could not clear it.)
+    """
     arguments = _Arguments(add_help=False)
     arguments.add_argument("--patience", type=float, default=PATIENCE)
     options = arguments.parse_args(shlex.split(line))
-    _current().run(cell, options.patience)
+    _current().run(cell, options.patience, Screen() if anybody_there() else None)
 
 
 def _px_line(line: str) -> None:
