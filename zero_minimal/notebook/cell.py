@@ -2,9 +2,7 @@
 
 import contextlib
 import itertools
-import os
 import pickle
-import signal
 import time
 from multiprocessing import connection
 from pathlib import Path
@@ -59,14 +57,13 @@ class Cell:
     Args:
         client: ipyparallel's, connected to the ranks.
         folder: where a rank listens (RANK.socket), and where it is noted that one has ended (RANK.ended).
-        processes: the ranks' process ids.
+        world_size: how many ranks there are.
         code, name: what to run, and the file name it goes by in tracebacks.
         value: the code is an expression, whose value on each rank is wanted.
     """
 
-    def __init__(self, client, folder: Path, processes: list[int], code: str, name: str, value: bool = False):
-        self.folder, self.processes, self.name = folder, processes, name
-        self.everybody = range(len(processes))
+    def __init__(self, client, folder: Path, world_size: int, code: str, name: str, value: bool = False):
+        self.folder, self.name, self.everybody = folder, name, range(world_size)
         files = [folder / f"{rank}.printed{next(_numbers)}" for rank in self.everybody]
         self.printed = [printed.Printed(file) for file in files]
         self.answers = [client[rank].apply_async(notebook_rank.run_cell, code, name, files[rank], value)
@@ -146,9 +143,7 @@ class Cell:
         self.cut_at = time.monotonic()
         self._ask(self._open(), "cut")
         self._pause()
-        for rank in self._open():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.processes[rank], signal.SIGINT)
+        self._ask(self._open(), "interrupt")
 
     # --------------------------------------------------------------------------------------------------------- telling
 
@@ -187,19 +182,13 @@ class Cell:
         """What went wrong, in words."""
         own = {rank: failure for rank, failure in failures.items() if not failure["lost"]}
         others = {rank: failure for rank, failure in failures.items() if failure["lost"]}
+        lost = [f"rank {rank}: {how}." for rank, how in self.lost.items()]
         if self.interrupted:
-            return "\n".join(["interrupted. Then", *stand(failures)])
-        if self.lost:
-            return "\n".join([f"rank {rank}: {how}." for rank, how in self.lost.items()])
+            return "\n".join(["interrupted. Then", *stand(failures), *lost])
         if self.stuck:
-            through = [f"  rank {rank} is through with the cell" for rank in self.everybody if rank not in self.stuck]
-            waits = {rank: position | {"inside": f"waits in {position['waits']}"}
-                     for rank, position in self.stuck.items()}
-            return "\n".join([
-                f"stuck: for {self.waited:g} s each rank has waited for another one.", *stand(waits), *through,
-                "Do all ranks call the same collectives, in the same order? Is there a send for each receive?",
-                "If they are to wait longer: %%px --patience 60 (seconds).",
-            ])
+            return "\n".join([*self._describe_stuck(), *lost])
+        if lost:
+            return "\n".join(lost)
         lines = []
         for rank, failure in (own or others).items():
             lines += [f"rank {rank} failed: {failure['kind']}: {failure['message']}", *stand({rank: failure})]
@@ -209,3 +198,12 @@ class Cell:
         if own and others:
             lines += ["and so these waited for nothing:", *stand(others)]
         return "\n".join(lines)
+
+    def _describe_stuck(self) -> list[str]:
+        waits = {rank: position | {"inside": f"waits in {position['waits']}"} for rank, position in self.stuck.items()}
+        through = [f"  rank {rank} is through with the cell" for rank in self.everybody if rank not in self.stuck]
+        return [
+            f"stuck: for {self.waited:g} s each rank has waited for another one.", *stand(waits), *through,
+            "Do all ranks call the same collectives, in the same order? Is there a send for each receive?",
+            "If they are to wait longer: %%px --patience 60 (seconds).",
+        ]

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -26,12 +27,12 @@ DPI = 90  # of pictures
 @contextlib.contextmanager
 def into(file: Path, shell) -> Iterator[None]:
     """Context in which what is printed or displayed goes to the file; open pyplot figures too, in the end."""
-    pages = _Pages(file)
+    _pages.turn(file)
     draw = functools.partial(print_figure, fmt="png", base64=True, dpi=DPI)  # by name: nobody need import matplotlib
     shell.display_formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", draw)
-    before, shell.display_pub = shell.display_pub, _Display(pages)
+    before, shell.display_pub = shell.display_pub, _Display(_pages)
     try:
-        with contextlib.redirect_stdout(pages), contextlib.redirect_stderr(pages):
+        with contextlib.redirect_stdout(_pages), contextlib.redirect_stderr(_pages):
             yield
     finally:
         shell.display_pub = before
@@ -58,11 +59,16 @@ def show_figures() -> None:
 
 
 class _Pages(io.TextIOBase):
-    """A rank's stdout and stderr."""
+    """A rank's stdout and stderr. The same in all cells: a progress bar or a thread may outlive its own."""
 
     encoding = "utf-8"
 
-    def __init__(self, file: Path):
+    def __init__(self):
+        self.file, self.left = open(os.devnull, "a"), LIMIT
+
+    def turn(self, file: Path) -> None:
+        """From now on into this file."""
+        self.file.close()
         self.file, self.left = open(file, "a", buffering=1), LIMIT
 
     def writable(self):
@@ -76,6 +82,9 @@ class _Pages(io.TextIOBase):
 
     def add(self, kind: str, *content) -> None:
         self.file.write(json.dumps([kind, *content]) + "\n")
+
+
+_pages = _Pages()
 
 
 class _Display(DisplayPublisher):

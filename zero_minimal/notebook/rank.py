@@ -1,7 +1,8 @@
 """A rank of a notebook: an engine of ipyparallel that has joined a process group, and runs the cells marked %%px.
 
 Its main thread runs cells. While that waits in a collective it hears nothing; so a second thread answers when the
-notebook asks where the rank stands, and cuts its connections to the other ranks on request: what waits then fails.
+notebook asks where the rank stands. On request it cuts the connections to the other ranks, so that what waits fails,
+and interrupts what else the main thread does.
 """
 
 import ast
@@ -9,7 +10,9 @@ import contextlib
 import json
 import linecache
 import os
+import signal
 import socket
+import stat
 import threading
 import traceback
 from multiprocessing.connection import Listener
@@ -33,7 +36,7 @@ with contextlib.suppress(ImportError):  # a teacher may withhold it: it solves l
     names["ring"] = ring
 _here: dict = {}  # folder, rank, world_size, device
 _running: list[str] = []  # the cell that runs, if one does
-_changes = threading.Lock()  # of _running: a cell does not end while its connections are cut
+_changes = threading.Lock()  # of _running: a cell does not end while it is being cut or interrupted
 
 
 def main(folder: str, rank: int, world_size: int, device: str) -> None:
@@ -75,7 +78,7 @@ def run_cell(code: str, name: str, file: Path, value: bool = False) -> tuple[byt
     """
     answer, failure, shell = b"", None, get_ipython()
     standing.begin()
-    _running.append(name)
+    _running[:] = [name]
     with printed.into(file, shell):
         try:
             if value:
@@ -135,19 +138,25 @@ def _answer() -> None:
         while True:
             with contextlib.suppress(OSError, EOFError), listener.accept() as caller:
                 request, cell = caller.recv()
-                with _changes:
+                with _changes:  # so that neither reaches what the main thread does after this cell
                     if request == "cut" and cell in _running:
                         cut()
+                    if request == "interrupt" and cell in _running:
+                        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
                 caller.send(standing.here(cell))
 
 
 def cut() -> None:
     """Close the connections to other ranks: whoever waits for a message, here or there, gets an error at once."""
     ports = _numbers(json.loads(Path(_here["folder"], "security", "ipcontroller-engine.json").read_text()))
-    for number in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] not in ports:
-                connection.shutdown(socket.SHUT_RDWR)
+    for number in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # listdir's own is closed by now
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as connection:
+                tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if tcp and connection.getpeername()[1] not in ports:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def _numbers(content) -> set[int]:

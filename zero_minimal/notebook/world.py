@@ -160,9 +160,9 @@ class World:
         self._groups += 1
         try:
             self._client[:].apply_async(notebook_rank.join, self._groups).get(timeout=MEET_SECONDS)
-        except (TimeoutError, ipyparallel.error.IPythonError) as error:
+        except (TimeoutError, KeyboardInterrupt, ipyparallel.error.IPythonError) as error:
             self._start_again()
-            raise CellError(f"the ranks could not meet again ({error}). {ALL_NEW}") from None
+            raise CellError(f"the ranks could not meet again ({error or 'interrupted'}). {ALL_NEW}") from None
 
     def _start_again(self) -> None:
         self.stop()
@@ -183,7 +183,7 @@ class World:
     def _cell(self, code: str, name: str, value: bool = False) -> Cell:
         if self._guardian is None:
             raise CellError(NO_RANKS)
-        return Cell(self._client, self._folder, self.processes, code, name, value)
+        return Cell(self._client, self._folder, self.world_size, code, name, value)
 
     def _watch(self, cell: Cell, patience: float, screen: Screen | None = None) -> dict[int, dict]:
         """Until all are through with the cell, or stopped. Shows what they printed, and returns how they failed."""
