@@ -152,16 +152,22 @@ class Cell:
         told = {rank: self._told(rank)[1] for rank in self.everybody}
         return {rank: failure for rank, failure in told.items() if failure}
 
-    def _told(self, rank: int) -> tuple[bytes, dict | None]:
-        """What a rank has answered: a value, pickled, and how it failed, if it did."""
+    def _told(self, rank: int) -> tuple[bytes, dict | None, tuple[int, int]]:
+        """What a rank has answered: see rank.run_cell."""
         answer = self.answers[rank]
         if rank in self.lost or not answer.ready():
-            return b"", None
+            return b"", None, (0, 0)
         try:
             return answer.get()
         except ipyparallel.error.IPythonError as error:  # an interrupt that came too late for the cell
-            return b"", {"kind": type(error).__name__, "message": str(error), "traceback": str(error), "lost": True,
-                         "line": None, "source": "", "earlier": False, "inside": ""}
+            failure = {"kind": type(error).__name__, "message": str(error), "traceback": str(error), "lost": True,
+                       "line": None, "source": "", "earlier": False, "inside": "", "in_a_stage": True}
+            return b"", failure, (0, 0)
+
+    def left_half_done(self) -> bool:
+        """Whether stages may have been in the middle of their work (see aftermath.py)."""
+        counts = {count for rank in self.everybody for count in self._told(rank)[2]}
+        return len(counts) > 1 or any(failure["in_a_stage"] for failure in self.failures().values())
 
     def values(self) -> list:
         """The expression's value on each rank. Raises: CellError if it needs what only the ranks have."""

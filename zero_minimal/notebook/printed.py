@@ -8,7 +8,6 @@ import contextlib
 import functools
 import io
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from IPython.core.pylabtools import print_figure
 
 LIMIT = 500_000  # characters of a rank and a cell: a loop that prints for ever shall not fill the disk
 DPI = 90  # of pictures
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 # ------------------------------------------------------------------------------------------------------------ on a rank
 
@@ -36,6 +36,14 @@ def into(file: Path, shell) -> Iterator[None]:
             yield
     finally:
         shell.display_pub = before
+
+
+def bars_as_text() -> None:
+    """Let tqdm.auto and tqdm.notebook draw with letters: widgets need a front end, and a rank has none."""
+    with contextlib.suppress(ImportError):
+        import tqdm.std
+
+        sys.modules["tqdm.notebook"] = sys.modules["tqdm.autonotebook"] = tqdm.std
 
 
 def show_value(value, shell) -> None:
@@ -64,11 +72,12 @@ class _Pages(io.TextIOBase):
     encoding = "utf-8"
 
     def __init__(self):
-        self.file, self.left = open(os.devnull, "a"), LIMIT
+        self.file, self.left = None, LIMIT
 
     def turn(self, file: Path) -> None:
         """From now on into this file."""
-        self.file.close()
+        if self.file:
+            self.file.close()
         self.file, self.left = open(file, "a", buffering=1), LIMIT
 
     def writable(self):
@@ -98,6 +107,8 @@ class _Display(DisplayPublisher):
         words = data.get("text/plain", "")
         if "image/png" in data:
             self.pages.add("picture", data["image/png"], words)
+        elif WIDGET in data:
+            self.pages.write(f"{words}    (a widget, as it is now: ranks show text and pictures)\n")
         else:
             self.pages.write(words + "\n")
 

@@ -25,7 +25,7 @@ from ipyparallel.engine.app import IPEngine
 from IPython import get_ipython
 
 from zero_minimal.foundations import collectives, ranks
-from zero_minimal.notebook import printed, standing
+from zero_minimal.notebook import aftermath, printed, standing
 
 HOURS = 24 * 3600  # a group's own time limit: the notebook has a better one
 
@@ -43,13 +43,15 @@ def main(folder: str, rank: int, world_size: int, device: str) -> None:
     """What the guardian's fork does: join the other ranks, then wait for cells."""
     _here.update(folder=folder, rank=rank, world_size=world_size, device=device)
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # plt.show() means display(figure)
+    printed.bars_as_text()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     join(0)
     threading.Thread(target=_answer, daemon=True).start()
     engine = IPEngine.instance(user_ns=names)
     engine.initialize([f"--profile-dir={folder}", f"--IPEngine.id={rank}", "--IPEngine.enable_nanny=False",
                        "--log-level=WARN"])
-    engine.start()
+    with collectives.heard_by(aftermath.hear):
+        engine.start()
 
 
 def join(attempt: int) -> None:
@@ -62,6 +64,14 @@ def join(attempt: int) -> None:
     names.update(rank=rank, world_size=world_size, device=joined.device)
 
 
+def meet_again(attempt: int, half_done: bool) -> tuple[list[str], list[str]]:
+    """A new process group after a cell that failed. Returns names of what cannot be used any more (aftermath.close)."""
+    closed = aftermath.close(get_ipython().user_ns, half_done)
+    aftermath.forget()
+    join(attempt)
+    return closed
+
+
 def facts() -> tuple[str, str]:
     """Device type and backend, for the line that the notebook shows."""
     return names["device"].type, dist.get_backend()
@@ -70,28 +80,28 @@ def facts() -> tuple[str, str]:
 # --------------------------------------------------------------------------------------------------------------- cells
 
 
-def run_cell(code: str, name: str, file: Path, value: bool = False) -> tuple[bytes, dict | None]:
+def run_cell(code: str, name: str, file: Path, value: bool = False) -> tuple[bytes, dict | None, tuple[int, int]]:
     """Run a cell, under a file name of its own. What it prints goes to `file` (see printed.py).
 
-    Returns: the value, pickled, if the code is an expression whose value is wanted; and how it failed, if it did (see
-    `_failure`).
+    Returns: the value, pickled, if the code is an expression whose value is wanted; how it failed, if it did (see
+    `_failure`); the collectives that this rank has begun and ended (see aftermath.py).
     """
     answer, failure, shell = b"", None, get_ipython()
     standing.begin()
     _running[:] = [name]
     with printed.into(file, shell):
         try:
+            code = code.strip() if value else shell.transform_cell(code)  # magics
+            linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
             if value:
                 answer = _pickled(eval(compile(code, name, "eval"), shell.user_ns))
             else:
-                code = shell.transform_cell(code)  # magics
-                linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
                 _execute(code, name, shell)
         except BaseException as error:  # SystemExit and KeyboardInterrupt too
             failure = _failure(error, name)
         with _changes:
             _running.clear()
-    return answer, failure
+    return answer, failure, aftermath.exchanged()
 
 
 def _pickled(value) -> bytes:
@@ -126,7 +136,8 @@ def _failure(error: BaseException, name: str) -> dict:
     text = "".join(traceback.format_exception(error))
     because_of_another = ranks.lost_a_peer(error) or isinstance(error, KeyboardInterrupt)
     return position | {
-        "kind": type(error).__name__, "message": str(error), "traceback": text, "lost": because_of_another
+        "kind": type(error).__name__, "message": str(error), "traceback": text, "lost": because_of_another,
+        "in_a_stage": aftermath.in_a_stage(error.__traceback__),
     }
 
 

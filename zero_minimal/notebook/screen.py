@@ -51,7 +51,7 @@ class Screen:
 def stand(positions: dict[int, dict], world_size: int = 0) -> list[str]:
     """A line a rank: where in the cell it stands, and in what. One line where all ranks of the world stand alike."""
     lines = {}
-    for rank, position in positions.items():
+    for rank, position in sorted(positions.items()):
         cell = " of an earlier cell" if position["earlier"] else ""
         where = f"line {position['line']}{cell}: {position['source']}" if position["line"] else "not in the cell"
         lines[rank] = where + (f"    ({position['inside']})" if position["inside"] else "")

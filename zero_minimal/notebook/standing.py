@@ -69,8 +69,8 @@ def position(frames: traceback.StackSummary, cell: str) -> dict:
     if not own:
         return {"line": None, "source": "", "earlier": False, "inside": ""}
     below = frames[frames.index(own[-1]) + 1 :]
-    ours = [frame for frame in below
-            if Path(frame.filename).is_relative_to(PROJECT) and frame.filename not in PLUMBING]
+    ours = [frame for frame in below if Path(frame.filename).is_relative_to(PROJECT)
+            and frame.filename not in PLUMBING and Path(frame.filename).parent != Path(__file__).parent]
     return {
         "line": own[-1].lineno, "source": own[-1].line, "earlier": own[-1].filename != cell,
         "inside": f"in {ours[-1].name}, {Path(ours[-1].filename).name}" if ours else "",

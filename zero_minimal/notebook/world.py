@@ -19,6 +19,7 @@ process group, and keep their variables. The ranks end with the notebook's kerne
 import argparse
 import atexit
 import contextlib
+import itertools
 import os
 import shlex
 import subprocess
@@ -41,7 +42,7 @@ START_SECONDS = 60  # the longest that a start may take
 MEET_SECONDS = 20  # the longest that a new process group may take
 NO_RANKS = "there are no ranks: start them with `world = notebook.start(4)`"
 ALL_NEW = "All ranks were started again, and their variables are gone: run the notebook from its start line."
-KEPT = "The ranks have met in a new process group, and keep their variables: mend the cell, and run it again."
+KEPT = "The ranks have met in a new process group, and keep their variables"
 
 _world = None
 
@@ -102,10 +103,9 @@ class World:
         """Raises: CellError where a rank cannot say it, or the ranks wait for each other."""
         cell = self._cell(expression, f"<world[{expression!r}]>", value=True)
         failures = self._watch(cell, PATIENCE)
-        if cell.cut_at is not None:
-            self._meet_again()
+        kept = self._meet_again(cell) if cell.cut_at is not None else ""
         if cell.stuck or cell.interrupted:
-            raise CellError(f"world[{expression!r}]: {cell.describe(failures)}\n{KEPT}")
+            raise CellError(f"world[{expression!r}]: {cell.describe(failures)}\n{kept}")
         if failures:
             raise CellError(f"world[{expression!r}]: {cell.in_one_line(failures)}")
         return cell.values()
@@ -155,14 +155,23 @@ class World:
             raise CellError(NO_RANKS)
         return self._client[:].apply_sync(function, *args)
 
-    def _meet_again(self) -> None:
-        """A new process group, in place of the one whose connections are cut."""
+    def _meet_again(self, cell: Cell) -> str:
+        """A new process group after a cell that failed, in place of the one whose connections are cut. Returns what is
+        to be run again."""
         self._groups += 1
         try:
-            self._client[:].apply_async(notebook_rank.join, self._groups).get(timeout=MEET_SECONDS)
+            met = self._client[:].apply_async(notebook_rank.meet_again, self._groups, cell.left_half_done())
+            gone = met.get(timeout=MEET_SECONDS)
         except (TimeoutError, KeyboardInterrupt, ipyparallel.error.IPythonError) as error:
             self._start_again()
             raise CellError(f"the ranks could not meet again ({error or 'interrupted'}). {ALL_NEW}") from None
+        groups, stages = ([*dict.fromkeys(itertools.chain(*names))] for names in zip(*gone, strict=True))
+        if not stages and not groups:
+            return f"{KEPT}: mend the cell, and run it again."
+        why = [f"{', '.join(stages)} (a step may be half done)"] if stages else []
+        why += [f"{', '.join(groups)} (of the old group)"] if groups else []
+        return (f"{KEPT}, but for {', '.join(why)}.\nMend the cell. Run again the cells that make these, and their "
+                "models; then this one.")
 
     def _start_again(self) -> None:
         self.stop()
@@ -177,8 +186,7 @@ class World:
         failures = self._watch(cell, patience, screen)
         self.tracebacks = {rank: failure["traceback"] for rank, failure in failures.items()}
         if failures or cell.cut_at is not None:
-            self._meet_again()
-            raise CellError(f"{cell.describe(failures)}\n{KEPT}")
+            raise CellError(f"{cell.describe(failures)}\n{self._meet_again(cell)}")
 
     def _cell(self, code: str, name: str, value: bool = False) -> Cell:
         if self._guardian is None:
