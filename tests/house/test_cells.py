@@ -92,6 +92,15 @@ def test_the_other_rank_is_through(world_of):
     assert "rank 0, line 1" in text and "rank 1 is through with the cell" in text
 
 
+@pytest.mark.parametrize("ranks", (2, 3))
+def test_ranks_in_different_collectives_are_told_once(world_of, ranks):
+    code = "if rank == 0:\n    collectives.broadcast(x)\nelse:\n    collectives.all_reduce(x)"
+    first, *lines = message_of(world_of(ranks), f"x = torch.ones(2)\n{code}").splitlines()
+    assert first.startswith("the ranks are not in the same collective: rank 0 is in broadcast, 8 bytes")
+    assert lines[:2] == ["  rank 0, line 3: collectives.broadcast(x)", "  rank 1, line 5: collectives.all_reduce(x)"]
+    assert len(lines) == ranks + 1
+
+
 NEVER_STUCK = {
     "sleep": "time.sleep(3)",
     "print and sleep": "for i in range(3): time.sleep(1); print(i)",

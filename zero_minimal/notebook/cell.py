@@ -199,7 +199,9 @@ class Cell:
         for rank, failure in (own or others).items():
             lines += [f"rank {rank} failed: {failure['kind']}: {failure['message']}", *stand({rank: failure})]
         same = {(failure["kind"], failure["message"], failure["line"]) for failure in own.values()}
-        if len(same) == 1 and len(own) == len(self.everybody) > 1:
+        if {failure["kind"] for failure in own.values()} == {"Mismatch"}:  # it is about several ranks: said once
+            lines = [lines[0].partition("Mismatch: ")[2], *stand(own)]
+        elif len(same) == 1 and len(own) == len(self.everybody) > 1:
             lines = [lines[0].replace("rank 0", "all ranks"), lines[1].replace("rank 0", "all ranks")]
         if own and others:
             lines += ["and so these waited for nothing:", *stand(others)]

@@ -10,10 +10,13 @@
     world["x"]          the x of each rank, a list
 
 A rank is an engine of ipyparallel, in a process group with the others. A cell finds there `rank`, `world_size`,
-`device`, `torch`, `dist`, `collectives`, `ring`, and what cells before it have made. When a cell fails on a rank, or
-all ranks wait for each other, the cell ends with a message that says where each rank stood; the ranks meet in a new
-process group, and keep their variables. The ranks end with the notebook's kernel, in whatever way that ends
-(guardian.py).
+`device`, `torch`, `dist`, `collectives`, `ring`, and what cells before it have made. What ranks print and draw is shown
+while the cell runs.
+
+When a cell fails on a rank, or all ranks wait for each other, the cell ends with a message that says where each rank
+stood; the ranks meet in a new process group, and keep their variables, but for a few that the message names
+(aftermath.py). Who computes, prints or sleeps is never ended, however long it takes (standing.py). The ranks end with
+the notebook's kernel, in whatever way that ends (guardian.py).
 """
 
 import argparse
@@ -170,8 +173,9 @@ class World:
             return f"{KEPT}: mend the cell, and run it again."
         why = [f"{', '.join(stages)} (a step may be half done)"] if stages else []
         why += [f"{', '.join(groups)} (of the old group)"] if groups else []
-        return (f"{KEPT}, but for {', '.join(why)}.\nMend the cell. Run again the cells that make these, and their "
-                "models; then this one.")
+        these = "these, and their models" if stages else "these"
+        return (f"{KEPT}, but for {', '.join(why)}.\n"
+                f"Mend the cell. Run again the cells that make {these}; then this one.")
 
     def _start_again(self) -> None:
         self.stop()
