@@ -43,7 +43,8 @@ class Screen:
             self.handle.update(data, raw=True)
 
     def clear(self, something_follows: bool) -> None:
-        """Take it away: when the next output comes, so that nothing flickers, or at once if none will."""
+        """Take it away: when the next output comes, so that nothing flickers, or at once if none will. (An error is no
+        output that JupyterLab would clear for.)"""
         if self.handle is not None:
             clear_output(wait=something_follows)
 

@@ -202,7 +202,7 @@ class World:
         cell.wait(patience, screen)
         failures = cell.failures()
         if screen:
-            screen.clear(something_follows=failures or any(printed.pieces for printed in cell.printed))
+            screen.clear(something_follows=any(pages.pieces for pages in cell.printed))
         printed.show(cell.printed)
         if cell.lost:
             self._start_again()
