@@ -1,20 +1,25 @@
 """Cell: code that runs on every rank of a notebook, watched until all are through or stuck."""
 
 import contextlib
-import os
-import signal
+import itertools
+import pickle
 import time
 from multiprocessing import connection
 from pathlib import Path
 
 import ipyparallel
 
+from zero_minimal.notebook import printed
 from zero_minimal.notebook import rank as notebook_rank
+from zero_minimal.notebook.screen import Screen, stand
 
-PATIENCE = 5.0  # seconds in which no rank computes, until a cell counts as stuck
+PATIENCE = 5.0  # seconds in which all ranks wait for each other, until a cell counts as stuck
 LOOK_EVERY = 0.25  # seconds
-WORKED = 0.03  # seconds of computing between two looks, all ranks together: less is waiting
-GRACE = 3.0  # seconds in which a rank must let go of a cell, once its connections are cut and it is interrupted
+ANSWER_WITHIN = 1.0  # seconds: a rank may be deep in C code
+IDLE = 0.05  # of a processor: what a rank may take that waits, for heartbeats and for messages that come in
+GRACE = 5.0  # seconds in which a rank must let go of a cell, once its connections are cut and it is interrupted
+
+_numbers = itertools.count()  # of the files that ranks print into
 
 
 class CellError(RuntimeError):
@@ -25,46 +30,82 @@ class CellError(RuntimeError):
         return str(self).splitlines()
 
 
+class Stillness:
+    """How long all ranks have waited for each other: each stood in the same wait whenever it was asked, and its process
+    did not compute."""
+
+    def __init__(self):
+        self.begin, self.since = {}, time.monotonic()  # where the ranks stood when it began, and when that was
+
+    def seconds(self, positions: dict[int, dict], ranks: list[int]) -> float:
+        """As of now. positions: where those of these ranks stand that have answered."""
+        now = time.monotonic()
+        allowed = IDLE * (1 + now - self.since)  # grows with time: heartbeats add up
+        if positions.keys() != self.begin.keys() or any(
+            position["stack"] != self.begin[rank]["stack"] or position["worked"] - self.begin[rank]["worked"] > allowed
+            for rank, position in positions.items()
+        ):
+            self.begin, self.since = positions, now
+        if len(positions) < len(ranks) or not all(position["waits"] for position in positions.values()):
+            self.begin, self.since = {}, now
+        return now - self.since
+
+
 class Cell:
     """A %%px cell under way.
 
     Args:
         client: ipyparallel's, connected to the ranks.
         folder: where a rank listens (RANK.socket), and where it is noted that one has ended (RANK.ended).
-        processes: the ranks' process ids.
+        world_size: how many ranks there are.
         code, name: what to run, and the file name it goes by in tracebacks.
+        value: the code is an expression, whose value on each rank is wanted.
     """
 
-    def __init__(self, client: ipyparallel.Client, folder: Path, processes: list[int], code: str, name: str):
-        self.folder, self.processes, self.name = folder, processes, name
-        self.everybody = range(len(processes))
-        self.answers = [client[rank].apply_async(notebook_rank.run_cell, code, name) for rank in self.everybody]
+    def __init__(self, client, folder: Path, world_size: int, code: str, name: str, value: bool = False):
+        self.folder, self.name, self.everybody = folder, name, range(world_size)
+        files = [folder / f"{rank}.printed{next(_numbers)}" for rank in self.everybody]
+        self.printed = [printed.Printed(file) for file in files]
+        self.answers = [client[rank].apply_async(notebook_rank.run_cell, code, name, files[rank], value)
+                        for rank in self.everybody]
+        self.positions: dict[int, dict] = {}  # where each rank stood when it was last heard of
         self.stuck: dict[int, dict] = {}  # where each rank stood, when all waited for each other
+        self.waited = 0.0  # seconds, before that was said
         self.lost: dict[int, str] = {}  # ranks that ended, or could not be woken, and how
         self.interrupted = False
         self.cut_at: float | None = None
 
-    def wait(self, patience: float) -> None:
-        """Until every rank is through. Whoever waits for a rank that failed, or for one that waits too, is woken."""
-        worked, worked_at = -1.0, time.monotonic()
+    def wait(self, patience: float, screen: Screen | None = None) -> None:
+        """Until every rank is through. Whoever waits for a rank that failed, or for one that waits too, is woken. The
+        screen, if there is one, shows meanwhile what the ranks print and where they stand."""
+        stillness = Stillness()
         while self._open():
             try:
                 self._pause()
-                positions, now = self._ask(self._open(), "where"), time.monotonic()
-                total = sum(position["worked"] for position in positions.values())
-                if abs(total - worked) > WORKED:
-                    worked, worked_at = total, now
+                asked = self._open()
+                positions = self._ask(asked, "where")
+                self.positions |= positions
+                if screen:
+                    self.read()
+                    screen.update(self.printed, {rank: self.positions.get(rank) for rank in self._open()})
+                still = stillness.seconds(positions, asked)
                 if self.cut_at is None and self._open() and (self.failures() or self.lost):
                     self._cut()
-                elif self.cut_at is None and now - worked_at > patience:
-                    self.stuck = positions
+                elif self.cut_at is None and still > patience:
+                    self.stuck, self.waited = positions, patience
                     self._cut()
             except KeyboardInterrupt:
                 self.interrupted = True
                 self._cut()
             if self.cut_at is not None and time.monotonic() - self.cut_at > GRACE:
                 self.lost |= {rank: "could not be woken" for rank in self._open() if rank not in self.lost}
-                return
+                break
+        self.read()
+
+    def read(self) -> None:
+        """Take what the ranks have printed."""
+        for rank in self.printed:
+            rank.read()
 
     def _open(self) -> list[int]:
         """The ranks that are not through, and can still be."""
@@ -77,18 +118,24 @@ class Cell:
             time.sleep(0.005)
 
     def _ask(self, ranks: list[int], request: str) -> dict[int, dict]:
-        """Where these ranks stand: {rank: its line, and the seconds it has worked}. One that has ended is lost."""
-        positions = {}
+        """Where these ranks stand, those that answer: {rank: see standing.here}. One that has ended is lost."""
+        lines, positions = {}, {}
         for rank in ranks:
             note = self.folder / f"{rank}.ended"
             if note.exists():
                 self.lost[rank] = note.read_text()
                 continue
-            with contextlib.suppress(OSError, EOFError):
-                with connection.Client(str(self.folder / f"{rank}.socket"), "AF_UNIX") as line:
-                    line.send((request, self.name))
-                    if line.poll(1.0):
-                        positions[rank] = line.recv()
+            with contextlib.suppress(OSError):
+                line = connection.Client(str(self.folder / f"{rank}.socket"), "AF_UNIX")
+                lines[line] = rank
+                line.send((request, self.name))
+        end = time.monotonic() + ANSWER_WITHIN
+        while lines and (ready := connection.wait(list(lines), max(0.0, end - time.monotonic()))):
+            for line in ready:
+                with line, contextlib.suppress(OSError, EOFError):
+                    positions[lines.pop(line)] = line.recv()
+        for line in lines:
+            line.close()
         return positions
 
     def _cut(self) -> None:
@@ -96,9 +143,7 @@ class Cell:
         self.cut_at = time.monotonic()
         self._ask(self._open(), "cut")
         self._pause()
-        for rank in self._open():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.processes[rank], signal.SIGINT)
+        self._ask(self._open(), "interrupt")
 
     # --------------------------------------------------------------------------------------------------------- telling
 
@@ -107,61 +152,66 @@ class Cell:
         told = {rank: self._told(rank)[1] for rank in self.everybody}
         return {rank: failure for rank, failure in told.items() if failure}
 
-    def _told(self, rank: int) -> tuple[str, dict | None]:
+    def _told(self, rank: int) -> tuple[bytes, dict | None, tuple[int, int]]:
+        """What a rank has answered: see rank.run_cell."""
         answer = self.answers[rank]
         if rank in self.lost or not answer.ready():
-            return "", None
+            return b"", None, (0, 0)
         try:
             return answer.get()
         except ipyparallel.error.IPythonError as error:  # an interrupt that came too late for the cell
-            return "", {"kind": type(error).__name__, "message": str(error), "traceback": str(error), "lost": True,
-                        "line": None, "source": "", "earlier": False, "inside": ""}
+            failure = {"kind": type(error).__name__, "message": str(error), "traceback": str(error), "lost": True,
+                       "line": None, "source": "", "earlier": False, "inside": "", "in_a_stage": True}
+            return b"", failure, (0, 0)
 
-    def show(self) -> None:
-        """What the ranks have printed: once, where it is the same on all of them."""
-        texts = [self._told(rank)[0].rstrip() for rank in self.everybody]
-        if len(texts) > 1 and len(set(texts)) == 1:
-            _print_beside("all ranks", texts[0])
-            return
-        for rank, text in enumerate(texts):
-            _print_beside(f"rank {rank}", text)
+    def left_half_done(self) -> bool:
+        """Whether stages may have been in the middle of their work (see aftermath.py)."""
+        counts = {count for rank in self.everybody for count in self._told(rank)[2]}
+        return len(counts) > 1 or any(failure["in_a_stage"] for failure in self.failures().values())
+
+    def values(self) -> list:
+        """The expression's value on each rank. Raises: CellError if it needs what only the ranks have."""
+        try:
+            return [pickle.loads(self._told(rank)[0]) for rank in self.everybody]
+        except Exception as error:
+            raise CellError(f"what the ranks sent cannot be read here: {type(error).__name__}: {error}") from None
+
+    def in_one_line(self, failures: dict[int, dict]) -> str:
+        """Of an expression: where it failed, and why."""
+        own = {rank: failure for rank, failure in failures.items() if not failure["lost"]}
+        why = {rank: f"{failure['kind']}: {failure['message']}" for rank, failure in (own or failures).items()}
+        first = next(iter(why.values()))
+        where = ", ".join(f"rank {rank}" for rank, words in why.items() if words == first)
+        return first if len(set(why.values())) == 1 and len(why) == len(self.everybody) else f"{first} ({where})"
 
     def describe(self, failures: dict[int, dict]) -> str:
         """What went wrong, in words."""
         own = {rank: failure for rank, failure in failures.items() if not failure["lost"]}
         others = {rank: failure for rank, failure in failures.items() if failure["lost"]}
+        lost = [f"rank {rank}: {how}." for rank, how in self.lost.items()]
         if self.interrupted:
-            return "\n".join(["interrupted. Then", *_stand(failures)])
-        if self.lost:
-            return "\n".join([f"rank {rank}: {how}." for rank, how in self.lost.items()])
+            return "\n".join(["interrupted. Then", *stand(failures), *lost])
         if self.stuck:
-            through = [f"  rank {rank} is through with the cell" for rank in self.everybody if rank not in self.stuck]
-            return "\n".join([
-                "stuck: no rank computes, so they wait for each other.", *_stand(self.stuck), *through,
-                "Do all ranks call the same collectives, in the same order? Is there a send for each receive?",
-                "If they are to wait longer: %%px --patience 60 (seconds).",
-            ])
+            return "\n".join([*self._describe_stuck(), *lost])
+        if lost:
+            return "\n".join(lost)
         lines = []
         for rank, failure in (own or others).items():
-            lines += [f"rank {rank} failed: {failure['kind']}: {failure['message']}", *_stand({rank: failure})]
+            lines += [f"rank {rank} failed: {failure['kind']}: {failure['message']}", *stand({rank: failure})]
         same = {(failure["kind"], failure["message"], failure["line"]) for failure in own.values()}
-        if len(same) == 1 and len(own) == len(self.everybody) > 1:
+        if {failure["kind"] for failure in own.values()} == {"Mismatch"}:  # it is about several ranks: said once
+            lines = [lines[0].partition("Mismatch: ")[2], *stand(own)]
+        elif len(same) == 1 and len(own) == len(self.everybody) > 1:
             lines = [lines[0].replace("rank 0", "all ranks"), lines[1].replace("rank 0", "all ranks")]
         if own and others:
-            lines += ["and so these waited for nothing:", *_stand(others)]
+            lines += ["and so these waited for nothing:", *stand(others)]
         return "\n".join(lines)
 
-
-def _stand(positions: dict[int, dict]) -> list[str]:
-    """A line a rank: where in the cell it was, and in which function below."""
-    lines = []
-    for rank, position in positions.items():
-        cell = " of an earlier cell" if position["earlier"] else ""
-        where = f"line {position['line']}{cell}: {position['source']}" if position["line"] else "not in the cell"
-        lines.append(f"  rank {rank}, {where}" + (f"    (in {position['inside']})" if position["inside"] else ""))
-    return lines
-
-
-def _print_beside(name: str, text: str) -> None:
-    for line in text.splitlines():
-        print(f"{name} │ {line}")
+    def _describe_stuck(self) -> list[str]:
+        waits = {rank: position | {"inside": f"waits in {position['waits']}"} for rank, position in self.stuck.items()}
+        through = [f"  rank {rank} is through with the cell" for rank in self.everybody if rank not in self.stuck]
+        return [
+            f"stuck: for {self.waited:g} s each rank has waited for another one.", *stand(waits), *through,
+            "Do all ranks call the same collectives, in the same order? Is there a send for each receive?",
+            "If they are to wait longer: %%px --patience 60 (seconds).",
+        ]

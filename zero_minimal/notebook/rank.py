@@ -1,31 +1,32 @@
 """A rank of a notebook: an engine of ipyparallel that has joined a process group, and runs the cells marked %%px.
 
 Its main thread runs cells. While that waits in a collective it hears nothing; so a second thread answers when the
-notebook asks where the rank stands, and cuts its connections to the other ranks on request: what waits then fails.
+notebook asks where the rank stands. On request it cuts the connections to the other ranks, so that what waits fails,
+and interrupts what else the main thread does.
 """
 
 import ast
 import contextlib
-import io
 import json
 import linecache
 import os
+import signal
 import socket
-import sys
+import stat
 import threading
-import time
 import traceback
 from multiprocessing.connection import Listener
 from pathlib import Path
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from ipyparallel.engine.app import IPEngine
 from IPython import get_ipython
 
 from zero_minimal.foundations import collectives, ranks
+from zero_minimal.notebook import aftermath, printed, standing
 
-PROJECT = Path(collectives.__file__).parent.parent
 HOURS = 24 * 3600  # a group's own time limit: the notebook has a better one
 
 names = {"torch": torch, "dist": dist, "collectives": collectives}  # what every cell finds
@@ -35,19 +36,22 @@ with contextlib.suppress(ImportError):  # a teacher may withhold it: it solves l
     names["ring"] = ring
 _here: dict = {}  # folder, rank, world_size, device
 _running: list[str] = []  # the cell that runs, if one does
-_changes = threading.Lock()  # of _running: a cell does not end while its connections are cut
+_changes = threading.Lock()  # of _running: a cell does not end while it is being cut or interrupted
 
 
 def main(folder: str, rank: int, world_size: int, device: str) -> None:
     """What the guardian's fork does: join the other ranks, then wait for cells."""
     _here.update(folder=folder, rank=rank, world_size=world_size, device=device)
+    os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # plt.show() means display(figure)
+    printed.bars_as_text()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     join(0)
     threading.Thread(target=_answer, daemon=True).start()
     engine = IPEngine.instance(user_ns=names)
     engine.initialize([f"--profile-dir={folder}", f"--IPEngine.id={rank}", "--IPEngine.enable_nanny=False",
                        "--log-level=WARN"])
-    engine.start()
+    with collectives.heard_by(aftermath.hear):
+        engine.start()
 
 
 def join(attempt: int) -> None:
@@ -60,69 +64,80 @@ def join(attempt: int) -> None:
     names.update(rank=rank, world_size=world_size, device=joined.device)
 
 
+def meet_again(attempt: int, half_done: bool) -> tuple[list[str], list[str]]:
+    """A new process group after a cell that failed. Returns names of what cannot be used any more (aftermath.close)."""
+    closed = aftermath.close(get_ipython().user_ns, half_done)
+    aftermath.forget()
+    join(attempt)
+    return closed
+
+
 def facts() -> tuple[str, str]:
     """Device type and backend, for the line that the notebook shows."""
     return names["device"].type, dist.get_backend()
 
 
-def value(expression: str):
-    """What an expression is worth on this rank; tensors as copies in host memory."""
-    result = eval(expression, get_ipython().user_ns)
-    return result.detach().cpu().clone() if isinstance(result, torch.Tensor) else result
-
-
 # --------------------------------------------------------------------------------------------------------------- cells
 
 
-def run_cell(code: str, name: str) -> tuple[str, dict | None]:
-    """Run a cell, under a file name of its own. Returns what it printed and, if it failed, how (see `_failure`)."""
-    printed, failure = io.StringIO(), None
-    _running.append(name)
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+def run_cell(code: str, name: str, file: Path, value: bool = False) -> tuple[bytes, dict | None, tuple[int, int]]:
+    """Run a cell, under a file name of its own. What it prints goes to `file` (see printed.py).
+
+    Returns: the value, pickled, if the code is an expression whose value is wanted; how it failed, if it did (see
+    `_failure`); the collectives that this rank has begun and ended (see aftermath.py).
+    """
+    answer, failure, shell = b"", None, get_ipython()
+    standing.begin()
+    _running[:] = [name]
+    with printed.into(file, shell):
         try:
-            code = get_ipython().transform_cell(code)  # magics
+            code = code.strip() if value else shell.transform_cell(code)  # magics
             linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-            _execute(code, name, get_ipython().user_ns)
+            if value:
+                answer = _pickled(eval(compile(code, name, "eval"), shell.user_ns))
+            else:
+                _execute(code, name, shell)
         except BaseException as error:  # SystemExit and KeyboardInterrupt too
             failure = _failure(error, name)
         with _changes:
             _running.clear()
-    return printed.getvalue(), failure
+    return answer, failure, aftermath.exchanged()
 
 
-def _execute(code: str, name: str, namespace: dict) -> None:
+def _pickled(value) -> bytes:
+    """Classes and functions that were made in a cell travel along. Tensors as copies in host memory."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().clone()
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        kind = type(value).__name__
+        raise TypeError(f"an object of type {kind} cannot be sent to the notebook ({error}): ask for a part of it, or "
+                        "for its repr()") from None
+
+
+def _execute(code: str, name: str, shell) -> None:
     """Run it, and print the value of its last line if that is an expression, as a notebook does."""
-    tree = ast.parse(code, name)
+    tree, namespace = ast.parse(code, name), shell.user_ns
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec"), namespace)
     if last:
         result = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
         if result is not None and not code.rstrip().endswith(";"):
-            print(repr(result))
+            printed.show_value(result, shell)
+    printed.show_figures()
 
 
 def _failure(error: BaseException, name: str) -> dict:
     if isinstance(error, SyntaxError) and error.filename == name:
         position = {"line": error.lineno, "source": (error.text or "").strip(), "earlier": False, "inside": ""}
     else:
-        position = _position(traceback.extract_tb(error.__traceback__), name)
+        position = standing.position(traceback.extract_tb(error.__traceback__), name)
     text = "".join(traceback.format_exception(error))
     because_of_another = ranks.lost_a_peer(error) or isinstance(error, KeyboardInterrupt)
     return position | {
-        "kind": type(error).__name__, "message": str(error), "traceback": text, "lost": because_of_another
-    }
-
-
-def _position(frames: traceback.StackSummary, name: str) -> dict:
-    """Where in the cells a stack has come to, and in which function of the project below that."""
-    own = [frame for frame in frames if frame.filename.startswith("<%%px")]
-    if not own:
-        return {"line": None, "source": "", "earlier": False, "inside": ""}
-    below = frames[frames.index(own[-1]) + 1 :]
-    ours = [frame for frame in below if Path(frame.filename).is_relative_to(PROJECT)]
-    return {
-        "line": own[-1].lineno, "source": own[-1].line, "earlier": own[-1].filename != name,
-        "inside": f"{ours[-1].name}, {Path(ours[-1].filename).name}" if ours else "",
+        "kind": type(error).__name__, "message": str(error), "traceback": text, "lost": because_of_another,
+        "in_a_stage": aftermath.in_a_stage(error.__traceback__),
     }
 
 
@@ -134,21 +149,25 @@ def _answer() -> None:
         while True:
             with contextlib.suppress(OSError, EOFError), listener.accept() as caller:
                 request, cell = caller.recv()
-                stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-                with _changes:
+                with _changes:  # so that neither reaches what the main thread does after this cell
                     if request == "cut" and cell in _running:
                         cut()
-                worked = time.process_time() - time.thread_time()  # answering is no work
-                caller.send(_position(stack, cell) | {"worked": worked})
+                    if request == "interrupt" and cell in _running:
+                        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                caller.send(standing.here(cell))
 
 
 def cut() -> None:
     """Close the connections to other ranks: whoever waits for a message, here or there, gets an error at once."""
     ports = _numbers(json.loads(Path(_here["folder"], "security", "ipcontroller-engine.json").read_text()))
-    for number in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()[1] not in ports:
-                connection.shutdown(socket.SHUT_RDWR)
+    for number in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # listdir's own is closed by now
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as connection:
+                tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if tcp and connection.getpeername()[1] not in ports:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def _numbers(content) -> set[int]:

@@ -10,15 +10,19 @@
     world["x"]          the x of each rank, a list
 
 A rank is an engine of ipyparallel, in a process group with the others. A cell finds there `rank`, `world_size`,
-`device`, `torch`, `dist`, `collectives`, `ring`, and what cells before it have made. When a cell fails on a rank, or
-all ranks wait for each other, the cell ends with a message that says where each rank stood; the ranks meet in a new
-process group, and keep their variables. The ranks end with the notebook's kernel, in whatever way that ends
-(guardian.py).
+`device`, `torch`, `dist`, `collectives`, `ring`, and what cells before it have made. What ranks print and draw is shown
+while the cell runs.
+
+When a cell fails on a rank, or all ranks wait for each other, the cell ends with a message that says where each rank
+stood; the ranks meet in a new process group, and keep their variables, but for a few that the message names
+(aftermath.py). Who computes, prints or sleeps is never ended, however long it takes (standing.py). The ranks end with
+the notebook's kernel, in whatever way that ends (guardian.py).
 """
 
 import argparse
 import atexit
 import contextlib
+import itertools
 import os
 import shlex
 import subprocess
@@ -32,13 +36,16 @@ import ipyparallel
 from IPython import get_ipython
 from IPython.core.pylabtools import select_figure_formats
 
+from zero_minimal.notebook import printed
 from zero_minimal.notebook import rank as notebook_rank
 from zero_minimal.notebook.cell import PATIENCE, Cell, CellError
+from zero_minimal.notebook.screen import Screen, anybody_there
 
 START_SECONDS = 60  # the longest that a start may take
 MEET_SECONDS = 20  # the longest that a new process group may take
 NO_RANKS = "there are no ranks: start them with `world = notebook.start(4)`"
 ALL_NEW = "All ranks were started again, and their variables are gone: run the notebook from its start line."
+KEPT = "The ranks have met in a new process group, and keep their variables"
 
 _world = None
 
@@ -58,7 +65,7 @@ def start(world_size: int, device: str = "auto") -> "World":
     if shell:
         shell.register_magic_function(_px_cell, "cell", "px")
         shell.register_magic_function(_px_line, "line", "px")
-        select_figure_formats(shell, {"png"}, dpi=90)
+        select_figure_formats(shell, {"png"}, dpi=printed.DPI)
     print(_world)
     return _world
 
@@ -96,7 +103,15 @@ class World:
         return "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
 
     def __getitem__(self, expression: str) -> list:
-        return self._on_each(notebook_rank.value, expression)
+        """Raises: CellError where a rank cannot say it, or the ranks wait for each other."""
+        cell = self._cell(expression, f"<world[{expression!r}]>", value=True)
+        failures = self._watch(cell, PATIENCE)
+        kept = self._meet_again(cell) if cell.cut_at is not None else ""
+        if cell.stuck or cell.interrupted:
+            raise CellError(f"world[{expression!r}]: {cell.describe(failures)}\n{kept}")
+        if failures:
+            raise CellError(f"world[{expression!r}]: {cell.in_one_line(failures)}")
+        return cell.values()
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="zero_ranks_"))
@@ -143,14 +158,24 @@ class World:
             raise CellError(NO_RANKS)
         return self._client[:].apply_sync(function, *args)
 
-    def _meet_again(self) -> None:
-        """A new process group, in place of the one whose connections are cut."""
+    def _meet_again(self, cell: Cell) -> str:
+        """A new process group after a cell that failed, in place of the one whose connections are cut. Returns what is
+        to be run again."""
         self._groups += 1
         try:
-            self._client[:].apply_async(notebook_rank.join, self._groups).get(timeout=MEET_SECONDS)
-        except (TimeoutError, ipyparallel.error.IPythonError) as error:
+            met = self._client[:].apply_async(notebook_rank.meet_again, self._groups, cell.left_half_done())
+            gone = met.get(timeout=MEET_SECONDS)
+        except (TimeoutError, KeyboardInterrupt, ipyparallel.error.IPythonError) as error:
             self._start_again()
-            raise CellError(f"the ranks could not meet again ({error}). {ALL_NEW}") from None
+            raise CellError(f"the ranks could not meet again ({error or 'interrupted'}). {ALL_NEW}") from None
+        groups, stages = ([*dict.fromkeys(itertools.chain(*names))] for names in zip(*gone, strict=True))
+        if not stages and not groups:
+            return f"{KEPT}: mend the cell, and run it again."
+        why = [f"{', '.join(stages)} (a step may be half done)"] if stages else []
+        why += [f"{', '.join(groups)} (of the old group)"] if groups else []
+        these = "these, and their models" if stages else "these"
+        return (f"{KEPT}, but for {', '.join(why)}.\n"
+                f"Mend the cell. Run again the cells that make {these}; then this one.")
 
     def _start_again(self) -> None:
         self.stop()
@@ -158,24 +183,31 @@ class World:
 
     # ----------------------------------------------------------------------------------------------------------- cells
 
-    def run(self, code: str, patience: float = PATIENCE) -> None:
+    def run(self, code: str, patience: float = PATIENCE, screen: Screen | None = None) -> None:
         """Run a cell on all ranks, and print what they print. Raises CellError if it fails, or is stuck."""
+        self._cells += 1
+        cell = self._cell(code, f"<%%px {self._cells}>")
+        failures = self._watch(cell, patience, screen)
+        self.tracebacks = {rank: failure["traceback"] for rank, failure in failures.items()}
+        if failures or cell.cut_at is not None:
+            raise CellError(f"{cell.describe(failures)}\n{self._meet_again(cell)}")
+
+    def _cell(self, code: str, name: str, value: bool = False) -> Cell:
         if self._guardian is None:
             raise CellError(NO_RANKS)
-        self._cells += 1
-        cell = Cell(self._client, self._folder, self.processes, code, f"<%%px {self._cells}>")
-        cell.wait(patience)
-        cell.show()
-        failures, self.tracebacks = cell.failures(), {}
+        return Cell(self._client, self._folder, self.world_size, code, name, value)
+
+    def _watch(self, cell: Cell, patience: float, screen: Screen | None = None) -> dict[int, dict]:
+        """Until all are through with the cell, or stopped. Shows what they printed, and returns how they failed."""
+        cell.wait(patience, screen)
+        failures = cell.failures()
+        if screen:
+            screen.clear(something_follows=any(pages.pieces for pages in cell.printed))
+        printed.show(cell.printed)
         if cell.lost:
             self._start_again()
             raise CellError(f"{cell.describe(failures)}\n{ALL_NEW}")
-        if cell.cut_at is not None or failures:
-            self.tracebacks = {rank: failure["traceback"] for rank, failure in failures.items()}
-            self._meet_again()
-        if failures or cell.interrupted:
-            raise CellError(cell.describe(failures) + "\nThe ranks have met in a new process group, and keep their "
-                            "variables: mend the cell, and run it again.")
+        return failures
 
 
 # ---------------------------------------------------------------------------------------------------------------- %%px
@@ -187,11 +219,14 @@ class _Arguments(argparse.ArgumentParser):
 
 
 def _px_cell(line: str, cell: str) -> None:
-    """Run this cell on every rank. --patience S: let ranks wait for each other for so many seconds."""
+    """Run this cell on every rank. --patience S: let ranks wait for each other for so many seconds.
+
+    Meanwhile it shows what they print. (Not `%px LINE`: it has its cell not for itself, and could not clear it.)
+    """
     arguments = _Arguments(add_help=False)
     arguments.add_argument("--patience", type=float, default=PATIENCE)
     options = arguments.parse_args(shlex.split(line))
-    _current().run(cell, options.patience)
+    _current().run(cell, options.patience, Screen() if anybody_there() else None)
 
 
 def _px_line(line: str) -> None:

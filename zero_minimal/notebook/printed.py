@@ -1,0 +1,195 @@
+"""Printed: what ranks print and draw. It travels through files, so that the notebook sees it while the cell still runs.
+
+    a rank       with printed.into(file, shell): …     each piece is appended, as a line of JSON
+    notebook     Printed(file).read()                  whatever has come since
+"""
+
+import contextlib
+import functools
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from IPython import get_ipython
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.pylabtools import print_figure
+
+LIMIT = 500_000  # characters of a rank and a cell: a loop that prints for ever shall not fill the disk
+DPI = 90  # of pictures
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+# ------------------------------------------------------------------------------------------------------------ on a rank
+
+
+@contextlib.contextmanager
+def into(file: Path, shell) -> Iterator[None]:
+    """Context in which what is printed or displayed goes to the file; open pyplot figures too, in the end."""
+    _pages.turn(file)
+    draw = functools.partial(print_figure, fmt="png", base64=True, dpi=DPI)  # by name: nobody need import matplotlib
+    shell.display_formatter.formatters["image/png"].for_type_by_name("matplotlib.figure", "Figure", draw)
+    before, shell.display_pub = shell.display_pub, _Display(_pages)
+    try:
+        with contextlib.redirect_stdout(_pages), contextlib.redirect_stderr(_pages):
+            yield
+    finally:
+        shell.display_pub = before
+
+
+def bars_as_text() -> None:
+    """Let tqdm.auto and tqdm.notebook draw with letters: widgets need a front end, and a rank has none."""
+    with contextlib.suppress(ImportError):
+        import tqdm.std
+
+        sys.modules["tqdm.notebook"] = sys.modules["tqdm.autonotebook"] = tqdm.std
+
+
+def show_value(value, shell) -> None:
+    """The value of a cell's last line: as a picture if it is one, else as text."""
+    data, _ = shell.display_formatter.format(value, include={"image/png"})
+    if "image/png" in data:
+        shell.display_pub.publish(data | {"text/plain": repr(value)})
+    else:
+        print(repr(value))
+
+
+def show_figures() -> None:
+    """Display the figures that pyplot still has open, as a notebook does at the end of a cell, and close them."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None and pyplot.get_fignums():
+        from IPython.display import display
+
+        for number in pyplot.get_fignums():
+            display(pyplot.figure(number))
+        pyplot.close("all")
+
+
+class _Pages(io.TextIOBase):
+    """A rank's stdout and stderr. The same in all cells: a progress bar or a thread may outlive its own."""
+
+    encoding = "utf-8"
+
+    def __init__(self):
+        self.file, self.left = None, LIMIT
+
+    def turn(self, file: Path) -> None:
+        """From now on into this file."""
+        if self.file:
+            self.file.close()
+        self.file, self.left = open(file, "a", buffering=1), LIMIT
+
+    def writable(self):
+        return True
+
+    def write(self, text):
+        if self.left > 0:
+            self.left -= len(text)
+            self.add("text", text if self.left > 0 else f"\n… more than {LIMIT:,} characters: the rest is not shown\n")
+        return len(text)
+
+    def add(self, kind: str, *content) -> None:
+        self.file.write(json.dumps([kind, *content]) + "\n")
+
+
+_pages = _Pages()
+
+
+class _Display(DisplayPublisher):
+    """What display() calls on a rank."""
+
+    def __init__(self, pages: _Pages):
+        super().__init__()
+        self.pages = pages
+
+    def publish(self, data, *args, **kwargs):
+        words = data.get("text/plain", "")
+        if "image/png" in data:
+            self.pages.add("picture", data["image/png"], words)
+        elif WIDGET in data:
+            self.pages.write(f"{words}    (a widget, as it is now: ranks show text and pictures)\n")
+        else:
+            self.pages.write(words + "\n")
+
+    def clear_output(self, wait=False):
+        self.pages.add("clear")
+
+
+# ------------------------------------------------------------------------------------------------------ in the notebook
+
+
+class Printed:
+    """What one rank has printed in a cell so far."""
+
+    def __init__(self, file: Path):
+        self.file, self.read_to = file, 0
+        self.pieces: list[list[str]] = []  # ["text", words] or ["picture", png as base64, words]
+
+    def read(self) -> None:
+        """Take what has come since."""
+        with contextlib.suppress(FileNotFoundError), open(self.file, "rb") as file:
+            file.seek(self.read_to)
+            come = file.read()
+            come = come[: come.rfind(b"\n") + 1]  # the rest of a line is still being written
+            self.read_to += len(come)
+            for line in come.splitlines():
+                piece = json.loads(line)
+                if piece[0] == "clear":
+                    self.pieces.clear()
+                elif piece[0] == "text" and self.pieces and self.pieces[-1][0] == "text":
+                    self.pieces[-1][1] += piece[1]
+                else:
+                    self.pieces.append(piece)
+
+    def lines(self) -> list[str]:
+        """As text; of a picture its words."""
+        return [line for kind, *content in self.pieces
+                for line in (on_screen(content[0]) if kind == "text" else content[-1:])]
+
+
+def show(everybody: list[Printed]) -> bool:
+    """Print what all ranks have printed: once, where it is the same on all of them. Returns whether it was anything."""
+    contents = [printed.pieces for printed in everybody]
+    alike = len(contents) > 1 and all(content == contents[0] for content in contents)
+    named = {"all ranks": contents[0]} if alike else {f"rank {rank}": pieces for rank, pieces in enumerate(contents)}
+    for name, pieces in named.items():
+        for kind, *content in pieces:
+            if kind == "text":
+                _print_beside(name, on_screen(content[0]))
+            else:
+                _print_beside(name, content[-1:])
+                if get_ipython():
+                    get_ipython().display_pub.publish({"image/png": content[0], "text/plain": content[-1]})
+    return any(contents)
+
+
+def beside(name: str, lines: list[str]) -> list[str]:
+    """The lines of this rank, or of all."""
+    return [f"{name} │ {line}" for line in lines]
+
+
+def _print_beside(name: str, lines: list[str]) -> None:
+    for line in beside(name, lines):
+        print(line)
+
+
+def on_screen(text: str) -> list[str]:
+    """The lines that a screen would show: a progress bar writes over itself, with \\r and with steps upward."""
+    lines, row, column = [""], 0, 0
+    for part in re.split(r"(\n|\r|\x1b\[A)", text):
+        if part == "\n":
+            row, column = row + 1, 0
+            if row == len(lines):
+                lines.append("")
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[A":
+            row = max(0, row - 1)
+        else:
+            line = lines[row]
+            lines[row] = line[:column] + part + line[column + len(part) :]
+            column += len(part)
+    while lines and not lines[-1].strip():
+        lines.pop()
+    return [line.rstrip() for line in lines]

@@ -1,0 +1,61 @@
+"""Screen: what a cell shows while it runs. At its end this gives way to what all ranks have printed, in order."""
+
+import time
+
+from IPython import get_ipython
+from IPython.display import clear_output, display
+
+from zero_minimal.notebook.printed import Printed, beside
+
+SOON = 1.0  # seconds: a cell that ends earlier shows nothing before
+LINES = 40  # the last ones, all ranks together
+
+
+def anybody_there() -> bool:
+    """Whether a person looks on, who could be asked something: not where a program runs the notebook, and stores it."""
+    kernel = getattr(get_ipython(), "kernel", None)
+    return bool(getattr(kernel, "_allow_stdin", False))
+
+
+class Screen:
+    """The output of a cell that runs."""
+
+    def __init__(self):
+        self.began, self.shown, self.handle = time.monotonic(), "", None
+
+    def update(self, everybody: list[Printed], positions: dict[int, dict | None]) -> None:
+        """Show what the ranks have printed, and where those stand that are not through."""
+        seconds = time.monotonic() - self.began
+        if seconds < SOON:
+            return
+        texts = [printed.lines() for printed in everybody]
+        alike = len(texts) > 1 and all(text == texts[0] for text in texts)
+        named = {"all ranks": texts[0]} if alike else {f"rank {rank}": text for rank, text in enumerate(texts)}
+        lines = [line for name, text in named.items() for line in beside(name, text[-(LINES // len(named)) :])]
+        known = {rank: position for rank, position in positions.items() if position}
+        text = "\n".join([*lines, f"running for {seconds:.0f} s:", *stand(known, len(everybody))])
+        if text == self.shown:
+            return
+        self.shown, data = text, {"text/plain": text}
+        if self.handle is None:
+            self.handle = display(data, raw=True, display_id=True)
+        else:
+            self.handle.update(data, raw=True)
+
+    def clear(self, something_follows: bool) -> None:
+        """Take it away: when the next output comes, so that nothing flickers, or at once if none will. (An error is no
+        output that JupyterLab would clear for.)"""
+        if self.handle is not None:
+            clear_output(wait=something_follows)
+
+
+def stand(positions: dict[int, dict], world_size: int = 0) -> list[str]:
+    """A line a rank: where in the cell it stands, and in what. One line where all ranks of the world stand alike."""
+    lines = {}
+    for rank, position in sorted(positions.items()):
+        cell = " of an earlier cell" if position["earlier"] else ""
+        where = f"line {position['line']}{cell}: {position['source']}" if position["line"] else "not in the cell"
+        lines[rank] = where + (f"    ({position['inside']})" if position["inside"] else "")
+    if len(lines) == world_size > 1 and len(set(lines.values())) == 1:
+        return [f"  all ranks, {line}" for line in set(lines.values())]
+    return [f"  rank {rank}, {line}" for rank, line in lines.items()]

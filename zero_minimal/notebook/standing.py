@@ -1,0 +1,125 @@
+"""Standing: where in its cell a rank's main thread is, and whether it waits for another rank there.
+
+The cell is not asked: the stack of the thread is read from outside. Its innermost frame says what is being called. A
+rank waits for another one while that is the wait() of a message or a collective, or a function of torch.distributed.
+Sleep, computation and print are none of these, however little they compute.
+"""
+
+import ast
+import contextlib
+import itertools
+import linecache
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from zero_minimal.foundations import collectives, notes
+
+PROJECT = Path(collectives.__file__).parent.parent
+TORCH = Path(torch.__file__).parent
+PLUMBING = {collectives.__file__, notes.__file__}  # where these stand tells nobody anything
+# what stands here and does not compute, waits: for a store, a message, a collective
+SPEAKING = {str(TORCH / file) for file in ("distributed/distributed_c10d.py", "distributed/utils.py",
+                                           "nn/parallel/distributed.py")}
+WAITING = {"wait", "wait_tensor"}  # methods of C++ that return when a message is there; Python has none of these names
+CALLERS = {str(TORCH / "_ops.py")}  # they call what their caller names
+CELLS = ("<%%px", "<world")  # how the file names of cells begin
+
+
+_threads: set[int | None] = set()  # those that were there before the cell began
+
+
+def begin() -> None:
+    """A cell begins: what threads it starts are its own."""
+    _threads.clear()
+    _threads.update(thread.ident for thread in threading.enumerate())
+
+
+def here(cell: str) -> dict:
+    """Where the main thread is, in a form that can be sent: what position() returns, and
+
+    waits    for what it waits, or ""
+    stack    a number for the chain of calls: while it stays the same, the thread may not have moved
+    worked   seconds of computing in this process, but for the thread that asks
+    """
+    stacks = sys._current_frames()
+    frame = stacks.pop(threading.main_thread().ident)
+    del stacks[threading.get_ident()]
+    waits = _wait(frame)
+    if not waits and _called(frame) == "run_backward":  # autograd's own threads run the hooks on a GPU,
+        waits = next(filter(None, map(_wait, stacks.values())), "")
+        if not waits and not torch.cuda.is_initialized():  # and on a CPU only DistributedDataParallel's C++ waits here
+            waits = "backward"
+    helpers = {thread.ident for thread in threading.enumerate() if not thread.daemon} - _threads
+    if not all(_wait(stacks[helper]) for helper in helpers & stacks.keys()):
+        waits = ""  # a thread that the cell has started may yet send what the others wait for
+    chain = hash(tuple((id(below.f_code), below.f_lasti) for below, _ in traceback.walk_stack(frame)))
+    worked = time.process_time() - time.thread_time()  # answering is no work
+    return position(traceback.extract_stack(frame), cell) | {"waits": waits, "stack": chain, "worked": worked}
+
+
+def position(frames: traceback.StackSummary, cell: str) -> dict:
+    """Where in the cells a stack has come to, and in which function of the project below that."""
+    own = [frame for frame in frames if frame.filename.startswith(CELLS)]
+    if not own:
+        return {"line": None, "source": "", "earlier": False, "inside": ""}
+    below = frames[frames.index(own[-1]) + 1 :]
+    ours = [frame for frame in below if Path(frame.filename).is_relative_to(PROJECT)
+            and frame.filename not in PLUMBING and Path(frame.filename).parent != Path(__file__).parent]
+    return {
+        "line": own[-1].lineno, "source": own[-1].line, "earlier": own[-1].filename != cell,
+        "inside": f"in {ours[-1].name}, {Path(ours[-1].filename).name}" if ours else "",
+    }
+
+
+def _wait(frame: FrameType) -> str:
+    """For what a thread waits, if it stands in a wait for another rank."""
+    inner = frame
+    while inner.f_code.co_filename in CALLERS and inner.f_back:
+        inner = inner.f_back
+    if inner.f_code.co_filename not in SPEAKING and _called(inner) not in WAITING:
+        return ""
+    for outer, _ in reversed(list(traceback.walk_stack(frame))):
+        if words := _words(outer):
+            return words
+    return "wait()"
+
+
+def _words(frame: FrameType) -> str:
+    """What a frame of torch.distributed or of our collectives is about: "recv from rank 2"."""
+    code = frame.f_code
+    if code.co_filename == collectives.__file__ and code.co_name == "wait":
+        its_notes = frame.f_locals["self"].notes
+        return its_notes.words if its_notes else ""
+    if code.co_filename == notes.__file__ and code.co_name == "check":
+        return frame.f_locals["self"].words
+    if code.co_filename not in SPEAKING:
+        return ""
+    if code.co_name in ("recv", "send"):
+        peer = frame.f_locals.get("src" if code.co_name == "recv" else "dst")
+        way = "from" if code.co_name == "recv" else "to"
+        return f"{code.co_name} {way} {'any rank' if peer is None else f'rank {peer}'}"
+    return code.co_name.strip("_")
+
+
+def _called(frame: FrameType) -> str:
+    """The name of the function that the innermost frame of a stack is calling."""
+    positions = itertools.islice(frame.f_code.co_positions(), max(0, frame.f_lasti) // 2, None)
+    first, last, begin, end = next(positions, (None,) * 4)
+    if None in (first, last, begin, end):
+        return ""
+    lines = [line.encode() for line in linecache.getlines(frame.f_code.co_filename)[first - 1 : last]]
+    if not lines:
+        return ""
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][begin:]
+    with contextlib.suppress(SyntaxError, ValueError):
+        call = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+        function = call.func if isinstance(call, ast.Call) else None
+        return getattr(function, "attr", getattr(function, "id", ""))
+    return ""
