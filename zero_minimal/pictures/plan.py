@@ -29,10 +29,10 @@ def draw_plan(told: dict) -> Figure:
 
 
 def stages_panel(axis: Axes, told: dict) -> None:
-    """A stack for each stage: model states, activations, the units that stage 3 gathers; and what a device holds."""
+    """A stack for each stage: model states, activations, what passes; and what a device holds."""
     rows, positions, device = told["rows"], range(len(told["rows"])), told["device_bytes"] / 1e9
-    labels = {name: name for name in (*STATES, "activations")} | {"units": "whole units"}
-    looks = LOOKS | {"units": LOOKS["buffers"]}
+    labels = {name: name for name in (*STATES, "activations")} | {"passing": "whole for a moment"}
+    looks = LOOKS | {"passing": LOOKS["buffers"]}
     tops = stacked_bars(axis, positions, [
         (label, looks[part], [row[part] / 1e9 for row in rows]) for part, label in labels.items()
     ])
@@ -50,7 +50,7 @@ def ranks_panel(axis: Axes, told: dict) -> None:
     counts = [2**power for power in range(11)]
     for row in told["rows"]:
         whole = sum(row[state] for state in row["whole"]) / 1e9
-        shared = (row["states"] / 1e9 - whole) * told["ranks"] / told["model_parallel"]
+        shared = (row["states"] / 1e9 - whole) * (told["ranks"] // told["model_parallel"])
         axis.plot(counts, [whole + shared / count for count in counts], color=STAGE_COLOURS[row["stage"]],
                   marker=MARKERS[row["stage"]], markersize=5, label=f"stage {row['stage']}")
     axis.axhline(told["device_bytes"] / 1e9, **DEVICE)
