@@ -8,10 +8,12 @@ block keeps for backward
 
 and 1 u of it, its input, if it is recomputed (P_a: u/M; P_a+cpu: none on the device). A step is highest at one of
 
-    logits       all that is kept, and for the loss 3 (with model parallelism 4/M) tensors [t, V] in fp32
-    a block      all that is kept, the inside of the block at work, its gradients, and gradients that wait to be reduced
-    embedding    the end of backward: the gradients of embedding and head, which share a weight, and their sum
-    update       a bucket in fp32, beside the masters (16 bit)
+    logits        all that is kept, and for the loss 3 (with model parallelism 4/M) tensors [t, V] in fp32
+    top block     all that is kept; and of the block where backward begins its inside, gradients of that, and gradients
+                  of weights that wait to be reduced
+    bottom block  the same of the block where backward ends: the others are free, their gradients have come
+    embedding     after that: the gradients of embedding and head, which share a weight, and their sum
+    update        a bucket in fp32, beside the masters (16 bit)
 
 and stage 3 has whole units there. The paper's own estimate of all that is kept is 12 u a block (formulas.activations).
 """
@@ -31,7 +33,7 @@ class Moment:
     """Bytes on a device at a moment of a step."""
 
     name: str
-    states: float  # parameters, gradients (not before they come: at stages 2 and 3) and optimizer
+    states: float  # parameters, gradients (at stages 2 and 3 not before they come) and optimizer
     activations: float
     passing: float  # parameters and gradients that are whole for a moment, copies in fp32
 
@@ -92,8 +94,11 @@ def highest(stage: int, work: Work, data_parallel: int, optimizer_bytes: float |
 
 def construction(stage: int, work: Work) -> float:
     """Bytes for a moment before the first step: stages 0 to 2 copy the model into flat memory. Stage 3 builds it unit
-    by unit, and is higher in every step."""
-    return 0 if stage == 3 else 2 * rank_parameters(work) * BYTES[work.dtype][0]
+    by unit, and is higher in every step. (Model-parallel ranks draw each weight whole, and pad it, before they cut it.)
+    """
+    whole, parallel = work.config.vocabulary * work.config.hidden, work.model_parallel
+    drawn = (2 + 1 / parallel) * whole if parallel > 1 else 0
+    return 0 if stage == 3 else max(2 * rank_parameters(work), drawn) * BYTES[work.dtype][0]
 
 
 def rank_parameters(work: Work) -> int:
@@ -109,7 +114,8 @@ def _moments(stage: int, work: Work, ranks: int, optimizer_bytes: float | None) 
     passing = (_units if stage == 3 else _buckets)(stage, work, ranks)
     return [
         Moment("logits", without_gradients, work.kept() + work.logits(), passing["logits"]),
-        Moment("a block", all_states, work.kept() + work.at_work(), passing["a block"]),
+        Moment("top block", without_gradients, work.kept() + work.at_work(), passing["block"]),
+        Moment("bottom block", all_states, work.kept() / work.config.layers + work.at_work(), passing["block"]),
         Moment("embedding", all_states, 2 * work.unit, passing["embedding"]),
         Moment("update", all_states, 0, passing["update"]),
     ]
@@ -121,10 +127,11 @@ def _buckets(stage: int, work: Work, ranks: int) -> dict[str, float]:
     size, parallel, config = BYTES[work.dtype][0], work.model_parallel, work.config
     head = config.vocabulary * config.hidden * size / parallel
     largest = 4 * config.hidden**2 * size / parallel  # a matrix of the MLP
-    buckets = 2 * min(BUCKET, rank_parameters(work) * size) if stage == 2 else 0
+    blocks = config.layers * block_parameters(config, parallel) * size
+    buckets = min(2 * BUCKET, blocks) if stage == 2 else 0
     return {
         "logits": 0,
-        "a block": head + largest * (2 if stage == 2 else 1) + buckets,
+        "block": head + largest * (2 if stage == 2 else 1) + buckets,
         "embedding": 3 * head + buckets,
         "update": _in_fp32(min(BUCKET / size, rank_parameters(work)), work.dtype) / (ranks if stage else 1),
     }
@@ -137,7 +144,7 @@ def _units(stage: int, work: Work, ranks: int) -> dict[str, float]:
     head = work.config.vocabulary * work.config.hidden * size / parallel
     return {
         "logits": root + block,
-        "a block": root + head + 4 * block,
+        "block": root + head + 4 * block,
         "embedding": root + 3 * head + 3 * block,
         "update": _in_fp32(max(block, root) / size, work.dtype) / ranks,
     }

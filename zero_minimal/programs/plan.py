@@ -74,7 +74,7 @@ def state_notes(told: dict) -> str:
 def step_rows(told: dict) -> list[list[str]]:
     """The highest moment of a step."""
     unit, scale = size_unit(max(row["together"] for row in told["rows"]))
-    rows = [[f"a step, {unit}", "highest at", "states", "activations", "passing", "together", "fits?", "fewest"]]
+    rows = [[f"step, {unit}", "highest at", "states", "activations", "passing", "together", "fits?", "fewest"]]
     for row in told["rows"]:
         sizes = [row[name] for name in ("states_there", "activations", "passing", "together")]
         fits = ("yes" if row["fits"] else "a step" if row["step_fits"] else "states" if row["states_fit"] else "no")
@@ -86,9 +86,9 @@ def step_rows(told: dict) -> list[list[str]]:
 def step_notes(told: dict) -> str:
     """What the columns mean, and what they leave out."""
     return paragraph(
-        'Passing: parameters and gradients that are whole for a moment (units at stage 3, gradients before they are '
-        'reduced), copies in fp32. At "logits" stages 2 and 3 have no gradients yet.',
-        'On top come fragmentation and what belongs to no tensor, such as CUDA\'s context and NCCL\'s buffers. '
+        "Passing: parameters and gradients that are whole for a moment (units at stage 3, gradients before they are "
+        "reduced), copies in fp32. At logits and top block, where backward begins, stages 2 and 3 have no gradients "
+        "yet. On top come fragmentation and what belongs to no tensor, such as CUDA's context and NCCL's buffers. "
         "Nothing is counted for dropout.")
 
 
