@@ -97,24 +97,24 @@ def verdict(told: dict) -> str:
     stage, device, rows = told["first_stage_that_fits"], size_text(told["device_bytes"]), told["rows"]
     if stage is not None:
         alone = next(row["stage"] for row in rows if row["states_fit"])
-        return paragraph(f"Stage {stage}, {NAMES[stage]}, is the first that fits into {device}"
-                         f"{'' if alone == stage else f' (the states alone: stage {alone})'}.")
-    too_large = f"No stage fits into {device}"
+        return paragraph(f"stage {stage}, {NAMES[stage]}, is the first that fits into {device}"
+                         f"{'' if alone == stage else f' (the states alone: stage {alone})'}")
+    too_large = f"no stage fits into {device}"
     with_states = [row for row in rows if row["states_fit"]]
     if not with_states:
-        return paragraph(f"{too_large} on so few ranks: more --ranks, or --mp.")
+        return paragraph(f"{too_large} on so few ranks: more --ranks, or --mp")
     last = with_states[-1]
     if last["step_fits"]:
         return paragraph(f"{too_large}: a step of stage {last['stage']} does, but its model is copied into flat memory "
                          f"before the first, for which there must be {size_text(last['construction'])}: more --ranks "
-                         "and stage 3, or --mp.")
+                         "and stage 3, or --mp")
     if last["activations"] < last["passing"]:
         return paragraph(f"{too_large}: the states do, but not the units that stage 3 gathers whole beside them: more "
-                         "--mp, or more and narrower blocks.")
+                         "--mp, or more and narrower blocks")
     ways = [f"a smaller {'--batch' if told['batch'] > 1 else '--sequence'}", "--mp"]
     ways += [] if told["recompute"] else ["--recompute"]
     ways += ["--checkpoints P_a"] if told["recompute"] and told["checkpoints"] == "whole" else []
-    return paragraph(f"{too_large}, since the activations are too many: {', '.join(ways[:-1])} or {ways[-1]}.")
+    return paragraph(f"{too_large}, since the activations are too many: {', '.join(ways[:-1])} or {ways[-1]}")
 
 
 def activation_notes(told: dict) -> str:
