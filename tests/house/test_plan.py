@@ -12,6 +12,7 @@ from zero_minimal.paper import formulas, operations, published
 from zero_minimal.paper.hardware import GPUS, NETWORK
 from zero_minimal.paper.quantities import count, count_text, seconds_text, size, size_text
 from zero_minimal.paper.shapes import block_parameters, parameter_count, root_parameters, shape_for, usual_shape
+from zero_minimal.pictures.plan import there
 from zero_minimal.programs import reproduce
 from zero_minimal.programs.plan import describe
 from zero_minimal.programs.planning import Speeds, plan
@@ -307,6 +308,21 @@ def test_it_says_that_attention_is_fused():
 LONG = ["--params=7.5B --ranks=64", "--params=1T --ranks=1024 --hardware=H200", "--params=3M --ranks=2",
         "--params=100B --mp=16 --ranks=400 --batch=32 --checkpoints=P_a", "--params=175B --mp=8 --ranks=1024 "
         "--sequence=131072 --batch=16 --no-recompute --hardware=A100-80GB", "--params=14B --ranks=2000 --memory=30GB"]
+
+
+def test_it_says_on_how_many_ranks_it_would_fit():
+    config = shape_for(7_500_000_000, 1024, recompute=True)
+    told = plan(config, 2, 32e9)
+    fewest = min(row["fewest_data_parallel_ranks"] or 99 for row in told["rows"])
+    assert f"no stage fits into 32 GB on so few ranks: stage 3 does on {fewest}; or --mp" in words(told)
+    assert plan(config, fewest, 32e9)["first_stage_that_fits"] == 3
+
+
+def test_the_picture_is_of_the_moment_that_the_table_shows():
+    told = plan(BIG, 400, 32e9, batch=32, model_parallel=16)
+    for row in told["rows"]:
+        parts = sum(there(row, part) for part in (*formulas.STATES, "activations", "passing"))
+        assert parts == pytest.approx(row["together"])
 
 
 @pytest.mark.parametrize("flags", LONG)

@@ -100,6 +100,10 @@ def verdict(told: dict) -> str:
         return paragraph(f"stage {stage}, {NAMES[stage]}, is the first that fits into {device}"
                          f"{'' if alone == stage else f' (the states alone: stage {alone})'}")
     too_large = f"no stage fits into {device}"
+    enough = [(row["fewest_data_parallel_ranks"], row["stage"]) for row in rows if row["fewest_data_parallel_ranks"]]
+    if enough:
+        fewest, stage = min(enough)
+        return paragraph(f"{too_large} on so few ranks: stage {stage} does on {ranks_text(fewest, told)}; or --mp")
     with_states = [row for row in rows if row["states_fit"]]
     if not with_states:
         return paragraph(f"{too_large} on so few ranks: more --ranks, or --mp")
