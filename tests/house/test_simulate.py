@@ -237,7 +237,6 @@ def test_the_command(tmp_path, capsys):
     assert told["stage"] == 2 and told["parameters"] + positions_less == pytest.approx(3e6, rel=1e-3)
     text = capsys.readouterr().out
     assert "N = 1,024" in text and "Attention is fused" in " ".join(text.split())
-    assert f"picture: {tmp_path / 'run.png'}" in text and f"all figures: {tmp_path / 'run.json'}" in text
     pixels = imread(tmp_path / "run.png")
     assert pixels.shape[0] > 700 and pixels[..., :3].std() > 0.1
 

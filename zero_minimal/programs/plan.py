@@ -244,7 +244,5 @@ def main(arguments: list[str]) -> None:
     print(describe(told, "" if flags.memory else flags.hardware))
     if flags.json:
         report.write_json(told, flags.json)
-        print(f"\nall figures: {flags.json}")
     if flags.plot:
         style.save(draw_plan(told), flags.plot)
-        print(f"\npicture: {flags.plot}")

@@ -136,10 +136,8 @@ def main(arguments: list[str]) -> None:
     print(describe(simulation))
     if flags.json:
         report.write_json(simulation.report, flags.json)
-        print(f"\nall figures: {flags.json}")
     if flags.plot:
         style.save(draw_simulation(simulation), flags.plot)
-        print(f"\npicture: {flags.plot}")
 
 
 def watched(case: Case) -> Simulation:
