@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import io
 import json
+import sys
 
 import pytest
 import torch
@@ -16,8 +18,8 @@ from zero_minimal.foundations import ranks
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.paper import formulas
 from zero_minimal.programs.registry import STAGES
-from zero_minimal.programs.simulate import describe
-from zero_minimal.programs.simulation import Case, simulate
+from zero_minimal.programs.simulate import describe, watched
+from zero_minimal.programs.simulation import Case, phases, simulate
 from zero_minimal.programs.train import train
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
@@ -103,6 +105,36 @@ def test_the_peak_is_the_highest_moment_and_what_lives_there_adds_up_to_it(run):
     assert run.at_peak == sorted(run.at_peak, key=lambda living: -living.bytes * living.count)
 
 
+def test_it_fits_a_terminal(run):
+    wide = dataclasses.replace(SMALL, heads=4, hidden=512, layers=2, vocabulary=50257)
+    for simulation in (run, simulate(Case(wide, ranks=1000, model_parallel=4, config="C5", batch=3))):
+        assert max(map(len, describe(simulation).splitlines())) <= 80
+
+
+@pytest.mark.parametrize("config", ["", "C4"])
+def test_each_phase_is_told_as_it_begins(config):
+    told = []
+    case = Case(dataclasses.replace(SMALL, heads=4), 2, 8, model_parallel=2, config=config)
+    done = simulate(case, told.append)
+    assert told == phases(case) == [name for name, _ in done.phases]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_a_terminal_sees_progress_before_anything_is_built_and_a_pipe_none(stream, monkeypatch):
+    monkeypatch.setattr("sys.stderr", stream())
+    seen = []
+    monkeypatch.setattr("zero_minimal.programs.simulate.simulate",
+                        lambda case, tell: seen.append(sys.stderr.getvalue()) or tell("model"))
+    watched(Case(SMALL))
+    assert ("0/8" in seen[0]) == (stream is Terminal)
+    assert stream is Terminal or not sys.stderr.getvalue()
+
+
 def test_the_phases_come_in_order(run):
     names = [name for name, _ in run.phases]
     parts = ("forward", "backward", "update")
@@ -114,13 +146,14 @@ def test_the_phases_come_in_order(run):
 def test_the_words_hold_the_figures(run):
     text = describe(run)
     assert "N = 1,024" in text and "12Ψ/N" in text and "backward 2" in text
-    assert f"{run.report['theory']['optimizer'] / 1e6:,.3f}" in text and "ledger, MB" in text
+    assert f"{run.report['theory']['optimizer'] / 1e6:,.3f}" in text and "MB of this rank" in text
 
 
 def test_one_is_not_many_and_formulas_say_what_their_letters_are():
     text = describe(simulate(Case(dataclasses.replace(SMALL, layers=1, heads=1), 2, 1, "bf16")))
-    assert "N = 1 rank;" in text and "1 block of" in text and "1 head," in text and "ledger, KB" in text
-    text = describe(simulate(Case(dataclasses.replace(SMALL, heads=4), 3, 8, "bf16", model_parallel=2)))
+    assert "N = 1 rank;" in text and "1 block of" in text and "1 head," in text and "KB of this rank" in text
+    case = Case(dataclasses.replace(SMALL, heads=4), 3, 8, "bf16", model_parallel=2)
+    text = " ".join(describe(simulate(case)).split())
     assert "rank 0 of 8 = 4 × 2 that share a model" in text and "N in the formulas is 4, Ψ this rank's share" in text
 
 
@@ -200,8 +233,10 @@ def test_the_command(tmp_path, capsys):
     program.main(["simulate", "--params=3M", "--sequence=32", "--ranks=1024", "--stage=2", "--dtype=bf16",
                   f"--json={tmp_path / 'run.json'}", f"--plot={tmp_path / 'run.png'}"])
     told = json.loads((tmp_path / "run.json").read_text())
-    assert told["stage"] == 2 and told["parameters"] == pytest.approx(3e6, rel=1e-3)
-    assert "N = 1,024" in capsys.readouterr().out
+    positions_less = (1024 - 32) * told["settings"]["model"]["hidden"]
+    assert told["stage"] == 2 and told["parameters"] + positions_less == pytest.approx(3e6, rel=1e-3)
+    text = capsys.readouterr().out
+    assert "N = 1,024" in text and "Attention is fused" in " ".join(text.split())
     pixels = imread(tmp_path / "run.png")
     assert pixels.shape[0] > 700 and pixels[..., :3].std() > 0.1
 

@@ -11,7 +11,7 @@ A ring sends (N−1)/N of Ψ for a reduce-scatter or an all-gather, twice that f
 
 Beside model states (§3.2, §6.1, §8), elements for L blocks of width h, b sequences of s tokens, M model-parallel ranks:
 
-    activations        12·b·s·h·L         without checkpoints: the paper's estimate (this project's GPT: about 16)
+    activations        12·b·s·h·L         without checkpoints: the paper's estimate (this project's GPT: 16)
     checkpoints        b·s·h·L            one a block; P_a: over M; P_a+cpu: none on the device
     Megatron sends     12·b·s·h·L(M−1)/M  with checkpoints; P_a 1/12 more
 """
@@ -87,19 +87,7 @@ def checkpoints(layers: int, hidden: int, batch: int, sequence: int, dtype: str,
     return _whole(layers * batch * sequence * hidden * BYTES[dtype][0] / cut)
 
 
-def logits(batch: int, sequence: int, vocabulary: int, model_parallel: int = 1) -> float:
-    """Bytes at the end of forward for scores of all tokens: in fp32 whatever the dtype is, as scores, their logarithms
-    and their gradients; cut over model-parallel ranks, whose loss keeps one more. Not in the paper: counted in ours."""
-    return _whole((3 if model_parallel == 1 else 4) * 4 * batch * sequence * vocabulary / model_parallel)
-
-
-def gathered(stage: int, block: int, root: int, dtype: str, model_parallel: int = 1) -> float:
-    """Bytes that stage 3 holds whole at its highest moment, in backward: of two blocks (at work and prefetched; at work
-    and being reduced) and of the root, parameters and gradients. `block` and `root`: elements. Other stages: none."""
-    return _whole((2 * block + root) * sum(BYTES[dtype][:2]) / model_parallel) if stage == 3 else 0
-
-
-# ------------------------------------------------------------------------------------- traffic beside ZeRO's (§8), time
+# ------------------------------------------------------------------------------------------- traffic beside ZeRO's (§8)
 
 
 def model_parallel_traffic(layers: int, hidden: int, batch: int, sequence: int, dtype: str, ranks: int,
@@ -108,14 +96,6 @@ def model_parallel_traffic(layers: int, hidden: int, batch: int, sequence: int, 
     of b·s·h elements, which a ring sends twice. partition: and for P_a's all-gather, of b·s·h."""
     elements = ((12 if recompute else 8) + (1 if partition else 0)) * layers * batch * sequence * hidden
     return _whole(elements * BYTES[dtype][0] * (ranks - 1) / ranks)
-
-
-def step_operations(elements: int, tokens: int, recompute: bool) -> float:
-    """Floating-point operations of a step: 2 a parameter and token forward, 4 backward, 2 more if forward runs again.
-
-    Attention's products of activations with activations are left out: s/(6h) of the rest.
-    """
-    return (8 if recompute else 6) * elements * tokens
 
 
 def formula(stage: int, state: str, dtype: str) -> str:

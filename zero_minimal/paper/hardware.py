@@ -1,7 +1,9 @@
 """Hardware: what a GPU holds, computes and sends, as its maker says. What is computed from it is a bound.
 
 Memory is decimal, as in the paper: a V100-32GB counts as 32·10⁹ bytes (it has 32 GiB, 7% more, of which the driver and
-the context of CUDA take a part).
+the context of CUDA take a part). A link's rate is that of one direction, since a ring sends and receives at once: a
+V100 has 6 NVLinks of 25 GB/s each way. (The paper's "300 GB/s" inside a node counts both ways, its 12.5 GB/s between
+nodes one.)
 """
 
 from dataclasses import dataclass

@@ -83,7 +83,6 @@ FIGURE2 = {
     170: _run(212, 8192, (64, 12, 16), 20.9, (256, 2, 256), 256, 2.2),
 }
 NODE = 16  # GPUs of a DGX-2
-INSIDE, BETWEEN = 300e9, 12.5e9  # bytes a second of a link inside a node and between nodes (section 1)
 LARGEST = {"C1": "40B", "C2": "60B", "C3": "50B", "C4": "140B", "C5": "150B"}  # models that ran, Table 3 and Figure 6
 PEAK = 125e12  # 16-bit operations a second of a V100
 DEVICE = 32e9  # bytes, as the paper counts

@@ -7,6 +7,7 @@ The vocabulary, about as large as GPT-2's, takes up what is left, so that Ψ is 
 
 import argparse
 import math
+from dataclasses import replace
 
 from zero_minimal.foundations.mesh import divisors
 from zero_minimal.paper.quantities import count
@@ -14,6 +15,7 @@ from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import positive
 
 VOCABULARY = 50257  # GPT-2's
+POSITIONS = 1024  # tokens, in a model that is asked for by its size: as in the paper
 SMALL = 100_000_000  # below this a vocabulary of bytes: GPT-2's would be most of the model
 
 
@@ -22,14 +24,16 @@ def parameter_count(config: GPTConfig) -> int:
     return config.layers * block_parameters(config) + root_parameters(config)
 
 
-def block_parameters(config: GPTConfig) -> int:
-    """Elements of a block, which is a unit of stage 3."""
-    return 12 * config.hidden**2 + 13 * config.hidden
+def block_parameters(config: GPTConfig, model_parallel: int = 1) -> int:
+    """Elements of a block, which is a unit of stage 3; of a model-parallel rank's part: norms, and the biases of
+    row-parallel layers, are whole on each."""
+    return (12 * config.hidden**2 + 7 * config.hidden) // model_parallel + 6 * config.hidden
 
 
-def root_parameters(config: GPTConfig) -> int:
-    """Elements of what is outside the blocks, which is stage 3's root unit."""
-    return (config.vocabulary + config.sequence + 2) * config.hidden
+def root_parameters(config: GPTConfig, model_parallel: int = 1) -> int:
+    """Elements of what is outside the blocks, which is stage 3's root unit; of a model-parallel rank's part: positions
+    and the norm are whole on each."""
+    return (-(-config.vocabulary // model_parallel) + config.sequence + 2) * config.hidden
 
 
 def shape_for(
@@ -66,8 +70,9 @@ def shape_for(
         if best is not None and best[0] < 1:
             return best[1]  # else with smaller heads
     if best is None:
-        raise ValueError(f"no GPT of {parameters:,} parameters reads {sequence} tokens on {model_parallel} "
-                         "model-parallel ranks: ask for more parameters, a shorter sequence or fewer of these ranks")
+        raise ValueError(f"no GPT of {parameters:,} parameters has positions for {sequence:,} tokens on "
+                         f"{model_parallel} model-parallel ranks: ask for more parameters or fewer of these ranks, or "
+                         "give --layers and --hidden")
     return best[1]
 
 
@@ -82,11 +87,12 @@ def _aspect(parameters: int) -> float:
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """Give the parser the flags that say which model."""
     group = parser.add_argument_group("model: --params, or its sizes")
-    group.add_argument("--params", type=count, metavar="Ψ", help="parameters, such as 7.5B: a usual shape is chosen")
+    group.add_argument("--params", type=count, metavar="Ψ", help="parameters, such as 7.5B, with positions for 1024 "
+                       "tokens: a usual shape is chosen, the same for every --sequence")
     group.add_argument("--layers", type=positive, help="blocks")
     group.add_argument("--hidden", type=positive, help="width")
     group.add_argument("--heads", type=positive,
-                       help="attention heads (default: of size 128, 64 or 16, so that --mp divides them)")
+                       help="attention heads (default: of size 128, 64 or less, so that --mp divides them)")
     group.add_argument("--vocabulary", type=positive, help=f"tokens (default: {VOCABULARY}, GPT-2's)")
     group.add_argument("--sequence", type=positive, default=1024, help="tokens in a sequence (default: 1024)")
     group.add_argument("--batch", type=positive, default=1, help="sequences a rank works on at once (default: 1)")
@@ -100,12 +106,27 @@ def read_shape(flags: argparse.Namespace) -> GPTConfig:
     if flags.params and any(sizes):
         raise ValueError("give --params, or --layers and --hidden, not both")
     if flags.params:
-        return shape_for(flags.params, flags.sequence, flags.model_parallel, recompute=flags.recompute)
+        return usual_shape(flags.params, flags.sequence, flags.model_parallel, flags.recompute)
     if not (flags.layers and flags.hidden):
         raise ValueError("which model? Give --params 7.5B, or --layers and --hidden")
     heads = flags.heads or usual_heads(flags.hidden, flags.model_parallel)
     return GPTConfig(layers=flags.layers, hidden=flags.hidden, heads=heads, sequence=flags.sequence, dropout=0.0,
                      vocabulary=flags.vocabulary or VOCABULARY, recompute=flags.recompute)
+
+
+def usual_shape(parameters: int, sequence: int, model_parallel: int, recompute: bool) -> GPTConfig:
+    """The GPT that --params asks for: the same blocks and vocabulary for every sequence, so that these can be compared.
+
+    It has about `parameters` elements with positions for 1024 tokens; for another sequence it has more or fewer of
+    these, and nothing else changes. Nor does it for model-parallel ranks, but for the number of heads, if they can
+    share its width.
+    Raises: ValueError if there is none.
+    """
+    config = shape_for(parameters, POSITIONS)
+    if config.hidden % model_parallel:
+        config = shape_for(parameters, POSITIONS, model_parallel)
+    heads = config.heads if config.heads % model_parallel == 0 else usual_heads(config.hidden, model_parallel)
+    return replace(config, heads=heads, sequence=sequence, recompute=recompute)
 
 
 def usual_heads(hidden: int, model_parallel: int) -> int:
@@ -114,8 +135,9 @@ def usual_heads(hidden: int, model_parallel: int) -> int:
         raise ValueError(f"{model_parallel} model-parallel ranks cannot share a width of {hidden} equally; accepted: "
                          f"{', '.join(map(str, divisors(hidden)))}")
     share = hidden // model_parallel  # of a rank: whole heads
-    return hidden // next((size for size in (128, 64, 16) if share % size == 0),
-                          max(size for size in divisors(share) if size <= 128))
+    sizes = [size for size in divisors(share) if size <= 128]
+    # kernels like heads of these sizes; else large ones, and multiples of 8
+    return hidden // max(sizes, key=lambda size: (size in (64, 128), size >= 32, size % 8 == 0, size))
 
 
 def check_heads(config: GPTConfig, model_parallel: int) -> None:

@@ -4,6 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zero_minimal.paper.formulas import STATES
+from zero_minimal.paper.quantities import plural
 from zero_minimal.pictures.style import (
     DEVICE,
     LOOKS,
@@ -29,20 +30,27 @@ def draw_plan(told: dict) -> Figure:
 
 
 def stages_panel(axis: Axes, told: dict) -> None:
-    """A stack for each stage: model states, activations, the units that stage 3 gathers; and what a device holds."""
+    """A stack for each stage, at the highest moment of a step: model states, activations, what passes; and what a
+    device holds. Where the moment comes before the gradients there are none."""
     rows, positions, device = told["rows"], range(len(told["rows"])), told["device_bytes"] / 1e9
-    labels = {name: name for name in (*STATES, "activations")} | {"units": "whole units"}
-    looks = LOOKS | {"units": LOOKS["buffers"]}
+    labels = {name: name for name in (*STATES, "activations")} | {"passing": "whole for a moment"}
+    looks = LOOKS | {"passing": LOOKS["buffers"]}
     tops = stacked_bars(axis, positions, [
-        (label, looks[part], [row[part] / 1e9 for row in rows]) for part, label in labels.items()
+        (label, looks[part], [there(row, part) / 1e9 for row in rows]) for part, label in labels.items()
     ])
     words_above(axis, positions, tops, [f"{top:,.4g}" for top in tops],
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     axis.axhline(device, label=f"a device: {device:,.4g} GB", **DEVICE)
     name_bars(axis, positions, [f"stage {row['stage']}\n{row['name']}" for row in rows])
     axis.set_ylabel("GB on a device")
-    axis.set_title(f"on {told['ranks']:,} ranks")
+    axis.set_title(f"at the highest moment of a step, on {plural(told['ranks'], 'rank')}")
     legend(axis, columns=3, headroom=0.16)
+
+
+def there(row: dict, part: str) -> float:
+    """Bytes of a part at the highest moment."""
+    absent = row["states"] - row["states_there"] if part == "gradients" else 0
+    return row[part] - absent
 
 
 def ranks_panel(axis: Axes, told: dict) -> None:
@@ -50,7 +58,7 @@ def ranks_panel(axis: Axes, told: dict) -> None:
     counts = [2**power for power in range(11)]
     for row in told["rows"]:
         whole = sum(row[state] for state in row["whole"]) / 1e9
-        shared = (row["states"] / 1e9 - whole) * told["ranks"] / told["model_parallel"]
+        shared = (row["states"] / 1e9 - whole) * (told["ranks"] // told["model_parallel"])
         axis.plot(counts, [whole + shared / count for count in counts], color=STAGE_COLOURS[row["stage"]],
                   marker=MARKERS[row["stage"]], markersize=5, label=f"stage {row['stage']}")
     axis.axhline(told["device_bytes"] / 1e9, **DEVICE)

@@ -22,7 +22,7 @@ def causes(bars: list[dict]) -> list[str]:
     """What is known of the bars that disagree, those of 40B with P_a, and what is not."""
     scores = [f"{shape.batch * shape.heads // shape.model_parallel * 1024**2 * 2 / GB:.2g} GB at {name}"
               for name, (shape, _) in published.FIGURE7.items()]
-    buffers = " or ".join(size_text(bar["bucket_bytes"]) for bar in (bars[0], bars[-1]))
+    buffers = " or ".join(dict.fromkeys(size_text(bar["bucket_bytes"]) for bar in bars))
     whole, cut = checkpoints_of("40B")
     return [
         "Why the paper's 40B bars with P_a (C2, C4, C5) are so much higher is not known. None of these explains it by "

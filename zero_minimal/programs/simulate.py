@@ -3,56 +3,80 @@
     python -m zero_minimal simulate --params 1T --ranks 1024 --stage 3 --dtype fp16
 """
 
+from tqdm import tqdm
+
 from zero_minimal.paper import formulas
+from zero_minimal.paper.moments import BUCKET as DEFAULT
 from zero_minimal.paper.quantities import number, plural, size_text, size_unit
 from zero_minimal.paper.shapes import add_shape, read_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.simulation import draw_simulation
 from zero_minimal.programs import report
 from zero_minimal.programs.registry import CONFIGS
-from zero_minimal.programs.simulation import BUCKETS, Case, Living, Simulation, simulate
+from zero_minimal.programs.simulation import BUCKETS, Case, Living, Simulation, phases, simulate
+from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
 
 
 def describe(simulation: Simulation) -> str:
-    """Ledger beside formula, the peak and what is alive there, traffic."""
+    """Ledger beside formula, the peak and what is alive there, traffic; at most 80 columns wide."""
     result = simulation.report
-    memory, case = result["memory"], result["settings"]
-    model, parallel = case["model"], result["model_parallel"]
-    of, whole, share = f"N = {plural(result['ranks'], 'rank')}", "Ψ = ", []
-    if parallel > 1:
-        data_parallel = result["ranks"] // parallel
-        of, whole = f"{result['ranks']:,} = {data_parallel:,} × {parallel} that share a model", "the model: "
-        share = [f"N in the formulas is {data_parallel:,}, Ψ this rank's share, {result['parameters_of_rank']:,}"]
-    lines = [
-        f"\n{result['name']}, rank {result['rank']} of {of}; simulated on fake tensors, {result['dtype']}",
-        f"{whole}{result['parameters']:,} parameters: {plural(model['layers'], 'block')} of width {model['hidden']}, "
-        f"{plural(model['heads'], 'head')}, vocabulary {model['vocabulary']}; {case['batch']} × {model['sequence']} "
-        f"tokens a rank{', recomputed block by block' if model['recompute'] or result['config'] else ''}", *share,
-        "Sizes are decimal: GB are 10⁹ bytes.", "",
-        report.table(_state_rows(result)), "",
-        f"highest moment of a step: {size_text(memory['peak'], 4)}, in {memory['peak_when']}, reached by "
-        f"{memory['peak_what'].split(',')[0]}. Alive there:",
+    memory = result["memory"]
+    parts = [
+        "", heading(result), "", report.table(_state_rows(result)), "",
+        paragraph(f"Highest moment of a step: {size_text(memory['peak'], 4)}, in {memory['peak_when']}, reached by "
+                  f"{memory['peak_what'].split(',')[0]}. Alive there:"),
         *_living_lines(simulation.at_peak),
-        f"highest moment of construction: {size_text(memory['construction_peak'], 4)}",
+        f"Highest moment of construction: {size_text(memory['construction_peak'], 4)}",
     ]
     if memory["host"]:
-        lines.append(f"in host memory, at most: {size_text(memory['host'], 4)}")
-    lines.append(f"buckets of {size_text(result['bucket_bytes'])}"
-                 + (" (not used: a unit is a bucket)" if result["stage"] == 3 else ""))
+        parts.append(f"In host memory, at most: {size_text(memory['host'], 4)}")
+    return "\n".join([*parts, bucket_note(result), "", *traffic_lines(result)])
+
+
+def heading(result: dict) -> str:
+    """Which rank, of which model."""
+    case, parallel = result["settings"], result["model_parallel"]
+    model, of, whole, share = case["model"], f"N = {plural(result['ranks'], 'rank')}", "Ψ = ", ""
+    if parallel > 1:
+        data_parallel = result["ranks"] // parallel
+        of, whole = f"{result['ranks']:,} = {data_parallel:,} × {parallel} that share a model", "The model: "
+        share = f"N in the formulas is {data_parallel:,}, Ψ this rank's share, {result['parameters_of_rank']:,}."
+    recomputed = ", recomputed block by block" if model["recompute"] or result["config"] else ""
+    return paragraph(
+        f"{result['name']}, rank {result['rank']} of {of}; simulated on fake tensors, {result['dtype']}.",
+        f"{whole}{result['parameters']:,} parameters: {plural(model['layers'], 'block')} of width {model['hidden']}, "
+        f"{plural(model['heads'], 'head')}, vocabulary {model['vocabulary']}; {case['batch']} × {model['sequence']} "
+        f"tokens a rank{recomputed}.", share, "Sizes are decimal: GB are 10⁹ bytes. Attention is fused.")
+
+
+def bucket_note(result: dict) -> str:
+    """How large buckets are, and why."""
+    size = size_text(result["bucket_bytes"])
+    if result["config"]:
+        return paragraph(f"Buckets of {size}; where C_B keeps two for all, these do not grow with the model.")
+    if result["stage"] == 3:
+        return f"Buckets of {size} (not used: a unit is a bucket)"
+    grown = result["settings"]["bucket_bytes"] is None and result["bucket_bytes"] > DEFAULT
+    why = f", which makes {BUCKETS} of them: with the 4 MiB of training there would be too many to simulate"
+    return paragraph(f"Buckets of {size}{why if grown else ''}")
+
+
+def traffic_lines(result: dict) -> list[str]:
+    """What a ring sends in a step, beside the formulas, and which collectives there are."""
     traffic = result["traffic"]
-    lines += ["", "sent in a step, as a ring sends: " + size_text(traffic["sent_bytes"], 4)
-              + f"; {traffic['theory_volume']}Ψ(N−1)/N of data parallelism: {size_text(traffic['theory_bytes'], 4)}"]
-    if result["model_parallel"] > 1:
-        lines[-1] += f"; of model parallelism's blocks: {size_text(traffic['model_parallel_theory_bytes'], 4)}"
-    for name, counts in sorted(traffic["collectives"].items()):
-        lines.append(f"  {counts['calls']:,} × {name}, of {size_text(counts['bytes'], 4)} in all")
-    return "\n".join(lines)
+    parallel = (f"; of model parallelism's blocks: {size_text(traffic['model_parallel_theory_bytes'], 4)}"
+                if result["model_parallel"] > 1 else "")
+    words = paragraph(f"Sent in a step, as a ring sends: {size_text(traffic['sent_bytes'], 4)}; "
+                      f"{traffic['theory_volume']}Ψ(N−1)/N of data parallelism: "
+                      f"{size_text(traffic['theory_bytes'], 4)}{parallel}")
+    return [words, *(f"  {counts['calls']:,} × {name}, of {size_text(counts['bytes'], 4)} in all"
+                     for name, counts in sorted(traffic["collectives"].items()))]
 
 
 def _state_rows(result: dict) -> list[list[str]]:
     unit, scale = size_unit(max(result["theory"].values()))
-    rows = [["memory of this rank", f"ledger, {unit}", f"formula, {unit}", "", "padding, bytes", "unexplained, bytes"]]
+    rows = [[f"{unit} of this rank", "ledger", "formula", "", "padding, B", "unexplained, B"]]
     for state in formulas.STATES:
         measured, formula, padding = (result[part][state] for part in ("memory", "theory", "padding"))
         rows.append([
@@ -93,7 +117,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rank", type=int, default=0, help="which rank to be (default: 0)")
     parser.add_argument("--dtype", default="fp16", choices=tuple(DTYPES), help="default: fp16")
     parser.add_argument("--bucket-mb", type=positive, metavar="MIB",
-                        help=f"size of the buckets (default: 4, or as large as makes {BUCKETS} of them)")
+                        help=f"size of the buckets (default: 4, or as large as makes {BUCKETS}; a config's: 64)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw memory over the steps")
     add_shape(parser)
@@ -108,9 +132,20 @@ def main(arguments: list[str]) -> None:
         )
     except ValueError as error:
         parser.error(str(error))
-    simulation = simulate(case)
+    simulation = watched(case)
     print(describe(simulation))
     if flags.json:
         report.write_json(simulation.report, flags.json)
     if flags.plot:
         style.save(draw_simulation(simulation), flags.plot)
+
+
+def watched(case: Case) -> Simulation:
+    """The simulation, with a bar in the terminal that says which phase it is in."""
+    # disable=None: nothing where stderr is no terminal
+    with tqdm(total=len(phases(case)), unit="phase", disable=None, leave=False) as bar:
+        def tell(phase: str) -> None:
+            bar.set_description(phase)
+            bar.update()
+
+        return simulate(case, tell)

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import gc
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.workload.settings import DTYPES, OPTIMIZER
 
 BUCKETS = 256  # with 4 MiB a trillion parameters would make half a million: so many, and they grow with the model
+CONSTANT = 64 * 2**20  # bytes of a buffer of zero_100b.py, whatever the model is (C_B): else large models take minutes
 OPTIONS = {"lr": 1e-3, **OPTIMIZER}
 
 
@@ -55,7 +57,7 @@ class Case:
     model_parallel: int = 1  # M ranks share a model; the stage works among the other ranks / M
     rank: int = 0  # which one
     steps: int = 2  # optimizer state is made in the first; the second is like all that follow
-    bucket_bytes: int | None = None  # None: 4 MiB or, if these were many, as large as makes 256
+    bucket_bytes: int | None = None  # None: 4 MiB or, if these were many, as large as makes 256; 64 MiB in a config
     config: str = ""  # "C1" … "C5": that system of zero_100b.py, instead of `stage`
 
     def __post_init__(self):
@@ -95,14 +97,17 @@ class Simulation:
     trace: list[Event]  # allocations and frees on the device: what meters/allocator.py replays
 
 
-def simulate(case: Case) -> Simulation:
-    """Run the case. Raises: RuntimeError in a process whose process group is up already."""
+def simulate(case: Case, tell: Callable[[str], None] = lambda phase: None) -> Simulation:
+    """Run the case; tell(name) is called as each of its phases() begins.
+
+    Raises: RuntimeError in a process whose process group is up already.
+    """
     if dist.is_initialized():
         raise RuntimeError("a simulation makes ranks of its own: call it where no process group is up")
     optimizers.check_element_wise(AdamW, OPTIONS)  # with values, before there are none
     dist.init_process_group("fake", rank=case.rank, world_size=case.ranks, store=FakeStore())
     try:
-        run = _Run(case)
+        run = _Run(case, tell)
         peak = run.peak(f"forward {case.steps}")
         return Simulation(run.report(), run.timeline, run.phases, run.living_at(peak), run.on_device())
     finally:
@@ -113,8 +118,8 @@ def simulate(case: Case) -> Simulation:
 class _Run:
     """One rank's steps under the ledger."""
 
-    def __init__(self, case: Case):
-        self.case, self.phases = case, []
+    def __init__(self, case: Case, tell: Callable[[str], None]):
+        self.case, self.tell, self.phases = case, tell, []
         self.ledger, self.meter = Ledger(), TrafficMeter()
         mesh = make_mesh(case.model_parallel)
         # here device and host are one: what is kept on the host is called "other", which nothing else is
@@ -131,6 +136,7 @@ class _Run:
             self.timeline = self.ledger.timeline
 
     def _phase(self, name: str) -> None:
+        self.tell(name)
         self.phases.append((name, self.ledger.trace[-1].seconds if self.ledger.trace else 0.0))
 
     def _construct(self, mesh: Mesh) -> None:
@@ -273,6 +279,13 @@ def on_device(moment: Moment) -> int:
     return moment.total - moment.bytes["other"]
 
 
+def phases(case: Case) -> list[str]:
+    """What comes one after the other."""
+    steps = range(1, case.steps + 1)
+    return [*(["model"] if case.config else ["model", "stage"]),
+            *(f"{part} {step}" for step in steps for part in ("forward", "backward", "update"))]
+
+
 def stage_of(case: Case) -> int:
     """The stage whose formula holds."""
     if not case.config:
@@ -281,9 +294,11 @@ def stage_of(case: Case) -> int:
 
 
 def bucket_bytes(case: Case) -> int:
-    """Size of the stage's buckets."""
+    """Size of the stage's buckets; a config's are its constant buffers too, so they do not grow with the model."""
     if case.bucket_bytes:
         return case.bucket_bytes
+    if case.config:
+        return CONSTANT
     whole = parameter_count(case.model) * DTYPES[case.dtype].itemsize // case.model_parallel
     return max(4 * 2**20, -(-whole // BUCKETS))
 

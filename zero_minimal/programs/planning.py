@@ -1,0 +1,166 @@
+"""Planning: the calculation behind `plan`. Formulas only; `simulate` runs code, and a test holds the two together."""
+
+from dataclasses import dataclass
+
+from zero_minimal.foundations.mesh import divisors
+from zero_minimal.paper import formulas, moments, operations
+from zero_minimal.paper.hardware import GPU, GPUS, NETWORK
+from zero_minimal.paper.moments import CHECKPOINTS, Work
+from zero_minimal.paper.shapes import check_heads, parameter_count
+from zero_minimal.workload.model import GPTConfig
+
+NAMES = ("data parallel", "P_os", "P_os+g", "P_os+g+p")
+UTILISATION = 0.4  # of the operations that a GPU could do: what good training runs reach
+MOST_RANKS = 2**30
+PAPERS = GPUS["V100-32GB"]
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of a device: operations a second; bytes a second that it sends inside a node of so many devices, and outside."""
+
+    operations: float
+    link: float
+    node: int
+    network: float = NETWORK
+
+    @classmethod
+    def of(cls, gpu: GPU, dtype: str) -> "Speeds":
+        return cls(gpu.rate(dtype), gpu.link, gpu.node)
+
+    def wire(self, ranks: int) -> float:
+        """Bytes a second in a ring of neighbours, with which `ranks` ranks are filled: it is as fast as its slowest
+        link, so a ring that leaves the node goes at the network's rate."""
+        return self.link if ranks <= self.node else self.network
+
+
+def plan(
+    config: GPTConfig, ranks: int, device_bytes: float, dtype: str = "fp16", batch: int = 1, model_parallel: int = 1,
+    optimizer_bytes: float | None = None, checkpoints: str = "whole", speeds: Speeds | None = None,
+) -> dict:
+    """The whole calculation, as JSON (bytes and seconds); "rows" has an entry for each stage.
+
+    Args:
+        optimizer_bytes: the paper's K (None: Adam's).
+        checkpoints: "whole", "P_a" or "P_a+cpu", where config.recompute keeps only these.
+        speeds: None: those of the paper's V100, in this dtype.
+    Raises: ValueError if ranks are not groups of model_parallel, if these cannot share the heads, or for P_a without
+        them.
+    """
+    check(config, ranks, model_parallel, checkpoints)
+    work = Work(config, batch, dtype, model_parallel, checkpoints)
+    speeds = speeds or Speeds.of(PAPERS, dtype)
+    rows = [row(stage, work, ranks, device_bytes, optimizer_bytes, speeds) for stage in range(4)]
+    fitting = [row["stage"] for row in rows if row["fits"]]
+    return {
+        "parameters": parameter_count(config),
+        "parameters_of_rank": moments.rank_parameters(work),
+        "layers": config.layers, "hidden": config.hidden, "heads": config.heads, "vocabulary": config.vocabulary,
+        "sequence": config.sequence, "batch": batch, "recompute": config.recompute, "checkpoints": checkpoints,
+        "ranks": ranks, "model_parallel": model_parallel, "dtype": dtype, "optimizer_bytes": optimizer_bytes,
+        "device_bytes": device_bytes,
+        "rows": rows,
+        "first_stage_that_fits": fitting[0] if fitting else None,
+        "activations": activations(work),
+        **computing(work, speeds),
+        **waiting(work, speeds),
+        "inside_a_node": ranks <= speeds.node,
+        "wire": speeds.wire(ranks),
+        "network": speeds.network, "link": speeds.link, "node": speeds.node,
+    }
+
+
+def check(config: GPTConfig, ranks: int, model_parallel: int, checkpoints: str) -> None:
+    """Raises: ValueError, saying what is accepted, for what cannot be planned."""
+    if ranks % model_parallel:
+        raise ValueError(f"{ranks} ranks are not groups of {model_parallel} that share a model; accepted: "
+                         f"{', '.join(map(str, divisors(ranks)))}")
+    if checkpoints not in CHECKPOINTS:
+        raise ValueError(f"checkpoints must be one of {', '.join(CHECKPOINTS)}, not {checkpoints!r}")
+    if checkpoints != "whole" and (model_parallel == 1 or not config.recompute):
+        raise ValueError(f"{checkpoints} cuts the checkpoints of model-parallel ranks: it needs --mp, and --recompute")
+    check_heads(config, model_parallel)
+
+
+def row(stage: int, work: Work, ranks: int, device_bytes: float, optimizer_bytes: float | None, speeds: Speeds) -> dict:
+    """What a stage needs: model states, the highest moment of a step, the fewest ranks, traffic."""
+    data_parallel, elements = ranks // work.model_parallel, moments.rank_parameters(work)
+    states = formulas.model_states(stage, elements, data_parallel, work.dtype, optimizer_bytes)
+    moment = moments.highest(stage, work, data_parallel, optimizer_bytes)
+    built, sent = moments.construction(stage, work), formulas.traffic(stage, elements, data_parallel, work.dtype)
+    return {
+        "stage": stage, "name": NAMES[stage], **states, "states": sum(states.values()),
+        "moment": moment.name, "states_there": moment.states, "activations": moment.activations,
+        "passing": moment.passing, "together": moment.total, "construction": built,
+        "whole": [state for state in formulas.STATES if stage < formulas.SHARDED_FROM[state]],
+        "states_fit": sum(states.values()) <= device_bytes,
+        "step_fits": moment.total <= device_bytes,
+        "fits": max(moment.total, built) <= device_bytes,
+        "fewest_data_parallel_ranks": fewest_ranks(stage, work, device_bytes, optimizer_bytes),
+        "fewest_data_parallel_ranks_for_states": formulas.fewest_ranks(
+            stage, elements, device_bytes, work.dtype, optimizer_bytes),
+        "largest_model": formulas.largest_model(
+            stage, device_bytes, data_parallel, work.dtype, work.model_parallel, optimizer_bytes),
+        "sent_bytes": sent, "send_seconds": sent / speeds.wire(ranks),
+    }
+
+
+def fewest_ranks(stage: int, work: Work, device_bytes: float, optimizer_bytes: float | None) -> int | None:
+    """The smallest data-parallel group on which all of a step fits; None if no number is enough."""
+    def fits(ranks: int) -> bool:
+        return moments.highest(stage, work, ranks, optimizer_bytes).total <= device_bytes
+
+    if moments.construction(stage, work) > device_bytes or not fits(MOST_RANKS):
+        return None
+    too_few, enough = 0, MOST_RANKS
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+    return enough
+
+
+def activations(work: Work) -> dict:
+    """Bytes of what a rank may keep for backward, in the ways there are, and of what is there for a moment."""
+    config = work.config
+    run = (config.layers, config.hidden, work.batch, config.sequence, work.dtype)
+    return {
+        "all": config.layers * work.block(),
+        "papers_estimate": formulas.activations(*run),
+        "checkpoints": formulas.checkpoints(*run),
+        "P_a": formulas.checkpoints(*run, cut=work.model_parallel),
+        "P_a+cpu": 0,
+        "block_at_work": work.at_work(),
+        "logits": work.logits(),
+        "scores": work.scores(),
+    }
+
+
+def computing(work: Work, speeds: Speeds) -> dict:
+    """Operations of a rank in a step, and seconds. Attention's are those of a kernel that skips what is masked."""
+    config = work.config
+    own = operations.matrices(config.layers, config.hidden, config.vocabulary, work.batch * config.sequence,
+                              config.recompute) / work.model_parallel
+    whole = operations.attention(config.layers, config.hidden, work.batch, config.sequence,
+                                 config.recompute) / work.model_parallel
+    rate = speeds.operations * UTILISATION
+    return {
+        "matrix_operations": own, "attention_operations": whole / 2,
+        "compute_seconds": (own + whole / 2) / rate,
+        "attention_seconds": whole / 2 / rate,  # of these; so much again if nothing is skipped
+        "operations": speeds.operations, "utilisation": UTILISATION,
+    }
+
+
+def waiting(work: Work, speeds: Speeds) -> dict:
+    """What model parallelism sends in a step; nothing can be computed meanwhile."""
+    config = work.config
+    run = (config.layers, config.hidden, work.batch, config.sequence, work.dtype, work.model_parallel)
+    sent, with_p_a = (formulas.model_parallel_traffic(*run, partition=partition, recompute=config.recompute)
+                      for partition in (False, True))
+    return {
+        "model_parallel_bytes": sent,
+        "P_a_bytes": with_p_a - sent,
+        "model_parallel_inside_a_node": work.model_parallel <= speeds.node,
+        "model_parallel_seconds": (sent if work.checkpoints == "whole" else with_p_a) / speeds.wire(
+            work.model_parallel),
+    }
