@@ -4,6 +4,7 @@ A colour has one meaning everywhere. The palette is that of Okabe and Ito, which
 hatches and markers say the same again, for print in grey.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -45,8 +46,9 @@ def figure(rows: int, columns: int, width: float, height: float) -> tuple[Figure
 
 
 def save(picture: Figure, path: str | Path) -> None:
-    """Write a picture; the suffix chooses the format."""
+    """Write a picture, and say where it is; the suffix chooses the format."""
     picture.savefig(path, dpi=160)
+    print(f"picture: {path}", file=sys.stderr)
 
 
 # ----------------------------------------------------------------------------------------------------------------- bars
