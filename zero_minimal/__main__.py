@@ -47,8 +47,10 @@ def main(arguments: list[str]) -> int | str | None:
         print(f"unknown command {name!r}{words}", file=sys.stderr)
         return 2
     if not {"-h", "--help"} & set(rest):
-        progress.announce(f"{name}: loading torch …")
-    return importlib.import_module("zero_minimal." + COMMANDS[name][0]).main(rest)
+        progress.announce(f"{name}: loading …")
+    module = importlib.import_module("zero_minimal." + COMMANDS[name][0])
+    progress.take_back()
+    return module.main(rest)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ a collective hears nothing: so a second thread ends the process if it has not en
 
 And torchrun: when a rank ends with an exit code, it prints a traceback of its own and a table of
 exit codes, forty lines. After a crash that is useful. After Ctrl-C or a mistyped flag it buries the
-line that says what to do, and no exit code but 0 keeps it quiet. So the ranks end torchrun first,
-by SIGKILL, since it reports whatever else it gets: its own exit code is 137 then.
+line that says what to do, and no exit code but 0 keeps it quiet. So the rank that it reports of
+first ends it before that, by SIGKILL, since it reports whatever else it gets: its own exit code is
+137 then.
 """
 
 import contextlib
@@ -23,7 +24,6 @@ from typing import NoReturn
 
 STOPPED, REFUSED = 130, 2  # exit codes, as shells and argparse have them
 PATIENCE = 0.6  # seconds in which the main thread may end by itself
-SIBLINGS = 0.2  # seconds in which torchrun tells all its ranks to stop
 
 _stopping = threading.Lock()  # held by the thread that says the last words
 _in_program = False  # whether this process runs one of our programs, not a user's
@@ -93,8 +93,7 @@ def stop(stack: traceback.StackSummary) -> NoReturn:
     words = "stopped by Ctrl-C" if rank is None else f"rank {rank} stopped by Ctrl-C{_place(stack)}"
     start = "\n" if sys.stderr.isatty() and rank in (None, "0") else ""  # its bar may stand there
     print(f"{start}{words}", file=sys.stderr, flush=True)
-    if _in_program:
-        time.sleep(SIBLINGS)
+    if _in_program and os.environ.get("LOCAL_RANK") == "0":
         end_torchrun()
     sys.stdout.flush()
     os._exit(STOPPED)
@@ -104,7 +103,9 @@ def _place(stack: traceback.StackSummary) -> str:
     """Where in the project, or in the user's own files, a stack has come to."""
     theirs = (os.path.dirname(os.__file__), "site-packages", "<")
     own = [frame for frame in stack if not any(name in frame.filename for name in theirs)]
-    return f", in {own[-1].name} ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    if not own:
+        return ""
+    return f", in {own[-1].name} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
 
 
 def refuse(message: str) -> NoReturn:
@@ -119,20 +120,38 @@ def refuse(message: str) -> NoReturn:
             time.sleep(0.05)
     if os.getppid() == launcher:
         print(message, file=sys.stderr, flush=True)
-        end_torchrun()
+        end_torchrun(alone=True)
     sys.exit(REFUSED)
 
 
-def end_torchrun() -> None:
-    """End the torchrun that started this process, if it did and prints where we do. Linux only."""
-    process = Path(f"/proc/{os.getppid()}")
+def end_torchrun(alone: bool = False) -> None:
+    """End the torchrun that started this rank, if it is one and prints where we do. Linux only.
+
+    It waits for its other ranks to end, and leaves it alone if they do not: it has to end them.
+    alone: they end when it is gone.
+    """
+    launcher = Path(f"/proc/{os.getppid()}")
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
     try:
-        command = process.joinpath("cmdline").read_bytes().split(b"\0")
-        shares_stderr = os.path.samestat(os.stat(process / "fd/2"), os.fstat(2))
+        command = (launcher / "cmdline").read_bytes().split(b"\0")[:3]  # python -m module
+        shares_stderr = os.path.samestat(os.stat(launcher / "fd/2"), os.fstat(2))
+        until = time.monotonic() + 2 * PATIENCE
+        while not alone and (waiting := _others_run(launcher)) and time.monotonic() < until:
+            time.sleep(0.02)
     except OSError:
         return
-    names = {os.path.basename(word) for word in command[:3]}  # python torchrun, python -m module
-    if "TORCHELASTIC_RUN_ID" in os.environ and shares_stderr and names & {
-        b"torchrun", b"torch.distributed.run"
-    }:
-        os.kill(int(process.name), signal.SIGKILL)
+    names = {os.path.basename(word) for word in command}
+    is_torchrun = bool(names & {b"torchrun", b"torch.distributed.run"})
+    if is_torchrun and shares_stderr and (alone or not waiting):
+        os.kill(int(launcher.name), signal.SIGKILL)
+
+
+def _others_run(launcher: Path) -> bool:
+    """Whether another rank that this process started has not ended yet."""
+    for number in (launcher / "task" / launcher.name / "children").read_text().split():
+        with contextlib.suppress(OSError):  # it is gone
+            state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+            if int(number) != os.getpid() and state not in "ZX":
+                return True
+    return False
