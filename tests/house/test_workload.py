@@ -260,7 +260,7 @@ def test_a_stage_file_is_a_program(tmp_path):
                f"--json={tmp_path / 'report.json'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "Stage2: 100%" in done.stderr
+    assert "Stage2: 4 of 4 steps" in done.stderr
     assert "unexplained" in done.stdout and "validation" in done.stdout
     assert json.loads((tmp_path / "report.json").read_text())["stage"] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "text.txt"]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 STOPPED, REFUSED = 130, 2  # exit codes, as shells and argparse have them
+LINUX = Path("/proc/self").exists()
 PATIENCE = 0.6  # seconds in which the main thread may end by itself
 
 _stopping = threading.Lock()  # held by the thread that says the last words
@@ -113,38 +114,42 @@ def refuse(message: str) -> NoReturn:
 
     Raises: SystemExit, code 2.
     """
-    launcher = os.getppid()
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0:  # let rank 0 speak and end torchrun
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:  # rank 0 speaks, and ends torchrun
         until = time.monotonic() + 3
-        while os.getppid() == launcher and time.monotonic() < until:
+        while (_torchrun() or not LINUX) and time.monotonic() < until:
             time.sleep(0.05)
-    if os.getppid() == launcher:
-        print(message, file=sys.stderr, flush=True)
-        end_torchrun(alone=True)
+        if LINUX and not _torchrun():
+            sys.exit(REFUSED)
+    print(message, file=sys.stderr, flush=True)
+    if launcher := _torchrun():
+        os.kill(int(launcher.name), signal.SIGKILL)
     sys.exit(REFUSED)
 
 
-def end_torchrun(alone: bool = False) -> None:
-    """End the torchrun that started this rank, if it is one and prints where we do. Linux only.
+def end_torchrun() -> None:
+    """End the torchrun that started this rank, once its other ranks have ended.
 
-    It waits for its other ranks to end, and leaves it alone if they do not: it has to end them.
-    alone: they end when it is gone.
+    If they do not, it is left alone: it has to end them.
     """
-    launcher = Path(f"/proc/{os.getppid()}")
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    try:
-        command = (launcher / "cmdline").read_bytes().split(b"\0")[:3]  # python -m module
-        shares_stderr = os.path.samestat(os.stat(launcher / "fd/2"), os.fstat(2))
-        until = time.monotonic() + 2 * PATIENCE
-        while not alone and (waiting := _others_run(launcher)) and time.monotonic() < until:
+    until = time.monotonic() + 2 * PATIENCE
+    with contextlib.suppress(OSError):
+        while (launcher := _torchrun()) and time.monotonic() < until:
+            if not _others_run(launcher):
+                os.kill(int(launcher.name), signal.SIGKILL)
             time.sleep(0.02)
-    except OSError:
-        return
+
+
+def _torchrun() -> Path | None:
+    """The torchrun that started this rank, in /proc, if it still runs and prints where we do."""
+    parent = Path(f"/proc/{os.getppid()}")
+    try:
+        command = (parent / "cmdline").read_bytes().split(b"\0")[:3]  # python -m module
+        shares_stderr = os.path.samestat(os.stat(parent / "fd/2"), os.fstat(2))
+    except OSError:  # it has ended, or this is not Linux
+        return None
     names = {os.path.basename(word) for word in command}
-    is_torchrun = bool(names & {b"torchrun", b"torch.distributed.run"})
-    if is_torchrun and shares_stderr and (alone or not waiting):
-        os.kill(int(launcher.name), signal.SIGKILL)
+    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and shares_stderr
+    return parent if is_torchrun and names & {b"torchrun", b"torch.distributed.run"} else None
 
 
 def _others_run(launcher: Path) -> bool:

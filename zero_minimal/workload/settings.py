@@ -92,12 +92,13 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            flag = next((word for word in unknown if word.startswith("-")), unknown[0])
-            self.error(f"there is no {flag}{meant(flag.split('=')[0], self._option_string_actions)}")
+            flag = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]
+            self.error(f"there is no {flag}{meant(flag, self._option_string_actions)}")
         return found
 
     def error(self, message):
-        if choice := re.match(r"argument .*invalid choice: '(.*?)' \(choose from (.*)\)", message):
+        choice = re.match(r"argument .*invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if choice:
             message += meant(choice[1], re.findall(r"[\w.+-]+", choice[2]))
         interrupts.refuse(f"{self.prog}: error: {message} (--help shows all there is)")
 
