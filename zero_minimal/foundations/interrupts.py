@@ -12,6 +12,7 @@ first ends it before that, by SIGKILL, since it reports whatever else it gets: i
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import signal
 import sys
@@ -97,6 +98,8 @@ def stop(stack: traceback.StackSummary) -> NoReturn:
     if _in_program and os.environ.get("LOCAL_RANK") == "0":
         end_torchrun()
     sys.stdout.flush()
+    for child in multiprocessing.active_children():  # a pool's would wait for work for ever
+        child.kill()
     os._exit(STOPPED)
 
 

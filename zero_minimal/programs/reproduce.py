@@ -305,14 +305,9 @@ def run_all(function, keys: list, processes: int, name: str) -> list:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads,
                                                 initargs=(1,)) as pool:
-        try:
-            with interrupts.held_off():
-                results = pool.map(function, keys)
-            return list(progress.bar(results, **bar))
-        except KeyboardInterrupt:
-            for worker in multiprocessing.active_children():  # or the pool would wait for them
-                worker.kill()
-            raise
+        with interrupts.held_off():
+            results = pool.map(function, keys)
+        return list(progress.bar(results, **bar))
 
 
 # ------------------------------------------------------------------------------------------------------------- command
