@@ -92,7 +92,8 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            flag = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]
+            flag = next((word for word in unknown if word.startswith("-")), unknown[0])
+            flag = flag.split("=")[0]
             self.error(f"there is no {flag}{meant(flag, self._option_string_actions)}")
         return found
 
@@ -109,8 +110,9 @@ class Parser(argparse.ArgumentParser):
 
 def meant(name: str, names: Iterable[str]) -> str:
     """": did you mean --ranks?" if one of the names is near, else nothing."""
-    near = difflib.get_close_matches(name, names, n=1)
-    return f": did you mean {near[0]}?" if near else ""
+    by_letters = {each.strip("-"): each for each in names}  # dashes are alike in all flags
+    near = difflib.get_close_matches(name.strip("-"), by_letters, n=1)
+    return f": did you mean {by_letters[near[0]]}?" if near else ""
 
 
 def add_settings(parser: argparse.ArgumentParser, **defaults) -> None:
