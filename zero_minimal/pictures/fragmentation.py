@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from zero_minimal.meters.allocator import MIB, CachingAllocator, Row, memory_map
-from zero_minimal.pictures.style import LOOKS, PAGE, figure, legend_outside
+from zero_minimal.pictures.style import LOOKS, figure, legend_outside
 
 CACHED = "#E4E4E4"
 
@@ -17,7 +17,7 @@ def draw_map(recordings: dict, capacity: int) -> Figure:
     uses, white what it never had or gave back. Addresses go beyond the capacity where segments were given back: the
     driver maps the same pages elsewhere. A black line ends a panel where memory ran out.
     """
-    result, axes = figure(1, len(recordings), PAGE, 5.0)
+    result, axes = figure(1, len(recordings), 7.5 * len(recordings), 5.6)
     seen, tops = [], []
     for axis, (title, recording) in zip(axes[0], recordings.items(), strict=True):
         allocator = CachingAllocator(capacity)
