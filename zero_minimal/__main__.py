@@ -1,7 +1,11 @@
 """python -m zero_minimal COMMAND: the tools around the stages."""
 
+import difflib
 import importlib
 import sys
+
+from zero_minimal.foundations import interrupts
+from zero_minimal.programs import progress
 
 COMMANDS = {  # name: (module of this package with main(arguments), what it does)
     "compare": ("programs.compare",
@@ -38,10 +42,16 @@ def main(arguments: list[str]) -> int | str | None:
         return None if arguments else 2
     name, *rest = arguments
     if name not in COMMANDS:
-        print(f"unknown command {name!r}\n\n{overview()}", file=sys.stderr)
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        words = f": did you mean {near[0]}? (--help shows all there is)" if near else f"\n\n{overview()}"
+        print(f"unknown command {name!r}{words}", file=sys.stderr)
         return 2
-    return importlib.import_module("zero_minimal." + COMMANDS[name][0]).main(rest)
+    if not {"-h", "--help"} & set(rest):
+        progress.announce(f"{name}: loading …")
+    module = importlib.import_module("zero_minimal." + COMMANDS[name][0])
+    progress.take_back()
+    return module.main(rest)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interrupts.program(main)(sys.argv[1:]))

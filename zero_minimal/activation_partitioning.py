@@ -6,7 +6,7 @@ parallelism cuts the weights, not this input: each of its ranks computes with al
 would keep the same copy.
 
 Memory a rank, for blocks of input [b, s, h] and model parallelism over M ranks:
-    without checkpoints    about 12 b·s·h a block, some of it divided by M
+    without checkpoints    (4 + 12/M)·b·s·h a block of our GPT
     checkpoints            b·s·h   a block, a copy on each of the M ranks
     P_a                    b·s·h/M a block
     P_a+cpu                nothing on the device, b·s·h/M in host memory

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from zero_minimal.foundations import ranks
 from zero_minimal.meters import rounds, timing
 from zero_minimal.pictures.benchmark import CURVES, draw_benchmark, run_look
-from zero_minimal.programs import bench, peers, scaling
+from zero_minimal.programs import bench, peers, progress, scaling
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.settings import Settings
 
@@ -30,7 +30,7 @@ def report(tmp_path_factory):
     only = ", ".join(RUN).upper()
     with pytest.MonkeyPatch.context() as patch:
         printed = []
-        patch.setattr(tqdm, "write", staticmethod(lambda text, **_: printed.append(text)))
+        patch.setattr(progress.Lines, "write", lambda self, text: printed.append(text))
         flags = [*TINY, "--only", only, "--json", str(folder / "f.json"), "--plot", str(folder / "f.png")]
         assert bench.main(flags) is None
     rows = json.loads((folder / "f.json").read_text())["rows"]

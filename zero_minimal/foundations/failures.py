@@ -22,6 +22,8 @@ from typing import NoReturn
 import cloudpickle
 import torch.distributed as dist
 
+from zero_minimal.foundations import interrupts
+
 GRACE = 2.0  # seconds in which the other ranks may still tell their side of a failure
 
 
@@ -43,16 +45,20 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 def end_together(notes: dist.Store, rank: int, error: BaseException) -> NoReturn:
-    """Say which rank failed first, then exit with code 1.
+    """Say which rank failed first, then exit with code 1; or 130, if it was stopped by Ctrl-C.
 
     A rank that only lost its peer waits a moment for the peer's word.
     Args: notes is a store that all ranks share, for this alone.
     """
     words = f"rank {rank} failed: {type(error).__name__}: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        words = f"rank {rank} was stopped by Ctrl-C"
     if not lost_a_peer(error):
         with contextlib.suppress(Exception):  # the store itself may be gone
             if notes.add("count", 1) == 1:
                 notes.set("first", words)
+        if isinstance(error, KeyboardInterrupt):
+            interrupts.stop(traceback.extract_tb(error.__traceback__))
         traceback.print_exc()
         print(f"\n{words}", file=sys.stderr, flush=True)
     else:

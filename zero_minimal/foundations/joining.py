@@ -10,7 +10,6 @@ Which backend carries the collectives:
 import contextlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch.distributed as dist
 # imported while a group is up, this one's default arguments would keep the group alive
 import torch.distributed.nn  # noqa: F401
 
-from zero_minimal.foundations import failures, notes
+from zero_minimal.foundations import failures, interrupts, notes
 
 COLLECTIVE_TIMEOUT = 300  # seconds a collective waits for the other ranks before it fails
 
@@ -85,10 +84,7 @@ def start(
     try:
         choose(device, backend, here["local_world_size"])
     except ValueError as error:  # the same on every rank, before any of them waits for another
-        if here["local_rank"] > 0:
-            time.sleep(1)  # torchrun ends all ranks when the first one is gone: let rank 0 speak
-            sys.exit(1)
-        sys.exit(f"error: {error}")
+        interrupts.refuse(f"error: {error}")
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in environment:
         rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=timeout))

@@ -24,13 +24,14 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import notes
+from zero_minimal.foundations import interrupts, notes
 from zero_minimal.foundations.failures import GRACE, Failure, RankError, lost_a_peer, raise_first
 from zero_minimal.foundations.joining import Rank, choose, join, start
 
@@ -73,6 +74,8 @@ def run(
                 )
                 process = _context.Process(target=_rank_main, args=(theirs, setup, work))
                 with _main_hidden():
+                    with interrupts.held_off():  # until they are ranks
+                        forkserver.ensure_running()
                     process.start()
                 theirs.close()
                 pipes.append(ours)
@@ -111,6 +114,7 @@ def _rank_main(pipe: Connection, setup: dict, work: bytes) -> None:
     # _where_they_stand asks with this signal
     faulthandler.register(signal.SIGUSR1, file=open(f"{folder}/{rank}", "w"), all_threads=False)
     try:
+        interrupts.let_in()
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
         store = dist.FileStore(f"{folder}/store", world_size)  # they meet here: no port to fix
         # the parent keeps the time limit; a collective that gives up first would only blur which

@@ -11,6 +11,7 @@ from zero_minimal.pictures.style import (
     GRID,
     MARKERS,
     ON_THE_WIRE,
+    PAGE,
     SENT,
     Look,
     entries_of,
@@ -46,7 +47,7 @@ def draw_speeds(runs: list[dict[str, list]]) -> Figure:
 
     Args: runs [rank] {contender: a report of timing.time_steps for each round}.
     """
-    result, axes = figure(1, 2, 10.0, 0.5 + 0.55 * len(runs[0]) + 0.9)
+    result, axes = figure(1, 2, PAGE, 0.5 + 0.55 * len(runs[0]) + 0.9)
     seconds = {
         name: [run_seconds([rank[name][turn] for rank in runs]) for turn in range(len(rounds))]
         for name, rounds in runs[0].items()
@@ -79,7 +80,7 @@ def draw_models(rows: list[dict]) -> Figure:
     """For each model: times beside DDP's, traffic, and memory; a line for each contender."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     lines = max(sum(row["model"] == model for row in rows) for model in models)
-    result, axes = figure(len(models), 3, 15.0, 1.4 + (0.8 + 0.36 * lines) * len(models))
+    result, axes = figure(len(models), 3, PAGE, 1.6 + (0.8 + 0.36 * lines) * len(models))
     for panels, model in zip(axes, models, strict=True):
         own = [row for row in rows if row["model"] == model]
         spread_panel(panels[0], own)
@@ -89,10 +90,10 @@ def draw_models(rows: list[dict]) -> Figure:
         name_lines(panels, [row["name"] for row in own])
         for axis in panels:
             axis.grid(axis="x", **GRID)
-    legend_outside(result, entries_of(axes[0]))
+    legend_outside(result, entries_of(axes[0]), columns=4)
     first = rows[0]
     result.suptitle(f"GPT, {first['dtype']}, N = {first['ranks']} ranks on {first['device']}, "
-                    f"{first['batch_sequences_per_rank']} × {first['sequence_tokens']} tokens a rank", fontsize=14)
+                    f"{first['batch_sequences_per_rank']} × {first['sequence_tokens']} tokens a rank", fontsize=13)
     return result
 
 
@@ -102,7 +103,7 @@ def spread_panel(axis: Axes, rows: list[dict]) -> None:
     rows: {"name", "ratios": {"DDP": as of rounds.ratios}}, from the top.
     """
     thick = {"color": "#999999", "linewidth": 5, "solid_capstyle": "butt"}
-    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--", label="DDP's time")
     for position, row in enumerate(rows):
         ratio = row["ratios"]["DDP"]
         axis.plot([ratio["min"], ratio["max"]], [position, position], color="#999999", linewidth=1.2,
@@ -112,8 +113,8 @@ def spread_panel(axis: Axes, rows: list[dict]) -> None:
         axis.plot([ratio["median"]], [position], **({"marker": "d", "markersize": 5} | run_look(row["name"])))
         axis.annotate(f"{ratio['median']:.3f}", (ratio["max"], position), (7, 0), textcoords="offset points",
                       va="center", fontsize=9)
-    axis.margins(x=0.14)
-    axis.set_title("Time of a step, times DDP's")
+    axis.margins(x=0.2)
+    axis.set_title("Time of a step, times DDP's", fontsize=11)
 
 
 def sent_panel(axis: Axes, rows: list[dict]) -> None:
@@ -123,7 +124,7 @@ def sent_panel(axis: Axes, rows: list[dict]) -> None:
         "crossed the loopback": ([row["wire_bytes_per_step"] for row in rows], ON_THE_WIRE),
     })
     formula_marks(axis, range(len(rows)), [row["theory_bytes_per_step"] / 1e6 for row in rows], 0.84, flat=True)
-    axis.set_title("MB that a rank sends in a step")
+    axis.set_title("MB sent by a rank in a step", fontsize=11)
 
 
 def peak_panel(axis: Axes, rows: list[dict]) -> None:
@@ -132,7 +133,7 @@ def peak_panel(axis: Axes, rows: list[dict]) -> None:
         "peak by the ledger": ([row["peak_ledger_bytes"] for row in rows], LEDGER),
         "peak of resident memory": ([row["peak_resident_bytes"] for row in rows], RESIDENT),
     })
-    axis.set_title("MB that a rank holds at its peak")
+    axis.set_title("MB held by a rank at its peak", fontsize=11)
 
 
 def bar_pairs(axis: Axes, pair: dict[str, tuple[list[float | None], Look]]) -> None:
@@ -147,7 +148,7 @@ def bar_pairs(axis: Axes, pair: dict[str, tuple[list[float | None], Look]]) -> N
 
 def draw_curves(rows: list[dict], curves: list[str]) -> Figure:
     """For each curve of a sweep: how the times grow, and how they stand beside DDP's."""
-    result, axes = figure(len(curves), 2, 13.0, 4.4 * len(curves))
+    result, axes = figure(len(curves), 2, PAGE, 4.2 * len(curves))
     for (growth, beside), curve in zip(axes, curves, strict=True):
         field, words, title = CURVES[curve]
         own = sorted((row for row in rows if curve in row["sweeps"]), key=lambda row: row[field])
@@ -167,10 +168,12 @@ def draw_curves(rows: list[dict], curves: list[str]) -> Figure:
             growth.plot(sizes, [size / sizes[0] for size in sizes], color="#BBBBBB", label="ideal")
         if curve in ("size", "sequence"):
             log_milliseconds(growth)
-        beside.axhline(1.0, color="black", linewidth=0.8)
-        growth.set_title(title)
-        beside.set_title("Time of a step, times DDP's: medians and quartiles")
-        growth.legend(fontsize=8, frameon=False, ncols=2)
+        beside.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+        beside.annotate("DDP", (1.0, 1.0), (-2, 2), xycoords=("axes fraction", "data"), textcoords="offset points",
+                        ha="right", fontsize=9)
+        growth.set_title(title, fontsize=11)
+        beside.set_title("Time of a step, times DDP's: medians, quartiles", fontsize=11)
+        growth.legend(fontsize=9, frameon=False, ncols=2)
     first = rows[0]
     result.suptitle(f"GPT, {first['dtype']}, on {first['device']} with {first['cores']} cores", fontsize=14)
     return result

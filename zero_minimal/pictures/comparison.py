@@ -1,5 +1,6 @@
 """Comparison: runs of the same work side by side: stages and peers, and C1 to C5."""
 
+import textwrap
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
@@ -7,13 +8,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from zero_minimal.pictures.memory import memory_panel
-from zero_minimal.pictures.style import MARKERS, PLAIN, bars, figure, legend, name_bars
+from zero_minimal.pictures.style import MARKERS, PAGE, PLAIN, bars, figure, legend, name_bars
 from zero_minimal.pictures.traffic import traffic_panel
 
 
 def draw_comparison(rows: list[dict], note: str) -> Figure:
     """The runs of `python -m zero_minimal compare`: memory, traffic, speed and losses, with a note on the losses."""
-    result, axes = figure(2, 2, 12.0, 8.4)
+    result, axes = figure(2, 2, PAGE, 7.8)
     stages = [row["stage"] is not None for row in rows]
     positions = [index + (0 if is_stage else 0.4) for index, is_stage in enumerate(stages)]  # peers stand apart
     memory_panel(axes[0][0], rows, positions)
@@ -32,14 +33,14 @@ def draw_comparison(rows: list[dict], note: str) -> Figure:
 def draw_configs(rows: list[dict]) -> Figure:
     """C1 to C5 of `compare --configs`: memory, throughput and, with a budget, the largest model that fits."""
     has_budget = "largest_layers" in rows[0]
-    result, axes = figure(1, 3 if has_budget else 2, 15.0 if has_budget else 11.0, 4.6)
+    result, axes = figure(1, 3 if has_budget else 2, PAGE, 4.2)
     positions = range(len(rows))
-    memory_panel(axes[0][0], rows, positions)
+    memory_panel(axes[0][0], rows, positions, columns=2)
     speed_panel(axes[0][1], rows, positions)
     if has_budget:
         blocks = [row["largest_layers"] for row in rows]
         bars_with_labels(axes[0][2], positions, blocks)
-        axes[0][2].set_title(f"Largest model in {rows[0]['budget_bytes'] / 1e6:,.0f} MB a rank")
+        axes[0][2].set_title(f"Largest model in {rows[0]['budget_bytes'] / 1e6:,.0f} MB a rank", fontsize=11)
         axes[0][2].set_ylabel("blocks")
     for axis in axes[0]:
         name_bars(axis, positions, [row["name"] for row in rows])
@@ -53,7 +54,7 @@ def draw_configs(rows: list[dict]) -> Figure:
 def speed_panel(axis: Axes, rows: list[dict], positions: Sequence[float]) -> None:
     """Tokens that all ranks together learn from in a second."""
     bars_with_labels(axis, positions, [row["tokens_per_second"] for row in rows])
-    axis.set_title("Throughput of all ranks together")
+    axis.set_title("Throughput of all ranks", fontsize=11)
     axis.set_ylabel("tokens per second")
 
 
@@ -71,9 +72,11 @@ def loss_panel(axis: Axes, rows: list[dict], note: str) -> None:
         marked = list(range(index * every // len(rows), steps, every))  # each run marks steps of its own
         axis.plot(range(steps), row["losses"], color="#777777", linewidth=0.9, marker=MARKERS[index], markersize=7,
                   markevery=marked, markerfacecolor="white", markeredgecolor="black", label=row["name"])
-    axis.set_title("Training loss, all runs in one place")
+    axis.set_title("Training loss, mean of the ranks", fontsize=11)
     axis.set_xlabel("step")
     axis.set_ylabel("nats a byte")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    whole = note.replace("stage ", "stage\u00a0")  # "stage" and its number stay in one line
+    note = "\n".join(part for line in whole.splitlines() for part in textwrap.wrap(line, 56, subsequent_indent="  "))
     legend(axis, columns=3, headroom=0.15 + 0.05 * len(note.splitlines()))
     axis.text(0.01, 0.85, note, transform=axis.transAxes, ha="left", va="top", fontsize=9)

@@ -9,6 +9,7 @@ from matplotlib.patches import Rectangle
 from zero_minimal.paper.formulas import STATES
 from zero_minimal.pictures.style import (
     LOOKS,
+    PAGE,
     entries_of,
     figure,
     formula_marks,
@@ -21,10 +22,10 @@ from zero_minimal.pictures.style import (
 )
 
 
-def memory_panel(axis: Axes, rows: list[dict], positions: Sequence[float]) -> None:
+def memory_panel(axis: Axes, rows: list[dict], positions: Sequence[float], columns: int = 3) -> None:
     """Bytes at the highest moment, stacked by category, with the formula for the model states where there is one.
 
-    rows: reports of runs, as `compare --json` writes them; a bar for each.
+    rows: reports of runs, as `compare --json` writes them; a bar for each. columns: of the legend.
     """
     held = [row["memory"]["peak_by_category"] for row in rows]
     tops = stacked_bars(axis, positions, [
@@ -32,11 +33,11 @@ def memory_panel(axis: Axes, rows: list[dict], positions: Sequence[float]) -> No
     ])
     if "theory" in rows[0]:
         theory = [sum(row["theory"].values()) / 1e6 for row in rows]
-        formula_marks(axis, positions, theory, label="formula, model states")
+        formula_marks(axis, positions, theory, label="states, formula")
     words_above(axis, positions, tops, [f"{top:,.0f}" if top >= 10 else f"{top:.2g}" for top in tops])
-    axis.set_title("Memory of a rank at its peak")
+    axis.set_title("Memory of a rank at its peak", fontsize=11)
     axis.set_ylabel("MB")
-    legend(axis, columns=3, headroom=0.22)
+    legend(axis, columns, headroom=0.22)
 
 
 # ------------------------------------------------------------------------------------------------------- who holds what
@@ -51,7 +52,7 @@ def draw_holdings(measured: dict[str, list], whole: dict[str, float]) -> Figure:
     The length of a bar is measured; it stands where the rank's shard lies.
     """
     stages, world_size = list(measured), len(next(iter(measured.values())))
-    result, axes = figure(2, len(stages), 2.6 * len(stages) + 0.6, 2 * (0.36 * world_size + 0.75) + 0.5)
+    result, axes = figure(2, len(stages), min(PAGE, 2.6 * len(stages) + 0.6), 2 * (0.36 * world_size + 0.75) + 0.5)
     for moment, words in enumerate(("before the step", "after the step")):
         for axis, stage in zip(axes[moment], stages, strict=True):
             for rank, moments in enumerate(measured[stage]):
@@ -91,7 +92,7 @@ def draw_memory_of_a_step(timelines: dict[str, list]) -> Figure:
     """
     world_size = len(next(iter(timelines.values())))
     lines, columns = (1, len(timelines)) if world_size == 1 else (len(timelines), world_size)
-    result, axes = figure(lines, columns, min(11.0, 1.2 + 4.4 * columns), 2.7 * lines + 0.4)
+    result, axes = figure(lines, columns, min(PAGE, 1.2 + 4.4 * columns), 2.7 * lines + 0.4)
     panels = [(stage, rank) for stage in timelines for rank in range(world_size)]
     highest = max(moment.total for ranks in timelines.values() for timeline in ranks for moment in timeline)
     for axis, (stage, rank) in zip(axes.flat, panels, strict=True):
@@ -119,7 +120,7 @@ def step_panel(axis: Axes, timeline: list) -> None:
                   va="top", fontsize=9)
     top = max(moment.total for moment in timeline) / 1e6
     axis.axhline(top, color="black", linewidth=0.8)
-    axis.annotate(f"{top:.0f} MB", (times[0], top), (0, 2), textcoords="offset points", fontsize=9)
+    axis.annotate(f"highest: {top:.0f} MB", (times[0], top), (0, 2), textcoords="offset points", fontsize=9)
 
 
 # ----------------------------------------------------------------------------------------------------- sizes of buckets

@@ -9,6 +9,7 @@ from zero_minimal.pictures.style import (
     DEVICE,
     LOOKS,
     MARKERS,
+    PAGE,
     STAGE_COLOURS,
     figure,
     legend,
@@ -21,7 +22,7 @@ from zero_minimal.pictures.style import (
 
 def draw_plan(told: dict) -> Figure:
     """The figures of `python -m zero_minimal plan`: memory on a device by stage, and how it falls with the ranks."""
-    result, axes = figure(1, 2, 13.0, 5.0)
+    result, axes = figure(1, 2, PAGE, 5.0)
     stages_panel(axes[0][0], told)
     ranks_panel(axes[0][1], told)
     result.suptitle(f"{told['parameters'] / 1e9:,.4g} billion parameters, {told['dtype']}, by formula",

@@ -8,6 +8,7 @@ from zero_minimal.pictures.style import (
     DEVICE,
     LOOKS,
     MARKERS,
+    PAGE,
     PLAIN,
     STAGE_COLOURS,
     bars,
@@ -32,7 +33,7 @@ def draw_reproduction(name: str, result: dict) -> Figure:
 def draw_table1(result: dict) -> Figure:
     """Model states over N, for each size: lines of the formula, the code's as markers, the paper's as crosses."""
     models = list(dict.fromkeys(cell["model"] for cell in result["cells"]))
-    picture, axes = figure(1, len(models), 5.0 * len(models), 4.8)
+    picture, axes = figure(1, len(models), PAGE, 4.2)
     for axis, model in zip(axes[0], models, strict=True):
         cells = [cell for cell in result["cells"] if cell["model"] == model]
         for stage in (1, 2, 3):
@@ -71,7 +72,7 @@ def draw_figure1(result: dict) -> Figure:
 
 def draw_table2(result: dict) -> Figure:
     """The largest model for each MP and stage: the code's bars, the paper's theory and what it measured."""
-    picture, axes = figure(1, 1, 10.0, 5.0)
+    picture, axes = figure(1, 1, PAGE, 5.0)
     axis, cells = axes[0][0], result["cells"]
     groups = sorted({cell["model_parallel"] for cell in cells})
     for stage in sorted({cell["stage"] for cell in cells}):
@@ -96,7 +97,7 @@ def draw_table2(result: dict) -> Figure:
 
 def draw_figure2(result: dict) -> Figure:
     """Speeds of the paper, and what arithmetic expects of the links."""
-    picture, axes = figure(1, 2, 13.0, 4.8)
+    picture, axes = figure(1, 2, PAGE, 4.6)
     rows, positions = result["rows"], range(len(result["rows"]))
     for axis, who, title, look in (
         (axes[0][0], "zero", "ZeRO-100B, 400 GPUs", ("#0072B2", "")),
@@ -119,7 +120,7 @@ def draw_figure2(result: dict) -> Figure:
 def draw_figure7(result: dict) -> Figure:
     """C1 to C5: what the code allocates, by category, what an allocator would cache, and the paper's bars."""
     models = list(dict.fromkeys(bar["model"] for bar in result["bars"]))
-    picture, axes = figure(1, len(models), 6.5 * len(models), 5.0)
+    picture, axes = figure(1, len(models), PAGE, 4.8)
     for axis, model in zip(axes[0], models, strict=True):
         own = [bar for bar in result["bars"] if bar["model"] == model]
         positions = range(len(own))

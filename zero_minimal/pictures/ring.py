@@ -4,7 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from zero_minimal.pictures.style import figure, rank_cells
+from zero_minimal.pictures.style import PAGE, figure, rank_cells
 
 HELD = ("#FFFFFF", "#D6E6F2", "#A6CBE3", "#6FAAD0", "#0072B2")  # of a sum: nothing, … , everybody's part in it
 NEXT = {"edgecolor": "#D55E00", "linewidth": 2.6, "facecolor": "none"}  # what is sent in the next step
@@ -18,8 +18,8 @@ def draw_ring(states: list, sends: list, title: str) -> Figure:
         sends: [step][rank], the chunk that the rank sends next, or None.
     """
     world_size, chunks = len(states[0]), len(states[0][0])
-    size = 0.62 * chunks + 0.35, 0.44 * world_size + 0.75  # inches of a panel
-    columns = min(len(states), int(11.8 / size[0]))
+    size = max(0.56 * chunks + 0.2, 1.3), 0.44 * world_size + 0.75  # inches of a panel
+    columns = min(len(states), int((PAGE - 0.6) / size[0]))
     rows = -(-len(states) // columns)
     result, axes = figure(rows, columns, max(5.0, columns * size[0] + 0.6), rows * size[1] + 1.0)
     for panel, axis in enumerate(axes.flat):
@@ -36,17 +36,35 @@ def draw_ring(states: list, sends: list, title: str) -> Figure:
         if panel + columns >= len(states):
             axis.set_xlabel("chunk", fontsize=9)
     result.suptitle(title, fontsize=12)
-    result.supxlabel("0+2: the sum of what ranks 0 and 2 had at the start. "
-                     "Outlined: what a rank sends to its right neighbour in the next step.", fontsize=9)
+    between = " " if result.get_figwidth() > 7 else "\n"
+    result.supxlabel(f"{meaning(states)}{between}Outlined: what a rank sends to its right neighbour in the next step.",
+                     fontsize=9)
     return result
+
+
+def meaning(states: list) -> str:
+    """What the words in the cells say: of sums only where ranks add anything."""
+    world_size = len(states[0])
+    held = {frozenset(parts_of(value, world_size)) for ranks in states for chunks in ranks for value in chunks}
+    sums = sorted((sorted(parts) for parts in held if 1 < len(parts)), key=lambda parts: (len(parts), parts))
+    if not sums:
+        return "A number: the rank that had this chunk at the start."
+    example = "+".join(map(str, sums[0])) if len(sums[0]) < world_size else "all"
+    whose = f"what ranks {sums[0][0]} and {sums[0][1]} had" if example != "all" else "what all ranks had"
+    return f"{example}: the sum of {whose} at the start."
+
+
+def parts_of(value: float, world_size: int) -> list[int]:
+    """The ranks whose parts are in a chunk: the sum of 10^r over them. NaN: nothing is there yet."""
+    return [] if value != value else [rank for rank in range(world_size) if int(value) // 10**rank % 10]
 
 
 def held_cell(axis: Axes, rank: int, chunk: int, value: float, world_size: int) -> None:
     """One chunk of one rank: darker with each rank whose part is in it, and their numbers."""
-    parts = [] if value != value else [other for other in range(world_size) if int(value) // 10**other % 10]
+    parts = parts_of(value, world_size)
     shade = HELD[-1] if len(parts) == world_size else HELD[min(len(parts), len(HELD) - 2)]
     axis.add_patch(Rectangle((chunk - 0.44, rank - 0.42), 0.88, 0.84, facecolor=shade, edgecolor="#999999",
                              linewidth=0.6))
     words = "all" if len(parts) == world_size > 1 else "+".join(map(str, parts))
-    axis.text(chunk, rank, words, ha="center", va="center", fontsize=8 if len(words) > 4 else 9,
+    axis.text(chunk, rank, words, ha="center", va="center", fontsize=9,
               color="white" if shade == HELD[-1] else "black")

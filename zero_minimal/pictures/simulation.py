@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from zero_minimal.pictures.style import LOOKS, figure, stacked_areas
+from zero_minimal.pictures.style import LOOKS, PAGE, figure, stacked_areas
 
 
 def draw_simulation(run) -> Figure:
@@ -10,7 +10,7 @@ def draw_simulation(run) -> Figure:
 
     run: what programs/simulate.py returns: its report, its timeline and its phases, (name, seconds at its begin) each.
     """
-    result, axes = figure(1, 1, 12.0, 5.2)
+    result, axes = figure(1, 1, PAGE, 5.0)
     axis, drawn = axes[0][0], worth_drawing(run.timeline)
     categories = [category for category in LOOKS if category != "other"]
     levels = {name: [run.timeline[position].bytes[name] / 1e9 for position in drawn] for name in categories}

@@ -4,6 +4,7 @@ A colour has one meaning everywhere. The palette is that of Okabe and Ito, which
 hatches and markers say the same again, for print in grey.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -30,11 +31,13 @@ STAGE_COLOURS = ("#777777", "#E69F00", "#009E73", "#0072B2")  # stages 0 to 3, w
 MARKERS = "osD^vPX*"  # one for each run, where runs share an axis
 FORMULA = {"color": "black", "linewidth": 2.2, "solid_capstyle": "butt"}
 DEVICE = {"color": "#D55E00", "linewidth": 1.8, "linestyle": "--"}  # what a device holds
+PAGE = 10.0  # inches: the widest picture. A page shows it 830 pixels wide, and text of 9 points is 10 pixels high then
+DOTS = 200  # an inch: more than twice these pixels, for screens that have two for each
 GRID = {"color": "#DDDDDD", "linewidth": 0.6}
 
 
 def figure(rows: int, columns: int, width: float, height: float) -> tuple[Figure, np.ndarray]:
-    """A Figure and its axes, [rows, columns]; sizes in inches."""
+    """A Figure and its axes, [rows, columns]; sizes in inches, the width at most PAGE."""
     result = Figure(figsize=(width, height), layout="constrained")
     axes = result.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
@@ -45,8 +48,9 @@ def figure(rows: int, columns: int, width: float, height: float) -> tuple[Figure
 
 
 def save(picture: Figure, path: str | Path) -> None:
-    """Write a picture; the suffix chooses the format."""
-    picture.savefig(path, dpi=160)
+    """Write a picture, and say where it is; the suffix chooses the format."""
+    picture.savefig(path, dpi=DOTS)
+    print(f"picture: {path}", file=sys.stderr)
 
 
 # ----------------------------------------------------------------------------------------------------------------- bars
@@ -109,7 +113,7 @@ def words_above(axis: Axes, positions: Sequence[float], heights: Sequence[float]
 def name_bars(axis: Axes, positions: Sequence[float], names: Sequence[str]) -> None:
     """Names below the bars."""
     axis.set_xticks(positions, names)
-    axis.tick_params(axis="x", length=0)
+    axis.tick_params(axis="x", length=0, labelsize=9)
 
 
 def name_lines(axes: Sequence[Axes], names: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zero_minimal.pictures.style import GRID, Look, entries_of, figure, flat_bars, legend_outside
+from zero_minimal.pictures.style import GRID, PAGE, Look, entries_of, figure, flat_bars, legend_outside
 
 COMPUTING = {"forward": ("#DDDDDD", ""), "backward": ("#AAAAAA", ""), "update": ("#777777", "")}
 UNDER_WAY = {"reduce_scatter": ("#CC79A7", ""), "all_gather": ("#CC79A7", "//"), "all_reduce": ("#CC79A7", "xx")}
@@ -15,7 +15,7 @@ def draw_time_line(ranks: list) -> Figure:
 
     Args: ranks, [rank] (computing, collectives) as in meters/spans.py.
     """
-    result, axes = figure(1, 1, 11.0, 1.3 + 0.95 * len(ranks))
+    result, axes = figure(1, 1, PAGE, 1.3 + 0.95 * len(ranks))
     axis = axes[0][0]
     lanes = [(2.4 * rank, 2.4 * rank + 0.95) for rank in range(len(ranks))]  # positions, in rank's order
     for (own, messages), (computing, under_way) in zip(lanes, ranks, strict=True):

@@ -15,9 +15,9 @@ def traffic_panel(axis: Axes, rows: list[dict], positions: Sequence[float]) -> N
     bars(axis, [position - 0.18 for position in positions], sent, SENT, "sent, as a ring sends", width=0.34)
     bars(axis, [position + 0.18 for position in positions], wire, ON_THE_WIRE, "crossed the loopback", width=0.34)
     formula_marks(axis, positions, [row["traffic"]["theory_bytes"] / 1e6 for row in rows])
-    axis.set_title("Traffic of a rank in a step")
+    axis.set_title("Traffic of a rank in a step", fontsize=11)
     axis.set_ylabel("MB")
-    legend(axis, columns=3, headroom=0.12)
+    legend(axis, columns=2, headroom=0.2)
 
 
 def draw_sent_by_stage(sent: dict[str, float], formula: dict[str, float]) -> Figure:
@@ -51,5 +51,5 @@ def draw_ring_traffic(measured: dict[str, dict[int, float]], formulas: dict[str,
     axis.set_ylabel("sent by a rank, payloads")
     axis.set_xticks(range(1, 9))
     axis.set_ylim(0, 2.1)
-    axis.legend(fontsize=8, frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, 1.22))
+    axis.legend(fontsize=9, frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, 1.25))
     return result

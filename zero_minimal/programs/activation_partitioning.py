@@ -7,27 +7,30 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
-from zero_minimal.foundations import host, ranks
+from zero_minimal.foundations import host, interrupts, ranks
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
-from zero_minimal.programs.report import table
+from zero_minimal.programs import progress
+from zero_minimal.programs.report import say, table
 from zero_minimal.workload.model import GPT, GPTConfig
 
 
+@interrupts.program
 def main() -> None:
     """Measure each mode; rank 0 prints the table."""
     with ranks.start() as rank:
         everybody = dist.group.WORLD
         modes = {"no checkpoints": None, "checkpoints": {}, "P_a": dict(group=everybody),
                  "P_a+cpu": dict(group=everybody, to_host=True)}
-        rows = [measure(name, options, rank.device) for name, options in modes.items()]
+        bar = progress.bar(modes.items(), name="a step of each", total=len(modes), unit="mode", shown=rank.rank == 0)
+        rows = [measure(name, options, rank.device) for name, options in bar]
         if rank.rank == 0:
             print(f"model-parallel group of {rank.world_size}; a block's input has 8 × 256 × 256 elements, 2.1 MB\n")
             head = ["kept for backward", "MB on the device", "in host memory", "MB sent", "loss",
                     "norm of the gradient"]
             print(table([head, *rows]))
             if rank.device.type == "cpu":
-                print("\nWithout a GPU both are the same memory: it is counted as what it stands for.")
+                say("\nWithout a GPU both are the same memory: it is counted as what it stands for.")
 
 
 def measure(name: str, options: dict | None, device: torch.device) -> list[str]:

@@ -26,7 +26,6 @@ import sys
 from dataclasses import replace
 
 import torch
-from tqdm import tqdm
 
 from zero_minimal.foundations import ranks
 from zero_minimal.meters.observer import MEMORY_STEPS, TRAFFIC_STEPS
@@ -35,7 +34,7 @@ from zero_minimal.meters.timing import time_steps, watch_steps
 from zero_minimal.paper import formulas
 from zero_minimal.pictures import style
 from zero_minimal.pictures.benchmark import draw_benchmark
-from zero_minimal.programs import peers, report, scaling
+from zero_minimal.programs import peers, progress, report, scaling
 from zero_minimal.programs.registry import CONTENDERS, REFERENCE
 from zero_minimal.programs.scaling import Point
 from zero_minimal.workload import data
@@ -51,7 +50,7 @@ SAME_LOSS = 1e-5  # relative
 QUIET = 0.05  # share of the processors that other programs may take before times mean little
 
 
-def measure(point: Point, names: list[str], warm_up: int, repeats: int, device: str, progress: tqdm) -> list[dict]:
+def measure(point: Point, names: list[str], warm_up: int, repeats: int, device: str, bar: progress.Bar) -> list[dict]:
     """All contenders at one point, in turn: one row each (see `row`).
 
     Args: names are of CONTENDERS, the REFERENCE first.
@@ -60,11 +59,11 @@ def measure(point: Point, names: list[str], warm_up: int, repeats: int, device: 
     """
 
     def run(name: str, purpose: str, function, *args) -> list[dict]:
-        progress.set_description(f"{point.describe()}: {name}, {purpose}")
+        bar.set_description(f"{point.describe()}: {name}, {purpose}")
         try:
             return ranks.run(function, point.ranks, CONTENDERS[name], *args, timeout=3600, device=device)
         finally:
-            progress.update()
+            bar.update()
 
     watched, timed = {}, {}
     for name in names:
@@ -74,7 +73,7 @@ def measure(point: Point, names: list[str], warm_up: int, repeats: int, device: 
         except ranks.RankError as error:
             if name == REFERENCE or name in OPPONENTS:
                 raise
-            progress.write(f"{name} does not run here:\n{error}", file=sys.stderr)
+            bar.write(f"{name} does not run here:\n{error}", file=sys.stderr)
     for repeat in range(repeats):
         for name in watched:
             results = run(name, f"round {repeat + 1} of {repeats}", time_steps, point.settings, warm_up)
@@ -173,16 +172,15 @@ def describe(rows: list[dict]) -> str:
         f"{first['batch_sequences_per_rank']} × {first['sequence_tokens']} tokens; "
         f"rounds × steps: {first['rounds']} × {first['timed_steps']}"
     )
-    lines = [["", "ms a step", "× DDP", "min", "quartiles", "max", "MB on the wire", "sent", "formula",
-              "peak MB, ledger", "resident"]]
+    times = [["", "ms a step", "× DDP", "min", "quartiles", "max"]]
+    sizes = [["MB", "on the wire", "sent", "formula", "peak by the ledger", "peak, resident"]]
     for row in rows:
-        lines.append([
-            row["name"], f"{row['step_seconds'] * 1000:.1f}", *spread_cells(row["ratios"][REFERENCE]),
-            megabytes(row["wire_bytes_per_step"]), megabytes(row["sent_bytes_per_step"]),
-            megabytes(row["theory_bytes_per_step"]), megabytes(row["peak_ledger_bytes"]),
-            megabytes(row["peak_resident_bytes"]),
-        ])
-    parts = [head, report.table(lines)]
+        times.append([row["name"], f"{row['step_seconds'] * 1000:.1f}", *spread_cells(row["ratios"][REFERENCE])])
+        sizes.append([row["name"], *(megabytes(row[field]) for field in (
+            "wire_bytes_per_step", "sent_bytes_per_step", "theory_bytes_per_step", "peak_ledger_bytes",
+            "peak_resident_bytes",
+        ))])
+    parts = [head, report.table(times), report.table(sizes)]
     duels = [[f"{row['name']} × {other}", *spread_cells(ratio)]
              for row in rows for other, ratio in row["ratios"].items() if other != REFERENCE]
     if duels:
@@ -289,14 +287,15 @@ def main(arguments: list[str]) -> str | None:
     flags = parser.parse_args(arguments)
     points = read_points(parser, flags)
     rows = []
-    with tqdm(total=len(points) * len(flags.only) * (1 + flags.repeats), unit="run", leave=False) as progress:
+    total = len(points) * len(flags.only) * (1 + flags.repeats)
+    with progress.bar(name="starting ranks", total=total, unit="run") as bar:
         for point in points:
             try:
-                found = measure(point, flags.only, flags.warm_up, flags.repeats, flags.device, progress)
+                found = measure(point, flags.only, flags.warm_up, flags.repeats, flags.device, bar)
             except ValueError as error:
                 return f"error: {error}"
             rows += found
-            progress.write(describe(found))
+            bar.write(report.fitted(describe(found)))
             if flags.json:  # after each point: a long sweep that is stopped has written what it found
                 report.write_json({"rows": rows}, flags.json)
     if flags.plot:

@@ -6,9 +6,10 @@
 import sys
 
 from zero_minimal.foundations import ranks
+from zero_minimal.paper.quantities import plural
 from zero_minimal.pictures import style
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
-from zero_minimal.programs import peers, report
+from zero_minimal.programs import peers, progress, report
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.train import train
 from zero_minimal.workload.settings import (
@@ -51,19 +52,20 @@ def describe(rows: list[dict]) -> str:
     first = rows[0]
     head = (
         f"\n{first['parameters']:,} parameters Ψ in {first['dtype']} on N = {first['ranks']} ranks, {first['device']}, "
-        f"{first['backend']}; MB of rank 0, formulas in brackets"
+        f"{first['backend']}; MB of rank 0, formulas in brackets; losses are means of the ranks, in nats a byte"
     )
-    lines = [["", *first["theory"], "peak", "sent a step", "on the wire", "ms a step", "tokens/s", "last loss"]]
+    held = [["", *first["theory"], "all at the peak"]]
+    done = [["", "sent a step", "on the wire", "ms a step", "tokens/s", "last loss"]]
     for row in rows:
         memory, formulas, traffic = row["memory"], row["theory"], row["traffic"]
         states = [f"{megabytes(memory[state])} ({megabytes(formulas[state])})" for state in formulas]
+        held.append([row["name"], *states, megabytes(memory["peak"])])
         wire = "?" if traffic["wire_bytes"] is None else megabytes(traffic["wire_bytes"])
-        lines.append([
-            row["name"], *states, megabytes(memory["peak"]),
-            f"{megabytes(traffic['sent_bytes'])} ({megabytes(traffic['theory_bytes'])})", wire,
+        done.append([
+            row["name"], f"{megabytes(traffic['sent_bytes'])} ({megabytes(traffic['theory_bytes'])})", wire,
             f"{row['step_seconds'] * 1000:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['losses'][-1]:.6f}",
         ])
-    return "\n".join((head, "", report.table(lines), "", agreement(rows)))
+    return "\n".join((head, "", report.table(held), "", report.table(done), "", agreement(rows)))
 
 
 def agreement(rows: list[dict]) -> str:
@@ -109,11 +111,12 @@ def main(arguments: list[str]) -> None:
 
     if flags.budget_mb and not flags.configs:
         parser.error("--budget-mb goes with --configs")
+    progress.announce(f"starting {plural(flags.ranks, 'rank')} …")
     if flags.configs:
         compare_configs(parser, settings, flags)
         return
     rows = run_all(settings, flags.ranks, flags.device)
-    print(describe(rows))
+    report.say(describe(rows))
     if flags.json:
         report.write_json({"rows": rows}, flags.json)
     if flags.plot:
@@ -127,7 +130,7 @@ def compare_configs(parser: Parser, settings: Settings, flags) -> None:
     configs.check(parser, settings, flags.ranks, flags.model_parallel)
     budget = flags.budget_mb * 10**6 if flags.budget_mb else None
     rows = configs.run_all(settings, flags.ranks, flags.model_parallel, flags.device, budget)
-    print(configs.describe(rows))
+    report.say(configs.describe(rows))
     if flags.json:
         report.write_json({"rows": rows}, flags.json)
     if flags.plot:

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 import torch
 
-from zero_minimal.foundations import ranks
+from zero_minimal.foundations import interrupts, ranks
 from zero_minimal.foundations.mesh import Mesh, divisors, make_mesh
 from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import formulas
 from zero_minimal.programs import report
-from zero_minimal.programs.train import progress
+from zero_minimal.programs.train import bar_over, own_loss
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import (
     DTYPES,
@@ -38,7 +38,7 @@ WATCHED = 2  # steps under the ledger and the meter; the others are timed
 
 
 def train(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) -> dict:
-    """Train with one config; this rank's report: losses of its batches, memory, traffic, speed.
+    """Train with one config; this rank's report: losses, means over the ranks; memory, traffic, speed.
 
     Raises: ValueError on every rank for a world that is not D × M, or heads that M does not divide.
     """
@@ -50,11 +50,14 @@ def train(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) 
         watch.ledger.watch(system)
     scaler = LossScaler(groups=system.groups) if settings.dtype == "fp16" else None
     steps = loop.steps(system, batches, settings, scaler=scaler, observers=[watch])
-    losses = [sum(part.item() for part in parts) for parts in progress(steps, settings, name, rank)]
+    losses = []
+    for parts in (bar := bar_over(steps, settings, name, rank)):
+        losses.append(sum(part.item() for part in parts))
+        bar.note(f"{own_loss(rank)} {losses[-1]:.3f}")
     step_seconds = statistics.median(watch.seconds[WATCHED:] or watch.seconds)
     return describe_run(name, settings, model_parallel, rank) | {
         "parameters_of_rank": sum(param.numel() for param in system.model.parameters()),
-        "losses": losses,
+        "losses": loop.mean_over_ranks(losses, rank),
         "step_seconds": step_seconds,
         "tokens_per_second": settings.tokens_per_step(rank.world_size // model_parallel) / step_seconds,
         "memory": {state: watch.states[state] for state in formulas.STATES}
@@ -148,8 +151,9 @@ def describe(rows: list[dict]) -> str:
     first = rows[0]
     world_size, model_parallel = first["ranks"], first["model_parallel"]
     head = (f"\n{', '.join(row['name'] for row in rows)} on {world_size} ranks, D × M = "
-            f"{world_size // model_parallel} × {model_parallel}, {first['dtype']}, {first['device']}; MB of rank 0")
-    lines = [["", "parameters", "gradients", "optimizer", "peak", "sent a step", "tokens/s", "last loss",
+            f"{world_size // model_parallel} × {model_parallel}, {first['dtype']}, {first['device']}; MB of rank 0, "
+            "sent in a step; losses are means of the ranks, in nats a byte")
+    lines = [["", "parameters", "gradients", "optimizer", "peak", "sent", "tokens/s", "last loss",
               *(["blocks that fit"] if "budget_bytes" in first else [])]]
     for row in rows:
         memory = row["memory"]
@@ -193,6 +197,7 @@ def check(parser: Parser, settings: Settings, world_size: int, model_parallel: i
         parser.error("leave --recompute out: the configs always recompute")
 
 
+@interrupts.program
 def main() -> None:
     """The program of zero_100b.py: read the flags, train with one config, print its row, write JSON if asked to."""
     parser = Parser(description="Train a GPT as the paper's ZeRO-100B does, under torchrun --nproc-per-node N.")
@@ -208,6 +213,6 @@ def main() -> None:
     with ranks.start(flags.device) as rank:
         result = train(flags.config, settings, flags.model_parallel, rank)
     if rank.rank == 0:
-        print(describe([result]))
+        report.say(describe([result]))
         if flags.json:
             report.write_json(result, flags.json)

@@ -6,9 +6,10 @@
 import torch
 
 from zero_minimal.constant_buffers import ConstantBuffers, all_reduce, fused_all_reduce
-from zero_minimal.foundations import ranks
+from zero_minimal.foundations import interrupts, ranks
 
 
+@interrupts.program
 def main() -> None:
     """Reduce the same gradients in both ways; rank 0 prints a row for each size."""
     with ranks.start("cpu") as rank:

@@ -13,11 +13,12 @@ import torch
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.defragmentation import Slab, gradients_in_slab
+from zero_minimal.foundations import interrupts
 from zero_minimal.meters.allocator import MIB, CachingAllocator, Finding, find_capacity, replay
 from zero_minimal.meters.memory import Event, Ledger
 from zero_minimal.pictures import style
 from zero_minimal.pictures.fragmentation import draw_map
-from zero_minimal.programs.report import table
+from zero_minimal.programs import progress, report
 from zero_minimal.workload import data, loop
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.workload.settings import Parser, Settings, picture_file, positive
@@ -32,7 +33,8 @@ class Recording:
     losses: list[float]
 
 
-def record(config: GPTConfig, lengths: list[int], batch: int, accumulate: int, slabs: bool, seed: int = 0) -> Recording:
+def record(config: GPTConfig, lengths: list[int], batch: int, accumulate: int, slabs: bool, seed: int = 0,
+           name: str = "training") -> Recording:
     """Train a GPT with AdamW on a micro-batch for each of `lengths` (tokens in a sequence), and record its allocations.
 
     Every block is checkpointed: with `slabs` the checkpoints and the gradients lie in slabs, without they lie where the
@@ -51,7 +53,8 @@ def record(config: GPTConfig, lengths: list[int], batch: int, accumulate: int, s
             ledger.claim(zero.slab.memory, "activations")
             ledger.claim(zero.gradient_slab.memory, "gradients")
         batches = crops_of(lengths, batch, seed, lambda: begins.append(len(ledger.trace)))
-        losses = [loss.item() * accumulate for parts in loop.steps(zero, batches, settings) for loss in parts]
+        steps = progress.bar(loop.steps(zero, batches, settings), name=name, total=settings.steps)
+        losses = [loss.item() * accumulate for parts in steps for loss in parts]
         trace = list(ledger.trace)
     ours = [index for index, event in enumerate(trace) if event.storage not in before]
     return Recording([trace[index] for index in ours], [bisect.bisect_left(ours, begin) for begin in begins], losses)
@@ -108,6 +111,7 @@ def varied_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
 # ------------------------------------------------------------------------------------------------------------ program
 
 
+@interrupts.program
 def main(arguments: list[str] | None = None) -> None:
     """The program of lesson 8: train with and without slabs, replay both, print what came of it."""
     parser = Parser(description="Train a GPT with and without slabs (M_D), and replay its allocations as on a GPU.")
@@ -132,13 +136,15 @@ def main(arguments: list[str] | None = None) -> None:
     if options.longest >= len(data.read_tokens()):
         parser.error(f"the text has {len(data.read_tokens()):,} tokens: --longest must be less, not {options.longest}")
     lengths = varied_lengths(options.steps * options.accumulate, options.longest, options.seed)
-    print(f"tokens in the sequences of the micro-batches: {', '.join(map(str, lengths))}")
+    report.say(f"tokens in the sequences of the micro-batches: {', '.join(map(str, lengths))}")
     recordings = {
-        name: record(config, lengths, options.batch, options.accumulate, slabs, options.seed)
+        name: record(config, lengths, options.batch, options.accumulate, slabs, options.seed, name)
         for name, slabs in (("without slabs", False), ("with slabs", True))
     }
+    progress.announce("replaying both, to find the least capacity that is enough …")
     finding = find_capacity(*(recording.trace for recording in recordings.values()))
-    print(describe(recordings, finding))
+    progress.take_back()
+    report.say(describe(recordings, finding))
     if options.picture:
         style.save(draw_map(recordings, finding), options.picture)
 
@@ -168,7 +174,7 @@ def describe(recordings: dict[str, Recording], finding: Finding) -> str:
                  "the holes, or more. The default sizes show what slabs are for.")
     losses = [recording.losses for recording in recordings.values()]
     same = "the same to the bit" if losses[0] == losses[1] else "NOT the same"
-    return f"\n{table(rows)}\n\n{found}\nThe losses of both are {same}."
+    return f"\n{report.table(rows)}\n\n{found}\nThe losses of both are {same}."
 
 
 def mib(bytes: int) -> str:

@@ -2,10 +2,14 @@
 
 import json
 import os
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from zero_minimal.paper import formulas
 from zero_minimal.paper.quantities import number
+
+COLUMNS = 80  # of a terminal that nobody made wider: no line is longer
 
 
 def write_json(content: dict, path: str | Path) -> None:
@@ -29,11 +33,12 @@ def describe(report: dict) -> str:
     first, last = report["losses"][0], report["losses"][-1]
     before, after = report["validation_losses"][0], report["validation_losses"][-1]
     milliseconds, speed = report["step_seconds"] * 1000, report["tokens_per_second"]
+    of = "" if ranks == 1 else f"mean of {ranks} ranks, "
     tail = (
-        f"loss, nats a byte: training {first:.3f} → {last:.3f}, validation {before:.3f} → {after:.3f}\n"
+        f"loss, {of}nats a byte: {first:.3f} → {last:.3f}; validation {before:.3f} → {after:.3f}\n"
         f"speed: {milliseconds:,.1f} ms a step (median), {speed:,.0f} tokens a second"
     )
-    return "\n\n".join((head, table(memory_rows(report)), table(traffic_rows(report)), tail))
+    return "\n\n".join((head, table(memory_rows(report)), table(traffic_rows(report)), calls(report), tail))
 
 
 def memory_rows(report: dict) -> list[list[str]]:
@@ -43,9 +48,8 @@ def memory_rows(report: dict) -> list[list[str]]:
     for state in formulas.STATES:
         words = formulas.formula(report["theory_stage"], state, report["dtype"])
         rows.append([f"  {state}", *explained(memory[state], theory[state], words, report["padding"][state])])
-    rows.append(["  activations, at most", number(memory["activations"]), "", "", "", ""])
-    rows.append(["  temporary buffers, at most", number(memory["buffers"]), "", "", "", ""])
-    rows.append(["  all at the same moment, at most", number(memory["peak"]), "", "", "", ""])
+    for part, words in (("activations", "activations"), ("buffers", "buffers"), ("peak", "all at once")):
+        rows.append([f"  {words}, at most", number(memory[part]), "", "", "", ""])
     return rows
 
 
@@ -55,14 +59,18 @@ def traffic_rows(report: dict) -> list[list[str]]:
     words = f"{traffic['theory_volume']}Ψ(N−1)/N"
     sent = explained(traffic["sent_bytes"], traffic["theory_bytes"], words, traffic["padding_bytes"])
     wire = "not known here" if traffic["wire_bytes"] is None else number(round(traffic["wire_bytes"]))
-    rows = [
-        ["traffic of a rank, bytes a step", "measured", "formula", "", "padding", "unexplained"],
-        ["  sent, as a ring sends", *sent],
-        ["  crossed the loopback", wire, "", "", "", ""],
+    return [
+        ["sent in a step, bytes", "measured", "formula", "", "padding", "unexplained"],
+        ["  as a ring sends", *sent],
+        ["  over the loopback", wire, "", "", "", ""],
     ]
-    for name, counts in sorted(traffic["collectives"].items()):
-        rows.append([f"  {name}, {number(counts['calls'])} a step, of in all", number(counts["bytes"]), "", "", "", ""])
-    return rows
+
+
+def calls(report: dict) -> str:
+    """A line for each kind of collective: how many a step has, and the bytes that they hand over."""
+    counted = sorted(report["traffic"]["collectives"].items())
+    lines = [f"  {number(each['calls'])} × {name} of {number(each['bytes'])} bytes in all" for name, each in counted]
+    return "\n".join(["collectives of a step:", *lines]) if lines else "no collectives: a rank alone sends nothing"
 
 
 def explained(measured: float, formula: float, words: str, padding: float) -> list[str]:
@@ -70,12 +78,60 @@ def explained(measured: float, formula: float, words: str, padding: float) -> li
     return [number(measured), number(formula), words, number(padding), number(measured - formula - padding)]
 
 
-def table(rows: list[list[str]]) -> str:
-    """Lines with the first row as head; columns of words to the left, of numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+# ------------------------------------------------------------------------------------------------------------ terminals
+
+
+def say(text: str) -> None:
+    """Print for a terminal."""
+    print(fitted(text))
+
+
+def fitted(text: str) -> str:
+    """The text with lines that are too long, which no table has, broken at their blanks."""
     lines = []
-    for row in rows:
+    for line in text.splitlines():
+        indent = "  " if line.startswith("- ") else ""
+        lines += textwrap.wrap(line, COLUMNS, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
+
+
+def table(rows: list[list[str]], columns: int = COLUMNS) -> str:
+    """Lines with the first row as head; columns of words to the left, of numbers to the right.
+
+    Where that is wider than so many columns, heads are broken at their blanks; and where this is not enough, the table
+    is cut into several, one below the other, which begin with the same first column.
+    """
+    least = [narrowest(cells) for cells in zip(*rows, strict=True)]
+    parts = [[0]]
+    for column in range(1, len(least)):
+        if len(parts[-1]) > 1 and sum(least[other] + 2 for other in parts[-1]) + least[column] > columns:
+            parts.append([0])
+        parts[-1].append(column)
+    cut = [[[row[column] for column in part] for row in rows] for part in parts]
+    return "\n\n".join(_one_table(part, columns) for part in cut)
+
+
+def narrowest(cells: Sequence[str]) -> int:
+    """How wide a column must be: its cells stay whole, its head, which is the first of them, may be broken."""
+    head, *body = cells
+    return max(map(len, (*head.split(), *body, "")))
+
+
+def _one_table(rows: list[list[str]], columns: int) -> str:
+    """A table whose columns fit, if heads are broken. A row that says nothing is left out."""
+    rows = [row for row in rows if row is rows[0] or any(row[1:])]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    spare = [width - narrowest(cells) for width, cells in zip(widths, zip(*rows, strict=True), strict=True)]
+    while sum(widths) + 2 * len(widths) - 2 > columns and any(spare):
+        column = spare.index(max(spare))
+        widths[column] -= 1
+        spare[column] -= 1
+    broken = [textwrap.wrap(head, width) for head, width in zip(rows[0], widths, strict=True)]
+    height = max(map(len, broken))
+    heads = [[""] * (height - len(head)) + head for head in broken]  # they stand on the line below them
+    lines = []
+    for row in (*zip(*heads, strict=True), *rows[1:]):
         numbers = [f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join([f"{row[0]:<{widths[0]}}", *numbers]).rstrip())
-    lines.insert(1, "─" * max(map(len, lines)))
+    lines.insert(height, "─" * max(map(len, lines)))
     return "\n".join(lines)

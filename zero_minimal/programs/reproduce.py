@@ -13,8 +13,8 @@ from dataclasses import replace
 from itertools import product
 
 import torch
-from tqdm import tqdm
 
+from zero_minimal.foundations import interrupts
 from zero_minimal.meters.allocator import CachingAllocator, replay
 from zero_minimal.paper import formulas, operations, published
 from zero_minimal.paper.hardware import GPUS, NETWORK
@@ -22,7 +22,7 @@ from zero_minimal.paper.quantities import count
 from zero_minimal.paper.shapes import VOCABULARY, parameter_count, shape_for
 from zero_minimal.pictures import style
 from zero_minimal.pictures.reproductions import draw_reproduction
-from zero_minimal.programs import figure7_notes, report, tables
+from zero_minimal.programs import figure7_notes, progress, report, tables
 from zero_minimal.programs.simulation import Case, simulate
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Parser, output_file, picture_file, positive
@@ -265,13 +265,15 @@ def estimate(shape: published.Shape) -> float:
 
 def run_all(function, keys: list, processes: int, name: str) -> list:
     """function(key) for each, in order; in so many processes, or in this one if there are none."""
-    bar = {"total": len(keys), "desc": name, "unit": "run"}
+    bar = {"total": len(keys), "name": name, "unit": "run"}
     if processes == 0:
-        return list(tqdm(map(function, keys), **bar))
+        return list(progress.bar(map(function, keys), **bar))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads,
                                                 initargs=(1,)) as pool:
-        return list(tqdm(pool.map(function, keys), **bar))
+        with interrupts.held_off():
+            results = pool.map(function, keys)
+        return list(progress.bar(results, **bar))
 
 
 # ------------------------------------------------------------------------------------------------------------- command
@@ -295,7 +297,7 @@ def main(arguments: list[str]) -> None:
     results = {}
     for name in MAKERS if flags.what == "all" else (flags.what,):
         results[name] = MAKERS[name](processes=flags.processes)
-        print(tables.describe(name, results[name]))
+        report.say(tables.describe(name, results[name]))
         if flags.json:  # after each, and before its picture: what has run is not lost
             report.write_json(results, flags.json)
         if flags.plot:

@@ -3,15 +3,13 @@
     python -m zero_minimal simulate --params 1T --ranks 1024 --stage 3 --dtype fp16
 """
 
-from tqdm import tqdm
-
 from zero_minimal.paper import formulas
 from zero_minimal.paper.moments import BUCKET as DEFAULT
 from zero_minimal.paper.quantities import number, plural, size_text, size_unit
 from zero_minimal.paper.shapes import add_shape, read_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.simulation import draw_simulation
-from zero_minimal.programs import report
+from zero_minimal.programs import progress, report
 from zero_minimal.programs.registry import CONFIGS
 from zero_minimal.programs.simulation import BUCKETS, Case, Living, Simulation, phases, simulate
 from zero_minimal.programs.words import paragraph
@@ -141,11 +139,10 @@ def main(arguments: list[str]) -> None:
 
 
 def watched(case: Case) -> Simulation:
-    """The simulation, with a bar in the terminal that says which phase it is in."""
-    # disable=None: nothing where stderr is no terminal
-    with tqdm(total=len(phases(case)), unit="phase", disable=None, leave=False) as bar:
+    """The simulation, with a bar that says which phase it is in."""
+    with progress.bar(name="simulate", total=len(phases(case)), unit="phase") as bar:
         def tell(phase: str) -> None:
-            bar.set_description(phase)
+            bar.note(phase)
             bar.update()
 
         return simulate(case, tell)

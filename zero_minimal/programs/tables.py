@@ -4,32 +4,33 @@ from zero_minimal.paper import formulas, published
 from zero_minimal.paper.quantities import count_text
 from zero_minimal.programs import report
 
+Described = tuple[str, *tuple[list[list[str]], ...]]  # a head, and tables: rows of cells
+
 
 def describe(name: str, result: dict) -> str:
     """A table, and what there is to say about it. `name` and `result` as in programs/reproduce.py."""
-    head, rows = TABLES[name](result)
-    notes = [f"- {note}" for note in result["notes"]]
-    return "\n".join([f"\n{head}", "", report.table(rows), "", *notes])
+    head, *tables = TABLES[name](result)
+    parts = [f"\n{head}", *map(report.table, tables), "\n".join(f"- {note}" for note in result["notes"])]
+    return "\n\n".join(parts)
 
 
-def table1(result: dict) -> tuple[str, list[list[str]]]:
-    """For each size and N: paper, formula, code and the difference, at stages 1 to 3."""
-    rows = [["model, N", *(column for name in published.STAGES for column in (name, "formula", "code", "off"))]]
-    cells = {(cell["model"], cell["ranks"], cell["stage"]): cell for cell in result["cells"]}
-    for model, ranks in dict.fromkeys(key[:2] for key in cells):
-        row = [f"{model}, {ranks}"]
-        for stage in (1, 2, 3):
-            cell = cells[model, ranks, stage]
-            difference = cell["code_gb"] - float(cell["paper"])
-            row += [cell["paper"], f"{cell['formula_gb']:,.2f}", f"{cell['code_gb']:,.2f}",
-                    f"{difference:+.2f}{'' if cell['agrees'] else ' !'}"]
-        rows.append(row)
+def table1(result: dict) -> Described:
+    """For each stage, size and N: paper, formula, code and the difference."""
+    tables = []
+    for stage, name in enumerate(published.STAGES, start=1):
+        rows = [[f"{name}: model, N", "paper", "formula", "code", "off"]]
+        for cell in result["cells"]:
+            if cell["stage"] == stage:
+                difference = cell["code_gb"] - float(cell["paper"])
+                rows.append([f"{cell['model']}, {cell['ranks']}", cell["paper"], f"{cell['formula_gb']:,.2f}",
+                             f"{cell['code_gb']:,.2f}", f"{difference:+.2f}{'' if cell['agrees'] else ' !'}"])
+        tables.append(rows)
     agree = sum(cell["agrees"] for cell in result["cells"])
     return ("Table 1: GB of model states on a device: the paper's number, the formula, the running code, and how far "
-            f"this is off the paper; {agree} of {len(result['cells'])} cells agree"), rows
+            f"this is off the paper; {agree} of {len(result['cells'])} cells agree", *tables)
 
 
-def figure1(result: dict) -> tuple[str, list[list[str]]]:
+def figure1(result: dict) -> Described:
     """For each stage: its model states by kind."""
     rows = [["stage", *formulas.STATES, "code", "formula", "paper", "difference"]]
     for bar in result["bars"]:
@@ -41,7 +42,7 @@ def figure1(result: dict) -> tuple[str, list[list[str]]]:
     return "Figure 1: GB of model states on a device, 7.5B parameters on 64 ranks", rows
 
 
-def table2(result: dict) -> tuple[str, list[list[str]]]:
+def table2(result: dict) -> Described:
     """For each MP and stage: the largest model."""
     rows = [["MP, stage", "GPUs", "paper", "formula", "code", "code / paper", "runs", "paper measured"]]
     for cell in result["cells"]:
@@ -55,35 +56,38 @@ def table2(result: dict) -> tuple[str, list[list[str]]]:
     return "Table 2: the largest model whose states fit into 32 GB, on 64 ranks for each MP rank", rows
 
 
-def figure7(result: dict) -> tuple[str, list[list[str]]]:
+def figure7(result: dict) -> Described:
     """For each size and config: cached and allocated, and by category what is allocated."""
-    rows = [["model, config", "paper, cached", "code, cached", "code, allocated", "paper − cached", "parameters",
-             "gradients", "optimizer", "activations", "buffers", "on the host"]]
+    totals = [["model, config", "paper, cached", "code, cached", "code, allocated", "paper − code, cached"]]
+    parts = [["code, allocated", *formulas.STATES, "activations", "buffers", "on the host"]]
     for bar in result["bars"]:
-        printed, categories = bar["paper_cached_gb"], bar["by_category_gb"]
-        rows.append([
-            f"{bar['model']}, {bar['config']}", "no bar" if printed is None else f"{printed:.1f}",
-            f"{bar['cached_gb']:.1f}", f"{bar['allocated_gb']:.1f}",
-            "" if printed is None else f"{printed - bar['cached_gb']:+.1f}",
-            *(f"{categories[name]:.2f}" for name in (*formulas.STATES, "activations", "buffers")),
-            f"{bar['host_gb']:.2f}",
+        name, printed, categories = f"{bar['model']}, {bar['config']}", bar["paper_cached_gb"], bar["by_category_gb"]
+        totals.append([
+            name, "no bar" if printed is None else f"{printed:.1f}", f"{bar['cached_gb']:.1f}",
+            f"{bar['allocated_gb']:.1f}", "" if printed is None else f"{printed - bar['cached_gb']:+.1f}",
         ])
-    return "Figure 7: GB on a device at the highest moment of a step, MP 16, 400 GPUs, fp16", rows
+        shares = (categories[category] for category in (*formulas.STATES, "activations", "buffers"))
+        parts.append([name, *(f"{share:.2f}" for share in shares), f"{bar['host_gb']:.2f}"])
+    return "Figure 7: GB on a device at the highest moment of a step, MP 16, 400 GPUs, fp16", totals, parts
 
 
-def figure2(result: dict) -> tuple[str, list[list[str]]]:
+def figure2(result: dict) -> Described:
     """For each size: memory and speed of ZeRO and the baseline."""
-    rows = [["name", "12·L·h²", "Ψ", "ZeRO: MP", "states, GB", "estimate", "paper", "baseline: MP", "states, GB",
-             "at MP 16, GB", "estimate", "paper", "speed-up"]]
+    sizes = [["name", "12·L·h²", "Ψ", "speed-up"]]
+    zero = [["ZeRO", "MP", "states, GB", "estimate", "paper"]]
+    baseline = [["baseline", "MP", "states, GB", "at MP 16, GB", "estimate", "paper"]]
     for row in result["rows"]:
-        rows.append([
-            f"{row['name_billions']:g}B", count_text(row["matrices"]), count_text(row["parameters"]),
-            str(row["zero_model_parallel"]), f"{row['zero_states_gb']:.1f}", f"{row['zero_estimate']:.1f}",
-            f"{row['zero_paper']:.1f}", str(row["baseline_model_parallel"]), f"{row['baseline_states_gb']:.1f}",
+        name = f"{row['name_billions']:g}B"
+        sizes.append([name, count_text(row["matrices"]), count_text(row["parameters"]),
+                      f"{row['speed_up_paper']:.1f}x"])
+        zero.append([name, str(row["zero_model_parallel"]), f"{row['zero_states_gb']:.1f}",
+                     f"{row['zero_estimate']:.1f}", f"{row['zero_paper']:.1f}"])
+        baseline.append([
+            name, str(row["baseline_model_parallel"]), f"{row['baseline_states_gb']:.1f}",
             f"{row['baseline_states_inside_a_node_gb']:.1f}", f"{row['baseline_estimate']:.1f}",
-            f"{row['baseline_paper']:.1f}", f"{row['speed_up_paper']:.1f}x",
+            f"{row['baseline_paper']:.1f}",
         ])
-    return "Figure 2: its models by arithmetic; TFLOP/s a GPU are the paper's", rows
+    return "Figure 2: its models by arithmetic; TFLOP/s a GPU are the paper's", sizes, zero, baseline
 
 
 TABLES = {"table1": table1, "table2": table2, "figure1": figure1, "figure2": figure2, "figure7": figure7}

@@ -7,14 +7,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from zero_minimal.foundations import ranks
+from zero_minimal.foundations import interrupts, ranks
 from zero_minimal.foundations.mesh import Mesh, make_mesh
-from zero_minimal.programs.train import progress
+from zero_minimal.programs import report
+from zero_minimal.programs.train import bar_over, own_loss
 from zero_minimal.stage2 import Stage2
 from zero_minimal.tensor_parallel import ParallelGPT
 from zero_minimal.workload import loop, settings
 
 
+@interrupts.program
 def main() -> None:
     """Read the flags, build the model, train it."""
     parser = settings.Parser(description="Train a GPT with tensor parallelism; over the data-parallel groups "
@@ -55,9 +57,10 @@ def run(asked: settings.Settings, rank: ranks.Rank, mesh: Mesh, model: ParallelG
 
     before = loop.evaluate(zero, validation, rank)
     name = f"D × M = {replicas} × {dist.get_world_size(mesh.model_group)}"
-    for parts in (bar := progress(loop.steps(zero, batches, asked), asked, name, rank)):
-        bar.set_postfix(loss=f"{sum(part.item() for part in parts):.3f}", refresh=False)
+    for parts in (bar := bar_over(loop.steps(zero, batches, asked), asked, name, rank)):
+        bar.note(f"{own_loss(rank)} {sum(part.item() for part in parts):.3f}")
     after = loop.evaluate(zero, validation, rank)
     if rank.rank == 0:
-        print(f"{name}: loss on held-out text {before:.3f} before and {after:.3f} after training, in nats a token; "
-              f"{sum(param.numel() for param in model.parameters()):,} parameters on a rank")
+        parameters = sum(param.numel() for param in model.parameters())
+        report.say(f"{name}: loss on held-out text {before:.3f} before and {after:.3f} after training, in nats a "
+                   f"token; {parameters:,} parameters on a rank")

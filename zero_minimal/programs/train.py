@@ -3,18 +3,12 @@
     torchrun --nproc-per-node 2 zero_minimal/stage2.py --steps 100
 """
 
-import threading
-
-from tqdm import tqdm
-
-from zero_minimal.foundations import ranks
+from zero_minimal.foundations import interrupts, ranks
 from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.meters.observer import Observer
-from zero_minimal.programs import report
+from zero_minimal.programs import progress, report
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Parser, Settings, add_device, add_settings, output_file, read_settings
-
-tqdm.set_lock(threading.RLock())  # its own lock, between processes, would outlive a rank and be reported as leaked
 
 
 def train(stage_class, settings: Settings, rank: ranks.Rank) -> dict:
@@ -24,6 +18,8 @@ def train(stage_class, settings: Settings, rank: ranks.Rank) -> dict:
         stage_class: Stage0 … Stage3, or a peer with the same API.
     The losses, in nats a token, are means over the ranks. Raises ValueError if the text cannot be read or is too short.
     """
+    if rank.rank == 0:
+        progress.announce(f"{stage_class.__name__}: building the model, evaluating it for the first time …")
     batches = loop.training_batches(settings, rank.rank)
     validation = loop.validation_batches(settings, rank.rank, rank.world_size)
     zero = loop.build(stage_class, settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
@@ -32,9 +28,9 @@ def train(stage_class, settings: Settings, rank: ranks.Rank) -> dict:
 
     losses, validation_losses = [], [loop.evaluate(zero, validation, rank)]
     steps = loop.steps(zero, batches, settings, scaler=scaler, observers=[observer])
-    for parts in (bar := progress(steps, settings, stage_class.__name__, rank)):
+    for parts in (bar := bar_over(steps, settings, stage_class.__name__, rank)):
         losses.append(sum(part.item() for part in parts))
-        bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+        bar.note(f"{own_loss(rank)} {losses[-1]:.3f}")
     validation_losses.append(loop.evaluate(zero, validation, rank))
 
     return observer.report() | {
@@ -43,11 +39,17 @@ def train(stage_class, settings: Settings, rank: ranks.Rank) -> dict:
     }
 
 
-def progress(steps, settings: Settings, name: str, rank: ranks.Rank) -> tqdm:
+def bar_over(steps, settings: Settings, name: str, rank: ranks.Rank):
     """A bar over the steps of a run, on rank 0."""
-    return tqdm(steps, desc=name, total=settings.steps, unit="step", disable=rank.rank != 0)
+    return progress.bar(steps, name=name, total=settings.steps, shown=rank.rank == 0)
 
 
+def own_loss(rank: ranks.Rank) -> str:
+    """What a bar calls the loss of a step: a mean over the ranks would need a collective, which the meters count."""
+    return "loss" if rank.world_size == 1 else "rank 0's loss"
+
+
+@interrupts.program
 def main(stage_class) -> None:
     """The program of a stage file: read the flags, train, print the report, and write it as JSON if asked to."""
     parser = Parser(

@@ -1,13 +1,16 @@
 """What a training run can be asked for: one dataclass, and the flags made from it."""
 
 import argparse
+import difflib
 import os
-import time
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
 
+from zero_minimal.foundations import interrupts
 from zero_minimal.workload import data
 from zero_minimal.workload.model import GPTConfig
 
@@ -78,24 +81,38 @@ class Settings:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser for torchrun's programs: every rank reads the same flags, rank 0 speaks."""
+    """An ArgumentParser for torchrun's programs: every rank reads the same flags, rank 0 speaks.
+
+    What it refuses it answers with one line, and the name that was meant, if one is near.
+    """
 
     def __init__(self, *, allow_abbrev: bool = False, **options):
         super().__init__(allow_abbrev=allow_abbrev, **options)
 
+    def parse_args(self, args=None, namespace=None):
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = next((word for word in unknown if word.startswith("-")), unknown[0])
+            flag = flag.split("=")[0]
+            self.error(f"there is no {flag}{meant(flag, self._option_string_actions)}")
+        return found
+
     def error(self, message):
-        # torchrun ends all ranks when the first one is gone, so the others let rank 0 go first
-        if _local_rank() != 0:
-            time.sleep(3)
-        super().error(message)
+        choice = re.match(r"argument .*invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        if choice:
+            message += meant(choice[1], re.findall(r"[\w.+-]+", choice[2]))
+        interrupts.refuse(f"{self.prog}: error: {message} (--help shows all there is)")
 
     def print_help(self, file=None):
-        if _local_rank() == 0:
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
             super().print_help(file)
 
 
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", 0))
+def meant(name: str, names: Iterable[str]) -> str:
+    """": did you mean --ranks?" if one of the names is near, else nothing."""
+    by_letters = {each.strip("-"): each for each in names}  # dashes are alike in all flags
+    near = difflib.get_close_matches(name.strip("-"), by_letters, n=1)
+    return f": did you mean {by_letters[near[0]]}?" if near else ""
 
 
 def add_settings(parser: argparse.ArgumentParser, **defaults) -> None:

@@ -1,0 +1,165 @@
+"""Ctrl-C and refusals: a program ends at once, on every rank, and its last line says why.
+
+SIGINT becomes a KeyboardInterrupt in the main thread, as always in Python. But a rank that waits in
+a collective hears nothing: so a second thread ends the process if it has not ended by itself.
+
+And torchrun: when a rank ends with an exit code, it prints a traceback of its own and a table of
+exit codes, forty lines. After a crash that is useful. After Ctrl-C or a mistyped flag it buries the
+line that says what to do, and no exit code but 0 keeps it quiet. So the rank that it reports of
+first ends it before that, by SIGKILL, since it reports whatever else it gets: its own exit code is
+137 then.
+"""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+STOPPED, REFUSED = 130, 2  # exit codes, as shells and argparse have them
+LINUX = Path("/proc/self").exists()
+PATIENCE = 0.6  # seconds in which the main thread may end by itself
+
+_stopping = threading.Lock()  # held by the thread that says the last words
+_in_program = False  # whether this process runs one of our programs, not a user's
+
+
+def program(main: Callable) -> Callable:
+    """Decorator of what the last line of a file starts: Ctrl-C ends it within a second."""
+
+    @functools.wraps(main)
+    def guarded(*args, **kwargs):
+        with _heeded():
+            return main(*args, **kwargs)
+
+    return guarded
+
+
+@contextlib.contextmanager
+def held_off() -> Iterator[None]:
+    """Context in which processes are started that Ctrl-C does not reach: who started them ends
+    them. (They may call `let_in()` when they are ready for it.)"""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_in() -> None:
+    """Hear Ctrl-C, in a process that was started while it was held off."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+@contextlib.contextmanager
+def _heeded() -> Iterator[None]:
+    global _in_program
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # somebody else heeds it, or it is to be ignored
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reader,), daemon=True).start()
+    _in_program = True
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        stop(traceback.extract_tb(error.__traceback__))
+    finally:
+        _in_program = False
+        signal.set_wakeup_fd(-1)
+        os.close(writer)
+
+
+def _watch(reader: int) -> None:
+    """End this process when a SIGINT has come that the main thread does not hear."""
+    while signals := os.read(reader, 64):
+        if signal.SIGINT in signals:
+            time.sleep(PATIENCE)
+            frame = sys._current_frames().get(threading.main_thread().ident)
+            stop(traceback.extract_stack(frame))
+
+
+def stop(stack: traceback.StackSummary) -> NoReturn:
+    """Say that this process was told to stop, and where it stood; then end it."""
+    _stopping.acquire()
+    rank = os.environ.get("RANK")
+    words = "stopped by Ctrl-C" if rank is None else f"rank {rank} stopped by Ctrl-C{_place(stack)}"
+    start = "\n" if sys.stderr.isatty() and rank in (None, "0") else ""  # its bar may stand there
+    print(f"{start}{words}", file=sys.stderr, flush=True)
+    if _in_program and os.environ.get("LOCAL_RANK") == "0":
+        end_torchrun()
+    sys.stdout.flush()
+    for child in multiprocessing.active_children():  # a pool's would wait for work for ever
+        child.kill()
+    os._exit(STOPPED)
+
+
+def _place(stack: traceback.StackSummary) -> str:
+    """Where in the project, or in the user's own files, a stack has come to."""
+    theirs = (os.path.dirname(os.__file__), "site-packages", "<")
+    own = [frame for frame in stack if not any(name in frame.filename for name in theirs)]
+    if not own:
+        return ""
+    return f", in {own[-1].name} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
+
+
+def refuse(message: str) -> NoReturn:
+    """End all ranks before they have met, because of a wrong call. Local rank 0 says why.
+
+    Raises: SystemExit, code 2.
+    """
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:  # rank 0 speaks, and ends torchrun
+        until = time.monotonic() + 3
+        while (_torchrun() or not LINUX) and time.monotonic() < until:
+            time.sleep(0.05)
+        if LINUX and not _torchrun():
+            sys.exit(REFUSED)
+    print(message, file=sys.stderr, flush=True)
+    if launcher := _torchrun():
+        os.kill(int(launcher.name), signal.SIGKILL)
+    sys.exit(REFUSED)
+
+
+def end_torchrun() -> None:
+    """End the torchrun that started this rank, once its other ranks have ended.
+
+    If they do not, it is left alone: it has to end them.
+    """
+    until = time.monotonic() + 2 * PATIENCE
+    with contextlib.suppress(OSError):
+        while (launcher := _torchrun()) and time.monotonic() < until:
+            if not _others_run(launcher):
+                os.kill(int(launcher.name), signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def _torchrun() -> Path | None:
+    """The torchrun that started this rank, in /proc, if it still runs and prints where we do."""
+    parent = Path(f"/proc/{os.getppid()}")
+    try:
+        command = (parent / "cmdline").read_bytes().split(b"\0")[:3]  # python -m module
+        shares_stderr = os.path.samestat(os.stat(parent / "fd/2"), os.fstat(2))
+    except OSError:  # it has ended, or this is not Linux
+        return None
+    names = {os.path.basename(word) for word in command}
+    is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and shares_stderr
+    return parent if is_torchrun and names & {b"torchrun", b"torch.distributed.run"} else None
+
+
+def _others_run(launcher: Path) -> bool:
+    """Whether another rank that this process started has not ended yet."""
+    for number in (launcher / "task" / launcher.name / "children").read_text().split():
+        with contextlib.suppress(OSError):  # it is gone
+            state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+            if int(number) != os.getpid() and state not in "ZX":
+                return True
+    return False
