@@ -85,7 +85,7 @@ class Stage0(Hooks):
     def backward_ends(self):
         self._wait()
         for bucket in self.buckets:
-            bucket.show_missing()
+            bucket.show_gradients()
 
     def no_sync(self) -> AbstractContextManager:
         """Context for the micro-batches before the last: gradients add up here, nothing is sent."""
@@ -95,8 +95,7 @@ class Stage0(Hooks):
 
     def reduced_gradients(self) -> list[torch.Tensor]:
         """What the update reads: the averaged gradient of each bucket, [padded]."""
-        if not self.backward.reduced:
-            self.backward.finish()
+        self.backward.complete()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()

@@ -37,8 +37,7 @@ class Stage1(Hooks):
         param_groups: as torch.optim takes them; by default all parameters of the model.
     A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
     rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
-    After backward .grad is averaged in this rank's shards alone, and useless elsewhere: read
-    reduced_gradients(), clip with clip_grad_norm_().
+    After backward only reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_().
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
         element-wise; TypeError for what is no module, no optimizer class or no option of it;
         RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
@@ -72,6 +71,7 @@ class Stage1(Hooks):
                 own = bucket.gradient_shard * self.world_size
                 bucket.gradients.zero_()
                 bucket.gradient_shard.copy_(own)
+                bucket.show_gradients()
 
     def gradient_arrived(self, param, flat):
         flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
@@ -95,7 +95,8 @@ class Stage1(Hooks):
     def backward_ends(self):
         self._wait()
         for bucket in self.buckets:
-            bucket.show_missing()
+            for param in bucket.params:
+                param.grad = None  # a view of bucket.gradients, averaged in the own shard alone
 
     def no_sync(self) -> AbstractContextManager:
         """Context for the micro-batches before the last: gradients add up here, nothing is sent."""
@@ -105,8 +106,7 @@ class Stage1(Hooks):
 
     def reduced_gradients(self) -> list[torch.Tensor]:
         """What the update reads: this rank's shard of each bucket's average, [padded / N]."""
-        if not self.backward.reduced:
-            self.backward.finish()
+        self.backward.complete()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()

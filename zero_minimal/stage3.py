@@ -56,7 +56,7 @@ class Stage3(Hooks):
             from forward to step().
     A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
     rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
-    After backward .grad is None: read reduced_gradients(), clip with clip_grad_norm_().
+    After backward only reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_().
     A parameter can be read from its unit's turn until the turn of another one; the root's until
     step() or the end of an evaluation. Then it keeps its shape, and reading it is an error:
     `gather_parameters()` shows it.
@@ -197,8 +197,7 @@ class Stage3(Hooks):
 
     def reduced_gradients(self) -> list[torch.Tensor]:
         """What the update reads: this rank's shard of each bucket's average, [padded / N]."""
-        if not self.backward.reduced:
-            self.backward.finish()
+        self.backward.complete()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()

@@ -44,7 +44,7 @@ class Stage2(Hooks):
         memory: a class that says where gradients lie; zero_100b.py has another one.
     A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
     rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
-    After backward .grad is None: read reduced_gradients(), clip with clip_grad_norm_().
+    After backward only reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_().
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
         element-wise; TypeError for what is no module, no optimizer class or no option of it;
         RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
@@ -92,8 +92,7 @@ class Stage2(Hooks):
 
     def reduced_gradients(self) -> list[torch.Tensor]:
         """What the update reads: this rank's shard of each bucket's average, [padded / N]."""
-        if not self.backward.reduced:
-            self.backward.finish()
+        self.backward.complete()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()

@@ -1,56 +1,21 @@
 """What a PyTorch user would try: it works, or is refused with the line to write instead."""
 
 import io
-import re
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import toys
+from misuse import Coder, by_stage, by_world, draw, refused
 from torch import nn, optim
 
-from zero_minimal.foundations import ranks
 from zero_minimal.foundations.precision import LossScaler
-
-by_stage = pytest.mark.parametrize("stage", range(4))
-by_world = pytest.mark.parametrize("world_size", (2, 3))
-
-
-class Coder(nn.Module):
-    """Units between an embedding and a head that people call by themselves."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 16)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
-        self.norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, 11)
-
-    def encode(self, x):
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-    def forward(self, x):
-        return self.head(self.encode(x))
-
-
-def draw(step, rank):
-    return torch.randint(11, (4,), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def wrap(stage, dtype=torch.float32, **options):
     torch.manual_seed(0)
     return toys.STAGES[stage](Coder().to(dtype), optim.SGD, lr=0.1, bucket_bytes=600, **options)
-
-
-def refused(function, *args, world_size=2):
-    """The message of a refusal."""
-    with pytest.raises(ranks.RankError) as caught:
-        toys.run(function, world_size, *args, timeout=60)
-    return re.sub(r"\s+", " ", str(caught.value))
 
 
 def numbers_of(stage, use):

@@ -15,17 +15,21 @@ make this less simple than it sounds:
   rank 0 saw the buckets complete, with those that stayed incomplete last.
 
 A pass under `accumulate()` hands over nothing. "The pass" below is one that does.
+
+Between that pass and zero_grad() a parameter's .grad is what the stage left there, or a HandedOver
+where it left none. What the user does to it is looked for when gradients are asked for, and when
+the next pass begins.
 """
 
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
-from zero_minimal.foundations import ownership
+from zero_minimal.foundations import handed_over, ownership, values
 from zero_minimal.foundations.layout import Bucket, Flat
 from zero_minimal.foundations.ties import Tie
 
@@ -85,9 +89,16 @@ class Backward:
         for bucket in self.buckets:
             for param in bucket.params:
                 self._buckets_of.setdefault(param, []).append(bucket)
+        self._left: dict[nn.Parameter, torch.Tensor] = {}  # .grad, as the last pass left it
+        self._aside = False  # and it was taken away for the time of a forward
+        # the model may live longer, and then its gradients are its own
+        weakref.finalize(self, _take_away_stand_ins, self._left).atexit = False
         self._reset()
+        stage.model.register_forward_pre_hook(Tie(Backward._before_forward, self))
         stage.model.register_forward_hook(Tie(Backward._watch_output, self))
         for param in self._buckets_of:
+            # before autograd adds anything to .grad
+            param.register_hook(Tie(lambda backward, _: backward._begin(), self))
             param.register_post_accumulate_grad_hook(Tie(Backward._gradient, self))
 
     @contextlib.contextmanager
@@ -99,11 +110,21 @@ class Backward:
         finally:
             self._accumulating = False
 
+    def complete(self) -> None:
+        """Called before anybody reads the reduced gradients. Raises: RuntimeError if the user has
+        put something else in the place of a gradient that is reduced already."""
+        self._see_what_became_of_them()
+        if not self.reduced:
+            self.finish()
+
     def finish(self) -> None:
         """Hand over what is left, in order: when a pass ends, or when the reduced gradients are
         asked for (in step(), say) and no pass on this rank has handed over."""
         ownership.check_owner(self.stage.model)
         for bucket in list(self._waits_for):
+            for param in self._waits_for[bucket]:
+                if handed_over.has_gradient(param):  # of a pass before, or the user's own
+                    self.stage.gradient_arrived(param, bucket.flat)
             self.hand_over(bucket)
         self.reduced, self.running = True, False
         self.passes += 1
@@ -111,9 +132,12 @@ class Backward:
             self._agree_on_order()
         self._reset()
         self.stage.backward_ends()
+        self._leave_stand_ins()
 
     def forget(self) -> None:
         """zero_grad(), perhaps after a backward pass that failed half-way: start afresh."""
+        self._left.clear()
+        self._aside = False
         self.steps, self.passes = self.steps + self.spent, 0
         self.reduced = self.running = self.spent = False
         self._reset()
@@ -126,7 +150,6 @@ class Backward:
     # a gradient's way: autograd calls _gradient, which counts, and hands over what is complete
 
     def _gradient(self, param: nn.Parameter) -> None:
-        self._begin()  # if only a part of the model was used, _watch_output has not seen this pass
         buckets = self._buckets_of[param]
         ownership.check_place(param, buckets[0].parameters)
         self.stage.gradient_arrived(param, buckets[0].flat)
@@ -167,7 +190,15 @@ class Backward:
 
     # where a pass begins and ends
 
+    def _before_forward(self, *_) -> None:
+        torch.clear_autocast_cache()  # a cast that it kept would lead backward into an older graph
+        self._see_what_became_of_them()
+        for param in self._left:  # torch.compile looks at .grad of all that it meets
+            if not handed_over.has_gradient(param):
+                param.grad, self._aside = None, True
+
     def _watch_output(self, module, inputs, output) -> None:
+        self._come_back()
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(Tie(Backward._begin_at_output, self))
@@ -184,9 +215,13 @@ class Backward:
     def _begin(self) -> None:
         if self.running:
             return
+        self._see_what_became_of_them()
         if self.spent:
-            raise RuntimeError("call zero.zero_grad() after zero.step(): model.zero_grad() does "
-                               "not reach the shards")
+            raise RuntimeError("call zero.zero_grad() after zero.step()")
+        for param in self._left:
+            if not handed_over.has_gradient(param):
+                param.grad = None
+        self._left.clear()
         self.running, self._task = True, torch._C._current_graph_task_id()
         self.stage.backward_begins()
         self.reduced = False
@@ -201,6 +236,35 @@ class Backward:
         if not self._accumulating:
             self.finish()
 
+    # .grad, after the pass
+
+    def _leave_stand_ins(self) -> None:
+        for param, (bucket, *_) in self._buckets_of.items():
+            if param.grad is None and values.present():
+                param.grad = self._left[param] = handed_over.stand_in(bucket.placeholder(param))
+            elif param.grad is not None and bucket.flat.gradients is not None:
+                self._left[param] = param.grad
+
+    def _come_back(self) -> None:
+        if self._aside:
+            for param, left in self._left.items():
+                param.grad = left
+            self._aside = False
+
+    def _see_what_became_of_them(self) -> None:
+        """All gone: the user called model.zero_grad(), and means zero.zero_grad()."""
+        self._come_back()
+        if self._left and all(param.grad is None for param in self._left):
+            self.stage.zero_grad()
+        for param, left in self._left.items():
+            if param.grad is not left:
+                raise RuntimeError(
+                    f"the gradient of {ownership.name_of(param)} was replaced after backward, and "
+                    "the one that is reduced is elsewhere. Drop all gradients with "
+                    "zero.zero_grad(); change them in place, in zero.reduced_gradients(); or "
+                    "change one on its way: param.register_hook(lambda gradient: …)"
+                )
+
     def _agree_on_order(self) -> None:
         """Take rank 0's order of completion for all passes to come. It costs one all-gather of
         numbers, once."""
@@ -211,9 +275,15 @@ class Backward:
         self.buckets = [self.buckets[index] for index in of_rank_0]
 
 
+def _take_away_stand_ins(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        if not handed_over.has_gradient(param):
+            param.grad = None
+
+
 def tensors_in(value, seen: set | None = None) -> Iterator[torch.Tensor]:
     """The tensors in a module's output: itself, or inside tuples, lists, dicts, dataclasses and
-    other plain objects."""
+    other plain objects. (Not what a generator will yield: that would start it.)"""
     seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value
@@ -227,5 +297,12 @@ def tensors_in(value, seen: set | None = None) -> Iterator[torch.Tensor]:
             inner = [getattr(value, entry.name) for entry in dataclasses.fields(value)]
         else:
             inner = list(getattr(value, "__dict__", {}).values())
+            slots = {name for kind in type(value).__mro__ for name in _slots(kind)}
+            inner += [getattr(value, name) for name in slots if hasattr(value, name)]
         for item in inner:
             yield from tensors_in(item, seen)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

@@ -30,6 +30,7 @@ What a rank sends, and when, is heard from outside (`heard_by`): no stage has a 
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,8 +40,7 @@ import torch.distributed as dist
 
 from zero_minimal.foundations import values
 from zero_minimal.foundations.notes import Notes
-
-PIECE = 2**17  # elements summed at a time: so much of every rank's part stays in the cache
+from zero_minimal.foundations.sums import sum_in_rank_order
 
 # torch 2.13 renamed both
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,10 +57,18 @@ class Pending:
 
     def __init__(self, works, then: Callable[[], object] | None = None):
         self.works, self.then = works, then
+        self.number, self.group = next(_numbers), None
         self.call: Call | None = None  # what listeners know of it
         self.notes: Notes | None = None  # what the other ranks know of it
 
     def wait(self) -> None:
+        # an all_reduce on gloo sends its second half in wait(). Another rank may wait for that
+        # before it starts what this one waits for
+        for earlier in [one for one in _half_done if one.number < self.number]:
+            if earlier.group == self.group:
+                earlier.wait()
+        if self in _half_done:
+            _half_done.remove(self)
         if self.call is not None:
             _tell("wait", self.call)
         with _inside_one(self.notes):
@@ -73,6 +81,10 @@ class Pending:
         if self.call is not None:
             _tell("end", self.call)
         self.works, self.then, self.call, self.notes = [], None, None, None  # nothing is left to do
+
+
+_numbers = itertools.count()
+_half_done: list[Pending] = []  # all_reduces, in the order in which they were started
 
 
 # ------------------------------------------------------------------------------ who listens to them
@@ -153,7 +165,7 @@ def _collective(launch):
                     notes = Notes(f"{what}, {payload:,} bytes of {str(held[0].dtype)[6:]}", group)
         with _inside_one(notes):
             pending = launch(*tensors, **options) if values.present() else Pending([])
-        pending.call, pending.notes = call, notes
+        pending.call, pending.notes, pending.group = call, notes, group
         return pending if async_op else pending.wait()
 
     return collective
@@ -189,7 +201,7 @@ def reduce_scatter(
 
     def finish():
         total = torch.empty(output.shape, dtype=output.dtype) if output.is_cuda else output
-        _sum_in_rank_order(arriving, total.view(-1), op)
+        sum_in_rank_order(arriving, total.view(-1), op)
         free(scratch)
         if total is not output:
             output.copy_(total)
@@ -239,7 +251,8 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
 
-    return Pending([], gather)
+    _half_done.append(pending := Pending([], gather))
+    return pending
 
 
 @_collective
@@ -257,7 +270,7 @@ def reduce(tensor: torch.Tensor, root: int = 0, *, op: str = "avg", group=None) 
     def finish():
         if is_root:
             result = torch.empty_like(host)
-            _sum_in_rank_order(received, result, op)
+            sum_in_rank_order(received, result, op)
             tensor.copy_(result.view(tensor.shape))
 
     return Pending([work], finish)
@@ -325,20 +338,3 @@ def _padded(tensor, world_size: int):
     flat = tensor.new_zeros(max(1, -(-tensor.numel() // world_size)) * world_size)
     flat[: tensor.numel()] = tensor.reshape(-1)
     return flat
-
-
-def _sum_in_rank_order(parts, output, op: str) -> None:
-    """Sum of every rank's part [s] → output [s], rank 0's first, piece by piece. 16-bit parts are
-    summed in fp32 and rounded once."""
-    wide = torch.float32 if output.element_size() < 4 else output.dtype
-    scratch = torch.empty(min(output.numel(), PIECE), dtype=wide)
-    for start in range(0, output.numel(), PIECE):
-        result = output[start : start + PIECE]
-        first, *others = [part[start : start + PIECE].to(wide) for part in parts]
-        total = first
-        for other in others:
-            total = torch.add(total, other, out=scratch[: result.numel()])
-        if op == "avg":
-            torch.div(total, len(parts), out=result)
-        else:
-            result.copy_(total)

@@ -72,6 +72,7 @@ class Bucket:
     world_size: int
     group_index: int  # among the optimizer's groups; -1: not trained
     name: str = ""
+    model: str = ""  # " of model 2", if it is the second one wrapped over these ranks
 
     parameters: torch.Tensor | None = None  # [padded] whole; the model's lie here
     parameter_shard: torch.Tensor | None = None  # [padded / N] what this rank updates
@@ -99,7 +100,8 @@ class Bucket:
         return self.flat.device
 
     def __str__(self) -> str:
-        return f"{self.name} in {self.moment}" if self.moment else self.name
+        name = f"{self.name}{self.model}"
+        return f"{name} in {self.moment}" if self.moment else name
 
     def zeros(self) -> torch.Tensor:
         """A new tensor, [padded]."""
@@ -140,10 +142,9 @@ class Bucket:
             if param.grad is None:
                 self._place(self.gradients, param).zero_()
 
-    def show_missing(self) -> None:
-        """After the reduction: let .grad of a parameter without a gradient be its view of the whole
-        gradients, so that later passes add to them. It shows the zeros, and the average where the
-        reduction has put one: at stage 0 everywhere, at stage 1 in the own shard."""
+    def show_gradients(self) -> None:
+        """Let .grad of each parameter that has none be its view of the whole gradients, so that
+        later passes add to them."""
         for param in self.params:
             if param.grad is None:
                 param.grad = self.flat.view(self.flat.gradients, param)

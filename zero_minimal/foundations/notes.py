@@ -64,7 +64,9 @@ class Notes:
         return (f"the ranks are not in the same collective: rank {here} is in {self.words}; "
                 f"{there} is in {words}. All ranks must run the same number of forward and "
                 "backward passes, with no_sync() around the same ones, and the same modules in "
-                "the same order")
+                "the same order"
+                + (". For two models that share a backward pass: make one stage around both, "
+                   "nn.ModuleList([one, other])" if " of model " in self.words + words else ""))
 
 
 def say_goodbye() -> None:

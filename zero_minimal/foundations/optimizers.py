@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from zero_minimal.foundations import ownership, precision, values
 from zero_minimal.foundations.layout import Bucket
 
+STEPS = 32  # of the trial: some optimizers begin like SGD, and look at whole matrices later
+
 
 def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
     """Try the optimizer on a small matrix, whole and in two halves that step by themselves: both
@@ -32,7 +34,8 @@ def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
                "another that is")
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(4, 8, generator=generator)
-    gradients = [torch.randn(4, 8, generator=generator) * 10**power for power in (-1, 0, 1)]
+    gradients = [torch.randn(4, 8, generator=generator) * 10 ** (step % 3 - 1)
+                 for step in range(STEPS)]
     whole = nn.Parameter(start.clone())
     halves = [nn.Parameter(half.clone()) for half in start.view(-1).split(16)]
     try:
@@ -114,6 +117,11 @@ def update_shard(
     update(optimizer, optimizer.param_groups[bucket.group_index], bucket.master, gradient)
     if bucket.master.dtype != bucket.dtype:
         bucket.parameter_shard.copy_(bucket.master.data)
+    # the parameters change where autograd does not see it. A backward pass through an older graph
+    # is an error now, as in plain torch; and autocast must not go on with copies that it has kept
+    for param in bucket.params:
+        torch.autograd.graph.increment_version(param)
+    torch.clear_autocast_cache()
 
 
 def update(optimizer: Optimizer, group: dict, param: nn.Parameter, gradient: Tensor) -> None:

@@ -77,6 +77,18 @@ def _refuse_odd(kind: str, name: str, tensor: torch.Tensor) -> None:
                          "changed any more: build the model outside of it")
 
 
+def check_forward(model: nn.Module) -> None:
+    """Raise ValueError if the model's forward changes its parameters: on each rank by its own
+    batch, so that ranks would drift apart."""
+    for name, module in model.named_modules():
+        embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if embeds and module.max_norm is not None:
+            raise ValueError(f"{name or 'the model'} has max_norm={module.max_norm:g}, with which "
+                             "forward changes its weight, on each rank by its own batch: set "
+                             "max_norm to None, and after step() call weight.renorm_(2, 0, "
+                             "maxnorm) under torch.no_grad() and zero.gather_parameters()")
+
+
 def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
     """The parameters that are trained, in the order of the model."""
     chosen = {param for group in groups for param in group["params"]}
@@ -145,6 +157,11 @@ def check_alike(model: nn.Module, group=None) -> None:
 def _checksum(tensor: torch.Tensor) -> int:
     as_bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(as_bytes.numpy())
+
+
+def name_of(param: nn.Parameter) -> str:
+    """Its name in the model, in words."""
+    return f"parameter {getattr(param, '_zero_name', '')!r}"
 
 
 def check_owner(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ whole model.
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -44,6 +45,7 @@ def set_up(
         meta.check, layout.pack, ownership.adopt and meta.materialise raise.
     """
     groups = ownership.parameter_groups(model, param_groups)
+    ownership.check_forward(model)
     optimizers.check_element_wise(optimizer_class, optimizer_options)
     optimizers.check_groups(optimizer_class, optimizer_options, groups)
     meta.check(model, by_units=units is not None)
@@ -56,9 +58,11 @@ def set_up(
         size = None if units else bucket_bytes
         part.buckets = layout.pack(part.params, groups, stage.world_size, size, part.name)
     # backward comes to the last part of the model first
+    model_number = _next_model(group)
     stage.all_buckets = [bucket for part in reversed(parts) for bucket in part.buckets]
     for number, bucket in enumerate(stage.all_buckets):
         bucket.name = bucket.name or ("the root unit" if units else f"bucket {number}")
+        bucket.model = model_number
     stage.buckets = [bucket for bucket in stage.all_buckets if bucket.trained]
     ownership.adopt(stage, model, stage.all_buckets, group)
 
@@ -76,8 +80,20 @@ def set_up(
         stage.optimizer = optimizers.on_shards(
             optimizer_class, optimizer_options, groups, stage.buckets, model
         )
+    drop = weakref.WeakMethod(stage.zero_grad)
+    stage.optimizer.zero_grad = lambda set_to_none=True: drop()()
     stage.gradient_scale: precision.Scale = None
     ownership.mark(stage, model)  # last: a wrap that fails leaves the model free
+
+
+_models = weakref.WeakKeyDictionary()  # process group → how many models were wrapped over it
+
+
+def _next_model(group) -> str:
+    """What tells the buckets of several models apart: a batch may go through two of them."""
+    group = group or dist.group.WORLD
+    _models[group] = number = _models.get(group, 0) + 1
+    return f" of model {number}" if number > 1 else ""
 
 
 @contextlib.contextmanager

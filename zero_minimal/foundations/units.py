@@ -8,7 +8,7 @@ around it; one that two units share belongs to the root.
 import bisect
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -132,8 +132,9 @@ class Turns:
         self._forget()
         for unit in stage.units:
             self._follow(unit, unit.module)
-        for module in _other_owners(self.root):
-            self._follow(self.root, module)
+        for unit in stage.units:
+            for module in _inner_owners(unit):
+                self._follow(unit, module)
 
     def _follow(self, unit: Unit, module: nn.Module) -> None:
         """Before the user's own hooks, which may read parameters."""
@@ -152,7 +153,7 @@ class Turns:
         # node of a forgotten call, below _since: it says nothing about which units are done
         self._since = _next_number()
         self._first_call: dict[Unit, int] = {}  # unit → begin, in the order of the calls
-        self._under_way: list[tuple] = []  # (begin, module) of each call that has not returned
+        self._under_way: list[tuple] = []  # (begin, unit, module): calls that have not returned
         # (begin, end, unit, its pass, weakly), inner calls before the outer one
         self._calls: list[tuple] = []
         self._pass = Pass()
@@ -169,7 +170,7 @@ class Turns:
     def _before_forward(self, unit: Unit, module: nn.Module, _) -> None:
         if self.stage.shown:  # all is whole; one rank alone may be running
             return
-        if module is not unit.module and self._under_way:  # the root is whole: it is around all
+        if module is not unit.module and self._is_at_work(unit):
             return
         if not self.stage.backward.running:
             if self._went_back:  # a forward after a backward
@@ -185,32 +186,50 @@ class Turns:
                 self._forget_the_dead()
         if torch.is_grad_enabled():
             self._first_call.setdefault(unit, _next_number())
-        self._under_way.append((_next_number(), module))
+        self._under_way.append((_next_number(), unit, module))
         self._turn(unit)
 
+    def _is_at_work(self, unit: Unit) -> bool:
+        under_way = [one for _, one, _ in self._under_way]
+        return bool(under_way) if unit is self.root else unit in under_way
+
     def _after_forward(self, unit: Unit, module: nn.Module, _, output) -> None:
+        if isinstance(output, Iterator):
+            raise RuntimeError(f"a {type(module).__name__} returns a generator, which would read "
+                               "parameters after its turn: return a list")
         for tensor in (tensors := list(tensors_in(output))):
             if any(same_storage(tensor, bucket.parameters) for bucket in unit.buckets):
                 raise RuntimeError(f"unit {unit.name or 'root'!r} returns a part of its own "
                                    "parameters, which are freed after its turn: return a .clone() "
                                    "of it")
-        if not self._under_way or self._under_way[-1][1] is not module:
+        if not self._under_way:
             return  # _before_forward had nothing to do
-        began, _ = self._under_way.pop()
+        tensors += _kept(module)
+        began, at_work, opened_by = self._under_way[-1]
+        if opened_by is not module:  # a part of the unit at work
+            for tensor in tensors:
+                self._watch(tensor.grad_fn, lambda number: at_work if number >= began else None)
+            return
+        self._under_way.pop()
         if torch.is_grad_enabled():
             self._calls.append((began, _next_number(), unit, weakref.ref(self._pass)))
             for tensor in tensors:
-                node = tensor.grad_fn
-                if node is not None and "watched" not in node.metadata:
-                    self._watch(node, node._sequence_nr())
+                self._watch(tensor.grad_fn, self._innermost)
         elif module is self.root.module:
             self.stage.evaluation_done()
 
-    def _watch(self, node, number: int) -> None:
+    def _innermost(self, number: int) -> Unit | None:
+        """The innermost unit that ran when the node of this number was made."""
         ended_later = bisect.bisect_right(self._calls, number, key=lambda call: call[1])
-        # inner calls come first in _calls: the first that contains the node is the innermost
+        # inner calls come first in _calls
         owners = (unit for begin, _, unit, _ in self._calls[ended_later:] if begin <= number)
-        if owner := next(owners, None):
+        return next(owners, None)
+
+    def _watch(self, node, owner_of: Callable[[int], Unit | None]) -> None:
+        if node is None or "watched" in node.metadata:
+            return
+        number = node._sequence_nr()
+        if owner := owner_of(number):
             node.metadata["watched"] = self._pass
             node.register_prehook(Tie(
                 lambda turns, unit, *_: turns._before_backward(unit, number), self, owner,
@@ -246,11 +265,19 @@ class Turns:
         return f"forward of step {step}" if torch.is_grad_enabled() else f"evaluation, step {step}"
 
 
-def _other_owners(root: Unit) -> list[nn.Module]:
-    """Modules with parameters of the root unit. They may be called by themselves: an encoder, the
-    head, an embedding."""
-    params = set(root.params)
-    return [module for module in root.module.modules() if module is not root.module
+def _kept(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors that a module has put into attributes, or into lists there."""
+    values = list(vars(module).values())
+    values += [part for value in values if isinstance(value, (list, tuple)) for part in value]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _inner_owners(unit: Unit) -> list[nn.Module]:
+    """Modules inside a unit's that have parameters of it. They may be called by themselves: an
+    encoder, the head, an embedding. And what they compute may leave the unit on another way than in
+    what it returns: an auxiliary loss, an attention map."""
+    params = set(unit.params)
+    return [module for module in unit.module.modules() if module is not unit.module
             and not params.isdisjoint(module.parameters(recurse=False))]
 
 

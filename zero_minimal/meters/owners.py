@@ -49,7 +49,8 @@ class Owners:
         yield "buffers", [memory.constant_buffers.buffers for memory in memories if hasattr(memory, "constant_buffers")]
         yield "activations", [owner.slab.memory for owner in owners if getattr(owner, "slab", None)]
         yield "scalars", [state for state in states if state.dim() == 0]
-        yield "scalars", [param for param in params if _is_released(param)]
+        yield "scalars", [param for param in params if _is_smaller(param)]
+        yield "scalars", [param.grad for param in params if param.grad is not None and _is_smaller(param.grad)]
 
     def _living(self) -> list:
         """The owners that still live, and the models and optimizers inside them."""
@@ -79,6 +80,7 @@ def strided_tensors(value) -> Iterator[torch.Tensor]:
             yield from strided_tensors(part)
 
 
-def _is_released(param: torch.Tensor) -> bool:
-    """Whether a parameter has less storage than elements: stage 3 has put one element in its place."""
-    return any(t.untyped_storage().nbytes() < t.numel() * t.element_size() for t in strided_tensors(param))
+def _is_smaller(tensor: torch.Tensor) -> bool:
+    """Whether it has less storage than elements: one element stands in for a parameter that stage 3 has released, or
+    for a gradient that was handed over."""
+    return any(t.untyped_storage().nbytes() < t.numel() * t.element_size() for t in strided_tensors(tensor))

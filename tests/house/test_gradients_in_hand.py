@@ -1,0 +1,228 @@
+"""What a PyTorch user does with gradients: it works at every stage, or is refused with the line to write instead."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from misuse import Coder, by_stage, by_world, draw, refused
+from torch import nn, optim
+
+sharded = pytest.mark.parametrize("stage", (1, 2, 3))
+
+
+def wrap(stage, **options):
+    torch.manual_seed(0)
+    options = dict(lr=0.1, momentum=0.9, bucket_bytes=600) | options
+    return toys.STAGES[stage](Coder(), optim.SGD, **options)
+
+
+def loss(zero, step, rank=None):
+    return zero.model(draw(step, dist.get_rank() if rank is None else rank)).logsumexp(-1).square().mean()
+
+
+# ------------------------------------------------------------------------------------------ reading, clipping, changing
+
+
+def after_backward(stage, use):
+    zero = wrap(stage)
+    loss(zero, 0).backward()
+    use(zero)
+
+
+READING = {
+    "clip_grad_norm_": lambda zero: nn.utils.clip_grad_norm_(zero.model.parameters(), 1.0),
+    "clip_grad_norm_, one by one": lambda zero: nn.utils.clip_grad_norm_(zero.model.parameters(), 1.0, foreach=False),
+    "clip_grad_value_": lambda zero: nn.utils.clip_grad_value_(zero.model.parameters(), 1.0),
+    "norm": lambda zero: sum(p.grad.norm() for p in zero.model.parameters() if p.grad is not None),
+    "scale": lambda zero: zero.model.head.weight.grad.mul_(2),
+    "index": lambda zero: zero.model.head.weight.grad[0],
+    "numpy": lambda zero: zero.model.head.weight.grad.numpy(),
+    "item": lambda zero: zero.model.head.bias.grad.max().item(),
+    "data": lambda zero: zero.model.head.weight.grad.data,
+    "stack": lambda zero: torch.cat([p.grad.flatten() for p in zero.model.parameters()]),
+    "zeros": lambda zero: zero.model.zero_grad(set_to_none=False),
+}
+
+
+@sharded
+@pytest.mark.parametrize("use", READING)
+def test_what_is_in_shards_cannot_be_read(stage, use):
+    words = refused(after_backward, stage, READING[use], world_size=1 + stage % 2)
+    assert "Clip with zero.clip_grad_norm_(max_norm)" in words and "zero.zero_grad()" in words
+
+
+def clip_with_torch(stage, ours):
+    zero, norms = wrap(stage), []
+    for step in range(3):
+        loss(zero, step).backward()
+        clip = zero.clip_grad_norm_ if ours else functools.partial(nn.utils.clip_grad_norm_, zero.model.parameters())
+        norms.append(clip(0.05).item())
+        zero.step()
+        zero.zero_grad()
+    return norms, toys.whole_parameters(zero)
+
+
+@by_world
+def test_torch_clips_at_stage_0(world_size):
+    for (norms, params), (others, expected) in zip(toys.run(clip_with_torch, world_size, 0, False),
+                                                   toys.run(clip_with_torch, world_size, 0, True), strict=True):
+        assert norms == pytest.approx(others, rel=1e-5) and norms[0] > 0.05
+        for param, other in zip(params, expected, strict=True):
+            torch.testing.assert_close(param, other)
+
+
+def replace(zero):
+    zero.model.head.weight.grad = torch.ones_like(zero.model.head.weight.grad)
+
+
+def replace_where_it_cannot_be_read(zero):
+    zero.model.head.weight.grad = torch.ones(zero.model.head.weight.shape)
+
+
+def leave_one_out(zero):
+    zero.model.head.weight.grad = None
+
+
+def use_and_go_on(stage, use, go_on):
+    zero = wrap(stage)
+    loss(zero, 0).backward()
+    use(zero)
+    {"step": zero.step, "clip": lambda: zero.clip_grad_norm_(1.0), "backward": loss(zero, 1).backward}[go_on]()
+
+
+@by_stage
+@pytest.mark.parametrize("go_on", ("step", "clip", "backward"))
+@pytest.mark.parametrize("use", (replace_where_it_cannot_be_read, leave_one_out))
+def test_a_gradient_that_is_replaced(stage, use, go_on):
+    words = refused(use_and_go_on, stage, use, go_on, world_size=1 + stage % 2)
+    assert "the gradient of parameter 'head.weight' was replaced after backward" in words
+    assert "param.register_hook(lambda gradient: …)" in words
+
+
+# ----------------------------------------------------------------------------------------------------- dropping a batch
+
+
+DROPS = {
+    "zero": lambda zero: zero.zero_grad(),
+    "model": lambda zero: zero.model.zero_grad(),
+    "optimizer": lambda zero: zero.optimizer.zero_grad(),
+    "by hand": lambda zero: [setattr(param, "grad", None) for param in zero.model.parameters()],
+}
+
+
+def drop_a_batch(stage, drop, accumulate=False):
+    """Parameters after four batches of which the second is dropped before the step, and every step's gradients too."""
+    zero = wrap(stage)
+    for step in range(4):
+        if accumulate:
+            with zero.no_sync():
+                loss(zero, step + 10).backward()
+        loss(zero, step).backward()
+        if step != 1:
+            zero.step()
+        DROPS[drop](zero)
+    return toys.whole_parameters(zero)
+
+
+@by_stage
+@by_world
+@pytest.mark.parametrize("accumulate", (False, True))
+def test_a_batch_can_be_dropped(stage, world_size, accumulate):
+    expected = toys.run(drop_a_batch, world_size, stage, "zero", accumulate)
+    for drop in ("model", "optimizer", "by hand"):
+        for ours, theirs in zip(toys.run(drop_a_batch, world_size, stage, drop, accumulate), expected, strict=True):
+            assert toys.identical(ours, theirs), drop
+
+
+def drop_on_one_rank(stage):
+    zero = wrap(stage)
+    loss(zero, 0).backward()
+    if dist.get_rank():
+        zero.model.zero_grad()
+    zero.step()
+
+
+@sharded
+def test_one_rank_alone_drops_a_batch(stage):
+    words = refused(drop_on_one_rank, stage)
+    assert "not in the same collective" in words or "rank 0 has finished, and rank 1 waits for it" in words
+
+
+# --------------------------------------------------------------------------------------------- gradients made by hand
+
+
+def by_hand(stage, through_autograd):
+    """SGD's step on the gradient rank + 1, which autograd computes, or the user assigns."""
+    zero = wrap(stage, momentum=0.0)
+    before, rank = toys.whole_parameters(zero), dist.get_rank()
+    params = list(zero.model.parameters())
+    for _ in range(2):
+        if through_autograd:
+            torch.autograd.backward(params, [torch.full(param.shape, rank + 1.0) for param in params])
+        else:
+            for param in params:
+                param.grad = torch.full(param.shape, rank + 1.0)
+        zero.step()
+        zero.zero_grad()
+    return [after - old for after, old in zip(toys.whole_parameters(zero), before, strict=True)]
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2))
+@by_world
+@pytest.mark.parametrize("through_autograd", (True, False))
+def test_gradients_made_by_hand(stage, world_size, through_autograd):
+    mean = sum(range(1, world_size + 1)) / world_size
+    for moved in toys.run(by_hand, world_size, stage, through_autograd):
+        assert all(torch.allclose(each, torch.tensor(-0.2 * mean), atol=1e-5) for each in moved)
+
+
+def hooked(stage):
+    """A gradient that is changed on its way."""
+    zero = wrap(stage, momentum=0.0)
+    before = toys.whole_parameters(zero)
+    zero.model.head.weight.register_hook(torch.zeros_like)
+    loss(zero, 0).backward()
+    zero.step()
+    names = [name for name, _ in zero.model.named_parameters()]
+    return {name: (after - old).abs().max().item()
+            for name, after, old in zip(names, toys.whole_parameters(zero), before, strict=True)}
+
+
+@by_stage
+def test_a_gradient_is_changed_on_its_way(stage):
+    for moved in toys.run(hooked, 2, stage):
+        assert moved["head.weight"] == 0 and moved["head.bias"] > 0
+
+
+def measure_only(stage):
+    zero = wrap(stage)
+    loss(zero, 0).backward()
+    norm = zero.clip_grad_norm_(float("inf"))
+    before = toys.whole_parameters(zero)
+    zero.step()
+    return norm.item(), toys.distance(before, toys.whole_parameters(zero))
+
+
+@by_stage
+def test_the_norm_without_clipping(stage):
+    for norm, moved in toys.run(measure_only, 2, stage):
+        assert moved == pytest.approx(0.1 * norm, rel=1e-4)
+
+
+def owned(stage):
+    """Bytes that stand in for gradients on a rank."""
+    zero = wrap(stage)
+    loss(zero, 0).backward()
+    storages = {param.grad.untyped_storage()._cdata: param.grad.untyped_storage().nbytes()
+                for param in zero.model.parameters()}
+    zero.zero_grad()
+    assert all(param.grad is None for param in zero.model.parameters())
+    return sum(storages.values()), len(zero.buckets)
+
+
+@sharded
+def test_what_stands_in_for_gradients_takes_no_memory(stage):
+    for held, buckets in toys.run(owned, 2, stage):
+        assert held <= 4 * buckets

@@ -1,0 +1,293 @@
+"""Graphs that do not go from a model's input to its output and back once: at stage 3 as at stage 0, or refused."""
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from misuse import by_stage, by_world, refused
+from torch import nn, optim
+
+
+def numbers(step, rank):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+class Expert(nn.Module):
+    """A block with parameters of its own, which keeps an auxiliary loss in an attribute; `where`: made when."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where, self.linear, self.router = where, nn.Linear(8, 8), nn.Linear(8, 3)
+        self.gain = nn.Parameter(torch.rand(8) + 0.5)
+        self.losses = []
+
+    def forward(self, x):
+        weights = self.router(x).softmax(-1)
+        y = x + torch.tanh(self.linear(x) * self.gain) * weights[:, :1]
+        if self.where == "attribute":
+            self.aux = (weights.mean(0) ** 2).sum() + (x * self.gain).square().mean()
+        elif self.where == "list":
+            self.losses[:] = [(weights.mean(0) ** 2).sum(), (x * self.gain).square().mean()]
+        elif self.where == "router":
+            self.aux = self.router(y.detach()).square().mean()
+        return y
+
+
+class Experts(nn.Module):
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.blocks = nn.ModuleList(Expert(where) for _ in range(3))
+        self.head = nn.Linear(8, 1)
+        self.found = []
+        if where == "hook":
+            for block in self.blocks:
+                block.router.register_forward_hook(lambda module, x, y: self.found.append(y))
+
+    def forward(self, x):
+        self.found.clear()
+        for block in self.blocks:
+            x = block(x)
+        loss = self.head(x).square().mean()
+        if self.where == "list":
+            return loss + sum(sum(block.losses) for block in self.blocks)
+        if self.where == "hook":
+            return loss + sum(y.square().mean() for y in self.found)
+        if self.where == "alone":
+            return loss + sum(block.router(x).square().mean() for block in self.blocks)
+        return loss + sum(block.aux for block in self.blocks)
+
+
+def wrap(stage, make, *args):
+    torch.manual_seed(0)
+    return toys.STAGES[stage](make(*args), optim.SGD, lr=0.1, momentum=0.9)
+
+
+def with_auxiliary_losses(stage, where):
+    zero, losses = wrap(stage, Experts, where), []
+    for step in range(3):
+        loss = zero.model(numbers(step, dist.get_rank()))
+        loss.backward()
+        losses.append(loss.item())
+        zero.step()
+        zero.zero_grad()
+    return losses, toys.whole_parameters(zero)
+
+
+@by_world
+@pytest.mark.parametrize("where", ("attribute", "list", "router", "hook", "alone"))
+def test_auxiliary_losses_out_of_a_unit(where, world_size):
+    ours = toys.run(with_auxiliary_losses, world_size, 3, where)
+    for (losses, params), (expected, others) in zip(ours, toys.run(with_auxiliary_losses, world_size, 0, where),
+                                                    strict=True):
+        assert losses == expected and toys.identical(params, others)
+
+
+class Slotted:
+    __slots__ = ("value", "more")
+
+    def __init__(self, value):
+        self.value, self.more = value, [value * 2]
+
+
+class Layer(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.gain, self.bias = kind, nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x):
+        if self.kind == "generator":
+            return (x * self.gain + n * self.bias for n in (1, 2))
+        return Slotted(x * self.gain + self.bias)
+
+
+class Layers(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            output = layer(x)
+            x = x + (output.value if isinstance(output, Slotted) else sum(output))
+        return x
+
+
+def odd_outputs(stage, kind):
+    zero = wrap(stage, Layers, kind)
+    for step in range(3):
+        zero.model(numbers(step, dist.get_rank())).square().mean().backward()
+        zero.step()
+        zero.zero_grad()
+    return toys.whole_parameters(zero)
+
+
+def test_outputs_with_slots():
+    for ours, expected in zip(toys.run(odd_outputs, 2, 3, "slots"), toys.run(odd_outputs, 2, 0, "slots"), strict=True):
+        assert toys.identical(ours, expected)
+
+
+def test_a_unit_that_returns_a_generator():
+    assert "a Layer returns a generator, which would read parameters after its turn" in refused(
+        odd_outputs, 3, "generator")
+    toys.run(odd_outputs, 2, 2, "generator")
+
+
+# --------------------------------------------------------------------------------------------------- graphs of the past
+
+
+def old_graph(stage, again):
+    zero = wrap(stage, Layers, "slots")
+    loss = zero.model(numbers(0, 0)).square().mean()
+    if again:
+        loss.backward(retain_graph=True)
+    zero.step()
+    zero.zero_grad()
+    loss.backward()
+
+
+@by_stage
+@pytest.mark.parametrize("again", (False, True))
+def test_a_graph_from_before_the_step(stage, again):
+    """With the new weights its gradients would be those of no loss at all; plain torch refuses it too."""
+    words = refused(old_graph, stage, again, world_size=1 + stage % 2)
+    assert "has been modified by an inplace operation" in words
+
+
+# ------------------------------------------------------------------------------------------------------------- autocast
+
+
+def in_autocast(stage, contexts):
+    """Two backward passes a step and an evaluation, all in one autocast context, or in one each."""
+    zero, losses = wrap(stage, Layers, "slots"), []
+
+    def context():
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    outer, inner = (contextlib.nullcontext, context) if contexts == "each" else (context, contextlib.nullcontext)
+    with outer():
+        for step in range(3):
+            with torch.no_grad(), inner():
+                losses.append(zero.model(numbers(50 + step, 0)).float().square().mean().item())
+            for micro in range(2):
+                with inner():
+                    loss = zero.model(numbers(2 * step + micro, dist.get_rank())).float().square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            zero.step()
+            zero.zero_grad()
+    return losses, toys.whole_parameters(zero)
+
+
+@by_stage
+def test_one_autocast_context_around_all(stage):
+    ours, expected = (toys.run(in_autocast, 2, stage, contexts) for contexts in ("one", "each"))
+    for (losses, params), (others, whole) in zip(ours, expected, strict=True):
+        assert losses == others and toys.identical(params, whole)
+
+
+# -------------------------------------------------------------------------------------------------------------- compile
+
+
+def compiled(stage, backend):
+    """Batches of several sizes, a second backward pass in the third step, an evaluation in the second."""
+    zero, losses = wrap(stage, Layers, "slots"), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler looks at .grad of all that it meets, and torch warns of that
+        model = torch.compile(zero.model, backend=backend, dynamic=False) if backend else zero.model
+        for step in range(4):
+            if step == 1:
+                with torch.no_grad():
+                    losses.append(model(numbers(9, 0)[:3]).sum().item())
+            for rows in (2, 4)[: 1 + (step == 2)]:
+                loss = model(numbers(step, dist.get_rank())[:rows]).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            zero.step()
+            (zero if step % 2 else zero.model).zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("stage, backend", [(1, "eager"), (2, "aot_eager"), (3, "aot_eager")])
+def test_compiled_anew_while_gradients_wait(stage, backend):
+    assert toys.run(compiled, 2, stage, backend) == toys.run(compiled, 2, 0, None)
+
+
+# ----------------------------------------------------------------------------------------------- two models, and others
+
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, uses_b=True):
+        return x + (self.b(self.a(x)) if uses_b else self.a(x))
+
+
+def two_models(stage, missing, in_turn):
+    """A loss of two models, each with a stage of its own. missing: rank 1 leaves a layer of the second
+    one out. in_turn: a batch goes through one, then the other; else both compute on it, and meet in the loss."""
+    torch.manual_seed(0)
+    first, second = (toys.STAGES[stage](Half(), optim.SGD, lr=0.1, bucket_bytes=256) for _ in range(2))
+    rank = dist.get_rank()
+    for step in range(3):
+        uses_b = not (missing and step == 1 and rank == 1)
+        x = numbers(step, rank)
+        y = first.model(second.model(x, uses_b)) if in_turn else first.model(x) * second.model(x, uses_b)
+        y.square().mean().backward()
+        for zero in (first, second):
+            zero.step()
+            zero.zero_grad()
+    return toys.whole_parameters(first) + toys.whole_parameters(second)
+
+
+@by_world
+@pytest.mark.parametrize("missing, in_turn", ((False, False), (False, True), (True, True)))
+def test_two_models_in_one_backward(world_size, missing, in_turn):
+    expected = toys.run(two_models, world_size, 0, missing, in_turn)
+    for stage in (1, 2, 3):
+        for ours, others in zip(toys.run(two_models, world_size, stage, missing, in_turn), expected, strict=True):
+            assert toys.identical(ours, others)
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_two_models_and_a_gradient_missing_on_one_rank(stage):
+    words = refused(two_models, stage, True, False)
+    assert "not in the same collective" in words and "of model 2" in words
+    assert "make one stage around both, nn.ModuleList([one, other])" in words
+
+
+class LooksAtTheMatrixLater(optim.SGD):
+    """After ten steps it scales each update by the norm of the whole parameter."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    count = self.state[param].setdefault("count", 0)
+                    self.state[param]["count"] += 1
+                    if count >= 10:
+                        param.grad = param.grad * param.norm()
+        super().step(closure)
+
+
+@by_stage
+def test_an_optimizer_that_looks_at_matrices_later(stage):
+    assert "is not element-wise" in refused(wrap_with, stage, world_size=1)
+
+
+def wrap_with(stage):
+    toys.STAGES[stage](Half(), LooksAtTheMatrixLater, lr=0.1)
+
+
+@by_stage
+def test_an_embedding_that_changes_in_forward(stage):
+    def build():
+        toys.STAGES[stage](nn.Sequential(nn.Embedding(5, 4, max_norm=1.0)), optim.SGD, lr=0.1)
+
+    words = refused(build, world_size=1)
+    assert "0 has max_norm=1" in words and "weight.renorm_(2, 0, maxnorm)" in words
