@@ -248,6 +248,8 @@ def drop_the_stage(stage):
 def live_without_stage(stage):
     model, _, values = drop_the_stage(stage)
     assert toys.identical(model.parameters(), values)
+    if stage > 1:
+        assert all(param.grad is None for param in model.parameters())
     model.zero_grad()
     trains_alone(model)
     trains_alone(copy.deepcopy(model))

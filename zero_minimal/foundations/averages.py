@@ -8,11 +8,11 @@
     with average.in_place():        # on all ranks: the model computes with the averages
         evaluate(model)
 
-A rank averages what it updates: 4Ψ/N bytes at stages 1 to 3, and sends nothing. The averages are in
-fp32 where the weights are in 16 bit: there 0.1% of a change would be rounded away.
+A rank averages what it updates: 4Ψ/N bytes at stages 1 to 3, and sends nothing. For weights in 16
+bit the averages are in fp32: a small part of a change would be rounded away.
 
-torch's AveragedModel and copy.deepcopy(model) work too, under `with zero.gather_parameters():`. They
-make plain models, whole on every rank.
+torch's AveragedModel and copy.deepcopy(model) work too, under zero.gather_parameters(): they make
+plain models, whole on every rank.
 """
 
 from collections.abc import Iterator

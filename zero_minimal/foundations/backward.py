@@ -24,7 +24,7 @@ the next pass begins.
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -91,12 +91,14 @@ class Backward:
                 self._buckets_of.setdefault(param, []).append(bucket)
         self._left: dict[nn.Parameter, torch.Tensor] = {}  # .grad, as the last pass left it
         self._aside = False  # and it was taken away for the time of a forward
+        # the model may live longer, and then its gradients are its own
+        weakref.finalize(self, _take_away_stand_ins, self._left).atexit = False
         self._reset()
         stage.model.register_forward_pre_hook(Tie(Backward._before_forward, self))
         stage.model.register_forward_hook(Tie(Backward._watch_output, self))
         for param in self._buckets_of:
-            # before autograd adds anything to .grad, and after
-            param.register_hook(Tie(Backward._begin, self))
+            # before autograd adds anything to .grad
+            param.register_hook(Tie(lambda backward, _: backward._begin(), self))
             param.register_post_accumulate_grad_hook(Tie(Backward._gradient, self))
 
     @contextlib.contextmanager
@@ -210,7 +212,7 @@ class Backward:
             )
         self._begin()
 
-    def _begin(self, *_) -> None:
+    def _begin(self) -> None:
         if self.running:
             return
         self._see_what_became_of_them()
@@ -271,6 +273,12 @@ class Backward:
         seen = [self.buckets.index(bucket) for bucket in [*self._completed, *incomplete]]
         of_rank_0 = ownership.numbers_of_all_ranks(seen, self.stage.group)[0]
         self.buckets = [self.buckets[index] for index in of_rank_0]
+
+
+def _take_away_stand_ins(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        if not handed_over.has_gradient(param):
+            param.grad = None
 
 
 def tensors_in(value, seen: set | None = None) -> Iterator[torch.Tensor]:

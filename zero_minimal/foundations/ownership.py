@@ -64,18 +64,6 @@ def parameter_groups(model: nn.Module, param_groups: Iterable | None = None) -> 
     return groups
 
 
-def check_forward(model: nn.Module) -> None:
-    """Raise ValueError if the model's forward changes its parameters: on each rank by its own
-    batch, so that ranks would drift apart."""
-    for name, module in model.named_modules():
-        embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if embeds and module.max_norm is not None:
-            raise ValueError(f"{name or 'the model'} has max_norm={module.max_norm:g}, with which "
-                             "forward changes its weight, on each rank by its own batch: set "
-                             "max_norm to None, and after step() call weight.renorm_(2, 0, "
-                             "maxnorm) under torch.no_grad() and zero.gather_parameters()")
-
-
 def _refuse_odd(kind: str, name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError for what cannot lie in a flat tensor or travel."""
     if is_lazy(tensor):
@@ -87,6 +75,18 @@ def _refuse_odd(kind: str, name: str, tensor: torch.Tensor) -> None:
     if tensor.is_inference():
         raise ValueError(f"{kind} {name!r} was made under torch.inference_mode(), and cannot be "
                          "changed any more: build the model outside of it")
+
+
+def check_forward(model: nn.Module) -> None:
+    """Raise ValueError if the model's forward changes its parameters: on each rank by its own
+    batch, so that ranks would drift apart."""
+    for name, module in model.named_modules():
+        embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if embeds and module.max_norm is not None:
+            raise ValueError(f"{name or 'the model'} has max_norm={module.max_norm:g}, with which "
+                             "forward changes its weight, on each rank by its own batch: set "
+                             "max_norm to None, and after step() call weight.renorm_(2, 0, "
+                             "maxnorm) under torch.no_grad() and zero.gather_parameters()")
 
 
 def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
@@ -134,11 +134,6 @@ def numbers_of_all_ranks(numbers: list[int], group=None, of: str = "") -> list[l
     return everybody.view(-1, len(numbers)).tolist()
 
 
-def name_of(param: nn.Parameter) -> str:
-    """Its name in the model, in words."""
-    return f"parameter {getattr(param, '_zero_name', '')!r}"
-
-
 def check_alike(model: nn.Module, group=None) -> None:
     """Raise RuntimeError, on every rank, if a parameter has other values on a rank than on rank 0:
     one rank alone has loaded weights, say."""
@@ -162,6 +157,11 @@ def check_alike(model: nn.Module, group=None) -> None:
 def _checksum(tensor: torch.Tensor) -> int:
     as_bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(as_bytes.numpy())
+
+
+def name_of(param: nn.Parameter) -> str:
+    """Its name in the model, in words."""
+    return f"parameter {getattr(param, '_zero_name', '')!r}"
 
 
 def check_owner(model: nn.Module) -> None:

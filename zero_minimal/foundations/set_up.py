@@ -86,6 +86,16 @@ def set_up(
     ownership.mark(stage, model)  # last: a wrap that fails leaves the model free
 
 
+_models = weakref.WeakKeyDictionary()  # process group → how many models were wrapped over it
+
+
+def _next_model(group) -> str:
+    """What tells the buckets of several models apart: a batch may go through two of them."""
+    group = group or dist.group.WORLD
+    _models[group] = number = _models.get(group, 0) + 1
+    return f" of model {number}" if number > 1 else ""
+
+
 @contextlib.contextmanager
 def _whole_if_it_fails(stage) -> Iterator[None]:
     """Context that an error on all ranks leaves with a model that can be wrapped again. Its values
@@ -97,13 +107,3 @@ def _whole_if_it_fails(stage) -> Iterator[None]:
         with contextlib.suppress(RuntimeError):  # the others may be elsewhere, or gone
             give_back(lost, stage.group)
         raise
-
-
-_models = weakref.WeakKeyDictionary()  # process group → how many models were wrapped over it
-
-
-def _next_model(group) -> str:
-    """What tells the buckets of several models apart: a batch may go through two of them."""
-    group = group or dist.group.WORLD
-    _models[group] = number = _models.get(group, 0) + 1
-    return f" of model {number}" if number > 1 else ""

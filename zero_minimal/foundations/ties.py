@@ -5,7 +5,7 @@ a model may live longer than its stage, and is copied and saved without it:
     copy.deepcopy(model)     is a plain model: the copy of a tie does nothing
     torch.save(model, file)  the same, when it is loaded
 
-At stage 3 the parameters go with the stage, so a model that was left behind says so when it is used.
+At stage 3 the parameters go with the stage, and a model that was left behind says so when used.
 """
 
 import weakref
@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 
 LEFT_BEHIND = (
-    "the stage of this model is gone (del zero), and with it went the parameters, of which the model "
-    "itself holds none at stage 3: keep `zero` as long as the model, or copy the model before, under "
-    "`with zero.gather_parameters():`, on all ranks"
+    "the stage of this model is gone (del zero), and with it went the parameters, of which the "
+    "model itself holds none at stage 3: keep `zero` as long as the model, or copy the model "
+    "before, under `with zero.gather_parameters():`, on all ranks"
 )
 
 

@@ -163,11 +163,11 @@ class Turns:
     def _forget_the_dead(self) -> None:
         """At the start of a forward pass: forget calls to which no backward can come any more. An
         evaluation without no_grad() leaves nothing else behind."""
+        self._pass = Pass()  # first, or this object would hold the last one
         self._calls = [call for call in self._calls if call[3]() is not None]
         self._first_call = {}
         for begin, _, unit, _ in sorted(self._calls, key=lambda call: call[0]):
             self._first_call.setdefault(unit, begin)
-        self._pass = Pass()
 
     def _before_forward(self, unit: Unit, module: nn.Module, _) -> None:
         if self.stage.shown:  # all is whole; one rank alone may be running
