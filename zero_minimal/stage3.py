@@ -33,7 +33,8 @@ from zero_minimal.foundations.backward import Backward, Hooks
 from zero_minimal.foundations.gradient_memory import GradientMemory, Reduction
 from zero_minimal.foundations.released import release, restore
 from zero_minimal.foundations.set_up import set_up
-from zero_minimal.foundations.units import Turns, find_units, refuse_state_dict, whole_parameters
+from zero_minimal.foundations.turns import Turns
+from zero_minimal.foundations.units import find_units, refuse_state_dict, whole_parameters
 
 
 class Stage3(Hooks):
@@ -90,7 +91,7 @@ class Stage3(Hooks):
         bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank).clone()
         self._free(bucket)
 
-    # parameters come and go: foundations/units.py says when
+    # parameters come and go: foundations/turns.py says when
 
     def _gather(self, unit):
         """Start to gather a unit's parameters."""
@@ -125,7 +126,7 @@ class Stage3(Hooks):
         reference would free nothing: the storage itself shrinks to 0 bytes, and is filled again
         before backward reads it."""
         for param in bucket.params:
-            release(param, bucket.placeholder(param))
+            release(param, bucket.flat.placeholder(param))
         collectives.free(bucket.parameters)
 
     def _release_all(self):

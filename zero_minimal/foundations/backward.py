@@ -70,7 +70,7 @@ class Backward:
     """Watches the backward passes of stage.model, counts the gradients of each of stage.buckets,
     and calls the stage's Hooks.
 
-    by_turns: do not hand over a bucket with its last gradient: units.Turns says when (stage 3).
+    by_turns: do not hand over a bucket with its last gradient: turns.Turns says when (stage 3).
     """
 
     def __init__(self, stage: Hooks, by_turns: bool = False):
@@ -241,7 +241,8 @@ class Backward:
     def _leave_stand_ins(self) -> None:
         for param, (bucket, *_) in self._buckets_of.items():
             if param.grad is None and values.present():
-                param.grad = self._left[param] = handed_over.stand_in(bucket.placeholder(param))
+                nothing = bucket.flat.placeholder(param)
+                param.grad = self._left[param] = handed_over.stand_in(nothing)
             elif param.grad is not None and bucket.flat.gradients is not None:
                 self._left[param] = param.grad
 

@@ -38,6 +38,7 @@ class Flat:
         self.size = _round_up(max(end, 1), world_size * ALIGNMENT)
         self.dtype = params[0].dtype
         self.gradients: torch.Tensor | None = None  # [size] whole, at stages 0 and 1
+        self._nothing: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -51,6 +52,16 @@ class Flat:
     def view(self, tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         """What a tensor [size] holds for a parameter: a view of it, in the parameter's shape."""
         return tensor[self.offsets[param] :][: param.numel()].view(param.shape)
+
+    def placeholder(self, param: nn.Parameter) -> torch.Tensor:
+        """What a parameter points to while its memory is freed: one NaN, in the parameter's shape.
+
+        A parameter read at the wrong time then shows as NaN; freed memory would crash the process.
+        """
+        if self._nothing is None:
+            nothing = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
+            self._nothing = torch.full((), nothing, dtype=self.dtype, device=self.device)
+        return self._nothing.expand(param.shape)
 
     def keep_gradient(self, param: nn.Parameter) -> None:
         """Move param.grad into the whole gradients, and let it be a view of them. Autograd adds the
@@ -91,7 +102,6 @@ class Bucket:
         self.numel = sum(end - begin for begin, end in pieces)  # without padding
         self.trained = self.group_index >= 0
         self.dtype = self.flat.dtype
-        self._nothing: torch.Tensor | None = None
         self.moment = ""  # of training, in which it is on its way: "backward 1 of step 3"
 
     @property
@@ -112,16 +122,6 @@ class Bucket:
         if self.flat.gradients is None:
             self.flat.gradients = self.flat.zeros()
         return self.flat.gradients[self.start : self.start + self.padded]
-
-    def placeholder(self, param: nn.Parameter) -> torch.Tensor:
-        """What a parameter points to while its memory is freed: one NaN, in the parameter's shape.
-
-        A parameter read at the wrong time then shows as NaN; freed memory would crash the process.
-        """
-        if self._nothing is None:
-            nothing = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
-            self._nothing = torch.full((), nothing, dtype=self.dtype, device=self.device)
-        return self._nothing.expand(param.shape)
 
     def shard(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """A rank's shard of a tensor [padded]: a view, [padded / N]."""
