@@ -26,8 +26,9 @@ def ring(assignment):
 
 
 def numbers(rank, size, dtype=torch.float32):
-    """What a rank holds: any rank can compute it."""
-    return torch.randn(size, generator=torch.Generator().manual_seed(13 * rank + size)).mul(100).to(dtype)
+    """What a rank holds. The test can compute it for all of them, a rank for itself alone (toys.seed)."""
+    generator = torch.Generator().manual_seed(toys.seed(rank, 13 * rank + size))
+    return torch.randn(size, generator=generator).mul(100).to(dtype)
 
 
 def near(one, other):

@@ -5,27 +5,23 @@ with "begins" says which test is next, so that the grader knows it should pytest
 """
 
 import ast
-import ctypes
 import json
 import os
-import signal
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from zero_minimal.classroom import messages
-from zero_minimal.classroom.guard import children_of_this_process, guarded, unwritten
+from zero_minimal.classroom.guard import guarded, unwritten
 from zero_minimal.classroom.lessons import UNWRITTEN, found
 from zero_minimal.classroom.starters import functions_of
 from zero_minimal.classroom.submission import Submission
+from zero_minimal.classroom.supervisor import Supervisor
 from zero_minimal.foundations import ranks
 
 PATIENCE = 15.0  # seconds that ranks may take for one test: some 10 times what they need
 LESS_PATIENCE = 3.0  # once a test has run out of time: the learner waits too
-SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 
 
 def pytest_addoption(parser):
@@ -46,38 +42,36 @@ class Runner:
 
     def __init__(self, submission: Submission, seconds: float):
         self.submission, self.until, self.patience = submission, time.monotonic() + seconds, PATIENCE
-        self.ours = None  # processes, once they have started
+        self.supervisor = Supervisor(submission.lesson, Path(submission.path))
 
-    def _start(self) -> None:
-        ranks.run(os.getpid, 1, device="cpu")  # the server that forks ranks is up: what comes later is not ours
-        self.ours = _children()
+    @property
+    def secrets(self) -> dict[int, int]:
+        """{rank: what its random numbers begin from}: each rank knows its own alone."""
+        return self.supervisor.secrets
+
+    @property
+    def accounts(self) -> list:
+        """What the kernel counted in the last run, a rank each."""
+        return self.supervisor.accounts
 
     def __call__(self, function, world_size, *args, timeout=float("inf")):
         left = self.until - time.monotonic()
         if left < 1:
             pytest.fail("not looked at: the time for this lesson was used up before", pytrace=False)
-        if self.ours is None or self.ours - _children():
-            self._start()
+        limit = min(timeout, self.patience, left)
         try:
-            limit = min(timeout, self.patience, left)
-            return ranks.run(guarded(function, self.submission), world_size, *args, timeout=limit, device="cpu")
+            found = self.supervisor.run(guarded(function, self.submission), world_size, *args, timeout=limit)
         except TimeoutError:
-            self.patience = LESS_PATIENCE
+            self.patience = min(LESS_PATIENCE, self.patience)
             raise
-        finally:
-            self._clean_up()
+        except ChildProcessError as error:
+            pytest.fail(f"{error}: a submission may not signal other processes", pytrace=False)
+        if self.supervisor.left:
+            pytest.fail(f"it left {self.supervisor.left} of its processes running", pytrace=False)
+        return found
 
-    def _clean_up(self) -> None:
-        """End what the ranks left behind. Raises: a failure of the test if they ended what is ours."""
-        children = _children()
-        for process in children - self.ours:
-            with suppress(OSError):
-                os.kill(process, signal.SIGKILL)
-                os.waitpid(process, 0)
-        if self.ours - children:
-            self._start()
-            pytest.fail("a process of the grader's was killed while this test ran: a submission may not signal other "
-                        "processes", pytrace=False)
+    def close(self) -> None:
+        self.supervisor.close()
 
 
 def in_words(error: BaseException, path: str, hints: dict) -> str:
@@ -103,8 +97,8 @@ class Grading:
     def pytest_collection_finish(self, session):
         import toys  # conftest has made it importable
 
-        _adopt_orphans()
         toys.runner = Runner(self.submission, self.config.option.seconds)
+        toys.secrets = toys.runner.secrets
 
     def pytest_runtest_protocol(self, item):
         self._tell(begins=item.nodeid, **_worth(item))
@@ -151,20 +145,3 @@ def _is_hole(function) -> bool:
 def _worth(item) -> dict:
     marker = item.get_closest_marker("step")
     return {"step": marker.args[0], "points": marker.kwargs["points"], "check": item.originalname}
-
-
-def _adopt_orphans() -> None:
-    """What a rank leaves behind becomes a child of ours, so that we can end it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SUBREAPER, 1)
-
-
-def _children() -> set[int]:
-    """Processes that this one has started or adopted, and that live."""
-    return {process for process in children_of_this_process() if _lives(process)}
-
-
-def _lives(process: int) -> bool:
-    with suppress(OSError), open(f"/proc/{process}/stat") as status:
-        return status.read().rpartition(")")[2].split()[0] != "Z"
-    return False
