@@ -566,3 +566,93 @@ def test_overflow_on_one_rank_is_everybodys(stage_class):
         f"1 {int((~two).sum())}. One rank alone sees it in its shard, and all ranks must take the step, or none"
     )
     checks.assert_overflow_is_shared(stage_class, 2)
+
+
+# --------------------------------------------------------------- all steps: what the kernel counts, at a plain size
+
+DEEP, BROAD = 32, 512
+PSI = 4 * DEEP * (BROAD * BROAD + BROAD)  # bytes: 34 MB
+ROOM = 8 * PSI / DEEP + 6e6  # a few open buckets, and what Python and gloo need besides
+
+
+def large():
+    return toys.MLP(*[BROAD] * (DEEP + 1))
+
+
+def large_numbers(rank, step):
+    return toys.numbers(rank, step, BROAD, BROAD, batch=2)
+
+
+def trained_large(stage_class, optimizer, micros, steps):
+    """Of this rank's gradient shards, or, after steps, of all parameters: their sum, and the sum of their squares."""
+    zero, rank = build(stage_class, large, optimizer, bucket_bytes=PSI // DEEP, lr=1e-3), dist.get_rank()
+    for step in range(max(1, steps)):
+        for micro in range(micros):
+            with zero.no_sync() if micro + 1 < micros else contextlib.nullcontext():
+                zero.model(*large_numbers(rank, step * micros + micro)).backward()
+        if steps:
+            zero.step()
+            zero.zero_grad()
+    values = zero.model.parameters() if steps else zero.reduced_gradients()
+    values = [value.detach() for value in values if value is not None]
+    return sum(value.double().sum().item() for value in values), sum(value.double().square().sum().item()
+                                                                    for value in values)
+
+
+def assert_kernel_agrees(stage_class, world_size, optimizer, held, volume, micros=1, steps=0):
+    """Whatever a rank says of itself: the kernel counts what it holds and sends, and it computes the right thing with
+    it. `held`: bytes of model states that it needs at most; `volume`: what all ranks send, in units of Ψ(N−1)."""
+    results, accounts = toys.run_counted(trained_large, world_size, stage_class, optimizer, micros, steps)
+    assert_sums(results, world_size, optimizer, micros, steps)
+    for rank, account in enumerate(accounts):
+        assert account.held is None or account.held <= held + ROOM, (
+            f"a model of {in_words(PSI)} on {world_size} ranks: rank {rank} holds up to {in_words(account.held)}, as "
+            f"the kernel counts, and P_os+g needs {in_words(held)} and some open buckets: whole gradients, or copies "
+            "of something, live in its memory"
+        )
+    if accounts and accounts[0].sent is not None:
+        sent, least = sum(account.sent for account in accounts), volume * PSI * (world_size - 1)
+        assert sent >= 0.98 * least, (
+            f"a model of {in_words(PSI)} on {world_size} ranks: they send {in_words(sent)}, as the kernel counts, and "
+            f"what has to be sent is {in_words(least)}: something is not reduced, or not gathered"
+        )
+        assert sent <= 2 * least, (
+            f"a model of {in_words(PSI)} on {world_size} ranks: they send {in_words(sent)}, as the kernel counts, and "
+            f"what has to be sent is {in_words(least)}"
+        )
+
+
+def assert_sums(results, world_size, optimizer, micros, steps):
+    model = toys.build(large, 0)
+    update = optimizer(model.parameters(), lr=1e-3)
+    for step in range(max(1, steps)):
+        update.zero_grad()
+        for rank in range(world_size):
+            for micro in range(micros):
+                (model(*large_numbers(rank, step * micros + micro)) / world_size).backward()
+        if steps:
+            update.step()
+    values = [param.detach() if steps else param.grad for param in model.parameters()]
+    wanted = sum(value.double().square().sum().item() for value in values)
+    found = [squares for _, squares in results] if steps else [sum(squares for _, squares in results)]
+    for rank, squares in enumerate(found):
+        assert squares == pytest.approx(wanted, rel=1e-3), (
+            f"a model of {in_words(PSI)} on {world_size} ranks: the squares of "
+            + (f"rank {rank}'s parameters" if steps else "all gradient shards")
+            + f" add up to {squares:.6g}, and {wanted:.6g} is right"
+        )
+
+
+@pytest.mark.step(1, points=0, cap=18)
+def test_the_kernel_counts_a_backward(stage_class):
+    assert_kernel_agrees(stage_class, 4, optim.SGD, PSI + PSI / 4, 2)  # rank 0's parameters, and a reduce-scatter
+
+
+@pytest.mark.step(2, points=0, cap=17)
+def test_the_kernel_counts_a_step(stage_class):
+    assert_kernel_agrees(stage_class, 4, optim.AdamW, PSI + 3 * PSI / 4, 3, steps=1)
+
+
+@pytest.mark.step(3, points=0, cap=17)
+def test_the_kernel_counts_micro_batches(stage_class):
+    assert_kernel_agrees(stage_class, 4, optim.SGD, PSI + PSI / 4, 4, micros=3)

@@ -3,17 +3,14 @@
 Of the wrong submissions one runs for each check, and one that hangs; all of them with pytest --thorough.
 """
 
+import atexit
 import functools
 import importlib.util
 import inspect
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from multiprocessing import forkserver
 from pathlib import Path
 
 import checks
@@ -71,9 +68,11 @@ def messages(tmp_path, monkeypatch):
         file = tmp_path / "assignment.py"
         file.write_text(source)
         submission = Submission(file, lesson)
-        runner = the_runner()
+        runner = the_runner(lesson)
         runner.submission, runner.patience = submission, patience
-        monkeypatch.setattr(toys, "runner", runner)
+        for name in ("runner", "secrets", "data_secrets"):
+            monkeypatch.setattr(toys, name, getattr(toys, name))  # to be as it was afterwards
+        runner.install()
         return [message for name, test in vars(graded_tests(lesson)).items() if name.startswith("test_")
                 if only in (None, name) for message in told_by(test, submission, world_size)]
 
@@ -83,9 +82,11 @@ def messages(tmp_path, monkeypatch):
 
 
 @functools.cache
-def the_runner():
-    """One for all submissions: to start it takes a while."""
-    return plugin.Runner(None, seconds=3600)
+def the_runner(lesson):
+    """One for all submissions of a lesson: to start it takes a while."""
+    runner = plugin.Runner(Submission(lesson.starter, lesson), seconds=3600)
+    atexit.register(runner.close)
+    return runner
 
 
 @functools.cache
@@ -272,14 +273,13 @@ def test_an_untouched_starter_has_no_points(tmp_path):
 
 
 @on_linux
-def test_the_server_of_ranks_may_die_between_tests(messages):
+def test_the_nursery_may_die_between_tests(messages):
     """A kill that shows late is not charged to the next tests."""
     reference, check = submissions.spliced(COLLECTIVES, {}), "test_broadcast_returns_its_tensor"
     assert messages(COLLECTIVES, reference, check) == []
-    server = forkserver._forkserver._forkserver_pid
-    os.kill(server, signal.SIGKILL)
-    while plugin._lives(server):
-        time.sleep(0.01)
+    nursery = the_runner(COLLECTIVES).supervisor.nursery
+    nursery.kill()
+    nursery.wait()
     for _ in range(2):
         checks._runs.clear()
         assert messages(COLLECTIVES, reference, check) == []

@@ -108,7 +108,7 @@ class Guard:
         """The audit hook. Python offers no way to remove one."""
         forbidden, lesson = set(self.lesson.forbidden), self.lesson
         house = os.path.join(lesson.folder.parents[1], "")
-        parts = {os.path.join(house, *name.split(".")) + ".py" for name in forbidden}
+        solved = {os.path.join(place, *name.split(".")) + ".py" for name in forbidden for place in (house, OURS)}
 
         def foul(words):
             self.fouls.append(words)
@@ -119,7 +119,7 @@ class Guard:
                 return
             if event == "import" and args[0] in forbidden:
                 foul(f"it imports {args[0]}, where the work of lesson {lesson.name} is done already")
-            elif event == "open" and _real(args[0]) in parts:
+            elif event == "open" and _real(args[0]) in solved:
                 foul(f"it reads {_name(args[0])}, where the work of lesson {lesson.name} is done already")
             elif (event == "open" and args[2] & WRITING or event in WRITE_EVENTS) and any(
                     _real(path).startswith((house, OURS)) for path in args[:2]):
@@ -220,8 +220,8 @@ def in_words(error: BaseException, path: str) -> str:
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         return f"it printed more than {PRINTED // 2**20} MB: take the prints out of loops{where}"
     if isinstance(error, PermissionError):
-        return (f"it did what is denied to a submission ({type(error).__name__}: {text[:LONG]}): it may not start other "
-                f"processes or signal them, nor read or write outside of its own folder{where}")
+        return (f"it did what is denied to a submission ({type(error).__name__}: {text[:LONG]}): it may not start "
+                f"other processes or signal them, nor read or write outside of its own folder{where}")
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
         return f"it asked for more than {MEMORY // 10**9} GB of memory{where}"
     if "storage of size 0" in text:

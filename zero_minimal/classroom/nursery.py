@@ -1,5 +1,5 @@
-"""Nursery: the process that a submission's ranks are forked from. It starts clean, in a copy of the course that holds no
-answer, behind a fence, and never runs a submission itself.
+"""Nursery: the process that a submission's ranks are forked from. It starts clean, in a copy of the course that holds
+no answer, behind a fence, and never runs a submission itself.
 
     grade.py → judge (pytest, plugin.py) → nursery → ranks, which run the submission
     trusted    trusted                     fenced    fenced, each with a folder of its own
@@ -19,7 +19,8 @@ import tempfile
 import time
 
 LENGTH = 8  # bytes that say how long a message is
-HERE = b"here"  # a rank's first message: it has joined, and no line of the submission has run
+DATA = b"data"  # a rank's question for the secret of its data
+HERE = b"here"  # its rank's first message: it has joined, and no line of the submission has run
 
 
 def main(control: socket.socket, settings: dict) -> None:
@@ -77,8 +78,8 @@ def _fork(setup: dict, line: int, stacks: int) -> int:
 
 def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
     """What a rank does: join, get its work, do it, answer, and wait until every rank is done."""
-    import toys
     import torch.distributed as dist
+    import toys
 
     from zero_minimal.classroom import fence, results
     from zero_minimal.foundations import failures, joining, notes
@@ -92,7 +93,7 @@ def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
     with open(f"{setup['folder']}/store", "a"):
         pass
     fence.only_files(["/"], [folder, f"{setup['folder']}/store", "/dev/null"])
-    toys.secrets = {setup["rank"]: setup["secret"]}
+    toys.secrets, toys.data_secrets = {setup["rank"]: setup["secret"]}, Asked(setup["rank"], line)
     try:
         store = dist.FileStore(f"{setup['folder']}/store", setup["world_size"])
         joining.join(store, setup["rank"], setup["world_size"], "cpu", "gloo", timeout=2 * setup["timeout"] + 10)
@@ -109,6 +110,20 @@ def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
     if answer.startswith(b"result"):  # after a failure the others shall see at once that we are gone
         line.recv(1)  # leaving earlier would close connections that the others still use
     os._exit(0)
+
+
+class Asked(dict):
+    """{rank: the secret of its data}, for which it asks when it wants its first batch."""
+
+    def __init__(self, rank: int, line: socket.socket):
+        self.rank, self.line = rank, line
+
+    def __missing__(self, rank: int) -> int:
+        if rank != self.rank:
+            raise KeyError(f"rank {self.rank} does not know the data of rank {rank}")
+        _send(self.line, DATA)
+        self[rank] = int.from_bytes(receive(self.line), "big")
+        return self[rank]
 
 
 def _send(line: socket.socket, message: bytes) -> None:

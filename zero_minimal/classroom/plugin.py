@@ -1,12 +1,13 @@
 """The grader's part inside pytest: run a lesson's graded tests against a submission, and report each one as it ends.
 
-A line of JSON a test goes to the pipe that --report names: {"test", "step", "points", "passed", "message"}; one
-with "begins" says which test is next, so that the grader knows it should pytest itself be killed.
+Lines of JSON go to the pipe that --report names. The first holds all "tests" and what they are worth; one with "begins"
+says which is next, so that the grader knows it should this process be killed; then {"test", "passed", "message"}.
 """
 
 import ast
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -44,23 +45,27 @@ class Runner:
         self.submission, self.until, self.patience = submission, time.monotonic() + seconds, PATIENCE
         self.supervisor = Supervisor(submission.lesson, Path(submission.path))
 
-    @property
-    def secrets(self) -> dict[int, int]:
-        """{rank: what its random numbers begin from}: each rank knows its own alone."""
-        return self.supervisor.secrets
+    def install(self) -> None:
+        """Into toys, where tests look. The secrets are what random numbers begin from: a rank knows its own alone."""
+        import toys  # conftest has made it importable
+
+        toys.runner = self
+        toys.secrets, toys.data_secrets = self.supervisor.secrets, self.supervisor.data_secrets
 
     @property
     def accounts(self) -> list:
         """What the kernel counted in the last run, a rank each."""
         return self.supervisor.accounts
 
-    def __call__(self, function, world_size, *args, timeout=float("inf")):
+    def __call__(self, function, world_size, *args, timeout=float("inf"), counted=False):
+        """counted: look at memory meanwhile, for `accounts`."""
         left = self.until - time.monotonic()
         if left < 1:
             pytest.fail("not looked at: the time for this lesson was used up before", pytrace=False)
         limit = min(timeout, self.patience, left)
         try:
-            found = self.supervisor.run(guarded(function, self.submission), world_size, *args, timeout=limit)
+            found = self.supervisor.run(guarded(function, self.submission), world_size, *args, timeout=limit,
+                                        counted=counted)
         except TimeoutError:
             self.patience = min(LESS_PATIENCE, self.patience)
             raise
@@ -84,28 +89,28 @@ def in_words(error: BaseException, path: str, hints: dict) -> str:
 
 class Grading:
     """Hooks of pytest: only graded tests, each reported as it ends. Once a test finds that a function is not written
-    yet, the other tests of its step are not run: they would say the same."""
+    yet, or two have run out of time at the same line, the others of the step are not run: they would say the same."""
 
     def __init__(self, config):
         self.config, self.submission = config, config.submission
-        self.unwritten = unwritten_steps(self.submission)  # step: message
+        self.over = unwritten_steps(self.submission)  # step: the message of all its tests from now on
+        self.late, self.runner = Late(), None
         self.reports = os.fdopen(config.option.report, "w", buffering=1)
 
     def pytest_collection_modifyitems(self, items):
         items[:] = [item for item in items if item.get_closest_marker("step")]
 
     def pytest_collection_finish(self, session):
-        import toys  # conftest has made it importable
-
-        toys.runner = Runner(self.submission, self.config.option.seconds)
-        toys.secrets = toys.runner.secrets
+        self._tell(tests=[{"test": item.nodeid, **_worth(item)} for item in session.items])
+        self.runner = Runner(self.submission, self.config.option.seconds)
+        self.runner.install()
 
     def pytest_runtest_protocol(self, item):
-        self._tell(begins=item.nodeid, **_worth(item))
+        self._tell(begins=item.nodeid)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem):
-        if message := self.unwritten.get(_worth(pyfuncitem)["step"]):
+        if message := self.over.get(_worth(pyfuncitem)["step"]):
             pytest.fail(message, pytrace=False)
 
     @pytest.hookimpl(wrapper=True)
@@ -114,16 +119,35 @@ class Grading:
         if report.when == "call" or report.failed:
             hints = item.get_closest_marker("step").kwargs
             message = "" if report.passed else in_words(call.excinfo.value, self.submission.path, hints)
-            if UNWRITTEN in message:
-                self.unwritten.setdefault(_worth(item)["step"], message)
-            self._tell(test=item.nodeid, passed=report.passed, message=message, **_worth(item))
+            step = _worth(item)["step"]
+            if UNWRITTEN in message or not report.passed and self.late.again(step, call.excinfo.value, message):
+                self.over.setdefault(step, message)
+            self._tell(test=item.nodeid, passed=report.passed, message=message)
         return report
 
     def pytest_sessionfinish(self):
-        self._tell(end=True)
+        if self.runner:  # else the tests could not even be read
+            self.runner.close()
+            self._tell(end=True)
 
     def _tell(self, **entries):
         self.reports.write(json.dumps(entries) + "\n")
+
+
+class Late:
+    """Which lines tests have run out of time at."""
+
+    def __init__(self):
+        self.errors, self.times = [], {}  # the errors; {lines: how often}
+
+    def again(self, step: int, error: BaseException, message: str) -> bool:
+        """Whether the step is hopeless: it stood at these lines twice. What did so in an earlier step has one try."""
+        lines = tuple(re.findall(r"line \d+ of .*", message))
+        if not isinstance(error, TimeoutError) or not lines or any(error is known for known in self.errors):
+            return False  # tests that share a run share its error
+        self.errors.append(error)
+        self.times[lines] = self.times.get(lines, 0) + 1
+        return self.times[lines] > 1
 
 
 def unwritten_steps(submission: Submission) -> dict[int, str]:
@@ -144,4 +168,5 @@ def _is_hole(function) -> bool:
 
 def _worth(item) -> dict:
     marker = item.get_closest_marker("step")
-    return {"step": marker.args[0], "points": marker.kwargs["points"], "check": item.originalname}
+    return {"step": marker.args[0], "points": marker.kwargs["points"], "check": item.originalname,
+            "cap": marker.kwargs.get("cap")}

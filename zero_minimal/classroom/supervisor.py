@@ -24,7 +24,7 @@ import cloudpickle
 from zero_minimal.classroom import results
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import Lesson
-from zero_minimal.classroom.nursery import HERE, LENGTH
+from zero_minimal.classroom.nursery import DATA, HERE, LENGTH
 from zero_minimal.classroom.staging import stage
 from zero_minimal.foundations.failures import GRACE, Failure, raise_first
 
@@ -40,20 +40,21 @@ class Account:
     """What the kernel counted for one rank from the submission's first line on; None where it does not count."""
 
     sent: int | None  # bytes that the rank wrote, to whomever
-    held: int | None  # bytes of memory of its own at most, beyond what it had before
+    held: int | None  # bytes of memory of its own at most, once it had data, beyond what it had before
 
 
 @dataclass(eq=False)
 class Ward:
     """A rank, as the judge sees it."""
 
-    process: int
+    process: int | None  # None once it is known to have ended
     line: socket.socket
     stacks: int  # a pipe
     received: bytearray = field(default_factory=bytearray)
     sent_before: int | None = None
     held_before: int | None = None
     most: int = 0
+    has_data: bool = False
 
     def read(self) -> bytes | None:
         """What has come so far; the whole message once it is there. Raises: EOFError if the rank is gone."""
@@ -70,9 +71,24 @@ class Ward:
         del self.received[: LENGTH + length]
         return message
 
+    def signal(self, number: int) -> None:
+        if self.process:  # 0 would mean ourselves
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process, number)
+
     def begin(self, work: bytes) -> None:
         self.sent_before, self.held_before = sent_by(self.process), held_by(self.process)
-        self.line.sendall(len(work).to_bytes(LENGTH, "big") + work)
+        self._send(work)
+
+    def give_data(self, secret: int) -> None:
+        """What is held counts from now on; who asks again is given it again, and nothing else changes."""
+        self.most = self.most if self.has_data else 0
+        self.has_data = True
+        self._send(secret.to_bytes(LENGTH, "big"))
+
+    def _send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # gone, as will be seen
+            self.line.sendall(len(message).to_bytes(LENGTH, "big") + message)
 
     def look(self) -> None:
         self.most = max(self.most, held_by(self.process) or 0)
@@ -93,10 +109,12 @@ class Supervisor:
         self.places = stage(lesson, submission, Path(self.folder.name))
         self.nursery: subprocess.Popen | None = None
         self.number, self.accounts, self.left = 0, [], 0
-        self.secrets = {rank: secrets.randbelow(2**40) for rank in range(16)}
+        self.secrets, self.data_secrets = ({rank: secrets.randbelow(2**40) for rank in range(16)} for _ in range(2))
 
-    def run(self, function, world_size: int, *args, timeout: float) -> list:
-        """function(*args) on each of world_size new ranks; their results, rank 0's first. `accounts` are the kernel's.
+    def run(self, function, world_size: int, *args, timeout: float, counted: bool = False) -> list:
+        """function(*args) on each of world_size new ranks; their results, rank 0's first.
+
+        counted: `accounts` are then what the kernel counted.
 
         Raises: RankError and TimeoutError as `foundations.ranks.run`; ChildProcessError if the nursery was ended.
         """
@@ -108,7 +126,7 @@ class Supervisor:
             for rank in range(world_size):
                 wards.append(self._fork(dict(rank=rank, world_size=world_size, timeout=timeout, folder=folder,
                                              secret=self.secrets[rank])))
-            return self._gather(wards, work, timeout)
+            return self._gather(wards, work, timeout, counted)
         finally:
             self._end(wards)
 
@@ -167,8 +185,7 @@ class Supervisor:
 
     def _end(self, wards: list[Ward]) -> None:
         for ward in wards:
-            with contextlib.suppress(OSError):
-                os.kill(ward.process, signal.SIGKILL)
+            ward.signal(signal.SIGKILL)
             ward.line.close()
             os.close(ward.stacks)
         if self.nursery.poll() is None:
@@ -178,12 +195,12 @@ class Supervisor:
 
     def _ended(self, ward: Ward) -> int | None:
         """The exit code of a rank that has ended, or was killed."""
-        code, ward.process = self._ask({"ended": ward.process}) if ward.process else None, 0
+        code, ward.process = self._ask({"ended": ward.process}) if ward.process else None, None
         return code
 
     # ---------------------------------------------------------------------------------------------------- the ranks
 
-    def _gather(self, wards: list[Ward], work: bytes, timeout: float) -> list:
+    def _gather(self, wards: list[Ward], work: bytes, timeout: float, counted: bool) -> list:
         """One answer a rank, or the failure that came first."""
         deadline, begun = time.monotonic() + timeout, set()
         answers, failures = {}, {}
@@ -194,8 +211,8 @@ class Supervisor:
                 break
             if left <= 0:
                 raise TimeoutError(_where_they_stand(wards, sorted(pending.values()), timeout))
-            ready, _, _ = select.select(list(pending), [], [], min(LOOK, max(0.0, left)))
-            for ward in wards:
+            ready, _, _ = select.select(list(pending), [], [], LOOK if counted else left)
+            for ward in wards if counted else ():
                 ward.look()
             for rank in map(pending.get, ready):
                 with contextlib.suppress(BlockingIOError):
@@ -204,7 +221,7 @@ class Supervisor:
                     deadline = min(deadline, time.monotonic() + GRACE)
         if failures:
             raise_first(failures, len(wards))
-        self.accounts = [ward.account(answers[rank]) for rank, ward in enumerate(wards)]
+        self.accounts = [ward.account(answers[rank]) for rank, ward in enumerate(wards)] if counted else []
         for ward in wards:
             with contextlib.suppress(OSError):
                 ward.line.sendall(b"!")  # all are done
@@ -218,8 +235,7 @@ class Supervisor:
             until = time.monotonic() + GRACE  # it may only have closed the line
             while lives(ward.process) and time.monotonic() < until:
                 time.sleep(0.005)
-            with contextlib.suppress(OSError):
-                os.kill(ward.process, signal.SIGKILL)
+            ward.signal(signal.SIGKILL)
             failures[rank] = Failure.of_death(self._ended(ward))
             return
         if message is None:
@@ -227,6 +243,8 @@ class Supervisor:
         if message == HERE and rank not in begun:
             begun.add(rank)
             ward.begin(work)
+        elif message == DATA:
+            ward.give_data(self.data_secrets[rank])
         elif message.startswith(b"failure\n"):
             failures[rank] = _failure(message)
         else:
@@ -253,9 +271,8 @@ def _decoded(rank: int, answer: bytes):
 def _where_they_stand(wards: list[Ward], late: list[int], timeout: float) -> str:
     """Ask the ranks that are not done for their stacks."""
     for rank in late:
-        with contextlib.suppress(OSError):
-            os.kill(wards[rank].process, signal.SIGCONT)
-            os.kill(wards[rank].process, signal.SIGUSR1)
+        wards[rank].signal(signal.SIGCONT)
+        wards[rank].signal(signal.SIGUSR1)
     time.sleep(0.3)
     lines = [f"after {timeout:g} s rank {', '.join(map(str, late))} of {len(wards)} had not finished"]
     for rank in late:
