@@ -94,7 +94,8 @@ def _syntax_error(file: Path) -> str:
 class Grades:
     """Points by step. A check may be several tests (worlds of 2 and of 3 ranks): it earns its points if all pass.
 
-    A step that has a function to be written still has 0 points, whatever passes without it.
+    A step that has a function to be written still has 0 points, whatever passes without it, and one whose core has
+    failed only what lesson.toml leaves it.
     """
 
     def __init__(self, lesson: Lesson):
@@ -118,12 +119,15 @@ class Grades:
         lost = {check for _, check, _, passed, _ in results if not passed}
         earned = {check: points for _, check, points, _, _ in results if check not in lost}
         message = next((message for *_, passed, message in results if not passed), "")
+        most = min([most for check, most in step.core.items() if check in lost], default=step.points)
+        if sum(earned.values()) > most:
+            message += f"\nWhat this step is about is not reached: so it earns {most:g} points at most."
         failed = {earlier: text for earlier, _, _, passed, text in self.results if not passed and earlier < step.number}
         if message and failed and message not in failed.values():
             if "had not come to an end" in message:
                 message = message.split(LOOK_AT)[0]  # it would look for the cause in this step
             message += f"\nThis may come from step {min(failed)}: mend that first."
-        return sum(earned.values()), message
+        return min(most, sum(earned.values())), message
 
     @property
     def score(self) -> float:

@@ -52,7 +52,7 @@ class Runner:
         ranks.run(os.getpid, 1, device="cpu")  # the server that forks ranks is up: what comes later is not ours
         self.ours = _children()
 
-    def __call__(self, function, world_size, *args, timeout=float("inf")):
+    def __call__(self, function, world_size, *args, timeout=float("inf"), fresh=False):
         left = self.until - time.monotonic()
         if left < 1:
             pytest.fail("not looked at: the time for this lesson was used up before", pytrace=False)
@@ -60,7 +60,8 @@ class Runner:
             self._start()
         try:
             limit = min(timeout, self.patience, left)
-            return ranks.run(guarded(function, self.submission), world_size, *args, timeout=limit, device="cpu")
+            return ranks.run(guarded(function, self.submission), world_size, *args, timeout=limit, device="cpu",
+                             fresh=fresh)
         except TimeoutError:
             self.patience = LESS_PATIENCE
             raise
