@@ -155,12 +155,12 @@ Call = namedtuple("Call", "name bytes peer at")  # at: time.monotonic(), the sam
 class Calls(TorchDispatchMode):
     """Lists in `made` what this rank asks torch.distributed for, however it is called: what it sends does not depend on
     what a backend makes of it. `bytes` are those of the message, or of a collective's whole vector; `peer` is the
-    other rank of a message, in its group. `pause`: seconds to wait before each message is sent.
+    other rank of a message, in its group. `pause`: seconds to wait before anything is sent. `look` is called then.
     """
 
-    def __init__(self, pause=0.0):
+    def __init__(self, pause=0.0, look=None):
         super().__init__()
-        self.made, self.pause = [], pause
+        self.made, self.pause, self.look = [], pause, look or (lambda: None)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace in ("c10d", "_c10d_functional"):
@@ -170,7 +170,9 @@ class Calls(TorchDispatchMode):
             is_note = name in ("send", "recv") and size == notes.LENGTH and args[3] == notes.TAG
             if name and not is_note:
                 peer = args[2] if name in ("send", "recv") and "any_source" not in operator else None
-                time.sleep(self.pause if name == "send" else 0)
+                if name != "recv":
+                    time.sleep(self.pause)
+                    self.look()
                 self.made.append(Call(name, size, peer, time.monotonic()))
         return function(*args, **kwargs or {})
 

@@ -11,7 +11,7 @@ tests/NN_name/test_assignment.py, where each test says which step it belongs to 
     forbidden    more modules that a submission may not import, see below                               (default: none)
     builds_on    lesson files that it may import all the same                                           (default: none)
     [[steps]]    title, points, and in [steps.tasks] "function" or "Class.method" = what must hold when it returns;
-                 in [steps.core] check = the most that the step earns without it: the lesson's own point  (default: none)
+                 in [steps.core] check = the most that the step earns without it: what the lesson is about
 
 A submission may import neither the reference nor any lesson file zero_minimal/*.py, and so nothing that imports these.
 Of another module that the lesson takes definitions in from, it may use all but these.

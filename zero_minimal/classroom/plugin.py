@@ -59,7 +59,7 @@ class Runner:
         if self.ours is None or self.ours - _children():
             self._start()
         try:
-            limit = min(timeout, self.patience, left)
+            limit = min(timeout, self.patience + 15 * fresh, left)  # to import torch takes its time
             return ranks.run(guarded(function, self.submission), world_size, *args, timeout=limit, device="cpu",
                              fresh=fresh)
         except TimeoutError:

@@ -121,6 +121,8 @@ def _hash_seed(rank: int) -> Iterator[None]:
 
 def _rank_main(pipe: Connection, setup: dict, work: bytes) -> None:
     """What a rank does: join, call the function, send its result, wait until every rank is done."""
+    import zero_minimal.foundations.warm  # noqa: F401  (what the server of forked ranks has done)
+
     os.environ.update(setup["environment"])
     sys.path[:] = setup["path"]
     _end_with_parent()
