@@ -13,6 +13,8 @@ import os
 import socket
 import stat
 import struct
+import sys
+import threading
 import time
 from collections import namedtuple
 
@@ -156,30 +158,66 @@ Call = namedtuple("Call", "name bytes peer at")  # at: time.monotonic(), the sam
 class Calls(TorchDispatchMode):
     """Lists in `made` what this rank asks torch.distributed for, however it is called: what it sends does not depend on
     what a backend makes of it. `bytes` are those of the message, or of a collective's whole vector; `peer` is the
-    other rank of a message, in its group. `pause`: seconds to wait before each message is sent.
+    other rank of a message, in its group. `pause`: seconds to wait before anything is sent. `look` is called then.
     """
 
-    def __init__(self, pause=0.0):
+    def __init__(self, pause=0.0, look=None):
         super().__init__()
-        self.made, self.pause = [], pause
+        self.made, self.pause, self.look = [], pause, look or (lambda: None)
+
+    def __enter__(self):
+        _listening.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _listening.remove(self)
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace in ("c10d", "_c10d_functional"):
-            operator = function.__name__.split(".")[0]
-            name = next((word for part, word in _CALLS.items() if part in operator), None)
-            size = max(map(_bytes_in, args[:2]), default=0)
-            is_note = name in ("send", "recv") and size == notes.LENGTH and args[3] == notes.TAG
-            if name and not is_note:
-                peer = args[2] if name in ("send", "recv") and "any_source" not in operator else None
-                time.sleep(self.pause if name == "send" else 0)
-                self.made.append(Call(name, size, peer, time.monotonic()))
+        self.hear(function, args)
         return function(*args, **kwargs or {})
+
+    def hear(self, function, args):
+        if function.namespace not in ("c10d", "_c10d_functional"):
+            return
+        operator = function.__name__.split(".")[0]
+        name = next((word for part, word in _CALLS.items() if part in operator), None)
+        size = max(map(_bytes_in, args[:2]), default=0)
+        is_note = name in ("send", "recv") and size == notes.LENGTH and args[3] == notes.TAG
+        if name and not is_note:
+            peer = args[2] if name in ("send", "recv") and "any_source" not in operator else None
+            if name != "recv":
+                time.sleep(self.pause)
+                self.look()
+            self.made.append(Call(name, size, peer, time.monotonic()))
 
     def sent(self) -> float:
         """Bytes that a ring sends for these calls, the mean over the ranks where a collective has a root."""
         world_size = dist.get_world_size()
         rounds = {"send": world_size / (world_size - 1), "recv": 0, "all_reduce": 2} if world_size > 1 else {}
         return sum(rounds.get(call.name, 1) * call.bytes * (world_size - 1) / world_size for call in self.made)
+
+
+_listening: list = []  # Calls that are open
+
+
+class _InThread(TorchDispatchMode):
+    """Tells all open Calls what another thread asks for: a dispatch mode is its own thread's alone."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for calls in list(_listening):
+            calls.hear(function, args)
+        return function(*args, **kwargs or {})
+
+
+def listen_in_threads():
+    """Threads that this process starts from now on are heard, too."""
+
+    def begins(*event):
+        sys.setprofile(None)  # its first event is enough
+        _InThread().__enter__()
+
+    threading.setprofile(begins)
 
 
 def _bytes_in(value):

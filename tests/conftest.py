@@ -28,8 +28,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "thorough: runs with --thorough and --thorough-only alone, since it takes long")
     config.addinivalue_line("markers", "step(number, points, stuck, left, raised): a check that earns points in an "
                             "assignment. What to look at if ranks wait for each other (stuck), or for one that has "
-                            "returned (left), or if a line of the file raised (raised). cap: the most that the step "
-                            "earns if this check fails")
+                            "returned (left), or if a line of the file raised (raised)")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -277,7 +277,7 @@ def test_the_nursery_may_die_between_tests(messages):
     """A kill that shows late is not charged to the next tests."""
     reference, check = submissions.spliced(COLLECTIVES, {}), "test_broadcast_returns_its_tensor"
     assert messages(COLLECTIVES, reference, check) == []
-    nursery = the_runner(COLLECTIVES).supervisor.nursery
+    nursery = the_runner(COLLECTIVES).supervisor.nursery.process
     nursery.kill()
     nursery.wait()
     for _ in range(2):

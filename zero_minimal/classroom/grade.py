@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 from zero_minimal.classroom import fence
+from zero_minimal.classroom.accounts import end_all_below
 from zero_minimal.classroom.lessons import HOUSE, LOOK_AT, UNWRITTEN, Lesson, Step, found
 from zero_minimal.classroom.submission import text_of
-from zero_minimal.classroom.supervisor import end_all_below
 
 SECONDS = 120  # for a lesson
 EXTRA = 10.0  # seconds that the tests have after that, to say so themselves
@@ -105,19 +105,16 @@ def _syntax_error(file: Path) -> str:
 class Grades:
     """Points by step. A check may be several tests (worlds of 2 and of 3 ranks): it earns its points if all pass.
 
-    A step that has a function to be written still has 0 points, whatever passes without it. A check may be the step's
-    own point: who fails it has at most `cap` points for the step, whatever else is right.
+    A step that has a function to be written still has 0 points, whatever passes without it, and one whose core has
+    failed only what lesson.toml leaves it.
     """
 
     def __init__(self, lesson: Lesson):
         self.lesson, self.results = lesson, []
-        self.caps: dict[int, float] = {}  # step: the most that it can still earn
         self._said = ""  # the message shown last
 
-    def add(self, step: int, check: str, points: float, passed: bool, message: str = "", cap: float | None = None):
+    def add(self, step: int, check: str, points: float, passed: bool, message: str = "") -> None:
         self.results.append((step, check, points, passed, message))
-        if not passed and cap is not None:
-            self.caps[step] = min(cap, self.caps.get(step, cap))
 
     def fail_all(self, message: str) -> None:
         """No test could run, or none of them any more."""
@@ -133,12 +130,15 @@ class Grades:
         lost = {check for _, check, _, passed, _ in results if not passed}
         earned = {check: points for _, check, points, _, _ in results if check not in lost}
         message = next((message for *_, passed, message in results if not passed), "")
+        most = min([most for check, most in step.core.items() if check in lost], default=step.points)
+        if sum(earned.values()) > most:
+            message += f"\nWhat this step is about is not reached: so it earns {most:g} points at most."
         failed = {earlier: text for earlier, _, _, passed, text in self.results if not passed and earlier < step.number}
         if message and failed and message not in failed.values():
             if "had not come to an end" in message:
                 message = message.split(LOOK_AT)[0]  # it would look for the cause in this step
             message += f"\nThis may come from step {min(failed)}: mend that first."
-        return min(sum(earned.values()), self.caps.get(step.number, step.points)), message
+        return min(most, sum(earned.values())), message
 
     @property
     def score(self) -> float:
@@ -229,7 +229,7 @@ class Reported:
 
     def _add(self, test: str, passed: bool, message: str) -> None:
         worth = self.tests[test]
-        self.grades.add(worth["step"], worth["check"], worth["points"], passed, message, worth["cap"])
+        self.grades.add(worth["step"], worth["check"], worth["points"], passed, message)
         self.done.append(test)
         self.under_way = None
 

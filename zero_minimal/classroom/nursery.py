@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 
+READY = b"ready\n"  # to fork
 LENGTH = 8  # bytes that say how long a message is
 DATA = b"data"  # a rank's question for the secret of its data
 HERE = b"here"  # its rank's first message: it has joined, and no line of the submission has run
@@ -34,7 +35,7 @@ def main(control: socket.socket, settings: dict) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = settings["runs"]
     _get_ready()
     sys.path.append(settings["work"])  # last: a helper file hides no module
-    control.sendall(b"ready\n")
+    control.sendall(READY)
     while True:
         request, descriptors, *_ = socket.recv_fds(control, 2**16, 2)
         if not request:
@@ -78,6 +79,7 @@ def _fork(setup: dict, line: int, stacks: int) -> int:
 
 def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
     """What a rank does: join, get its work, do it, answer, and wait until every rank is done."""
+    import checks
     import torch.distributed as dist
     import toys
 
@@ -85,6 +87,7 @@ def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
     from zero_minimal.foundations import failures, joining, notes
 
     fence.end_with_parent()
+    checks.listen_in_threads()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     folder = f"{setup['folder']}/{setup['rank']}"
     os.makedirs(folder)

@@ -22,9 +22,10 @@ from pathlib import Path
 import cloudpickle
 
 from zero_minimal.classroom import results
+from zero_minimal.classroom.accounts import end_all_below, held_by, lives, sent_by
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import Lesson
-from zero_minimal.classroom.nursery import DATA, HERE, LENGTH
+from zero_minimal.classroom.nursery import DATA, HERE, LENGTH, READY
 from zero_minimal.classroom.staging import stage
 from zero_minimal.foundations.failures import GRACE, Failure, raise_first
 
@@ -47,6 +48,7 @@ class Account:
 class Ward:
     """A rank, as the judge sees it."""
 
+    nursery: "Nursery"
     process: int | None  # None once it is known to have ended
     line: socket.socket
     stacks: int  # a pipe
@@ -76,6 +78,18 @@ class Ward:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process, number)
 
+    def ended(self) -> int | None:
+        """Its exit code, once it has ended or was killed."""
+        code, self.process = self.nursery.ended(self.process) if self.process else None, None
+        return code
+
+    def close(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.line.close()
+        os.close(self.stacks)
+        if self.nursery.lives():
+            self.ended()
+
     def begin(self, work: bytes) -> None:
         self.sent_before, self.held_before = sent_by(self.process), held_by(self.process)
         self._send(work)
@@ -100,66 +114,49 @@ class Ward:
         return Account(sent, None if self.held_before is None else self.most - self.held_before)
 
 
-class Supervisor:
-    """Runs functions on ranks that hold a submission. Close it: it has a process and a folder."""
+class Nursery:
+    """The judge's handle of a nursery.
 
-    def __init__(self, lesson: Lesson, submission: Path):
-        self.lesson, self.submission = lesson, submission
-        self.folder = tempfile.TemporaryDirectory(prefix="grading-")
-        self.places = stage(lesson, submission, Path(self.folder.name))
-        self.nursery: subprocess.Popen | None = None
-        self.number, self.accounts, self.left = 0, [], 0
-        self.secrets, self.data_secrets = ({rank: secrets.randbelow(2**40) for rank in range(16)} for _ in range(2))
+    hash_seed: Python's, in it and all that it forks; None for one by chance.
+    """
 
-    def run(self, function, world_size: int, *args, timeout: float, counted: bool = False) -> list:
-        """function(*args) on each of world_size new ranks; their results, rank 0's first.
-
-        counted: `accounts` are then what the kernel counted.
-
-        Raises: RankError and TimeoutError as `foundations.ranks.run`; ChildProcessError if the nursery was ended.
-        """
-        work, wards = cloudpickle.dumps((function, args)), []
-        self._start()
-        self.number += 1
-        folder = f"{self.places['runs']}/{self.number}"
-        try:
-            for rank in range(world_size):
-                wards.append(self._fork(dict(rank=rank, world_size=world_size, timeout=timeout, folder=folder,
-                                             secret=self.secrets[rank])))
-            return self._gather(wards, work, timeout, counted)
-        finally:
-            self._end(wards)
-
-    def close(self) -> None:
-        if self.nursery:
-            end_all_below(self.nursery.pid)
-            self.nursery.kill()
-            self.nursery.wait()
-            self.control.close()
-            self.nursery = None
-        self.folder.cleanup()
-
-    # -------------------------------------------------------------------------------------------------- the nursery
-
-    def _start(self) -> None:
-        if self.nursery and self.nursery.poll() is None:
-            return
+    def __init__(self, places: dict, hash_seed: int | None = None):
         self.control, theirs = socket.socketpair()
-        house = self.places["house"]
         environment = {name: os.environ[name] for name in KEPT if name in os.environ} | {
-            "PYTHONPATH": house, "PYTHONDONTWRITEBYTECODE": "1", "HOME": self.places["runs"],
-            "TMPDIR": self.places["runs"], "OMP_NUM_THREADS": "1"}
+            "PYTHONPATH": places["house"], "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
+            "HOME": places["runs"], "TMPDIR": places["runs"]}
+        if hash_seed is not None:
+            environment["PYTHONHASHSEED"] = str(hash_seed)
         self.printed = tempfile.TemporaryFile()
-        self.nursery = subprocess.Popen(
-            [sys.executable, "-m", "zero_minimal.classroom.nursery", str(theirs.fileno()), json.dumps(self.places)],
-            cwd=house, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self.printed,
-            stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "zero_minimal.classroom.nursery", str(theirs.fileno()), json.dumps(places)],
+            cwd=places["house"], env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            stdout=self.printed, stderr=subprocess.STDOUT)
         theirs.close()
+
+    def wait_until_ready(self) -> None:
         self.control.settimeout(START)
-        if self.control.makefile().readline() != "ready\n":
+        if self.control.recv(100) != READY:
             self.printed.seek(0)
             raise RuntimeError(f"no ranks can be started:\n{self.printed.read().decode(errors='replace')[-3000:]}")
         self.control.settimeout(ANSWER)
+
+    def lives(self) -> bool:
+        return self.process.poll() is None
+
+    def fork(self, setup: dict) -> Ward:
+        ours, theirs = socket.socketpair()
+        stacks, writes = os.pipe()
+        os.set_blocking(stacks, False)
+        try:
+            return Ward(self, self._ask({"start": setup}, theirs.fileno(), writes), ours, stacks)
+        finally:
+            theirs.close()
+            os.close(writes)
+
+    def ended(self, process: int) -> int:
+        """The exit code of a process of its own that has ended, or was killed."""
+        return self._ask({"ended": process})
 
     def _ask(self, request: dict, *descriptors: int):
         try:
@@ -168,37 +165,68 @@ class Supervisor:
         except OSError:
             answer = b""
         if not answer.endswith(b"\n"):
-            self.nursery.kill()
-            self.nursery.wait()
+            self.close()
             raise ChildProcessError("a process of the grader's was killed while this test ran")
         return json.loads(answer)
 
-    def _fork(self, setup: dict) -> Ward:
-        ours, theirs = socket.socketpair()
-        stacks, writes = os.pipe()
-        os.set_blocking(stacks, False)
+    def close(self) -> None:
+        end_all_below(self.process.pid)
+        self.process.kill()
+        self.process.wait()
+        self.control.close()
+        self.printed.close()
+
+
+class Supervisor:
+    """Runs functions on ranks that hold a submission. Close it: it has processes and a folder."""
+
+    def __init__(self, lesson: Lesson, submission: Path):
+        self.folder = tempfile.TemporaryDirectory(prefix="grading-")
+        self.places = stage(lesson, submission, Path(self.folder.name))
+        self.nursery: Nursery | None = None
+        self.number, self.accounts, self.left = 0, [], 0
+        self.secrets, self.data_secrets = ({rank: secrets.randbelow(2**40) for rank in range(16)} for _ in range(2))
+
+    def run(self, function, world_size: int, *args, timeout: float, fresh: bool = False, counted: bool = False) -> list:
+        """function(*args) on each of world_size new ranks; their results, rank 0's first.
+
+        fresh: each rank from a nursery of its own, with another seed of Python's hashes; others share one.
+        counted: `accounts` are then what the kernel counted.
+        Raises: RankError and TimeoutError as `foundations.ranks.run`; ChildProcessError if a nursery was ended.
+        """
+        work, wards = cloudpickle.dumps((function, args)), []
+        nurseries = self._nurseries(world_size, fresh)
+        self.number += 1
+        folder = f"{self.places['runs']}/{self.number}"
         try:
-            return Ward(self._ask({"start": setup}, theirs.fileno(), writes), ours, stacks)
+            for rank, nursery in enumerate(nurseries):
+                wards.append(nursery.fork(dict(rank=rank, world_size=world_size, timeout=timeout, folder=folder,
+                                               secret=self.secrets[rank])))
+            return self._gather(wards, work, timeout, counted)
         finally:
-            theirs.close()
-            os.close(writes)
-
-    def _end(self, wards: list[Ward]) -> None:
-        for ward in wards:
-            ward.signal(signal.SIGKILL)
-            ward.line.close()
-            os.close(ward.stacks)
-        if self.nursery.poll() is None:
             for ward in wards:
-                self._ended(ward)
-            self.left = end_all_below(self.nursery.pid)
+                ward.close()
+            self.left = sum(end_all_below(nursery.process.pid) for nursery in set(nurseries) if nursery.lives())
+            for nursery in nurseries if fresh else ():
+                nursery.close()
 
-    def _ended(self, ward: Ward) -> int | None:
-        """The exit code of a rank that has ended, or was killed."""
-        code, ward.process = self._ask({"ended": ward.process}) if ward.process else None, None
-        return code
+    def _nurseries(self, world_size: int, fresh: bool) -> list[Nursery]:
+        """One for each rank."""
+        if fresh:
+            nurseries = [Nursery(self.places, hash_seed=rank + 1) for rank in range(world_size)]
+        else:
+            if self.nursery and self.nursery.lives():
+                return [self.nursery] * world_size
+            self.nursery = Nursery(self.places)
+            nurseries = [self.nursery] * world_size
+        for nursery in dict.fromkeys(nurseries):
+            nursery.wait_until_ready()
+        return nurseries
 
-    # ---------------------------------------------------------------------------------------------------- the ranks
+    def close(self) -> None:
+        if self.nursery:
+            self.nursery.close()
+        self.folder.cleanup()
 
     def _gather(self, wards: list[Ward], work: bytes, timeout: float, counted: bool) -> list:
         """One answer a rank, or the failure that came first."""
@@ -236,7 +264,7 @@ class Supervisor:
             while lives(ward.process) and time.monotonic() < until:
                 time.sleep(0.005)
             ward.signal(signal.SIGKILL)
-            failures[rank] = Failure.of_death(self._ended(ward))
+            failures[rank] = Failure.of_death(ward.ended())
             return
         if message is None:
             return
@@ -281,53 +309,3 @@ def _where_they_stand(wards: list[Ward], late: list[int], timeout: float) -> str
             stack = os.read(wards[rank].stacks, STACK)
         lines.append(f"\nrank {rank} stands here (innermost first):\n{stack.decode(errors='replace').rstrip()}")
     return "\n".join(lines)
-
-
-# -------------------------------------------------------------------------------------------------- the kernel's word
-
-
-def sent_by(process: int) -> int | None:
-    """Bytes that a process has written so far, by whichever of its threads and wherever to."""
-    return _figure(f"/proc/{process}/io", "wchar:")
-
-
-def held_by(process: int) -> int | None:
-    """Bytes of memory that are a process's own now: what it allocated by whatever means, not the files it maps."""
-    anonymous = _figure(f"/proc/{process}/status", "RssAnon:")
-    return None if anonymous is None else 1024 * (anonymous + _figure(f"/proc/{process}/status", "RssShmem:"))
-
-
-def _figure(file: str, label: str) -> int | None:
-    with contextlib.suppress(OSError), open(file) as lines:
-        for line in lines:
-            if line.startswith(label):
-                return int(line.split()[1])
-    return None
-
-
-def end_all_below(process: int) -> int:
-    """Kill all that descends from a process, until none is left. Returns how many there were."""
-    ended, until = set(), time.monotonic() + 5
-    while (found := [child for child in descendants(process) if lives(child)]) and time.monotonic() < until:
-        for child in found:
-            with contextlib.suppress(OSError):
-                os.kill(child, signal.SIGKILL)
-        ended |= set(found)
-        time.sleep(0.01)
-    return len(ended)
-
-
-def descendants(process: int) -> list[int]:
-    """Children of a process, their children, and so on. (Linux only: elsewhere none is seen.)"""
-    found = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{process}/task"):
-            with open(f"/proc/{process}/task/{task}/children") as listed:
-                found += map(int, listed.read().split())
-    return found + [below for child in found for below in descendants(child)]
-
-
-def lives(process: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{process}/stat") as status:
-        return status.read().rpartition(")")[2].split()[0] != "Z"
-    return False
