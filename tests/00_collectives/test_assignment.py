@@ -39,8 +39,15 @@ def near(one, other):
 @contextlib.contextmanager
 def only_messages(pause=0.0):
     """Context in a rank; the calls that are made in it must be send and receive, or it fails."""
+    before = checks.written_bytes()
     with checks.Calls(pause) as calls:
         yield calls
+    written = checks.written_bytes() - before
+    asked = sum(call.bytes for call in calls.made if call.name == "send")
+    assert written <= asked + 256 * len(calls.made) + 64, (  # gloo's own words: some dozen bytes a message
+        f"this rank wrote {written} bytes, as the kernel counts, and its {len(calls.made)} calls of send and receive "
+        f"asked for {asked}: all that travels must be sent and received by them"
+    )
     others = sorted({call.name for call in calls.made} - {"send", "recv", "barrier"})
     assert not others, (
         f"it calls torch's own {' and '.join(others)}, and this lesson is about what is inside: build it from send and "
