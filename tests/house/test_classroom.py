@@ -285,23 +285,6 @@ def test_the_nursery_may_die_between_tests(messages):
         assert messages(COLLECTIVES, reference, check) == []
 
 
-@on_linux
-def test_tests_go_on_when_the_graders_process_is_killed(tmp_path):
-    """What came before counts, and what comes after is looked at."""
-    file = tmp_path / "mine.py"
-    killing = """
-        if part.dtype == torch.int64 and world_size == 4:
-            grader = os.pidfd_open(multiprocessing.parent_process().pid)
-            signal.pidfd_send_signal(grader, signal.SIGKILL)
-        """
-    code = submissions.mistakes(COLLECTIVES).all_gather(after=killing)
-    file.write_text(submissions.spliced(COLLECTIVES, code, top="import multiprocessing\nimport os\nimport signal\n"))
-    grades = Grades(COLLECTIVES)
-    grader.grade(COLLECTIVES, file, grades, only="all_gather_of_other or in_a_group")
-    assert [grades.of(step)[0] for step in COLLECTIVES.steps] == [4, 3, 3, 3, 2]
-    assert "the grader's own process was brought down while this test ran" in grades.of(COLLECTIVES.steps[2])[1]
-
-
 def test_points_are_as_announced():
     """The marks of a lesson's tests add up to the points of its steps."""
     for lesson in LESSONS.values():
