@@ -26,13 +26,46 @@ def ring(assignment):
 
 
 def numbers(rank, size, dtype=torch.float32):
-    """What a rank holds: any rank can compute it."""
-    return torch.randn(size, generator=torch.Generator().manual_seed(13 * rank + size)).mul(100).to(dtype)
+    """What a rank holds: any rank can compute it. Whole numbers have 60 bits, more than any float has."""
+    generator = torch.Generator().manual_seed(13 * rank + size)
+    if not dtype.is_floating_point:
+        return torch.randint(-(2**59), 2**59, (size,), generator=generator, dtype=dtype)
+    return torch.randn(size, generator=generator, dtype=torch.float64).mul(100).to(dtype)
 
 
 def near(one, other):
-    """Equal up to the rounding of a few additions in another order."""
-    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-3)
+    """Equal up to the rounding of a few additions in another order, in their own dtype; whole numbers exactly."""
+    if one.shape != other.shape or one.dtype != other.dtype or not one.is_floating_point():
+        return torch.equal(one, other)
+    digits = torch.finfo(one.dtype).eps
+    return torch.allclose(one, other, rtol=100 * digits, atol=10_000 * digits)
+
+
+KINDS = (torch.float64, torch.int64)
+
+
+def assert_kind(result, wanted, call, rank, world_size):
+    """A result of another dtype than fp32 is the wanted one."""
+    assert_is_tensor(result, call, rank)
+    if result.dtype == wanted.dtype and near(result, wanted):
+        return
+    where = f"{call} of {wanted.dtype} numbers on rank {rank} of {world_size}"
+    assert result.dtype == wanted.dtype, f"{where} gave numbers of {result.dtype}: results have the dtype of the input"
+    assert result.shape == wanted.shape, f"{where} gave {list(result.shape)}, and {list(wanted.shape)} is right"
+    index = int((result - wanted).abs().argmax())
+    assert not near(result.float(), wanted.float()), (
+        f"{where} gave {result[index]} where {wanted[index]} is right: digits are lost, so it was computed in a narrower "
+        "dtype on the way. Work in the tensor's own"
+    )
+    pytest.fail(f"{where} gave {result[index]} at index {index}, and {wanted[index]} is right")
+
+
+def same_memory(one, other):
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+OWN = "a result has memory of its own, with one rank too: who changes it must not change the input"
+AGAIN = ("changed when the function was called again: each call returns new memory")
 
 
 @contextlib.contextmanager
@@ -40,7 +73,7 @@ def only_messages(pause=0.0):
     """Context in a rank; the calls that are made in it must be send and receive, or it fails."""
     with checks.Calls(pause) as calls:
         yield calls
-    others = sorted({call.name for call in calls.made} - {"send", "recv", "barrier"})
+    others = sorted({call.name for call in calls.made} - {"send", "recv"})
     assert not others, (
         f"it calls torch's own {' and '.join(others)}, and this lesson is about what is inside: build it from send and "
         "receive"
@@ -60,6 +93,10 @@ def assert_ring(calls, rank, world_size, messages, size, what, share):
     assert sent == wanted, (
         f"rank {rank} of {world_size} sent {sent} bytes in {what}, in {len(sends)} message{'s' * (len(sends) != 1)}; "
         f"{share} is {wanted} bytes" + (f": {messages} messages of {size}" if wanted and messages > 1 else "")
+    )
+    assert len(sends) == messages, (
+        f"rank {rank} of {world_size} sent {len(sends)} messages in {what}, and {messages} are right, of {size} bytes "
+        "each: one chunk an exchange, in one piece"
     )
 
 
@@ -112,14 +149,29 @@ def test_an_exchange_is_one_message(ring):
         assert_ring(calls, rank, 3, 1, 4 * LARGE, "exchange", "one tensor")
 
 
-def in_a_group(call):
-    """call(group, the tensor [6] of a rank) on the two last of three ranks, whose numbers in the group are others."""
-    rank, group = dist.get_rank(), dist.new_group([1, 2])
-    with only_messages():
-        return call(group, numbers(rank, 6)) if rank else None
+MEMBERS = ((1, 2), (0, 2))  # of groups: neighbours, whose numbers in the group are others; and no neighbours
 
 
-GROUP = "here the ring is a group of ranks 1 and 2, which are its ranks 0 and 1: is `group` passed on to every call?"
+def in_groups(call):
+    """call(group, the tensor [6] of a rank) for each group that this rank is in, of three ranks."""
+    results, rank = [], dist.get_rank()
+    for members in MEMBERS:
+        group = dist.new_group(list(members))
+        if rank in members:
+            with only_messages():
+                results.append(call(group, numbers(rank, 6)))
+    return results
+
+
+def in_group(results):
+    """(members, [result of each]) for each group."""
+    for place, members in enumerate(MEMBERS):
+        # rank 2 is in both groups, the others in one
+        yield members, [results[rank][place if rank == 2 else 0] for rank in members]
+
+
+GROUP = ("here the ring is a group of ranks 1 and 2, and then one of ranks 0 and 2, which are its ranks 0 and 1: is "
+         "`group` passed on to every call?")
 
 
 def exchange_in_group(ring):
@@ -128,17 +180,18 @@ def exchange_in_group(ring):
         ring.exchange(tensor, incoming, group)
         return incoming
 
-    return in_a_group(call)
+    return in_groups(call)
 
 
-@pytest.mark.step(1, points=4, stuck="here the ring is a group of ranks 1 and 2, which are its ranks 0 and 1: send and "
-                  "receive take global ranks, and _global() gives them")
+NAMES = "send and receive take global ranks, and _global() gives them"
+
+
+@pytest.mark.step(1, points=4, stuck=f"{GROUP.split(': is')[0]}: {NAMES}", raised=f"{GROUP.split(': is')[0]}: {NAMES}")
 def test_exchange_in_a_group(ring):
-    _, one, two = toys.run(exchange_in_group, 3, ring)
-    assert torch.equal(one, numbers(2, 6)) and torch.equal(two, numbers(1, 6)), (
-        "in a group of ranks 1 and 2 they did not receive each other's tensor: send and receive take global ranks, and "
-        "_global() gives them"
-    )
+    for members, (one, two) in in_group(toys.run(exchange_in_group, 3, ring)):
+        assert torch.equal(one, numbers(members[1], 6)) and torch.equal(two, numbers(members[0], 6)), (
+            f"in a group of ranks {members[0]} and {members[1]} they did not receive each other's tensor: {NAMES}"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- step 2: reduce-scatter

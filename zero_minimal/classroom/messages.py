@@ -53,7 +53,8 @@ def _stuck(text: str, path: str) -> str:
     if done:
         lines.append(f"    {listed(done)} had returned, and waited for nobody")
     if any(place.startswith(AT) for place in places):
-        lines.append("    A rank that stood at a line did not wait: is that a loop that never ends?")
+        lines.append("    A rank that stood at a line waited for nobody: it is slow (a sleep, work on single "
+                     "elements), or in a loop that never ends")
     return "\n".join(lines)
 
 
@@ -64,11 +65,12 @@ def listed(ranks) -> str:
 
 
 def hint(error: Exception, words: str, hints: dict) -> str:
-    """What to look at, if one of a test's hints fits: `left` when ranks wait for one that has returned, `stuck` when
-    they wait for each other, or failed because of another, `raised` when the file's own line raised."""
+    """What to look at, if one of a test's hints fits: `left` when ranks wait to receive from one that has returned,
+    `stuck` when they wait for each other, or failed because of another, `raised` when the file's own line raised."""
     if isinstance(error, TimeoutError):
         loops, waits = f" {AT} " in words, " waited " in words
-        found = "" if loops or not waits else "left" if "had returned" in words and "left" in hints else "stuck"
+        left = "had returned" in words and "waited in send" not in words and "left" in hints
+        found = "" if loops or not waits else "left" if left else "stuck"
     elif Mismatch.__name__ in words:
         found = "left" if "has finished" in words and "left" in hints else "stuck"
     else:
