@@ -11,6 +11,7 @@ from zero_minimal.foundations.ranks import RankError
 
 _RANK = re.compile(r"^rank (\d+) stands here", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_SENDS = re.compile(r" waited .*\bsend")
 _WAITS = re.compile(r"\b(wait|recv|send|synchronize)\(")  # in C: the stack has no frame of it
 _GLOO = re.compile(r"\[[^\]\[]*\.(?:cc|h):\d+\] *")  # where gloo's own source says so
 AT = "stood"  # a rank that computes
@@ -69,7 +70,7 @@ def hint(error: Exception, words: str, hints: dict) -> str:
     `stuck` when they wait for each other, or failed because of another, `raised` when the file's own line raised."""
     if isinstance(error, TimeoutError):
         loops, waits = f" {AT} " in words, " waited " in words
-        left = "had returned" in words and "waited in send" not in words and "left" in hints
+        left = "had returned" in words and "left" in hints and not _SENDS.search(words)
         found = "" if loops or not waits else "left" if left else "stuck"
     elif Mismatch.__name__ in words:
         found = "left" if "has finished" in words and "left" in hints else "stuck"
