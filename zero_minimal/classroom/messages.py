@@ -67,11 +67,13 @@ def listed(ranks) -> str:
 
 def hint(error: Exception, words: str, hints: dict) -> str:
     """What to look at, if one of a test's hints fits: `left` when ranks wait to receive from one that has returned,
-    `stuck` when they wait for each other, or failed because of another, `raised` when the file's own line raised."""
+    `unsent` when they wait to receive, and none to send, `stuck` when they wait for each other, or failed because of
+    another, `raised` when the file's own line raised."""
     if isinstance(error, TimeoutError):
-        loops, waits = f" {AT} " in words, " waited " in words
-        left = "had returned" in words and "left" in hints and not _SENDS.search(words)
-        found = "" if loops or not waits else "left" if left else "stuck"
+        loops, waits, sends = f" {AT} " in words, " waited " in words, _SENDS.search(words)
+        left = "had returned" in words and not sends and "left" in hints
+        unsent = " waited in recv" in words and not sends and "unsent" in hints
+        found = "" if loops or not waits else "left" if left else "unsent" if unsent else "stuck"
     elif Mismatch.__name__ in words:
         found = "left" if "has finished" in words and "left" in hints else "stuck"
     else:
