@@ -144,8 +144,8 @@ def _fixed(schedule, optimizer, step):
     """A scheduler that stays at what the schedule gives in this step."""
     scheduler = schedule(optimizer)
     scheduler.lr_lambdas = [lambda _, rate=rate: rate(step) for rate in scheduler.lr_lambdas]
-    scheduler.last_epoch = -1
-    scheduler.step()
+    for group, base, rate in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = base * rate(step)
     return scheduler
 
 

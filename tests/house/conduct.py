@@ -26,6 +26,13 @@ WRONG = {
         r"(?s)rank 0 waited in wait, at line \d+ of assignment.py \(step\): pending.wait\(\)"
         r".*rank 1 stood at line \d+ of assignment.py \(step\): while True: pass",
         in_step("while True: pass", rank=1), hangs=True),
+    "is slow on one rank": caught(
+        r"(?s)rank 1 stood at line \d+ of assignment.py \(step\): import time; time.sleep\(99\)"
+        r".*waited for nobody: it is slow .* or in a loop",
+        in_step("import time; time.sleep(99)", rank=1), hangs=True),
+    "has not finished a branch": caught(
+        r"rank 1: a branch is not finished: line \d+ in step raises NotImplementedError \(later\)$",
+        in_step("raise NotImplementedError('later')", rank=1)),
     "one rank calls another collective": caught(
         r"(?s)had not come to an end.*rank 0 waited in all_reduce, at line \d+|it raised RuntimeError",
         in_step("torch.distributed.all_reduce(torch.zeros(1))", rank=0), hangs=True),

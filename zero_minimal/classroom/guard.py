@@ -17,6 +17,7 @@ import contextlib
 import errno
 import gc
 import os
+import re
 import resource
 import sys
 import tempfile
@@ -42,6 +43,9 @@ PROCESS_EVENTS = {
 WRITE_EVENTS = {"os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 OURS = os.path.join(os.path.realpath(HOUSE), "")  # where this runs
+
+
+_HOLE = re.compile(r"step (\d+): (\w+)")  # what the starter raises
 
 
 class Fault(RuntimeError):
@@ -208,7 +212,10 @@ def in_words(error: BaseException, path: str) -> str:
     own = [frame for frame in frames if frame.filename == path]
     text = str(error).strip()
     if isinstance(error, NotImplementedError) and own:
-        return unwritten(text.split(": ")[-1], text.split(":")[0].removeprefix("step "), own[-1].lineno)
+        if hole := _HOLE.fullmatch(text):
+            return unwritten(hole[2], hole[1], own[-1].lineno)
+        return (f"a branch is not finished: line {own[-1].lineno} in {own[-1].name} raises NotImplementedError"
+                + f" ({text[:LONG]})" * bool(text))
     if isinstance(error, AssertionError) and not own:
         return text.split("\nassert ")[0]
     where = ""
