@@ -475,6 +475,15 @@ WRONG = {
                 return
             """), hangs=True),
 }
+WRONG |= {  # the same, where the kernel counts
+    "P_os in disguise, to the kernel": Wrong(
+        1, "test_the_kernel_counts_a_backward", r"rank \d holds up to \d+.\d MB, as the kernel counts, and P_os\+g", LATE),
+    "the whole optimizer state, to the kernel": Wrong(
+        2, "test_the_kernel_counts_a_step", r"rank \d holds up to \d+.\d MB, as the kernel counts", WHOLE_STATE),
+    "whole gradients between micro-batches, to the kernel": Wrong(
+        3, "test_the_kernel_counts_micro_batches", r"rank \d holds up to \d+.\d MB, as the kernel counts",
+        {"Stage2.no_sync": "def no_sync(self):\n    return self.backward.accumulate()"}),
+}
 
 RIGHT = {
     "the parts of these mistakes": bucket_complete() | wait() | step() | zero_grad() | clip_grad_norm_(),
