@@ -42,7 +42,7 @@ def narrow(values, *factors):
     """"float16" or "bfloat16" if (nearly) all of these numbers, or `factors` times them, have no more than 16 bits;
     else ""."""
     values = values[(values != 0) & values.isfinite()].double()
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in (torch.bfloat16, torch.float16):  # what fits the first mostly fits the second
         for factor in (1, *factors):
             scaled = factor * values
             # what is computed in fp32 from 16-bit numbers is one of them up to fp32's rounding

@@ -458,7 +458,7 @@ def assert_stepped(results, mean, world_size, make=model):
 
 def narrowed(changed, one, other):
     """"float16" or "bfloat16", if what changed has no more than 16 bits, on this rank or on the other."""
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in (torch.bfloat16, torch.float16):
         fits = (one.to(dtype).float() == one) | (other.to(dtype).float() == other)
         if changed.sum() > 50 and fits[changed].float().mean() > differences.MOST:
             return str(dtype).removeprefix("torch.")

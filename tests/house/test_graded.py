@@ -75,8 +75,8 @@ def test_what_is_missing_in_shards_is_named():
     place = int((parts[1] == 93).nonzero())
     parts[1][place] = 93.4
     assert differences.in_shards(parts, wanted, elements, 0.01) == (
-        "1 of 281 elements are on no rank, in layers.0.bias. For example layers.0.bias[1] must be 93; the nearest number "
-        "that belongs to no element is 93.4, on rank 1")
+        "1 of 294 elements are on no rank, in layers.0.bias. For example layers.0.bias[1] must be 93; the nearest "
+        "number that belongs to no element is 93.4, on rank 1")
 
 
 def test_numbers_of_16_bits_are_recognized():
