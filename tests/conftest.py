@@ -27,8 +27,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "thorough: runs with --thorough and --thorough-only alone, since it takes long")
     config.addinivalue_line("markers", "step(number, points, stuck, left, raised): a check that earns points in an "
-                            "assignment. What to look at if ranks wait for each other (stuck), or for one that has "
-                            "returned (left), or if a line of the file raised (raised)")
+                            "assignment. What to look at if ranks wait for each other (stuck), for one that has "
+                            "returned (left), for what nobody sends (unsent), or if a line of the file raised (raised)")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -90,6 +90,22 @@ WRONG = {
         1, "test_neighbours_exchange",
         r"(?s)ranks 0, 1 and 2 stood at line \d+ of assignment.py \(exchange\): while True: pass\n    A rank .*loop",
         exchange(send="while True: pass"), 3, True),
+    "changes what it has sent": Wrong(
+        1, "test_neighbours_exchange", r"exchange changed `outgoing` on rank 0",
+        exchange(wait="sending.wait()\noutgoing.zero_()"), 3),
+    "meets the others at a barrier": Wrong(
+        1, "test_neighbours_exchange", r"it calls torch's own barrier",
+        exchange(wait="sending.wait()\ndist.barrier()"), 3),
+    "sends in two messages": Wrong(
+        1, "test_an_exchange_is_one_message", r"rank 0 of 3 sent 2 messages in exchange, and 1 are right, of 1048576 b",
+        exchange(send=f"sendings = [dist.isend(part, {RIGHT_ONE}, group=group) for part in outgoing.chunk(2)]",
+                 receive=f"for part in incoming.chunk(2):\n    dist.recv(part, {LEFT_ONE}, group=group)",
+                 wait="for sending in sendings:\n    sending.wait()")),
+    "takes it that the ranks of a group are neighbours": Wrong(
+        1, "test_exchange_in_a_group", r"(?s)a group of ranks 1 and 2.*_global\(\) gives them",
+        exchange(send="first = dist.get_rank() - rank\n"
+                      "sending = dist.isend(outgoing, first + (rank + 1) % world_size, group=group)",
+                 receive="dist.recv(incoming, first + (rank - 1) % world_size, group=group)"), hangs=True),
     "takes its rank in the world for that in the group": Wrong(
         2, "test_reduce_scatter_in_a_group",
         r"it raised IndexError(?s:.*)To look at: .*is `group` passed on to every call",
@@ -136,8 +152,30 @@ WRONG = {
             sending.wait()
             """, add="chunks[rank] = chunks[rank] + incoming"), 3),
     "computes in fp32 whatever comes": Wrong(
-        2, "test_reduce_scatter_of_other_kinds", r"reduce_scatter of a torch.float64 tensor gave .*torch.float32",
+        2, "test_reduce_scatter_of_other_kinds", r"of torch.float64 numbers on .* gave numbers of torch.float32",
         reduce_scatter(start="tensor.float().clone().view(world_size, -1)"), 3),
+    "computes in fp32, and gives the dtype back": Wrong(
+        2, "test_reduce_scatter_of_other_kinds",
+        r"reduce_scatter of torch.float64 numbers on rank 0 of 3 gave .* digits are lost, so it was computed in a narr",
+        reduce_scatter(start="tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)"
+                             ".view(world_size, -1)",
+                       result="chunks[rank].to(tensor.dtype)"), 3),
+    "adds whole numbers as floats": Wrong(
+        2, "test_reduce_scatter_of_other_kinds", r"reduce_scatter of torch.int64 numbers on rank 0 of 3 gave .* digits",
+        reduce_scatter(start="tensor.clone().double().view(world_size, -1)",
+                       result="chunks[rank].to(tensor.dtype)"), 3),
+    "returns its input when it is alone": Wrong(
+        2, "test_reduce_scatter_of_other_kinds", r"reduce_scatter gave its input's own memory back on rank 0 of 1: a",
+        reduce_scatter(start="(tensor.clone() if world_size > 1 else tensor).view(world_size, -1)"), 1),
+    "returns the same memory each time": Wrong(
+        2, "test_reduce_scatter_leaves_its_input", r"what reduce_scatter had returned on rank 0 changed when the",
+        reduce_scatter(result="dist.__dict__.setdefault('kept', chunks[rank].clone()).copy_(chunks[rank])")),
+    "sends each chunk in two messages": Wrong(
+        2, "test_reduce_scatter_sends_one_chunk_a_step", r"rank 0 of 3 sent 4 messages in reduce_scatter, and 2 are",
+        reduce_scatter(travel="""
+            for half, place in zip(outgoing.tensor_split(2), incoming.tensor_split(2)):
+                exchange(half, place, group)
+            """), 3),
     "gathers in the order of arrival": Wrong(
         3, "test_all_gather_gives_all_parts_in_order", r"gave the parts of ranks 0, 2, 1, and they must be 0, 1, 2",
         all_gather(result="torch.cat([chunks[(rank - step) % world_size] for step in range(world_size)])"), 3),
@@ -165,6 +203,29 @@ WRONG = {
     "gathers into its input": Wrong(
         3, "test_all_gather_gives_all_parts_in_order", r"changed its input on rank 0: write into a new tensor",
         all_gather(after="part.zero_()"), 3),
+    "gathers by torch's own collective": Wrong(
+        3, "test_all_gather_gives_all_parts_in_order", r"it calls torch's own all_gather", {"all_gather": """
+            def all_gather(part, group=None):
+                chunks = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(chunks, part, group=group)
+                return torch.cat(chunks)
+            """}, 3),
+    "gives its input back when it is alone": Wrong(
+        3, "test_all_gather_of_other_kinds", r"all_gather gave its input's own memory back on rank 0 of 1",
+        all_gather(result="chunks.view(-1) if world_size > 1 else part"), 1),
+    "gathers whole numbers as floats": Wrong(
+        3, "test_all_gather_of_other_kinds", r"all_gather of torch.int64 numbers on rank 0 of 4 gave .* digits are los",
+        all_gather(start="torch.empty(world_size, part.numel(), dtype=torch.float64)",
+                   result="chunks.view(-1).to(part.dtype)"), 4),
+    "gathers into the same memory each time": Wrong(
+        3, "test_all_gather_gives_all_parts_in_order", r"what all_gather had returned on rank 0 changed when the func",
+        all_gather(result="dist.__dict__.setdefault('kept', chunks.view(-1).clone()).copy_(chunks.view(-1))"), 3),
+    "passes parts on in two messages": Wrong(
+        3, "test_all_gather_sends_one_part_a_step", r"rank 0 of 3 sent 4 messages in all_gather, and 2 are right",
+        all_gather(travel="""
+            for half, place in zip(outgoing.tensor_split(2), arriving.tensor_split(2)):
+                exchange(half, place, group)
+            """), 3),
     "does not pad": Wrong(
         4, "test_all_reduce_gives_the_sum_of_any_size", r"(?s)it raised .*To look at: N need not divide",
         all_reduce(result="all_gather(reduce_scatter(tensor, group), group)"), 3),
@@ -175,13 +236,46 @@ WRONG = {
         4, "test_all_reduce_gives_the_sum_of_any_size", r"returned \[3\]: 3 does not divide 1, so pad it",
         all_reduce(result="all_gather(reduce_scatter(padded, group), group)"), 3),
     "gathers everything and sums": Wrong(
-        4, "test_all_reduce_sends_twice_a_reduce_scatter", r"sent 3360 bytes in all_reduce, in 2 messages; 2\(N-1\)/N",
+        4, "test_all_reduce_sends_twice_a_reduce_scatter", r"sent 3360 bytes in all_reduce of 420 elements, in 2 mes",
         all_reduce(result="all_gather(padded, group).view(world_size, -1).sum(0)[: tensor.numel()]"), 3),
+    "gathers everything where N does not divide": Wrong(
+        4, "test_all_reduce_sends_twice_a_reduce_scatter", r"rank 0 of 3 sent 808 bytes in all_reduce of 101 elements",
+        all_reduce(result="all_gather(reduce_scatter(padded, group), group) if len(padded) == tensor.numel() or "
+                          "tensor.numel() < 101 else all_gather(tensor, group).view(world_size, -1).sum(0)")),
+    "sums into its input": Wrong(
+        4, "test_all_reduce_gives_the_sum_of_any_size", r"all_reduce of 1 elements changed its input on rank 0 of 3",
+        all_reduce(result="tensor.copy_(all_gather(reduce_scatter(padded, group), group)[: tensor.numel()]).clone()"),
+        3),
+    "sums into the same memory each time": Wrong(
+        4, "test_all_reduce_gives_the_sum_of_any_size", r"what all_reduce had returned on rank 0 of 3 changed when the",
+        {"all_reduce": """
+            def all_reduce(tensor, group=None, kept={}):
+                world_size = dist.get_world_size(group)
+                padded = tensor.new_zeros(-(-tensor.numel() // world_size) * world_size)
+                padded[: tensor.numel()] = tensor
+                total = all_gather(reduce_scatter(padded, group), group)[: tensor.numel()]
+                return kept.setdefault((tensor.numel(), tensor.dtype), total.clone()).copy_(total)
+            """}, 3),
+    "all-reduces by torch's own collective": Wrong(
+        4, "test_all_reduce_gives_the_sum_of_any_size", r"it calls torch's own all_reduce", {"all_reduce": """
+            def all_reduce(tensor, group=None):
+                total = tensor.clone()
+                dist.all_reduce(total, group=group)
+                return total
+            """}, 3),
+    "has nothing to sum when it is alone": Wrong(
+        4, "test_all_reduce_of_other_kinds", r"all_reduce gave its input's own memory back on rank 0 of 1",
+        all_reduce(result="all_gather(reduce_scatter(padded, group), group)[: tensor.numel()] if world_size > 1 else "
+                          "tensor"), 1),
+    "all-reduces in fp32": Wrong(
+        4, "test_all_reduce_of_other_kinds", r"all_reduce of torch.float64 numbers on rank 0 of 3 gave .* digits are",
+        all_reduce(
+            result="all_gather(reduce_scatter(padded.float(), group), group)[: tensor.numel()].to(tensor.dtype)"), 3),
     "all-reduces in the whole world": Wrong(
         4, "test_all_reduce_in_a_group", r"is `group` passed on to every call|had not come to an end",
         all_reduce(result="all_gather(reduce_scatter(padded))[: tensor.numel()]"), hangs=True),
     "broadcasts from the root to each": Wrong(
-        5, "test_broadcast_sends_the_tensor_once", r"rank 1 of 3 sent to rank 0 in broadcast",
+        5, "test_broadcast_sends_the_tensor_once", r"rank 0 of 3 sent to rank 2 in broadcast",
         broadcast(receive="dist.recv(chunk, _global(root, group), group=group)", sends_on="distance == 0", send="""
             for other in range(world_size):
                 if other != root:
@@ -192,6 +286,31 @@ WRONG = {
     "receives all before it sends": Wrong(
         5, "test_broadcast_is_a_pipeline", r"passed nothing on before the root had sent its last chunk",
         broadcast(again="for chunk in tensor.chunk(chunk_count):")),
+    "drops its sends": Wrong(
+        5, "test_broadcast_copies_the_roots_tensor",
+        r"(?s)rank.* waited in recv.*To look at: a send that nobody waits for may be dropped",
+        broadcast(send=f"dist.isend(chunk, {RIGHT_ONE}, group=group)"), 3, True),
+    "broadcasts by torch's own collective": Wrong(
+        5, "test_broadcast_copies_the_roots_tensor", r"it calls torch's own broadcast", {"broadcast": """
+            def broadcast(tensor, root=0, group=None, chunk_count=4):
+                dist.broadcast(tensor, _global(root, group), group=group)
+                return tensor
+            """}, 3),
+    "cuts into more chunks than it was told": Wrong(
+        5, "test_broadcast_sends_the_tensor_once",
+        r"rank 0 of 3 sent 4 messages in broadcast of 10 elements from rank 0 with chunk_count=3: at most so many",
+        broadcast(chunks="tensor.split(max(1, tensor.numel() // chunk_count))")),
+    "sends each chunk twice": Wrong(
+        5, "test_broadcast_sends_the_tensor_once", r"rank 0 of 3 sent 512 bytes in broadcast of 64 elements from rank",
+        broadcast(receive=f"for _ in range(2):\n    dist.recv(chunk, {LEFT_ONE}, group=group)",
+                  send=f"sends += [dist.isend(chunk, {RIGHT_ONE}, group=group) for _ in range(2)]")),
+    "receives numbers of fp32 only": Wrong(
+        5, "test_broadcast_copies_the_roots_tensor", r"it raised|holds \d+ of the root's 10 elements",
+        broadcast(receive=f"""
+            room = torch.empty(chunk.shape)
+            dist.recv(room, {LEFT_ONE}, group=group)
+            chunk.copy_(room)
+            """, send=f"sends.append(dist.isend(chunk.float(), {RIGHT_ONE}, group=group))"), 3),
     "the last rank sends too": Wrong(
         5, "test_broadcast_copies_the_roots_tensor", r"(?s)at line \d+ of assignment.py \(broadcast\).*must not send",
         broadcast(sends_on="world_size > 1"), 3, True),
@@ -203,7 +322,7 @@ WRONG = {
         broadcast(chunks="tensor.clone().chunk(chunk_count)"), 2),
     "broadcasts from rank 0 whoever is the root": Wrong(
         5, "test_broadcast_copies_the_roots_tensor",
-        r"over 2 ranks, root is 1: on rank \d .* holds 0 of the root's 1 element ", broadcast(distance="rank"), 2),
+        r"over 2 ranks, root is 1: on rank \d .* holds 0 of the root's 64 elements ", broadcast(distance="rank"), 2),
     "takes the root for a rank of the world": Wrong(
         5, "test_broadcast_in_a_group", r"root is a rank of the group|had not come to an end",
         broadcast(distance="(dist.get_rank() - root) % world_size")),

@@ -26,6 +26,13 @@ WRONG = {
         r"(?s)rank 0 waited in wait, at line \d+ of assignment.py \(step\): pending.wait\(\)"
         r".*rank 1 stood at line \d+ of assignment.py \(step\): while True: pass",
         in_step("while True: pass", rank=1), hangs=True),
+    "is slow on one rank": caught(
+        r"(?s)rank 1 stood at line \d+ of assignment.py \(step\): import time; time.sleep\(99\)"
+        r".*waited for nobody: it is slow .* or in a loop",
+        in_step("import time; time.sleep(99)", rank=1), hangs=True),
+    "has not finished a branch": caught(
+        r"rank 1: a branch is not finished: line \d+ in step raises NotImplementedError \(later\)$",
+        in_step("raise NotImplementedError('later')", rank=1)),
     "one rank calls another collective": caught(
         r"(?s)had not come to an end.*rank 0 waited in all_reduce, at line \d+|it raised RuntimeError",
         in_step("torch.distributed.all_reduce(torch.zeros(1))", rank=0), hangs=True),
@@ -46,7 +53,7 @@ WRONG = {
     "kills another process": caught(
         r"calls os.kill: a submission may not", in_step("import os; os.kill(os.getppid(), 9)", rank=1)),
     "kills where Python does not see it": caught(
-        r"a process of the grader's was killed while this test ran",
+        r"it did what is denied to a submission .*signal them",
         in_step("import os, signal, time; signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)", "time.sleep(0.5)",
                 rank=1)),
     "calls C": caught(r"calls ctypes.dlopen", in_step("import ctypes; ctypes.CDLL(None).getpid()")),
@@ -59,7 +66,7 @@ WRONG = {
         r"calls subprocess.Popen", in_step("import subprocess; subprocess.Popen(['sleep', '99'])")),
     "forks": caught(r"calls os.fork", in_step("import os; os.fork()")),
     "forks where Python does not see it": caught(
-        r"it left 1 process running",
+        r"it did what is denied to a submission .*it may not start other processes",
         in_step("from multiprocessing import util",
                 "util.spawnv_passfds(b'/bin/sleep', [b'sleep', b'99'], [])", rank=1)),
     "takes all memory": caught(

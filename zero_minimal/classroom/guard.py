@@ -1,25 +1,24 @@
-"""Guard: what a rank watches over while a submission runs in it.
+"""Guard: what a rank watches over while a submission runs in it, to say what went wrong in a learner's words.
 
-The numbers that earn points are taken inside the ranks, where the submission could reach them. So a rank makes sure
-that a submission
+It sees that a submission
 
-- does not use what solves its lesson: modules, neither by import nor by reading them, and single definitions of others;
-- leaves what measures it as it was: the tests, this package, torch.distributed, torch.Tensor, in memory and on disk;
-- starts no other process, signals none, and leaves no thread behind;
-- cannot print or take memory without end.
+- uses what solves its lesson: modules, neither by import nor by reading them, and single definitions of others;
+- replaces what measures it: the tests, this package, torch.distributed, torch.Tensor;
+- starts a process, signals one, or leaves a thread behind;
+- prints or takes memory without end.
 
-It stops what a learner would try. It is no sandbox: a program that attacks the interpreter itself runs with the rights
-of whoever grades it, so strangers' files belong into a container, as on Gradescope.
+It runs in the submission's own process, so whoever attacks it can switch it off, and gains nothing by that: the answers
+are not there (staging.py), the kernel denies the rest (fence.py), and what earns points is judged outside
+(supervisor.py).
 """
 
 import _thread
 import contextlib
-import dataclasses
 import errno
 import gc
 import os
+import re
 import resource
-import signal
 import sys
 import tempfile
 import time
@@ -43,7 +42,10 @@ PROCESS_EVENTS = {
 }
 WRITE_EVENTS = {"os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-OURS = tuple(os.path.join(os.path.realpath(HOUSE), folder, "") for folder in ("zero_minimal", "tests"))
+OURS = os.path.join(os.path.realpath(HOUSE), "")  # where this runs
+
+
+_HOLE = re.compile(r"step (\d+): (\w+)")  # what the starter raises
 
 
 class Fault(RuntimeError):
@@ -70,10 +72,10 @@ def guarded(function, submission):
         except BaseException as error:
             raise Fault(guard.fouls[0] if guard.fouls else in_words(error, submission.path)) from None
         finally:
-            guard.end_children()
+            guard.over = True
         if guard.fouls:
             raise Fault(guard.fouls[0])
-        return plain(result)
+        return result
 
     return in_a_rank
 
@@ -96,25 +98,9 @@ class Guard:
         self.lesson = lesson
         self.fouls: list[str] = []
         self.over = False  # the rest is ours
-        self._hide_forbidden()
         self._threads = _thread._count()
         self._before = _fingerprint()
         sys.addaudithook(self._hook())
-
-    def _hide_forbidden(self) -> None:
-        """Forget modules that solve the lesson, so that an import of them is seen; note their files."""
-        self._files = set()
-        for name in self.lesson.forbidden:
-            package, _, last = name.rpartition(".")
-            sys.modules.pop(name, None)
-            with contextlib.suppress(KeyError, AttributeError):
-                delattr(sys.modules[package], last)
-            folder = os.path.join(os.path.dirname(os.path.dirname(__file__)), *name.split(".")[1:-1])
-            compiled = os.path.join(folder, "__pycache__")
-            files = [os.path.join(folder, last + ".py")]
-            with contextlib.suppress(OSError):
-                files += [os.path.join(compiled, file) for file in os.listdir(compiled) if file.startswith(last + ".")]
-            self._files |= {_identity(file) for file in files} - {None}
 
     def look_at(self, source: str) -> None:
         """Of a module that it may import, it must not use the definitions that it holds itself."""
@@ -124,7 +110,9 @@ class Guard:
 
     def _hook(self):
         """The audit hook. Python offers no way to remove one."""
-        forbidden, files, lesson = set(self.lesson.forbidden), self._files, self.lesson
+        forbidden, lesson = set(self.lesson.forbidden), self.lesson
+        house = os.path.join(lesson.folder.parents[1], "")
+        solved = {os.path.join(place, *name.split(".")) + ".py" for name in forbidden for place in (house, OURS)}
 
         def foul(words):
             self.fouls.append(words)
@@ -135,9 +123,10 @@ class Guard:
                 return
             if event == "import" and args[0] in forbidden:
                 foul(f"it imports {args[0]}, where the work of lesson {lesson.name} is done already")
-            elif event == "open" and _identity(args[0]) in files:
+            elif event == "open" and _real(args[0]) in solved:
                 foul(f"it reads {_name(args[0])}, where the work of lesson {lesson.name} is done already")
-            elif (event == "open" and args[2] & WRITING or event in WRITE_EVENTS) and any(map(_is_ours, args[:2])):
+            elif (event == "open" and args[2] & WRITING or event in WRITE_EVENTS) and any(
+                    _real(path).startswith((house, OURS)) for path in args[:2]):
                 foul(f"it writes to {_name(args[0])}: what measures a submission must stay as it is")
             elif event in PROCESS_EVENTS:
                 foul(f"it calls {event}: a submission may not start other processes, signal them, or call C")
@@ -156,43 +145,15 @@ class Guard:
         else:
             self.fouls.append(f"{_thread._count() - self._threads} of its threads still run when the test is over: "
                               "join them")
-        if children := children_of_this_process():
-            self.fouls.append(f"it left {len(children)} process{'es' * (len(children) > 1)} running")
-
-    def end_children(self) -> None:
-        self.over = True
-        for process in children_of_this_process():
-            with contextlib.suppress(OSError):
-                os.kill(process, signal.SIGKILL)
 
 
-def _identity(path):
-    """What makes a file the same under each of its names; None if there is none."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        status = os.stat(path)
-        return status.st_dev, status.st_ino
-    return None
+def _real(path) -> str:
+    """Where it lies; "" if that is no path."""
+    return os.path.realpath(os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else ""
 
 
 def _name(path) -> str:
     return os.path.basename(os.fsdecode(path)) if isinstance(path, (str, bytes, os.PathLike)) else f"file {path}"
-
-
-def _is_ours(path) -> bool:
-    """Whether it lies in this package or among the tests."""
-    if not isinstance(path, (str, bytes, os.PathLike)):
-        return False
-    return os.path.realpath(os.fsdecode(path)).startswith(OURS)
-
-
-def children_of_this_process() -> set[int]:
-    """Processes that this one has started or adopted. (Linux only: elsewhere none is seen.)"""
-    found = set()
-    with contextlib.suppress(OSError):
-        for task in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{task}/children") as listed:
-                found |= set(map(int, listed.read().split()))
-    return found
 
 
 # ------------------------------------------------------------------------------------------- is everything as it was?
@@ -238,24 +199,7 @@ def _changes(before: dict) -> list[str]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------ results
-
-
-def plain(value):
-    """A result made of plain numbers, text, tensors and containers: nothing of a submission's own leaves its rank."""
-    if value is None or type(value) in (bool, int, float, complex, str, bytes):
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone().as_subclass(torch.Tensor)
-    if isinstance(value, dict):
-        return {plain(key): plain(entry) for key, entry in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(plain, value)) if type(value).__module__ in ("checks", "toys") else tuple(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(plain, value)) if type(value) in (list, tuple) else list(map(plain, value))
-    if dataclasses.is_dataclass(value) and type(value).__module__ in ("checks", "toys"):
-        return type(value)(**{entry.name: plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)})
-    raise TypeError(f"a number or a tensor was expected, and the submission gave a {type(value).__name__}")
+# -------------------------------------------------------------------------------------------------------------- words
 
 
 def unwritten(function: str, step, line: int) -> str:
@@ -268,7 +212,10 @@ def in_words(error: BaseException, path: str) -> str:
     own = [frame for frame in frames if frame.filename == path]
     text = str(error).strip()
     if isinstance(error, NotImplementedError) and own:
-        return unwritten(text.split(": ")[-1], text.split(":")[0].removeprefix("step "), own[-1].lineno)
+        if hole := _HOLE.fullmatch(text):
+            return unwritten(hole[2], hole[1], own[-1].lineno)
+        return (f"a branch is not finished: line {own[-1].lineno} in {own[-1].name} raises NotImplementedError"
+                + f" ({text[:LONG]})" * bool(text))
     if isinstance(error, AssertionError) and not own:
         return text.split("\nassert ")[0]
     where = ""
@@ -279,6 +226,9 @@ def in_words(error: BaseException, path: str) -> str:
         return f"it ended the program: sys.exit({error.code!r}){where}"
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         return f"it printed more than {PRINTED // 2**20} MB: take the prints out of loops{where}"
+    if isinstance(error, PermissionError):
+        return (f"it did what is denied to a submission ({type(error).__name__}: {text[:LONG]}): it may not start "
+                f"other processes or signal them, nor read or write outside of its own folder{where}")
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
         return f"it asked for more than {MEMORY // 10**9} GB of memory{where}"
     if "storage of size 0" in text:

@@ -10,7 +10,8 @@ tests/NN_name/test_assignment.py, where each test says which step it belongs to 
     class        what the tests use: this class of the file                            (default: the file as a module)
     forbidden    more modules that a submission may not import, see below                               (default: none)
     builds_on    lesson files that it may import all the same                                           (default: none)
-    [[steps]]    title, points, and in [steps.tasks] "function" or "Class.method" = what must hold when it returns
+    [[steps]]    title, points, and in [steps.tasks] "function" or "Class.method" = what must hold when it returns;
+                 in [steps.core] check = the most that the step earns without it: what the lesson is about
 
 A submission may import neither the reference nor any lesson file zero_minimal/*.py, and so nothing that imports these.
 Of another module that the lesson takes definitions in from, it may use all but these.
@@ -38,6 +39,7 @@ class Step:
     title: str
     points: float
     tasks: dict[str, str]  # "Class.method" or "function": a comment in the starter
+    core: dict[str, float]  # check: the most that the step earns if it fails
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,11 +109,13 @@ def lesson_files() -> frozenset[str]:
 
 def _step(table: "Table", number: int) -> Step:
     title, points, tasks = table.take("title", str), table.take("points", (int, float)), table.take("tasks", dict)
+    core = Table(dict(table.take("core", dict, {})), f"{table.where}, core")
     table.end()
     if points <= 0:
         raise ValueError(f"{table.where}: points must be above 0, not {points}")
     texts = Table(dict(tasks), f"{table.where}, tasks")
-    return Step(number, title, points, {name: " ".join(texts.take(name, str).split()) for name in tasks})
+    tasks = {name: " ".join(texts.take(name, str).split()) for name in tasks}
+    return Step(number, title, points, tasks, {name: core.take(name, (int, float)) for name in list(core.entries)})
 
 
 KINDS = {str: "text", list: "a list", dict: "a table", (int, float): "a number"}

@@ -11,6 +11,7 @@ from zero_minimal.foundations.ranks import RankError
 
 _RANK = re.compile(r"^rank (\d+) stands here", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_SENDS = re.compile(r" waited .*\bsend")
 _WAITS = re.compile(r"\b(wait|recv|send|synchronize)\(")  # in C: the stack has no frame of it
 _GLOO = re.compile(r"\[[^\]\[]*\.(?:cc|h):\d+\] *")  # where gloo's own source says so
 AT = "stood"  # a rank that computes
@@ -53,7 +54,8 @@ def _stuck(text: str, path: str) -> str:
     if done:
         lines.append(f"    {listed(done)} had returned, and waited for nobody")
     if any(place.startswith(AT) for place in places):
-        lines.append("    A rank that stood at a line did not wait: is that a loop that never ends?")
+        lines.append("    A rank that stood at a line waited for nobody: it is slow (a sleep, work on single "
+                     "elements), or in a loop that never ends")
     return "\n".join(lines)
 
 
@@ -64,11 +66,14 @@ def listed(ranks) -> str:
 
 
 def hint(error: Exception, words: str, hints: dict) -> str:
-    """What to look at, if one of a test's hints fits: `left` when ranks wait for one that has returned, `stuck` when
-    they wait for each other, or failed because of another, `raised` when the file's own line raised."""
+    """What to look at, if one of a test's hints fits: `left` when ranks wait to receive from one that has returned,
+    `unsent` when they wait to receive, and none to send, `stuck` when they wait for each other, or failed because of
+    another, `raised` when the file's own line raised."""
     if isinstance(error, TimeoutError):
-        loops, waits = f" {AT} " in words, " waited " in words
-        found = "" if loops or not waits else "left" if "had returned" in words and "left" in hints else "stuck"
+        loops, waits, sends = f" {AT} " in words, " waited " in words, _SENDS.search(words)
+        left = "had returned" in words and not sends and "left" in hints
+        unsent = " waited in recv" in words and not sends and "unsent" in hints
+        found = "" if loops or not waits else "left" if left else "unsent" if unsent else "stuck"
     elif Mismatch.__name__ in words:
         found = "left" if "has finished" in words and "left" in hints else "stuck"
     else:

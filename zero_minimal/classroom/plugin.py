@@ -1,31 +1,28 @@
 """The grader's part inside pytest: run a lesson's graded tests against a submission, and report each one as it ends.
 
-A line of JSON a test goes to the pipe that --report names: {"test", "step", "points", "passed", "message"}; one
-with "begins" says which test is next, so that the grader knows it should pytest itself be killed.
+Lines of JSON go to the pipe that --report names. The first holds all "tests" and what they are worth; one with "begins"
+says which is next, so that the grader knows it should this process be killed; then {"test", "passed", "message"}.
 """
 
 import ast
-import ctypes
 import json
 import os
-import signal
-import sys
+import re
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from zero_minimal.classroom import messages
-from zero_minimal.classroom.guard import children_of_this_process, guarded, unwritten
+from zero_minimal.classroom.guard import guarded, unwritten
 from zero_minimal.classroom.lessons import UNWRITTEN, found
 from zero_minimal.classroom.starters import functions_of
 from zero_minimal.classroom.submission import Submission
+from zero_minimal.classroom.supervisor import Supervisor
 from zero_minimal.foundations import ranks
 
 PATIENCE = 15.0  # seconds that ranks may take for one test: some 10 times what they need
 LESS_PATIENCE = 3.0  # once a test has run out of time: the learner waits too
-SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 
 
 def pytest_addoption(parser):
@@ -46,38 +43,40 @@ class Runner:
 
     def __init__(self, submission: Submission, seconds: float):
         self.submission, self.until, self.patience = submission, time.monotonic() + seconds, PATIENCE
-        self.ours = None  # processes, once they have started
+        self.supervisor = Supervisor(submission.lesson, Path(submission.path))
 
-    def _start(self) -> None:
-        ranks.run(os.getpid, 1, device="cpu")  # the server that forks ranks is up: what comes later is not ours
-        self.ours = _children()
+    def install(self) -> None:
+        """Into toys, where tests look. The secrets are what random numbers begin from: a rank knows its own alone."""
+        import toys  # conftest has made it importable
 
-    def __call__(self, function, world_size, *args, timeout=float("inf")):
+        toys.runner = self
+        toys.secrets, toys.data_secrets = self.supervisor.secrets, self.supervisor.data_secrets
+
+    @property
+    def accounts(self) -> list:
+        """What the kernel counted in the last run, a rank each."""
+        return self.supervisor.accounts
+
+    def __call__(self, function, world_size, *args, timeout=float("inf"), fresh=False, counted=False):
+        """fresh: each rank is a Python of its own, as under torchrun. counted: `accounts` are made."""
         left = self.until - time.monotonic()
         if left < 1:
             pytest.fail("not looked at: the time for this lesson was used up before", pytrace=False)
-        if self.ours is None or self.ours - _children():
-            self._start()
+        limit = min(timeout, self.patience, left)
         try:
-            limit = min(timeout, self.patience, left)
-            return ranks.run(guarded(function, self.submission), world_size, *args, timeout=limit, device="cpu")
+            found = self.supervisor.run(guarded(function, self.submission), world_size, *args, timeout=limit,
+                                        fresh=fresh, counted=counted)
         except TimeoutError:
-            self.patience = LESS_PATIENCE
+            self.patience = min(LESS_PATIENCE, self.patience)
             raise
-        finally:
-            self._clean_up()
+        except ChildProcessError as error:
+            pytest.fail(f"{error}: a submission may not signal other processes", pytrace=False)
+        if self.supervisor.left:
+            pytest.fail(f"it left {self.supervisor.left} of its processes running", pytrace=False)
+        return found
 
-    def _clean_up(self) -> None:
-        """End what the ranks left behind. Raises: a failure of the test if they ended what is ours."""
-        children = _children()
-        for process in children - self.ours:
-            with suppress(OSError):
-                os.kill(process, signal.SIGKILL)
-                os.waitpid(process, 0)
-        if self.ours - children:
-            self._start()
-            pytest.fail("a process of the grader's was killed while this test ran: a submission may not signal other "
-                        "processes", pytrace=False)
+    def close(self) -> None:
+        self.supervisor.close()
 
 
 def in_words(error: BaseException, path: str, hints: dict) -> str:
@@ -90,28 +89,29 @@ def in_words(error: BaseException, path: str, hints: dict) -> str:
 
 class Grading:
     """Hooks of pytest: only graded tests, each reported as it ends. Once a test finds that a function is not written
-    yet, the other tests of its step are not run: they would say the same."""
+    yet, or two have run out of time at the same line, the others of the step are not run: they would say the same."""
 
     def __init__(self, config):
         self.config, self.submission = config, config.submission
-        self.unwritten = unwritten_steps(self.submission)  # step: message
+        self.over = unwritten_steps(self.submission)  # step: the message of all its tests from now on
+        self.late, self.runner = Late(), None
         self.reports = os.fdopen(config.option.report, "w", buffering=1)
 
     def pytest_collection_modifyitems(self, items):
-        items[:] = [item for item in items if item.get_closest_marker("step")]
+        graded = [item for item in items if item.get_closest_marker("step")]
+        items[:] = sorted(graded, key=lambda item: item.get_closest_marker("step").args[0])
 
     def pytest_collection_finish(self, session):
-        import toys  # conftest has made it importable
-
-        _adopt_orphans()
-        toys.runner = Runner(self.submission, self.config.option.seconds)
+        self._tell(tests=[{"test": item.nodeid, **_worth(item)} for item in session.items])
+        self.runner = Runner(self.submission, self.config.option.seconds)
+        self.runner.install()
 
     def pytest_runtest_protocol(self, item):
-        self._tell(begins=item.nodeid, **_worth(item))
+        self._tell(begins=item.nodeid)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem):
-        if message := self.unwritten.get(_worth(pyfuncitem)["step"]):
+        if message := self.over.get(_worth(pyfuncitem)["step"]):
             pytest.fail(message, pytrace=False)
 
     @pytest.hookimpl(wrapper=True)
@@ -120,16 +120,35 @@ class Grading:
         if report.when == "call" or report.failed:
             hints = item.get_closest_marker("step").kwargs
             message = "" if report.passed else in_words(call.excinfo.value, self.submission.path, hints)
-            if UNWRITTEN in message:
-                self.unwritten.setdefault(_worth(item)["step"], message)
-            self._tell(test=item.nodeid, passed=report.passed, message=message, **_worth(item))
+            step = _worth(item)["step"]
+            if UNWRITTEN in message or not report.passed and self.late.again(step, call.excinfo.value, message):
+                self.over.setdefault(step, message)
+            self._tell(test=item.nodeid, passed=report.passed, message=message)
         return report
 
     def pytest_sessionfinish(self):
-        self._tell(end=True)
+        if self.runner:  # else the tests could not even be read
+            self.runner.close()
+            self._tell(end=True)
 
     def _tell(self, **entries):
         self.reports.write(json.dumps(entries) + "\n")
+
+
+class Late:
+    """Which lines tests have run out of time at."""
+
+    def __init__(self):
+        self.errors, self.times = [], {}  # the errors; {lines: how often}
+
+    def again(self, step: int, error: BaseException, message: str) -> bool:
+        """Whether the step is hopeless: it stood at these lines twice. What did so in an earlier step has one try."""
+        lines = tuple(re.findall(r"line \d+ of .*", message))
+        if not isinstance(error, TimeoutError) or not lines or any(error is known for known in self.errors):
+            return False  # tests that share a run share its error
+        self.errors.append(error)
+        self.times[lines] = self.times.get(lines, 0) + 1
+        return self.times[lines] > 1
 
 
 def unwritten_steps(submission: Submission) -> dict[int, str]:
@@ -151,20 +170,3 @@ def _is_hole(function) -> bool:
 def _worth(item) -> dict:
     marker = item.get_closest_marker("step")
     return {"step": marker.args[0], "points": marker.kwargs["points"], "check": item.originalname}
-
-
-def _adopt_orphans() -> None:
-    """What a rank leaves behind becomes a child of ours, so that we can end it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SUBREAPER, 1)
-
-
-def _children() -> set[int]:
-    """Processes that this one has started or adopted, and that live."""
-    return {process for process in children_of_this_process() if _lives(process)}
-
-
-def _lives(process: int) -> bool:
-    with suppress(OSError), open(f"/proc/{process}/stat") as status:
-        return status.read().rpartition(")")[2].split()[0] != "Z"
-    return False

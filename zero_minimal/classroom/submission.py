@@ -1,5 +1,7 @@
 """A learner's file as the tests see it: loaded inside the ranks, and never in the grader's own process."""
 
+import importlib.util
+import linecache
 import sys
 import types
 from pathlib import Path
@@ -9,6 +11,15 @@ from zero_minimal.classroom.lessons import Lesson
 NAME = "assignment"  # of the module
 
 
+def text_of(path: Path) -> str:
+    """A Python file's text. Editors may begin it with a byte-order mark, or write it in latin-1 without saying so."""
+    data = path.read_bytes()
+    try:
+        return importlib.util.decode_source(data)
+    except (SyntaxError, UnicodeDecodeError):  # no encoding that it names, and not UTF-8
+        return data.decode("latin-1").replace("\r\n", "\n")
+
+
 class Submission:
     """Stands in for what the tests look at: call it as the lesson's class, or use it as the lesson's module.
 
@@ -16,7 +27,7 @@ class Submission:
     """
 
     def __init__(self, path: Path, lesson: Lesson):
-        self.path, self.lesson, self.source = str(path), lesson, path.read_text()
+        self.path, self.lesson, self.source = str(path), lesson, text_of(path)
 
     def __call__(self, *args, **kwargs):
         return getattr(self, self.lesson.class_name)(*args, **kwargs)
@@ -32,5 +43,7 @@ class Submission:
         if NAME not in sys.modules:
             module = sys.modules[NAME] = types.ModuleType(NAME)
             module.__file__ = self.path
+            # so that errors show lines: a rank cannot read the file itself
+            linecache.cache[self.path] = len(self.source), None, self.source.splitlines(True), self.path
             exec(compile(self.source, self.path, "exec"), module.__dict__)
         return sys.modules[NAME]

@@ -39,10 +39,12 @@ __all__ = ["Rank", "RankError", "choose", "join", "lost_a_peer", "run", "start"]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["zero_minimal.foundations.warm"])
+_fresh_context = multiprocessing.get_context("spawn")
 
 
 def run(
-    function: Callable, world_size: int, *args, timeout: float = 60, device: str = "auto", **kwargs
+    function: Callable, world_size: int, *args, timeout: float = 60, device: str = "auto",
+    fresh: bool = False, **kwargs
 ) -> list:
     """Call function(*args, **kwargs) on each of world_size new ranks; return their results, rank
     0's first.
@@ -51,6 +53,9 @@ def run(
     fraction of a second. Inside, the process group is up and `start()` yields this rank. Functions
     from a notebook, lambdas and closures are fine. Random state, threads and memory are fresh:
     nothing of an earlier run is left.
+
+    fresh: each rank is a Python of its own from the start, as under torchrun, which takes seconds.
+        Forked ones share the server's hash seed, and with it the order of a set of strings.
 
     Raises:
         RankError: a rank raised, or died; the message names the rank that was first and shows its
@@ -67,13 +72,14 @@ def run(
         pipes, processes = [], []
         try:
             for rank in range(world_size):
-                ours, theirs = _context.Pipe()
+                context = _fresh_context if fresh else _context
+                ours, theirs = context.Pipe()
                 setup = dict(
                     rank=rank, world_size=world_size, device=device, backend=backend,
                     timeout=timeout, folder=folder, environment=dict(os.environ), path=sys.path,
                 )
-                process = _context.Process(target=_rank_main, args=(theirs, setup, work))
-                with _main_hidden():
+                process = context.Process(target=_rank_main, args=(theirs, setup, work))
+                with _main_hidden(), _hash_seed(rank) if fresh else contextlib.nullcontext():
                     with interrupts.held_off():  # until they are ranks
                         forkserver.ensure_running()
                     process.start()
@@ -100,11 +106,26 @@ def _main_hidden() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+@contextlib.contextmanager
+def _hash_seed(rank: int) -> Iterator[None]:
+    """Another one for each rank. A Python takes it when it starts."""
+    before = os.environ.get("PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = str(rank + 1)
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONHASHSEED")
+        if before is not None:
+            os.environ["PYTHONHASHSEED"] = before
+
+
 # -------------------------------------------------------------------------------------- in a rank
 
 
 def _rank_main(pipe: Connection, setup: dict, work: bytes) -> None:
     """What a rank does: join, call the function, send its result, wait until every rank is done."""
+    import zero_minimal.foundations.warm  # noqa: F401  (what the server of forked ranks has done)
+
     os.environ.update(setup["environment"])
     sys.path[:] = setup["path"]
     _end_with_parent()

@@ -6,4 +6,4 @@ import torch.nn.parallel  # noqa: F401
 import torch.optim  # noqa: F401
 import torch.utils.checkpoint  # noqa: F401
 
-import zero_minimal.foundations.ranks  # noqa: F401
+import zero_minimal.foundations.joining  # noqa: F401

@@ -79,6 +79,8 @@ class Stage2(Hooks):
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
         for bucket in self.buckets:
             all_gather(bucket.parameters, bucket.parameter_shard.clone(), group=self.group)
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, 0, group=self.group)
         self.backward.spent = True
 
     def zero_grad(self):

@@ -11,7 +11,7 @@ class Stage2:
         self.model, self.group, self.gradient_scale = model, group, None
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.data, 0, group=group)
+            dist.broadcast(tensor.data, self.world_rank(0), group=group)
         groups = param_groups or [{"params": list(model.parameters())}]
         groups = [{**entry, "params": [p for p in entry["params"] if p.requires_grad]} for entry in groups]
         chosen = {param for entry in groups for param in entry["params"]}
@@ -29,10 +29,16 @@ class Stage2:
             **options,
         )
         self.gradients, self.ready, self.waiting, self.running = {}, set(), list(self.params), False
+        self.spent = False
         for param in self.params:
             param.register_post_accumulate_grad_hook(self.arrived)
 
+    def world_rank(self, rank):
+        return dist.get_global_rank(self.group or dist.group.WORLD, rank)
+
     def arrived(self, param):
+        if self.spent:
+            raise RuntimeError("zero_grad() first")
         if not self.running:
             self.running = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
@@ -48,7 +54,7 @@ class Stage2:
     def reduce(self, param):
         gradient = torch.zeros(param.shape) if param.grad is None else param.grad.float()
         param.grad = None
-        dist.reduce(gradient, self.owner[param], group=self.group)
+        dist.reduce(gradient, self.world_rank(self.owner[param]), group=self.group)
         if param in self.mine:
             gradient = (gradient / self.world_size).to(param.dtype)
             self.gradients[param] = self.gradients.get(param, 0) + gradient
@@ -78,11 +84,14 @@ class Stage2:
             master.grad = None
             param.copy_(master)
         for param in self.params:
-            dist.broadcast(param.data, self.owner[param], group=self.group)
+            dist.broadcast(param.data, self.world_rank(self.owner[param]), group=self.group)
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, self.world_rank(0), group=self.group)
+        self.spent = True
 
     def zero_grad(self):
         self.gradients.clear()
-        self.gradient_scale = None
+        self.gradient_scale, self.spent = None, False
 
     @contextlib.contextmanager
     def gather_parameters(self):

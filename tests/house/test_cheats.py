@@ -1,0 +1,161 @@
+"""Nobody gets points without the work: each cheat earns nothing for what it cheats, and leaves nothing behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import checks
+import pytest
+import submissions
+import torch
+import toys
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import cheats
+from test_classroom import COLLECTIVES, GRADIENTS, messages, on_linux  # noqa: F401  (messages is a fixture)
+
+from zero_minimal.classroom import fence, results
+from zero_minimal.classroom import grade as grader
+from zero_minimal.classroom.accounts import descendants, lives
+from zero_minimal.classroom.grade import Grades, Reported
+from zero_minimal.classroom.lessons import HOUSE
+from zero_minimal.classroom.submission import text_of
+
+fenced = pytest.mark.skipif(not fence.holds(), reason="needs a kernel that can fence a submission in")
+CHEATS = [pytest.param(lesson, cheat, id=name) for lesson, all_of in (
+    (GRADIENTS, cheats.IN_LESSON_3), (COLLECTIVES, cheats.IN_LESSON_0)) for name, cheat in all_of.items()]
+
+
+@fenced
+@pytest.mark.parametrize("lesson, cheat", CHEATS)
+def test_a_cheat_earns_nothing(messages, lesson, cheat):  # noqa: F811
+    told = messages(lesson, submissions.spliced(lesson, cheat.code, cheat.top), cheat.check, cheat.world_size or 3)
+    assert told, f"{cheat.check} let it through"
+    assert re.search(cheat.message, told[0]), f"it said: {told[0]}"
+    assert not Path("/tmp/unpickled").exists() and not (HOUSE / "results.json").exists()
+    assert not (HOUSE / "tests/checks.py").stat().st_mode & 0o002
+
+
+def test_results_are_data():
+    value = {"a": [1, 2.5, None, True, "x"], 3: (torch.arange(6).view(2, 3), torch.tensor(1.5), torch.empty(0, 4)),
+             "call": checks.Call("send", 8, 1, 0.5), "run": toys.Run([1.0], [], [torch.tensor([True, False])])}
+    back = results.decode(results.encode(value))
+    assert str(back) == str(value) and type(back["call"]) is checks.Call and type(back["run"]) is toys.Run
+    assert back[3][0].dtype == torch.int64
+    with pytest.raises(TypeError, match="the submission gave a object"):
+        results.encode(object())
+
+
+@pytest.mark.parametrize("data", [
+    b"", b"garbage", b"[1]\n", b'[["os.system", "x"], []]\n', b'[["checks.time", 1], []]\n', b'[["tensor", 9], []]\n',
+    b'[1, [["save", [1]]]]\n', b'[1, [["float32", [-1]]]]\n', b'[1, [["float32", [2]]]]\nxx', b"[" * 10**5,
+    b'[["checks.Call", 1], []]\n', b"1\nrest"])
+def test_what_no_rank_sends_is_refused(data):
+    with pytest.raises(ValueError, match="answered with what no rank sends"):
+        results.decode(data)
+
+
+TESTS = b'{"tests": [{"test": "a", "step": 1, "points": 40, "check": "a"}]}'
+
+
+@pytest.mark.parametrize("lines, says", [
+    ([b"rubbish"], "is no report"), ([b"[]"], "is no report"), ([b'{"begins": "a"}'], "is no report"),
+    ([TESTS, b'{"test": "b", "passed": true, "message": ""}'], "not known, or a second time"),
+    ([TESTS, b'{"test": "a", "passed": true, "message": ""}'] * 2, "not known, or a second time"),
+])
+def test_each_test_is_known_and_taken_once(lines, says):
+    grades = Grades(GRADIENTS)
+    reported = Reported(GRADIENTS, grades, whole=False)
+    with pytest.raises(RuntimeError, match=says):
+        for line in lines[:2] + lines[3:]:
+            reported.take(line)
+        reported.take(lines[-1])
+    assert grades.score in (0, 40)
+
+
+def test_tests_that_are_worth_more_are_refused():
+    with pytest.raises(RuntimeError, match="the tests of the steps are worth"):
+        Reported(GRADIENTS, Grades(GRADIENTS), whole=True).take(TESTS)
+
+
+# ------------------------------------------------------------------------------------------------------------- hanging
+
+
+def judged(lesson, file, only, what):
+    """Grades of a file; what(process of the judge) is called once a test is under way."""
+    grades = Grades(lesson)
+    grading = threading.Thread(target=grader.grade, args=(lesson, file, grades), kwargs=dict(only=only))
+    before = set(descendants(os.getpid()))
+    grading.start()
+    judge = None
+    while judge is None and grading.is_alive():
+        time.sleep(0.05)
+        for process in set(descendants(os.getpid())) - before:
+            if len(descendants(process)) > 1:  # a nursery, and a rank
+                judge = process
+                break
+    what(judge)
+    grading.join(120)
+    assert not grading.is_alive()
+    assert not [process for process in set(descendants(os.getpid())) - before if lives(process)]
+    return grades
+
+
+@on_linux
+@pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
+def test_tests_go_on_when_the_judge_is_gone_or_stands_still(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(grader, "SILENCE", 60.0 if number == signal.SIGKILL else 30.0)
+    file = tmp_path / "mine.py"
+    file.write_text(submissions.spliced(COLLECTIVES, {}))
+    grades = judged(COLLECTIVES, file, "in_a_group", lambda judge: os.kill(judge, number))
+    told = [message for *_, message in grades.results if message]
+    assert len(told) == 1 and "the grader's own process was brought down while this test ran" in told[0]
+    assert len(grades.results) == 5
+
+
+@on_linux
+def test_a_loop_costs_two_time_outs_a_step(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("while True:\n    try:\n        print('again' * 99)\n    except BaseException:\n        pass\n")
+    began = time.monotonic()
+    command = [sys.executable, "-m", "zero_minimal", "grade", file, "--lesson", "03_gradients", "--json",
+               tmp_path / "results.json"]
+    done = subprocess.run(list(map(str, command)), cwd=HOUSE, text=True, capture_output=True)
+    assert done.returncode == 1 and "0 of 100 points" in done.stdout and not done.stderr
+    assert "line " in done.stdout and json.loads((tmp_path / "results.json").read_text())["score"] == 0
+    assert time.monotonic() - began < 100
+
+
+# --------------------------------------------------------------------------------------------------- right all the same
+
+
+@pytest.mark.parametrize("data, says", [
+    ("x = 'größer'".encode("utf-8-sig"), "x = 'größer'"), ("x = 'größer'".encode("latin-1"), "x = 'größer'"),
+    (b"# -*- coding: latin-1 -*-\nx = '\xf6'\r\n", "# -*- coding: latin-1 -*-\nx = 'ö'\n")])
+def test_a_file_in_any_usual_encoding_is_read(tmp_path, data, says):
+    (tmp_path / "mine.py").write_bytes(data)
+    assert text_of(tmp_path / "mine.py") == says
+    assert grader._syntax_error(tmp_path / "mine.py") == ""
+
+
+@on_linux
+def test_a_file_beside_it_and_threads_may_help(tmp_path):
+    """A helper file can be imported; what is sent from a thread counts as sent."""
+    lesson = submissions.mistakes(COLLECTIVES)
+    (tmp_path / "helper.py").write_text(
+        "import threading\n\ndef in_a_thread(function, *args):\n"
+        "    thread = threading.Thread(target=function, args=args)\n    thread.start()\n    return thread\n")
+    right = "_global(rank + 1, group)"
+    code = lesson.exchange(send=f"sending = in_a_thread(dist.send, outgoing, {right}, group)", wait="sending.join()")
+    file = tmp_path / "mine.py"
+    file.write_text(submissions.spliced(COLLECTIVES, code, top="from helper import in_a_thread\n"))
+    grades = Grades(COLLECTIVES)
+    grader.grade(COLLECTIVES, file, grades, only="exchange or sends_one")
+    assert [message for *_, message in grades.results if message] == []

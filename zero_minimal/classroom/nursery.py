@@ -1,0 +1,156 @@
+"""Nursery: the process that a submission's ranks are forked from. It starts clean, in a copy of the course that holds
+no answer, behind a fence, and never runs a submission itself.
+
+    grade.py → judge (pytest, plugin.py) → nursery → ranks, which run the submission
+    trusted    trusted                     fenced    fenced, each with a folder of its own
+
+The judge asks through a socket, a line of JSON each; so does a rank answer, by `results`. A rank gets its work as a
+pickle, since that comes from the judge; nothing is ever unpickled on the way back.
+"""
+
+import faulthandler
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+
+READY = b"ready\n"  # to fork
+LENGTH = 8  # bytes that say how long a message is
+DATA = b"data"  # a rank's question for the secret of its data
+HERE = b"here"  # its rank's first message: it has joined, and no line of the submission has run
+
+
+def main(control: socket.socket, settings: dict) -> None:
+    """Fork ranks and report how they ended, until the judge is gone."""
+    from zero_minimal.classroom import fence
+
+    os.setsid()
+    fence.give_up_root(settings["python"], settings["runs"])
+    fence.end_with_parent()  # after that: who changes rights is forgotten
+    fence.only_files(settings["readable"], [settings["runs"], "/dev/null"])
+    os.environ["TMPDIR"] = tempfile.tempdir = settings["runs"]
+    _get_ready()
+    sys.path.append(settings["work"])  # last: a helper file hides no module
+    control.sendall(READY)
+    while True:
+        request, descriptors, *_ = socket.recv_fds(control, 2**16, 2)
+        if not request:
+            os._exit(0)
+        request = json.loads(request)
+        if "start" in request:
+            answer = _fork(request["start"], *descriptors)
+        else:
+            _, status = os.waitpid(request["ended"], 0)
+            answer = os.waitstatus_to_exitcode(status)
+        control.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _get_ready() -> None:
+    """Import once what every rank needs; let freed memory go back at once, so that what a rank holds can be seen."""
+    import ctypes
+    import gc
+
+    import checks  # noqa: F401
+    import toys  # noqa: F401
+
+    import zero_minimal.classroom.guard
+    import zero_minimal.foundations.warm  # noqa: F401
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD of malloc.h
+    gc.freeze()
+
+
+def _fork(setup: dict, line: int, stacks: int) -> int:
+    process = os.fork()
+    if process:
+        os.close(line)
+        os.close(stacks)
+        return process
+    try:
+        _rank(setup, socket.socket(fileno=line), stacks)
+    finally:
+        os._exit(1)
+
+
+def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
+    """What a rank does: join, get its work, do it, answer, and wait until every rank is done."""
+    import checks
+    import torch.distributed as dist
+    import toys
+
+    from zero_minimal.classroom import fence, results
+    from zero_minimal.foundations import failures, joining, notes
+
+    fence.end_with_parent()
+    checks.listen_in_threads()
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+    folder = f"{setup['folder']}/{setup['rank']}"
+    os.makedirs(folder)
+    os.chdir(folder)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    with open(f"{setup['folder']}/store", "a"):
+        pass
+    fence.only_files(["/"], [folder, f"{setup['folder']}/store", "/dev/null"])
+    toys.secrets, toys.data_secrets = {setup["rank"]: setup["secret"]}, Asked(setup["rank"], line)
+    try:
+        store = dist.FileStore(f"{setup['folder']}/store", setup["world_size"])
+        joining.join(store, setup["rank"], setup["world_size"], "cpu", "gloo", timeout=2 * setup["timeout"] + 10)
+        fence.no_other_processes()
+        _send(line, HERE)
+        function, args = pickle.loads(receive(line))
+        answer = b"result\n" + results.encode(function(*args))
+        notes.say_goodbye()
+    except BaseException as error:  # SystemExit too: the judge must hear of it
+        told = {"words": str(error) or type(error).__name__, "kind": type(error).__name__,
+                "lost_a_peer": failures.lost_a_peer(error), "seconds": time.time()}
+        answer = b"failure\n" + json.dumps(told).encode()
+    _send(line, answer)
+    if answer.startswith(b"result"):  # after a failure the others shall see at once that we are gone
+        line.recv(1)  # leaving earlier would close connections that the others still use
+    os._exit(0)
+
+
+class Asked(dict):
+    """{rank: the secret of its data}, for which it asks when it wants its first batch."""
+
+    def __init__(self, rank: int, line: socket.socket):
+        self.rank, self.line = rank, line
+
+    def __missing__(self, rank: int) -> int:
+        if rank != self.rank:
+            raise KeyError(f"rank {self.rank} does not know the data of rank {rank}")
+        _send(self.line, DATA)
+        self[rank] = int.from_bytes(receive(self.line), "big")
+        return self[rank]
+
+
+def _send(line: socket.socket, message: bytes) -> None:
+    """By write(), which the kernel counts."""
+    rest = memoryview(len(message).to_bytes(LENGTH, "big") + message)
+    while rest:
+        rest = rest[os.write(line.fileno(), rest) :]
+
+
+def receive(line: socket.socket) -> bytes:
+    """One message. Raises: EOFError if the other side is gone."""
+    return _read(line, int.from_bytes(_read(line, LENGTH), "big"))
+
+
+def _read(line: socket.socket, count: int) -> bytes:
+    parts = []
+    while count:
+        part = line.recv(min(count, 2**20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2]))
