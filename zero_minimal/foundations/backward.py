@@ -92,7 +92,7 @@ class Backward:
         self._left: dict[nn.Parameter, torch.Tensor] = {}  # .grad, as the last pass left it
         self._aside = False  # and it was taken away for the time of a forward
         # the model may live longer, and then its gradients are its own
-        weakref.finalize(self, _take_away_stand_ins, self._left).atexit = False
+        weakref.finalize(self, Backward._take_away, self._left).atexit = False
         self._reset()
         stage.model.register_forward_pre_hook(Tie(Backward._before_forward, self))
         stage.model.register_forward_hook(Tie(Backward._watch_output, self))
@@ -246,6 +246,12 @@ class Backward:
             elif param.grad is not None and bucket.flat.gradients is not None:
                 self._left[param] = param.grad
 
+    @staticmethod
+    def _take_away(stand_ins: Iterable[nn.Parameter]) -> None:
+        for param in stand_ins:
+            if not handed_over.has_gradient(param):
+                param.grad = None
+
     def _come_back(self) -> None:
         if self._aside:
             for param, left in self._left.items():
@@ -274,12 +280,6 @@ class Backward:
         seen = [self.buckets.index(bucket) for bucket in [*self._completed, *incomplete]]
         of_rank_0 = ownership.numbers_of_all_ranks(seen, self.stage.group)[0]
         self.buckets = [self.buckets[index] for index in of_rank_0]
-
-
-def _take_away_stand_ins(params: Iterable[nn.Parameter]) -> None:
-    for param in params:
-        if not handed_over.has_gradient(param):
-            param.grad = None
 
 
 def tensors_in(value, seen: set | None = None) -> Iterator[torch.Tensor]:
