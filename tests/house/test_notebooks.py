@@ -440,7 +440,7 @@ def test_picture_of_memory_over_a_step():
     assert [axis.get_title() for axis in drawn.axes] == ["stage 1, rank 0", "stage 2, rank 0"]
     assert len({axis.get_ylim() for axis in drawn.axes}) == 1, "panels that cannot be compared"
     axis = drawn.axes[0]
-    assert "7 MB" in [text.get_text() for text in axis.texts]
+    assert "highest: 7 MB" in [text.get_text() for text in axis.texts]
     assert [line.get_xdata()[0] for line in axis.lines[:2]] == [10.0, 30.0]  # backward's begin and end, in ms
     gradients = axis.collections[list(LOOKS).index("gradients")]
     assert max(gradients.get_paths()[0].vertices[:, 1]) == 7.0, "stacked on the parameters, in MB"

@@ -88,7 +88,9 @@ def refuse_hidden(leaves: list) -> None:
 
 
 def _bytes_of(tensor: Tensor):
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    # a clone: memory that NumPy has seen cannot be resized any more
+    whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return whole.view(-1).view(torch.uint8).numpy()
 
 
 def _is_first(function: Callable, group: Group) -> bool:

@@ -32,6 +32,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -62,13 +63,9 @@ class Pending:
         self.notes: Notes | None = None  # what the other ranks know of it
 
     def wait(self) -> None:
-        # an all_reduce on gloo sends its second half in wait(). Another rank may wait for that
-        # before it starts what this one waits for
-        for earlier in [one for one in _half_done if one.number < self.number]:
-            if earlier.group == self.group:
-                earlier.wait()
-        if self in _half_done:
-            _half_done.remove(self)
+        if not inside_collective():
+            self._wait_for_earlier_ones()
+        _half_done.discard(self)
         if self.call is not None:
             _tell("wait", self.call)
         with _inside_one(self.notes):
@@ -82,9 +79,17 @@ class Pending:
             _tell("end", self.call)
         self.works, self.then, self.call, self.notes = [], None, None, None  # nothing is left to do
 
+    def _wait_for_earlier_ones(self) -> None:
+        """An all_reduce on gloo sends its second half in wait(). Another rank may wait for that
+        before it starts what this one waits for."""
+        earlier = [one for one in _half_done if one.number < self.number]
+        for one in sorted(earlier, key=lambda one: one.number):
+            if one.group is self.group:
+                one.wait()
+
 
 _numbers = itertools.count()
-_half_done: list[Pending] = []  # all_reduces, in the order in which they were started
+_half_done: weakref.WeakSet[Pending] = weakref.WeakSet()  # all_reduces that nobody has waited for
 
 
 # ------------------------------------------------------------------------------ who listens to them
@@ -165,7 +170,7 @@ def _collective(launch):
                     notes = Notes(f"{what}, {payload:,} bytes of {str(held[0].dtype)[6:]}", group)
         with _inside_one(notes):
             pending = launch(*tensors, **options) if values.present() else Pending([])
-        pending.call, pending.notes, pending.group = call, notes, group
+        pending.call, pending.notes, pending.group = call, notes, group or dist.group.WORLD
         return pending if async_op else pending.wait()
 
     return collective
@@ -251,7 +256,7 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
 
-    _half_done.append(pending := Pending([], gather))
+    _half_done.add(pending := Pending([], gather))
     return pending
 
 

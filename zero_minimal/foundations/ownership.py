@@ -155,7 +155,9 @@ def check_alike(model: nn.Module, group=None) -> None:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    as_bytes = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    # a clone: memory that NumPy has seen cannot be resized any more
+    as_bytes = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
+    as_bytes = as_bytes.view(torch.uint8)
     return zlib.crc32(as_bytes.numpy())
 
 

@@ -23,13 +23,14 @@ def draw_simulation(run) -> Figure:
         axis.axvline(start, color="black", linewidth=0.7, linestyle=":")
         is_last, height = number == len(run.phases) - 1, (1.08, 1.15)[number % 2] * totals[highest]
         axis.annotate(name, (start, height), (-3 if is_last else 3, 0), textcoords="offset points", fontsize=9,
-                      ha="right" if is_last else "left")
+                      ha="right" if is_last else "left",
+                      bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
     axis.plot(drawn[highest], totals[highest], color="black", marker="v", markersize=7, linestyle="none",
               label=f"highest: {totals[highest]:,.4g} GB")
     axis.set_xlim(drawn[0], drawn[-1])
     axis.set_xlabel("allocations and frees, in order")
     axis.set_ylabel("GB")
-    axis.legend(fontsize=9, frameon=False, ncols=6, loc="upper left", borderaxespad=0.2)
+    axis.legend(fontsize=9, framealpha=1, edgecolor="none", ncols=6, loc="upper left", borderaxespad=0.2)
     told = run.report
     axis.set_title(f"{told['name']}: rank {told['rank']} of {told['ranks']:,}, {told['parameters'] / 1e9:,.4g} billion "
                    f"parameters in {told['dtype']}, simulated")
