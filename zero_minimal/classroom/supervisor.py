@@ -217,15 +217,20 @@ class Supervisor:
         else:
             if self.nursery and self.nursery.lives():
                 return [self.nursery] * world_size
+            self.close_nursery()
             self.nursery = Nursery(self.places)
             nurseries = [self.nursery] * world_size
         for nursery in dict.fromkeys(nurseries):
             nursery.wait_until_ready()
         return nurseries
 
-    def close(self) -> None:
+    def close_nursery(self) -> None:
         if self.nursery:
             self.nursery.close()
+            self.nursery = None
+
+    def close(self) -> None:
+        self.close_nursery()
         self.folder.cleanup()
 
     def _gather(self, wards: list[Ward], work: bytes, timeout: float, counted: bool) -> list:
