@@ -65,7 +65,7 @@ STUCK = {
 }
 
 
-@pytest.mark.parametrize("ranks", (2, 4, 6))
+@pytest.mark.parametrize("ranks", sample((2, 4, 6), [4]))
 def test_all_receive_at_default_patience(world_of, ranks):
     began = time.monotonic()
     text = message_of(world_of(ranks), f"{NEIGHBOURS}dist.recv(x, right)")
@@ -77,7 +77,7 @@ def test_all_receive_at_default_patience(world_of, ranks):
 
 
 @pytest.mark.parametrize("ranks", (2, 3))
-@pytest.mark.parametrize("case", sample(tuple(STUCK), ["wait() of a receive", "one of ours", "one steps more"]))
+@pytest.mark.parametrize("case", sample(tuple(STUCK), ["wait() of a receive", "one of ours"]))
 def test_ranks_that_wait_for_each_other(world_of, case, ranks):
     code, words = STUCK[case]
     text = message_of(world_of(ranks), NEIGHBOURS + code, patience=1.0)
@@ -98,7 +98,7 @@ def test_ranks_in_different_collectives_are_told_once(world_of, ranks):
     first, *lines = message_of(world_of(ranks), f"x = torch.ones(2)\n{code}").splitlines()
     assert first.startswith("the ranks are not in the same collective: rank 0 is in broadcast, 8 bytes")
     assert lines[:2] == ["  rank 0, line 3: collectives.broadcast(x)", "  rank 1, line 5: collectives.all_reduce(x)"]
-    assert len(lines) == ranks + 1
+    assert sum(line.startswith("  rank") for line in lines) == ranks
 
 
 NEVER_STUCK = {
@@ -119,7 +119,7 @@ NEVER_STUCK = {
 
 
 @pytest.mark.parametrize("ranks", (2, 3))
-@pytest.mark.parametrize("case", sample(tuple(NEVER_STUCK), ["print and sleep", "a thread that will send"]))
+@pytest.mark.parametrize("case", sample(tuple(NEVER_STUCK), ["print and sleep"]))
 def test_who_works_or_sleeps_is_left_alone(world_of, case, ranks):
     world_of(ranks).run(f"import time\n{NEIGHBOURS}{NEVER_STUCK[case]}", patience=1.0)
 

@@ -29,8 +29,9 @@ from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.classroom.submission import text_of
 
 fenced = pytest.mark.skipif(not fence.holds(), reason="needs a kernel that can fence a submission in")
-CHEATS = [pytest.param(lesson, cheat, id=name) for lesson, all_of in (
-    (GRADIENTS, cheats.IN_LESSON_3), (COLLECTIVES, cheats.IN_LESSON_0)) for name, cheat in all_of.items()]
+CHEATS = [pytest.param(lesson, cheat, id=name, marks=pytest.mark.thorough if number % 3 else ()) for lesson, all_of in (
+    (GRADIENTS, cheats.IN_LESSON_3), (COLLECTIVES, cheats.IN_LESSON_0))
+    for number, (name, cheat) in enumerate(all_of.items())]
 
 
 @fenced
@@ -109,7 +110,8 @@ def judged(lesson, file, only, what):
 
 
 @on_linux
-@pytest.mark.parametrize("number", (signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)))
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
 def test_tests_go_on_when_the_judge_is_gone_or_stands_still(tmp_path, monkeypatch, number):
     monkeypatch.setattr(grader, "SILENCE", 60.0 if number == signal.SIGKILL else 30.0)
     file = tmp_path / "mine.py"

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import toys
 from misuse import Coder, by_stage, by_world, draw, refused
+from thorough import sample
 from torch import nn, optim
 
 sharded = pytest.mark.parametrize("stage", (1, 2, 3))
@@ -47,7 +48,7 @@ READING = {
 
 
 @sharded
-@pytest.mark.parametrize("use", READING)
+@pytest.mark.parametrize("use", sample(READING, ["clip_grad_norm_", "norm", "zeros"]))
 def test_what_is_in_shards_cannot_be_read(stage, use):
     words = refused(after_backward, stage, READING[use], world_size=1 + stage % 2)
     assert "Clip with zero.clip_grad_norm_(max_norm)" in words and "zero.zero_grad()" in words
@@ -93,7 +94,7 @@ def use_and_go_on(stage, use, go_on):
 
 
 @by_stage
-@pytest.mark.parametrize("go_on", ("step", "clip", "backward"))
+@pytest.mark.parametrize("go_on", sample(("step", "clip", "backward"), ["step"]))
 @pytest.mark.parametrize("use", (replace_where_it_cannot_be_read, leave_one_out))
 def test_a_gradient_that_is_replaced(stage, use, go_on):
     words = refused(use_and_go_on, stage, use, go_on, world_size=1 + stage % 2)

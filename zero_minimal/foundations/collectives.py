@@ -84,7 +84,7 @@ class Pending:
         before it starts what this one waits for."""
         earlier = [one for one in _half_done if one.number < self.number]
         for one in sorted(earlier, key=lambda one: one.number):
-            if one.group is self.group:
+            if one.group == self.group:
                 one.wait()
 
 
@@ -170,7 +170,8 @@ def _collective(launch):
                     notes = Notes(f"{what}, {payload:,} bytes of {str(held[0].dtype)[6:]}", group)
         with _inside_one(notes):
             pending = launch(*tensors, **options) if values.present() else Pending([])
-        pending.call, pending.notes, pending.group = call, notes, group or dist.group.WORLD
+        pending.call, pending.notes = call, notes
+        pending.group = weakref.ref(group or dist.group.WORLD)  # a Pending may outlive it
         return pending if async_op else pending.wait()
 
     return collective

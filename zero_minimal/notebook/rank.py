@@ -7,6 +7,7 @@ and interrupts what else the main thread does.
 
 import ast
 import contextlib
+import gc
 import json
 import linecache
 import os
@@ -69,6 +70,7 @@ def meet_again(attempt: int, half_done: bool) -> tuple[list[str], list[str]]:
     closed = aftermath.close(get_ipython().user_ns, half_done)
     aftermath.forget()
     join(attempt)
+    gc.collect()  # the error has a stack that holds the old group, in a circle: its connections close now
     return closed
 
 
