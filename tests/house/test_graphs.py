@@ -255,8 +255,9 @@ def test_two_models_in_one_backward(world_size, missing, in_turn):
 
 
 @pytest.mark.parametrize("stage", (0, 1, 2))
-def test_two_models_and_a_gradient_missing_on_one_rank(stage):
-    words = refused(two_models, stage, True, False)
+@by_world
+def test_two_models_and_a_gradient_missing_on_one_rank(stage, world_size):
+    words = refused(two_models, stage, True, False, world_size=world_size)
     assert "not in the same collective" in words and "of model 2" in words
     assert "make one stage around both, nn.ModuleList([one, other])" in words
 

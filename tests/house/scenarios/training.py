@@ -351,7 +351,7 @@ def grad_scaled(me):
 def grad_assigned(me):
     def ones(zero, step):
         for param in zero.model.parameters():
-            param.grad = torch.ones_like(param)
+            param.grad = torch.ones(param.shape)
 
     with_gradients(me, ones)
 
@@ -604,7 +604,9 @@ def two_models_with_one_loss(me):
             zero.zero_grad()
 
 
-@scenario(or_refused="not in the same collective|finish|another (stage|model)", worlds=(2, 3, 4))
+# on more ranks those that agree learn of the error by the end of the process that had it, and on the stand none ends
+# (tests/house/test_graphs.py plays it on 3, with processes that end)
+@scenario(or_refused="not in the same collective|finish|another (stage|model)", worlds=(2,))
 def two_models_with_one_loss_of_which_a_rank_uses_one(me):
     one, two = Chain(head=7), Chain()
     zeros = [me.wrap(one, SGD, **MOMENTUM), me.wrap(two, SGD, **MOMENTUM)]
