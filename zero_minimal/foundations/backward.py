@@ -240,6 +240,8 @@ class Backward:
 
     def _leave_stand_ins(self) -> None:
         for param, (bucket, *_) in self._buckets_of.items():
+            if bucket.flat is None:  # an assignment's own kind of bucket
+                continue
             if param.grad is None and values.present():
                 nothing = bucket.flat.placeholder(param)
                 param.grad = self._left[param] = handed_over.stand_in(nothing)
@@ -263,6 +265,7 @@ class Backward:
         self._come_back()
         if self._left and all(param.grad is None for param in self._left):
             self.stage.zero_grad()
+            self._left.clear()
         for param, left in self._left.items():
             if param.grad is not left:
                 raise RuntimeError(
