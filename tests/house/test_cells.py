@@ -297,6 +297,7 @@ world = notebook.start(2, device="cpu")
 CELL = "%%px\nimport time\nprint('begin', rank)\ntime.sleep(3)\nprint('end', rank)"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(3 * LONG)
 def test_a_notebook_shows_the_cell_as_it_runs():
     manager, client = start_new_kernel()

@@ -81,6 +81,7 @@ def test_output_into_a_pipe(words, tmp_path):
     assert (f"picture: {picture}" in lines) == ("PICTURE" in words) == picture.exists()
 
 
+@pytest.mark.thorough
 def test_the_bar_and_the_summary_say_whose_loss_they_show():
     done = ended(f"{TWO}/stage2.py {TINY} --steps=2")
     assert "2 of 2 steps, rank 0's loss" in done.stderr and "loss, mean of 2 ranks, nats a byte" in done.stdout
