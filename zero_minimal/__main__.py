@@ -43,7 +43,8 @@ def main(arguments: list[str]) -> int | str | None:
     name, *rest = arguments
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        words = f": did you mean {near[0]}? (--help shows all there is)" if near else f"\n\n{overview()}"
+        words = (f": did you mean {near[0]}? (--help shows all there is)" if near
+                 else f"\n\n{overview()}")
         print(f"unknown command {name!r}{words}", file=sys.stderr)
         return 2
     if not {"-h", "--help"} & set(rest):

@@ -218,9 +218,7 @@ class Backward:
         self._see_what_became_of_them()
         if self.spent:
             raise RuntimeError("call zero.zero_grad() after zero.step()")
-        for param in self._left:
-            if not handed_over.has_gradient(param):
-                param.grad = None
+        self._take_away(self._left)
         self._left.clear()
         self.running, self._task = True, torch._C._current_graph_task_id()
         self.stage.backward_begins()

@@ -70,7 +70,7 @@ def checksum(leaves: list) -> int:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             if not isinstance(tensor, nn.Parameter):
                 total = zlib.crc32(repr((tensor.dtype, tuple(tensor.shape))).encode(), total)
-                total = zlib.crc32(_bytes_of(tensor), total)
+                total = ownership.checksum(tensor, total)
     return total
 
 
@@ -85,12 +85,6 @@ def refuse_hidden(leaves: list) -> None:
         if any(tensor.is_floating_point() for tensor in tensors_in(leaf)):
             raise TypeError("a checkpointed function takes and returns tensors in tuples, lists "
                             f"and dicts, not in a {type(leaf).__name__}: take them out of it")
-
-
-def _bytes_of(tensor: Tensor):
-    # a clone: memory that NumPy has seen cannot be resized any more
-    whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-    return whole.view(-1).view(torch.uint8).numpy()
 
 
 def _is_first(function: Callable, group: Group) -> bool:

@@ -140,7 +140,7 @@ def check_alike(model: nn.Module, group=None) -> None:
     if not values.present():
         return
     names, params = zip(*model.named_parameters(), strict=True)
-    sums = numbers_of_all_ranks([_checksum(param) for param in params], group,
+    sums = numbers_of_all_ranks([checksum(param) for param in params], group,
                                 of="checksums at the end of gather_parameters()")
     for rank, theirs in enumerate(sums):
         odd = [names[place] for place, one in enumerate(theirs) if one != sums[0][place]]
@@ -154,11 +154,11 @@ def check_alike(model: nn.Module, group=None) -> None:
             )
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor, before: int = 0) -> int:
+    """Of every bit of a tensor's values, and of what came `before` them."""
     # a clone: memory that NumPy has seen cannot be resized any more
-    as_bytes = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
-    as_bytes = as_bytes.view(torch.uint8)
-    return zlib.crc32(as_bytes.numpy())
+    whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return zlib.crc32(whole.view(-1).view(torch.uint8).numpy(), before)
 
 
 def name_of(param: nn.Parameter) -> str:

@@ -123,26 +123,26 @@ class Turns:
                                "list or a dict")
         if not self._under_way:
             return  # _before_forward had nothing to do
-        tensors = [*tensors_in(output), *_kept(module)]
+        returned, kept = list(tensors_in(output)), _kept(module)
         began, at_work, opened_by = self._under_way[-1]
         if opened_by is not module:  # a part of the unit at work
-            for tensor in tensors:
+            for tensor in returned + kept:
                 self._watch(tensor.grad_fn, lambda number: at_work if number >= began else None)
             return
         self._under_way.pop()
         if output is None and sys.exc_info()[1] is not None:
             return  # forward has failed: what is under way may never arrive
-        self._refuse_parameters(unit, output)
+        self._refuse_parameters(unit, returned)
         if torch.is_grad_enabled():
             self._calls.append((began, _next_number(), unit, weakref.ref(self._pass)))
-            for tensor in tensors:
+            for tensor in returned + kept:
                 self._watch(tensor.grad_fn, self._innermost)
         elif module is self.root.module:
             self.stage.evaluation_done()
 
     @staticmethod
-    def _refuse_parameters(unit: Unit, output) -> None:
-        for tensor in tensors_in(output):
+    def _refuse_parameters(unit: Unit, returned: list[torch.Tensor]) -> None:
+        for tensor in returned:
             if any(same_storage(tensor, bucket.parameters) for bucket in unit.buckets):
                 raise RuntimeError(f"unit {unit.name or 'root'!r} returns a part of its own "
                                    "parameters, which are freed after its turn: return a .clone() "

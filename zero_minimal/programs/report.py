@@ -8,8 +8,7 @@ from pathlib import Path
 
 from zero_minimal.paper import formulas
 from zero_minimal.paper.quantities import number
-
-COLUMNS = 80  # of a terminal that nobody made wider: no line is longer
+from zero_minimal.programs.words import COLUMNS
 
 
 def write_json(content: dict, path: str | Path) -> None:

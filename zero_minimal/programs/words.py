@@ -3,7 +3,7 @@
 import re
 import textwrap
 
-COLUMNS = 80
+COLUMNS = 80  # of a terminal that nobody made wider: no line is longer
 
 
 def paragraph(*sentences: str, indent: int = 0, hang: int = 0) -> str:

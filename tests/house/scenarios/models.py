@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from house.odd_models import Norms
 from house.scenarios.pieces import MOMENTUM, WIDTH, Chain, Layer, Writer, next_word, train
 from house.scenarios.stand import scenario
 from torch import nn
@@ -518,21 +519,6 @@ def pruned_after_wrapping(me):
 # -------------------------------------------------------------------------------------------------- buffers and chance
 
 
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None), nn.Tanh()) for _ in range(2)
-        )
-
-    def forward(self, x):
-        x = self.norm(self.first(x))
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 @scenario()
 def batch_norm(me):
     def loss(model, me, step):
@@ -543,13 +529,13 @@ def batch_norm(me):
         model.train()
         return value
 
-    train(me, Normed(), loss=loss)
+    train(me, Norms(), loss=loss)
 
 
 @scenario()
 def batch_norm_frozen_in_training(me):
     """Statistics of a pretrained model stay, its weights learn."""
-    model = Normed()
+    model = Norms()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):
             module.eval()

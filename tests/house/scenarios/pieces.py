@@ -2,23 +2,11 @@
 
 import torch
 import torch.nn.functional as F
+from house.odd_models import WIDTH, Layer
 from torch import nn
 from torch.optim import SGD
 
-WIDTH = 7
 MOMENTUM = dict(lr=0.1, momentum=0.9, weight_decay=0.1)
-
-
-class Layer(nn.Module):
-    """A layer whose backward needs its weights."""
-
-    def __init__(self, width=WIDTH):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
-        self.gain = nn.Parameter(torch.rand(width) + 0.5)
-
-    def forward(self, x):
-        return self.norm(torch.tanh(self.linear(x)) * self.gain)
 
 
 class Chain(nn.Module):
