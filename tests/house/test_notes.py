@@ -11,6 +11,7 @@ import toys
 from torch import nn, optim
 
 from zero_minimal.foundations import collectives, ranks
+from zero_minimal.foundations.notes import Mismatch
 from zero_minimal.foundations.uneven import together
 
 by_stage = pytest.mark.parametrize("stage", range(4))
@@ -154,6 +155,27 @@ def plain_mismatch(kind):
 @pytest.mark.parametrize("kind", ("size", "dtype", "kind", "asynchronous"))
 def test_collectives_by_themselves(kind, world_size):
     assert "the ranks are not in the same collective" in error_of(plain_mismatch, world_size, kind)
+
+
+def one_comes_late():
+    """Ranks 0 and 1 disagree and go on with other things, as in a notebook; the last one comes when all is over."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    is_late = rank == world_size - 1
+    if is_late:
+        time.sleep(0.5)
+    try:
+        collectives.all_gather(torch.empty(4 * world_size), torch.ones(4), of=f"layers.{min(rank, 1)}")
+    except Mismatch as error:
+        words = str(error)
+    if not is_late:
+        time.sleep(2)  # the end of a process would be news too
+    return words
+
+
+@pytest.mark.parametrize("world_size", (3, 4))
+def test_who_comes_late_hears_it_too(world_size):
+    for words in toys.run(one_comes_late, world_size, timeout=30, fresh=True):
+        assert "layers.0" in words and "layers.1" in words
 
 
 def train_on_uneven_data():

@@ -64,6 +64,7 @@ class Notes:
         for other, (note, work) in arriving.items():
             work.wait()
             if (words := _read(note)) != self.words:
+                _last_notes.extend(self.leaving)  # gloo sends none whose work is gone
                 raise Mismatch(self._explained(other, words))
         for work in self.leaving:
             work.wait()
