@@ -104,17 +104,17 @@ class Backward(Passes):
             self._hand_over_complete()
 
     def _arrived(self, param: nn.Parameter) -> None:
-        """Tell the stage. Raises: RuntimeError if it is the parameter's second one in this pass."""
+        """Tell the stage. Raises: RuntimeError if a bucket of this parameter is gone."""
         buckets = self._buckets_of[param]
         ownership.check_place(param, buckets[0].parameters)
         self.stage.gradient_arrived(param, buckets[0].flat)
         counts = [param in self._waits_for.get(bucket, ()) for bucket in buckets]
         if not self.accumulating and not all(counts):
             raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward "
-                "pass, the first is on its way: torch.utils.checkpoint around a module used "
-                "several times needs use_reentrant=False, and activation_partitioning.checkpoint "
-                "cannot be around it"
+                f"a gradient of shape {tuple(param.shape)} came after its bucket was handed over. If "
+                "it was the parameter's second one in this pass: torch.utils.checkpoint around a "
+                "module used several times needs use_reentrant=False, and "
+                "activation_partitioning.checkpoint cannot be around it"
             )
 
     def _hand_over_complete(self) -> None:
