@@ -24,8 +24,8 @@ KINDS = (
 class Lanes:
     """Watches one backward pass of a stage (1 or 2) on this rank.
 
-    record: bytes, {kind of KINDS: [bucket, in the order in which they are reduced][moment]}, where the moments are before
-    the first gradient, after each one, and after the pass; and {"padded": [bucket]}, a whole one.
+    record: bytes, {kind of KINDS: [bucket, in the order in which they are reduced][moment]}; the moments are before the
+    first gradient, after each one, and after the pass. And {"padded": [bucket]}: a whole one.
     """
 
     def __init__(self, zero):

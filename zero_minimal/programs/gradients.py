@@ -2,8 +2,8 @@
 
     python -m zero_minimal.programs.gradients lessons/03_gradients
 
-writes measured.json into that folder, and from it buckets.png and gradients.png. What is counted are bytes and the order
-of events, never time. So another machine, or a busy one, gives the same.
+writes measured.json into that folder, and from it buckets.png and gradients.png. What is counted are bytes and the
+order of events, never time. So another machine, or a busy one, gives the same.
 """
 
 import json
