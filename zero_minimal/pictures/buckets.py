@@ -9,7 +9,7 @@ KINDS: dict[str, tuple[Look, str]] = {  # from the bottom of a lane to its top
     "shard": (("#6B3A00", ""), "own shard of the mean"),
     "sent": (LOOKS["gradients"], "whole, on its way to the other ranks"),
     "coming": (("#FBE3B0", ""), "whole, as backward makes it"),
-    "idle": (("#F0F0F0", ".."), "kept, and nobody reads it"),
+    "idle": (("#DCDCDC", ".."), "kept, and nobody reads it"),
 }
 STEP = 1.5  # from lane to lane, in heights of a whole bucket: while it is sent there is room for more than one
 AFTER = 0.06  # of the pass: for so much longer the picture shows what is left of it
@@ -30,6 +30,7 @@ def draw_buckets(stages: dict[str, dict]) -> Figure:
         axis.set_title(name, fontsize=11)
         axis.set_xlabel("one backward pass: the last layer's gradients come first →", fontsize=9)
         axis.set_xticks([])
+        axis.margins(x=0.01)
         axis.set_yticks([0.4 - STEP * number for number in range(lanes)],
                         [f"bucket {number}" for number in range(lanes)] if axis is axes[0][0] else [])
         axis.tick_params(axis="y", length=0, labelsize=9)

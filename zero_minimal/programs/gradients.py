@@ -114,7 +114,8 @@ def lengthened(step: dict) -> list[Moment]:
 def pictures(measured: dict) -> dict[str, Figure]:
     """The page's pictures by their names, from what measure() gave."""
     steps = {name: [lengthened(step)] for name, step in measured["steps"].items()}
-    return {"buckets.png": draw_buckets(measured["buckets"]),
+    buckets = {f"{name}, rank 0 of {LANES_RANKS}": record for name, record in measured["buckets"].items()}
+    return {"buckets.png": draw_buckets(buckets),
             "gradients.png": draw_memory_of_a_step(steps, timed=False)}
 
 
