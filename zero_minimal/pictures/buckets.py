@@ -11,7 +11,7 @@ KINDS: dict[str, tuple[Look, str]] = {  # from the bottom of a lane to its top
     "coming": (("#FBE3B0", ""), "whole, as backward makes it"),
     "idle": (("#DCDCDC", ".."), "kept, and nobody reads it"),
 }
-STEP = 1.5  # from lane to lane, in heights of a whole bucket: while it is sent there is room for more than one
+STEP = 1.65  # from lane to lane, in heights of a whole bucket: while it is sent there is more than that
 AFTER = 0.06  # of the pass: for so much longer the picture shows what is left of it
 
 
@@ -23,7 +23,7 @@ def draw_buckets(stages: dict[str, dict]) -> Figure:
     """
     whole = max(max(record["padded"]) for record in stages.values())
     lanes = max(len(record["padded"]) for record in stages.values())
-    result, axes = figure(1, len(stages), PAGE, 1.1 + 0.5 * lanes)
+    result, axes = figure(1, len(stages), PAGE, 1.1 + 0.54 * lanes)
     for axis, (name, record) in zip(axes[0], stages.items(), strict=True):
         for number in range(len(record["padded"])):
             lane(axis, {kind: [count / whole for count in record[kind][number]] for kind in KINDS}, -STEP * number)
@@ -36,7 +36,7 @@ def draw_buckets(stages: dict[str, dict]) -> Figure:
         axis.tick_params(axis="y", length=0, labelsize=9)
         axis.spines[:].set_visible(False)
         axis.grid(visible=False)
-        axis.set_ylim(-STEP * (lanes - 1) - 0.05, STEP - 0.1)
+        axis.set_ylim(-STEP * (lanes - 1) - 0.05, STEP - 0.05)
     legend_outside(result, entries_of([axes[0][0]]))
     return result
 
