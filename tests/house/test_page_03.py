@@ -121,24 +121,24 @@ def test_how_much_there_is_to_write():
 # ------------------------------------------------------------------------------------------------------- the pictures
 
 
-def test_the_picture_of_the_buckets_shows_what_the_page_says():
-    (one, two), world_size = MEASURED["buckets"].values(), gradients.LANES_RANKS
+def assert_lanes(one, two, world_size):
+    """What the page says of its picture: the records of stages 1 and 2."""
     for record in (one, two):
-        moments = len(record["shard"][0])
-        held = [[sum(record[kind][number][moment] for kind in KINDS) for moment in range(moments)]
-                for number in range(len(record["padded"]))]
+        moments = range(len(record["shard"][0]))
         for number, whole in enumerate(record["padded"]):
-            if record is one:
-                assert set(held[number]) == {whole}, "stage 1: its full height from the beginning to the end"
-                assert record["idle"][number][0] == whole
-                assert record["idle"][number][-1] == whole - whole // world_size
-            else:
-                assert held[number][0] == 0 and held[number][-1] == whole // world_size
-                assert not any(record["idle"][number])
+            held = [sum(record[kind][number][moment] for kind in KINDS) for moment in moments]
             assert record["shard"][number][-1] == whole // world_size
-    sent = [sum(record["sent"][number][moment] > 0 for number in range(len(record["padded"])))
-            for record in (one, two) for moment in range(len(record["sent"][0]))]
-    assert set(sent) == {0, 1}, "one is on its way while the next is filled"
+            if record is one:
+                assert set(held) == {whole}, "its full height from the beginning to the end"
+                assert record["idle"][number][0] == whole and record["idle"][number][-1] == whole - whole // world_size
+            else:
+                assert held[0] == 0 and held[-1] == whole // world_size and not any(record["idle"][number])
+        sent = [sum(lane[moment] > 0 for lane in record["sent"]) for moment in moments]
+        assert set(sent) == {0, 1}, "one is on its way while the next is filled"
+
+
+def test_the_picture_of_the_buckets_shows_what_the_page_says():
+    assert_lanes(*MEASURED["buckets"].values(), gradients.LANES_RANKS)
 
 
 def test_the_pictures_are_drawn_from_these_figures():
@@ -162,6 +162,16 @@ def told_by(record):
     return record["padded"], highest, last, moments
 
 
+def both_stages(settings):
+    return [gradients.watched_backward(stage_class, settings) for stage_class in gradients.STAGES.values()]
+
+
+def test_lanes_of_a_small_run():
+    settings = Settings(layers=1, hidden=32, bucket_mb=0.01)
+    assert_lanes(*ranks.run(both_stages, 2, settings, device="cpu")[0], 2)
+
+
+@pytest.mark.thorough
 def test_a_run_of_today_fills_the_lanes_as_recorded():
     run = gradients.watched_backward, gradients.LANES_RANKS, gradients.Stage2, Settings()
     assert told_by(ranks.run(*run, device="cpu")[0]) == told_by(MEASURED["buckets"]["stage 2"])
@@ -203,8 +213,9 @@ def solution(source, name):
 
 @pytest.mark.parametrize("name", LESSON.tasks)
 def test_no_line_of_the_solution_is_on_the_page(name):
-    """Loops and names apart: those are in the hints. Not in the starter either."""
-    for text in (PAGE, LESSON.starter.read_text().split("# step 1")[1].split("# state\n")[0]):
-        for line in solution(references.reference(LESSON), name):
-            if len(line) >= 25 and not line.endswith(":") and not line.startswith("#"):
-                assert line not in text
+    """Nor in the starter. What sets or keeps something, that is: loops are in the hints, and calls in their list."""
+    starter = LESSON.starter.read_text().split("# step 1", 1)[1].split("# state\n")[0]
+    lines = [line.partition("  #")[0] for line in solution(references.reference(LESSON), name)]
+    telling = [line for line in lines if "= " in line and line != "gathering = []"]
+    assert telling
+    assert not [line for line in telling if line in PAGE or line in starter]
