@@ -118,6 +118,15 @@ def test_how_much_there_is_to_write():
     assert abs(len(lines) - 40) <= 3 and "about 40 lines" in PROSE and "these 40 lines" in TEACHER
 
 
+def test_the_grader_says_what_the_teachers_page_quotes():
+    """What it says of wrong submissions is tested where they are: mistakes.py."""
+    sources = [LESSON.tests.read_text(), (LESSON.tests.parent / "mistakes.py").read_text()]
+    table = TEACHER.split("## Stumbles")[1].split("## Rubric")[0]
+    quoted = [part.strip() for quote in re.findall(r'"([^"]+)"', table) for part in quote.split("…")]
+    assert len(quoted) > 10
+    assert not [words for words in quoted if not any(words in source for source in sources)]
+
+
 # ------------------------------------------------------------------------------------------------------- the pictures
 
 
@@ -216,6 +225,6 @@ def test_no_line_of_the_solution_is_on_the_page(name):
     """Nor in the starter. What sets or keeps something, that is: loops are in the hints, and calls in their list."""
     starter = LESSON.starter.read_text().split("# step 1", 1)[1].split("# state\n")[0]
     lines = [line.partition("  #")[0] for line in solution(references.reference(LESSON), name)]
-    telling = [line for line in lines if "= " in line and line != "gathering = []"]
+    telling = [line for line in lines if "= " in line and line[-1] != "(" and line != "gathering = []"]
     assert telling
     assert not [line for line in telling if line in PAGE or line in starter]
