@@ -70,6 +70,10 @@ def test_what_the_page_says_of_the_highest_moment():
     assert f"the highest moment of the whole step is {peak(1):.1f} MB" in PROSE
     for bucket_mb in (1.0, 16.0):
         assert re.search(rf"with buckets of {bucket_mb:g} MiB[^.]*{peak(2, bucket_mb=bucket_mb):.1f} MB", PROSE)
+    whole, record = MEASURED["buckets"]["stage 2"]["padded"][0], MEASURED["buckets"]["stage 2"]
+    first = next(moment for moment, sent in enumerate(record["sent"][0]) if sent)
+    coming = sum(lane[first] for lane in record["coming"])  # of the parameter that the next bucket needs, too
+    assert round(there[1] * MB) == whole + whole / 2 + coming, "the page says: when the first bucket is complete"
     for name, step in MEASURED["steps"].items():  # and where it is
         totals = [moment.total for moment in gradients.lengthened(step)]
         first, last = step["backward"]
@@ -177,13 +181,13 @@ def both_stages(settings):
 
 def test_lanes_of_a_small_run():
     settings = Settings(layers=1, hidden=32, bucket_mb=0.01)
-    assert_lanes(*ranks.run(both_stages, 2, settings, device="cpu")[0], 2)
+    assert_lanes(*ranks.run(both_stages, 2, settings, device="cpu", timeout=100)[0], 2)
 
 
 @pytest.mark.thorough
 def test_a_run_of_today_fills_the_lanes_as_recorded():
     run = gradients.watched_backward, gradients.LANES_RANKS, gradients.Stage2, Settings()
-    assert told_by(ranks.run(*run, device="cpu")[0]) == told_by(MEASURED["buckets"]["stage 2"])
+    assert told_by(ranks.run(*run, device="cpu", timeout=100)[0]) == told_by(MEASURED["buckets"]["stage 2"])
 
 
 def assert_as_recorded(measured, recorded):
@@ -195,7 +199,7 @@ def assert_as_recorded(measured, recorded):
 
 def test_a_run_of_today_holds_and_sends_as_recorded():
     settings = Settings(steps=gradients.STEPS)
-    measured, _ = ranks.run(gradients.watched_run, 2, gradients.Stage2, settings, device="cpu")[0]
+    measured, _ = ranks.run(gradients.watched_run, 2, gradients.Stage2, settings, device="cpu", timeout=100)[0]
     assert_as_recorded(measured, row(2))
 
 
