@@ -76,11 +76,11 @@ def test_an_entry_is_short_and_names_lessons_that_use_it(entry):
         assert number in rows, f"the course has no lesson {number}"
         assert folder == written.get(number, ""), f"link a lesson that is written, and no other: {number}"
         if folder:
-            page = (FILE.parent / folder / "README.md").read_text()
+            page = (FILE.parent / folder / "README.md").read_text() + (HOUSE / f"notebooks/{folder}.ipynb").read_text()
             name = entry.term.split(" (")[0]
             said = re.sub(r"[-\s]+", "[-\\\\s]+", re.escape(name).replace(r"\ ", " ").replace(r"\-", "-"))
             alternatives = "|".join([said, *(re.escape(part) for part in name.split(" and "))])
-            assert re.search(alternatives, page, re.IGNORECASE), f"lesson {number} does not say {name!r}"
+            assert re.search(alternatives, page, re.IGNORECASE), f"page and notebook {number} do not say {name!r}"
 
 
 @pytest.mark.parametrize("lesson", found().values(), ids=found())

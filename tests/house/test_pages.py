@@ -106,7 +106,8 @@ def _idea(page: str):
 
 def _assignment(lesson: Lesson, page: str):
     assignment = pages.section(page, 2, "The assignment")
-    rows = [[cell.strip() for cell in row.split("|")] for row in re.findall(r"^\| (\d .*)\|$", assignment, re.MULTILINE)]
+    rows = re.findall(r"^\| (\d .*)\|$", assignment, re.MULTILINE)
+    rows = [[cell.strip() for cell in row.split("|")] for row in rows]
     said = [(int(row[0]), {cell for cell in row[1:] if cell.isdigit()}) for row in rows if row[0].isdigit()]
     if said != [(step.number, {f"{step.points:g}"}) for step in lesson.steps]:
         yield "'## The assignment' must have a table with a row a step: | number | … | points |, as in lesson.toml"
@@ -265,7 +266,8 @@ GOOD = "\n".join([
     f"## {PREDICT}", FOLDED.format("What was measured", "9.6 MB"),
     "## Walk through it", "Text.", "", "    a drawing", "",
     "## The assignment", "", "| step | | points |", "|---|---|---|",
-    *[f"| {step.number} | `step` | {step.points} |" for step in GRADIENTS.steps], "", f"### {KEEP_TO}", "- `step` returns nothing.", "",
+    *[f"| {step.number} | `step` | {step.points} |" for step in GRADIENTS.steps], "",
+    f"### {KEEP_TO}", "- `step` returns nothing.", "",
     "## Hints", *[f"### Step {step.number}: {step.title}\n" + "".join(FOLDED.format(hint, "Text.") for hint in HINTS)
                   for step in GRADIENTS.steps],
     "## Grade it", "", "    python -m zero_minimal grade lessons/03_gradients/assignment.py", "",
