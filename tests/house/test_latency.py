@@ -104,7 +104,7 @@ def test_the_picture_shows_the_points_and_both_pieces():
     assert "α = 60 µs before the first byte" in labels and "β·bytes, 2.5 GB a second" in labels
     (marks,) = (line for line in axis.get_lines() if line.get_label() == "measured")
     assert list(zip(*marks.get_data(), strict=True)) == points
-    assert [text.get_text() for text in axis.texts] == ["n½ = 150 kB: half of the time is α"]
+    assert [text.get_text() for text in axis.texts] == ["n½ = 150 KB: half of the time is α"]
     assert axis.get_xscale() == axis.get_yscale() == "log"
     styles = {line.get_linestyle() for line in axis.get_lines() if line.get_marker() == "None"}
     assert len(styles) >= 3, "in grey the pieces look alike"

@@ -87,6 +87,21 @@ def _throw(ball: Tensor) -> float:
     return (time.perf_counter() - began) / 2
 
 
+def measure_pieces(counts: Iterable[int], bytes: int = 2**22, rounds: int = 5) -> dict[int, float]:
+    """Seconds in which this rank all-reduces a tensor of so many bytes, cut into each number of pieces, one after the
+    other: {pieces: seconds}, the smallest of the rounds. All ranks call it; the collective is torch's own.
+    """
+    tensor, counts = torch.zeros(bytes // 4), list(counts)
+    best = dict.fromkeys(counts, math.inf)
+    for _, count in itertools.product(range(rounds), counts):
+        dist.barrier()
+        began = time.perf_counter()
+        for piece in tensor.chunk(count):
+            dist.all_reduce(piece)
+        best[count] = min(best[count], time.perf_counter() - began)
+    return best
+
+
 # -------------------------------------------------------------------------------------------------------- what it means
 
 
@@ -112,3 +127,16 @@ def fit(points: Sequence[tuple[int, float]]) -> Cost:
 
 def _distance(line: Cost, points: Sequence[tuple[int, float]]) -> float:
     return sum(abs(math.log(line.seconds(bytes) / seconds)) for bytes, seconds in points)
+
+
+def ring_all_reduce(cost: Cost, bytes: float, world_size: int) -> float:
+    """Seconds of 2(N−1) messages, one after the other, each of an N-th of the bytes."""
+    return 2 * (world_size - 1) * cost.seconds(bytes / world_size)
+
+
+def tree_all_reduce(cost: Cost, bytes: float, world_size: int) -> float:
+    """Seconds, if sums run up a tree and the total runs down: 2·log₂N messages, one after the other, each of all bytes.
+
+    In the first step every second rank sends to its neighbour, then half of those that are left, and so on.
+    """
+    return 2 * math.ceil(math.log2(world_size)) * cost.seconds(bytes)

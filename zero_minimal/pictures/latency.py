@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zero_minimal.meters.latency import Cost
+from zero_minimal.paper.quantities import seconds_text, size_text
 from zero_minimal.pictures.style import DEVICE, FORMULA, PAGE, SENT, figure
 
 PIECE = {"color": "black", "linewidth": 1.2}
@@ -24,9 +25,9 @@ def draw_latency(points: Sequence[tuple[int, float]], alpha: float, beta: float)
     whole = [cost.seconds(bytes) for bytes in fine]
     shortest, longest = min(seconds for _, seconds in points), max(seconds for _, seconds in points)
     axis.plot(fine, whole, label="α + β·bytes", **FORMULA)
-    axis.plot(fine, [alpha] * len(fine), label=f"α = {_time(alpha)} before the first byte", linestyle="--", **PIECE)
+    axis.plot(fine, [alpha] * len(fine), label=f"α = {time_text(alpha)} before the first byte", linestyle="--", **PIECE)
     axis.plot(fine, [beta * bytes for bytes in fine], linestyle=":", **PIECE,
-              label=f"β·bytes, {1 / beta / 1e9:.2g} GB a second" if beta else "β = 0: bytes cost nothing")
+              label=f"β·bytes, {size_text(1 / beta, 2)} a second" if beta else "β = 0: bytes cost nothing")
     axis.plot(*zip(*points, strict=True), linestyle="", marker="o", markersize=8, markerfacecolor=SENT[0],
               markeredgecolor="black", label="measured")
     axis.set(xscale="log", yscale="log", xlim=(first, last), ylim=(shortest / 4, 3 * longest))
@@ -40,29 +41,19 @@ def draw_latency(points: Sequence[tuple[int, float]], alpha: float, beta: float)
 def _mark_half(axis: Axes, cost: Cost) -> None:
     """Where the two pieces cross: a line down, and its number."""
     axis.axvline(cost.half, **DEVICE)
-    axis.annotate(f"n½ = {_size(cost.half)}: half of the time is α", (cost.half, axis.get_ylim()[0]), (6, 8),
+    axis.annotate(f"n½ = {size_text(cost.half, 2)}: half of the time is α", (cost.half, axis.get_ylim()[0]), (6, 8),
                   textcoords="offset points", fontsize=9)
 
 
 def _name_powers(axis: Axes) -> None:
-    """Powers of ten in words that are read at once: 1 kB, 100 µs."""
+    """Powers of ten in words: 1 KB, 100 µs."""
     axis.set_xlabel("size of the message")
     axis.set_ylabel("time, one way")
-    axis.xaxis.set_major_formatter(lambda bytes, _: _size(bytes))
-    axis.yaxis.set_major_formatter(lambda seconds, _: _time(seconds))
+    axis.xaxis.set_major_formatter(lambda bytes, _: size_text(bytes))
+    axis.yaxis.set_major_formatter(lambda seconds, _: time_text(seconds))
     axis.minorticks_off()
 
 
-def _size(bytes: float) -> str:
-    return _in_units(bytes, (("bytes", 1), ("kB", 1e3), ("MB", 1e6), ("GB", 1e9)))
-
-
-def _time(seconds: float) -> str:
-    return _in_units(seconds, (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1)))
-
-
-def _in_units(value: float, units: Sequence[tuple[str, float]]) -> str:
-    """In the largest unit of which there is one, to two digits: 45 kB, 1.2 ms, 800 ns."""
-    name, unit = next(((name, unit) for name, unit in reversed(units) if value >= 0.995 * unit), units[0])
-    count = value / unit
-    return f"{count:.0f} {name}" if count >= 9.95 or count == round(count) else f"{count:.1f} {name}"
+def time_text(seconds: float) -> str:
+    """35.2 µs, 1.2 ms: a time of a message, in words."""
+    return seconds_text(seconds) if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
