@@ -39,12 +39,12 @@ def describe(result: dict) -> str:
     messages = [["message", "one way", "α + β·bytes"]]
     for bytes, seconds in result["points"]:
         messages.append([size_text(bytes), time_text(seconds), time_text(cost.seconds(bytes))])
-    speed = size_text(1 / cost.beta, 2) + " a second" if cost.beta else "no time"
-    line = f"α = {time_text(cost.alpha)}, a byte: {speed}, n½ = α/β = {size_text(cost.half, 2)}"
+    speed = size_text(1 / cost.beta, 2) + " a second" if cost.beta else "∞"
+    line = f"α = {time_text(cost.alpha)}, 1/β = {speed}\nn½ = α/β = {size_text(cost.half, 2)}"
     all_reduce = result["all_reduce"]
     pieces = [["pieces", "all-reduce of " + size_text(all_reduce["bytes"])]]
     pieces += [[count, time_text(seconds)] for count, seconds in all_reduce["pieces"].items()]
-    return "\n".join((f"\ntwo ranks on the CPU, gloo: {line}", "", report.table(messages), "", report.table(pieces)))
+    return "\n".join((f"\ntwo ranks on the CPU, gloo\n{line}", "", report.table(messages), "", report.table(pieces)))
 
 
 def main(arguments: list[str]) -> None:
