@@ -136,7 +136,7 @@ def test_buckets_of_ddp():
     assert "bucket_cap_mb = 25" in inspect.getsource(torch.nn.parallel.DistributedDataParallel) and "of 25 MiB" in PAGE
 
 
-# ------------------------------------------------------------------------------------------------------ code on the page
+# --------------------------------------------------------------------------------------------------- code on the page
 
 
 def test_what_to_try_by_hand_prints_what_the_page_says(monkeypatch):
