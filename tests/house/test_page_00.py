@@ -152,7 +152,7 @@ def test_what_must_be_known_before_is_true():
     y = x.view(3, 2)
     y[0] += 1
     assert f"`{[int(number) for number in x]}`" in PAGE
-    assert f"</summary> {(0 - 1) % 3}. In Python" in PAGE
+    assert f"It is {(0 - 1) % 3}. In Python" in PAGE
 
 
 def test_shapes_of_the_code_have_holes_and_are_python():
