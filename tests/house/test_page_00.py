@@ -128,7 +128,7 @@ def test_pieces_are_timed():
 def test_the_rungs_make_as_many_all_reduces_as_the_readme_says():
     readme = (LESSON.folder.parents[1] / "README.md").read_text()  # its own test counts them
     naive, stage0 = re.search(r"makes (\d+) all-reduces a step.*?Stage 0 makes (\d+), a", readme, re.DOTALL).groups()
-    assert f"has {naive} parameters" in PAGE and f"makes {naive} all-reduces a step" in PAGE
+    assert f"has {naive} parameter tensors" in PAGE and f"makes {naive} all-reduces a step" in PAGE
     assert f"makes {stage0}, with as many bytes" in PAGE
 
 
