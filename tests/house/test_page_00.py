@@ -139,6 +139,16 @@ def test_buckets_of_ddp():
 # --------------------------------------------------------------------------------------------------- code on the page
 
 
+def test_the_time_is_honest():
+    """A hundred words a minute, for who reads in a second language and thinks; hints are opened later."""
+    minutes, lines = map(int, re.search(r"hours: (\d+) minutes to read, .* to write about (\d+) lines", PAGE).groups())
+    told = TEXT.split("## Hints")[0]
+    assert minutes == pytest.approx(len(told.split()) / 100, rel=0.25)
+    bodies = [ast.parse(inspect.getsource(getattr(ring, name))).body[0].body[1:] for name in LESSON.tasks]
+    code = sum(len(ast.unparse(body).splitlines()) for body in bodies)
+    assert lines == pytest.approx(code, abs=4)
+
+
 def test_what_to_try_by_hand_prints_what_the_page_says(monkeypatch):
     monkeypatch.setitem(sys.modules, "assignment", ring)
     program = program_of(TEXT, "import assignment")
