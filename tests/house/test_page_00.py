@@ -174,6 +174,16 @@ def test_shapes_of_the_code_have_holes_and_are_python():
         ast.parse(re.sub(r"distance ____", "distance == ____", "def f():\n    " + shape.replace("\n", "\n    ")))
 
 
+def test_shapes_of_the_code_lead_to_the_reference():
+    """Whatever stands in their holes: each line is one of the reference, in the same order."""
+    for name, shape in zip(LESSON.tasks, programs(TEXT.split("## Hints")[1].split("## Grade it")[0]), strict=True):
+        lines = iter([line.split("#")[0].strip() for line in inspect.getsource(getattr(ring, name)).splitlines()])
+        for line in shape.splitlines():
+            wanted = ".+".join(map(re.escape, line.split("#")[0].strip().split("____")))
+            if not any(re.fullmatch(wanted, found) for found in lines):
+                pytest.fail(f"{name} has no line like {line!r} there")
+
+
 def test_the_page_does_not_dictate():
     """No line of the reference in which a chunk or a neighbour is chosen stands on it, whole or as a formula."""
     code = [line.split("#")[0].strip() for line in inspect.getsource(ring).splitlines()]
