@@ -218,6 +218,11 @@ def test_the_first_exam_question():
     assert f"6 · 50 µs = {ring[1]:.2f} ms" in TEACHER and f"one after the other: {tree[1]:.2f} ms" in TEACHER
 
 
+def test_the_graders_messages_are_as_large_as_teachers_are_told():
+    elements = int(re.search(r"LARGE = .*2\*\*(\d+)$", LESSON.tests.read_text(), re.MULTILINE)[1])
+    assert f"The grader's have {4 * 2**elements / 1e6:.0f} MB" in TEACHER
+
+
 def examined(program):
     """What the exam's function returns, and what becomes of the tensor, of rank r's numbers 10^r."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
