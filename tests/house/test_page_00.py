@@ -202,7 +202,7 @@ def test_the_list_of_rules_names_the_interface_and_the_least_points():
         assert f"`{name}({', '.join(arguments)})`" in rules
     two, three, four, five = (min(step.core.values()) for step in LESSON.steps[1:])
     assert three == five
-    least = f"step 2 then earns {two:g} points at most, step 3 and 5 earn {three:g}, step 4 earns {four:g}"
+    least = f"step 2 then earns {two:g} points at most, steps 3 and 5 earn {three:g}, step 4 earns {four:g}"
     assert least in one_line(rules)
 
 
