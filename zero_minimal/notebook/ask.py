@@ -17,8 +17,7 @@ from zero_minimal.notebook.told import Told
 from zero_minimal.programs import record
 
 NEAR = 0.02  # a guess that is no farther from a number than this share of it is taken for that number
-UNANSWERED = ("Your guess first: write a number in place of the three dots, and run this cell again (only reading? "
-              "`%env ZERO_READING=1` in a cell above goes on without).")
+UNANSWERED = "Your guess comes first: write a number in place of the three dots, and run this cell again."
 
 _lesson = ""  # for the record: which lesson the questions are of
 
