@@ -11,11 +11,14 @@ from zero_minimal.pictures.style import PAGE, rank_cells
 MOST_PANELS = 9  # of a story: the first ones, and the end
 
 
-def draw_attempt(stories: dict[str, dict[str, Story]]) -> Figure:
+def draw_attempt(stories: dict[str, dict[str, Story]]) -> Figure | None:
     """Who holds what while messages travel: two lines of panels for each algorithm, the lesson's and the learner's.
+    None if there is nothing to draw.
 
     Args: stories {algorithm: {whose: its Story}}, the lesson's first.
     """
+    if not stories:
+        return None
     world_size = len(next(iter(next(iter(stories.values())).values())).states[0])
     heights = [len(lines) * (0.3 * world_size + 0.5) + 0.55 for lines in stories.values()]  # inches
     result = Figure(figsize=(PAGE, sum(heights)), layout="constrained")
