@@ -10,6 +10,8 @@ from zero_minimal.programs import progress
 COMMANDS = {  # name: (module of this package with main(arguments), what it does)
     "compare": ("programs.compare",
                 "all stages, torch's DDP and FSDP2 on the same work: table, picture"),
+    "latency": ("programs.latency",
+                "what a message costs here before its first byte: measured, fitted, drawn"),
     "plan": ("programs.plan",
              "what a model needs on each device, by stage: formulas"),
     "simulate": ("programs.simulate",
