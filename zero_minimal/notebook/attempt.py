@@ -1,18 +1,20 @@
 """Attempt: the learner's own assignment.py as a module, so that a notebook draws what it does. Here, or on a rank.
 
-    mine, missing = attempt.load("03_gradients"), []
-    with attempt.unwritten(missing):        a function that is not written yet ends what is inside, and no more
+    mine = attempt.load("03_gradients")
+    with attempt.as_far_as_written():       a function that is not written yet ends what is inside, and no more
         mine.Stage2(...)
-    attempt.next_step("03_gradients", missing)
+    print(attempt.next_step(mine))          what is not written yet
 
 ZERO_ATTEMPT=FILE names another file. Ranks have the environment that the notebook had when it started them.
 """
 
+import ast
 import contextlib
 import importlib
 import importlib.util
 import linecache
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from zero_minimal.notebook.told import Told
 
 HOUSE = Path(__file__).parents[2]  # the checkout
 NAME = "assignment"  # of the module
+STEP = re.compile(r"step \d+: ")  # how the starter's errors begin
 AGAIN = "Mend it, save the file, and run this cell again."
 
 files: set[str] = set()  # those that were loaded: what stands in one is told by its line (standing.py)
@@ -71,24 +74,31 @@ def shown(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def unwritten(missing: list[str]) -> Iterator[None]:
-    """Context that ends where the starter's "not written yet" does, and notes which step that is."""
+def as_far_as_written() -> Iterator[None]:
+    """Context that ends, and says nothing, where the starter's "not written yet" does."""
     try:
         yield
     except NotImplementedError as error:
-        if not str(error).startswith("step "):  # not the starter's
+        if not STEP.match(str(error)):  # not the starter's
             raise
-        if str(error) not in missing:
-            missing.append(str(error))
 
 
-def next_step(lesson: str, missing: list[str]) -> str:
-    """In a line, what is not written yet, and what to do about it; "" if nothing is missing."""
+def next_step(module: ModuleType) -> str:
+    """In a line, which functions of a loaded file are not written yet, and what to do; "" if nothing is missing."""
+    missing = sorted(_unwritten("".join(linecache.getlines(module.__file__))))
     if not missing:
         return ""
-    steps = sorted(missing)
-    return (f"Not written yet: {', '.join(steps)}. Write {steps[0].partition(':')[0]} in {shown(file_of(lesson))}, "
-            "save it, and run the cells of this section again.")
+    return (f"Not written yet: {', '.join(missing)}. Write {missing[0].partition(':')[0]} in "
+            f"{shown(Path(module.__file__))}, save it, and run the cells of this section again.")
+
+
+def _unwritten(source: str) -> list[str]:
+    """What the starter's errors say that are left in a file: "step 1: exchange"."""
+    raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
+    words = [ast.literal_eval(error.args[0]) for error in raised
+             if isinstance(error, ast.Call) and ast.unparse(error.func) == "NotImplementedError"
+             and error.args and isinstance(error.args[0], ast.Constant)]
+    return [word for word in words if isinstance(word, str) and STEP.match(word)]
 
 
 def _forget_those_beside(file: Path) -> None:
