@@ -40,9 +40,9 @@ def _draw_beside(place: SubFigure, name: str, lines: dict[str, Story]) -> None:
             axis.set_visible(False)
         for axis, number in zip(row, numbers, strict=False):
             _panel(axis, story, number, PAGE / columns)
-            if number == len(story.states) - 1 or len(story.states) == len(model.states):
-                at_the_end = number == len(story.states) - 1
-                _mark_differences(axis, story.states[number], model.states[-1 if at_the_end else number])
+            for rank, chunk in differences(story, model, number):
+                axis.text(chunk - 0.42, rank - 0.4, "≠", ha="left", va="top", fontsize=9, fontweight="bold",
+                          color=NEXT["edgecolor"], zorder=4)
             rank_cells(axis, len(story.states[0]), range(len(story.states[0][0])), margin=0.55, named=axis is row[0])
             axis.set_title(_moment(number, len(story.states)), fontsize=9)
         row[0].set_ylabel(whose, fontsize=11, fontweight="bold")
@@ -70,29 +70,35 @@ def _panel(axis: Axes, story: Story, number: int, inches: float) -> None:
         for chunk in sent[1] if sent else ():
             axis.add_patch(Rectangle((chunk - 0.44, rank - 0.42), 0.88, 0.84, zorder=3, **NEXT))
             if sent[0] != (rank + 1) % world_size:
-                axis.text(chunk + 0.4, rank + 0.38, f"→{sent[0]}", ha="right", va="bottom", fontsize=7, zorder=4)
+                axis.text(chunk + 0.42, rank + 0.42, f"→{sent[0]}", ha="right", va="center", fontsize=7, zorder=4,
+                          bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
 
 
-def _mark_differences(axis: Axes, state: list, model: list) -> None:
-    for rank, held in enumerate(state):
-        for chunk, parts in enumerate(held):
-            if parts is None or sorted(parts) != sorted(model[rank][chunk] or ()):
-                axis.text(chunk - 0.42, rank - 0.4, "≠", ha="left", va="top", fontsize=9, fontweight="bold",
-                          color=NEXT["edgecolor"], zorder=4)
+def differences(story: Story, model: Story, number: int) -> list[tuple[int, int]]:
+    """(rank, chunk) that are not as in the lesson's. The ends can be compared, and steps where both take as many."""
+    count = len(story.states)
+    if number < count - 1 and count != len(model.states):
+        return []
+    theirs = model.states[-1 if number == count - 1 else number]
+    return [(rank, chunk) for rank, held in enumerate(story.states[number]) for chunk, parts in enumerate(held)
+            if parts is None or sorted(parts) != sorted(theirs[rank][chunk] or ())]
 
 
 def _explained(lines: dict[str, Story]) -> str:
     words = ["Numbers: the ranks whose parts are there. Outlined: what a rank sends next, to its right neighbour."]
     stories = list(lines.values())
     world_size = len(stories[0].states[0])
-    if any(sent and sent[0] != (rank + 1) % world_size
-           for story in stories for step in story.sends for rank, sent in enumerate(step)):
-        words.append("→2: to rank 2 instead.")
+    others = [sent[0] for story in stories for step in story.sends for rank, sent in enumerate(step)
+              if sent and sent[0] != (rank + 1) % world_size]
+    marks = [f"→{others[0]}: to rank {others[0]} instead."] if others else []
+    if any(differences(story, stories[0], number) for story in stories for number in range(len(story.states))):
+        marks.append("≠: not as in the lesson's.")
     if any(parts is None for story in stories for state in story.states for held in state for parts in held):
-        words.append("?: no sum of one chunk's parts.")
+        marks.append("?: no sum of one chunk's parts.")
+    words += [" ".join(marks)] if marks else []
     for whose, story in lines.items():
         if story.collectives:
             words.append(f"In {whose}, torch's own {' and '.join(story.collectives)} did the work.")
         if len(story.states) > MOST_PANELS:
-            words.append(f"Of {whose}, {len(story.sends)} steps, the first {MOST_PANELS - 2} and the end are shown.")
+            words.append(f"{whose}: {len(story.sends)} steps; the first {MOST_PANELS - 2} and the end are shown.")
     return "\n".join(words)
