@@ -168,9 +168,9 @@ class Cell:
         return len(counts) > 1 or any(failure["in_a_stage"] for failure in self.failures().values())
 
     def in_an_attempt(self) -> bool:
-        """Whether what failed, or waited, stands in the learner's own file."""
+        """Whether what failed, or waited, stands in the learner's own file, or is that this cannot be run."""
         places = [*self.failures().values(), *self.stuck.values()]
-        return any(place["attempt"] for place in places)
+        return any(place["attempt"] or place.get("told") for place in places)
 
     def values(self) -> list:
         """The expression's value on each rank. Raises: CellError if it needs what only the ranks have."""

@@ -75,13 +75,19 @@ def _panel(axis: Axes, story: Story, number: int, inches: float) -> None:
 
 
 def differences(story: Story, model: Story, number: int) -> list[tuple[int, int]]:
-    """(rank, chunk) that are not as in the lesson's. The ends can be compared, and steps where both take as many."""
+    """(rank, chunk) that are not held, or not sent, as in the lesson's. The ends can be compared, and steps where both
+    take as many."""
     count = len(story.states)
     if number < count - 1 and count != len(model.states):
         return []
     theirs = model.states[-1 if number == count - 1 else number]
-    return [(rank, chunk) for rank, held in enumerate(story.states[number]) for chunk, parts in enumerate(held)
-            if parts is None or sorted(parts) != sorted(theirs[rank][chunk] or ())]
+    held = {(rank, chunk) for rank, chunks in enumerate(story.states[number]) for chunk, parts in enumerate(chunks)
+            if parts is None or sorted(parts) != sorted(theirs[rank][chunk] or ())}
+    return sorted(held | (_sent(story, number) ^ _sent(model, number) if number < count - 1 else set()))
+
+
+def _sent(story: Story, number: int) -> set[tuple[int, int]]:
+    return {(rank, chunk) for rank, sent in enumerate(story.sends[number]) if sent for chunk in sent[1]}
 
 
 def _explained(lines: dict[str, Story]) -> str:
