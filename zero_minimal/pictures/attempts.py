@@ -59,8 +59,9 @@ def _moment(number: int, count: int) -> str:
 def _panel(axis: Axes, story: Story, number: int, inches: float) -> None:
     state = story.states[number]
     world_size, chunks = len(state), len(state[0])
-    letters = max(len(parts) for ranks in story.states for held in ranks for parts in held if parts is not None)
-    size = min(9.0, max(5.0, 72 * 0.8 * inches / chunks / (1.3 * max(3, min(2 * letters - 1, 7)) * 0.6)))  # points
+    numbers = max(len(parts) for parts in (held for ranks in story.states for row in ranks for held in row)
+                  if parts is not None and len(parts) != world_size)  # the sum of all is one word
+    size = min(9.0, max(5.0, 0.56 * 72 * inches / chunks / (0.6 * max(3, 2 * numbers - 1))))  # points
     for rank in range(world_size):
         for chunk, parts in enumerate(state[rank]):
             if parts is None:
