@@ -24,6 +24,8 @@ COMMANDS = {  # name: (module of this package with main(arguments), what it does
               "points for an assignment, and what to mend"),
     "starters": ("classroom.starters",
                  "write the assignments anew from the reference"),
+    "notebooks": ("programs.notebooks",
+                  "copies of the notebooks to hand out, without outputs and answers"),
 }
 
 

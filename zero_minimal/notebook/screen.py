@@ -55,6 +55,7 @@ def stand(positions: dict[int, dict], world_size: int = 0) -> list[str]:
     for rank, position in sorted(positions.items()):
         cell = " of an earlier cell" if position["earlier"] else ""
         where = f"line {position['line']}{cell}: {position['source']}" if position["line"] else "not in the cell"
+        where = position["attempt"] or where  # the cell only calls it
         lines[rank] = where + (f"    ({position['inside']})" if position["inside"] else "")
     if len(lines) == world_size > 1 and len(set(lines.values())) == 1:
         return [f"  all ranks, {line}" for line in set(lines.values())]
