@@ -29,9 +29,10 @@ def wait(body="if self.reducing:\n    self.reducing.wait()\n    self.reducing = 
     return {"Stage0._wait": function("def _wait(self):", body)}
 
 
-def rest(old="self.stage.gradient_arrived(param, bucket.flat)", give="self.hand_over(bucket)"):
+def rest(old="self.stage.gradient_arrived(param, bucket.flat)", give="self.hand_over(bucket)",
+         buckets="[*self._waits_for]"):
     return {"Backward._hand_over_rest": function("def _hand_over_rest(self):", function(
-        "for bucket in [*self._waits_for]:", function("for param in self._waits_for[bucket]:", function(
+        f"for bucket in {buckets}:", function("for param in self._waits_for[bucket]:", function(
             "if handed_over.has_gradient(param):", old)), give))}
 
 
@@ -138,6 +139,23 @@ WRONG = {
     "each bucket twice": Wrong(
         2, "test_a_backward_sends_what_an_all_reduce_does", r"rank 0 of 3 sent .* is a bucket sent more than once",
         bucket_complete(missing="bucket.zero_missing()\n" + BLOCKING)),
+    "everybody takes rank 0's gradients": Wrong(
+        2, "test_every_gradient_is_the_mean", r"rank 0 holds its own gradients: the other ranks' were never added",
+        bucket_complete(reduce="collectives.broadcast(bucket.gradients, group=self.group)"), 2),
+    "rank 0 alone gets the mean": Wrong(
+        2, "test_every_gradient_is_the_mean", r"rank 1 holds its own gradients: the other ranks' were never added",
+        bucket_complete(reduce="collectives.reduce(bucket.gradients, 0, op='avg', group=self.group)"), 2),
+    "everybody gets all gradients, and averages alone": Wrong(
+        2, "test_a_backward_sends_what_an_all_reduce_does", r"rank 0 of 3 sent .* or whole to every rank",
+        bucket_complete(reduce="""
+            everybody = bucket.gradients.new_empty(self.world_size, bucket.padded)
+            collectives.all_gather(everybody.view(-1), bucket.gradients, group=self.group)
+            bucket.gradients.copy_(everybody.mean(0))
+            """)),
+    "buckets go by the order of hashes": Wrong(
+        2, "test_ranks_with_other_hash_seeds_agree", r"(?s)each rank is a Python of its own, as with torchrun",
+        listen(register="pass") | rest(buckets="sorted(self._waits_for, key=lambda bucket: hash(bucket.name))"),
+        hangs=True),
     "incomplete buckets stay": Wrong(
         2, "test_a_missing_gradient_is_zero", r"(?s)one parameter got (its|a) gradient on rank 0 alone",
         rest(give="if not self._waits_for[bucket]:\n    self.hand_over(bucket)"), 2, True),
