@@ -120,8 +120,11 @@ class Watch:
                 self._is_through(step, saved, reported, screen)
             left = []
         screen.end()
+        for step in left:  # half of a look is none
+            self.grades.forget(step)
         self.grades.earlier = {step for step in self.grades.steps if self.looked.get(step.number) != saved.digest}
-        self.hand_on([step for step in self.grades.steps if step not in self.grades.earlier])
+        if now := [step for step in self.grades.steps if step not in self.grades.earlier]:
+            self.hand_on(now)
         return not left
 
     def _is_through(self, step: Step, saved: Saved, reported: Reported, screen: "Screen") -> None:
