@@ -167,34 +167,41 @@ class Screen:
         self.grades, self.told, self.was_right = grades, told, was_right
         self.at_once: tuple[Step, str] | None = None  # the failure that was told before its step was through
         self.as_before: list[int] = []
+        self.under_way: Step | None = None  # what the last line of a terminal says
 
     def failing(self, step: Step) -> None:
         """This step is under way: if it is the first with a failure, say so."""
-        _wait_for(f"step {step.number} …")
         message = self.grades.first_failure(step)
         if message and not self.at_once and not self.as_before:
             self.at_once = step, message
-            _say(head(step, "is not right any more" if step in self.was_right else "is not right yet"))
+            self._say(head(step, "is not right any more" if step in self.was_right else "is not right yet"))
             tell(message)
+        if step is not self.under_way:
+            self.under_way = step
+            _wait_for(f"step {step.number} …")
 
     def through(self, step: Step) -> None:
         """All tests of a step have run."""
         points, message = self.grades.of(step)
         before = self.told.get(step.number)
-        now = self.told[step.number] = points, re.sub(r"line \d+", "line", message)
+        now = self.told[step.number] = points, re.sub(r"\d+", "", message)  # numbers are others in each run
         if self.at_once and self.at_once[0] is step:
-            _say(f"{INDENT}{points:g} of {step.points:g} points")
+            self._say(f"{INDENT}{points:g} of {step.points:g} points")
             tell(message.removeprefix(self.at_once[1]).strip("\n"))
         elif now == before and (message or step in self.was_right):
             if message:
                 self.as_before.append(step.number)
         else:
-            _say(head(step, f"{points:3g} of {step.points:g}"))
+            self._say(head(step, f"{points:3g} of {step.points:g}"))
             tell(message)
 
     def end(self) -> None:
         if self.as_before:
-            _say(f"{numbered(self.as_before)} as before")
+            self._say(f"{numbered(self.as_before)} as before")
+
+    def _say(self, words: str) -> None:
+        self.under_way = None
+        _say(words)
 
 
 def _say(words: str) -> None:
