@@ -14,7 +14,9 @@ import time
 
 import pytest
 import submissions
+from submissions import function
 
+from zero_minimal.classroom import fence
 from zero_minimal.classroom import saved as saving
 from zero_minimal.classroom import watch as watching
 from zero_minimal.classroom.accounts import descendants, lives
@@ -22,7 +24,6 @@ from zero_minimal.classroom.grades import Grades, gradescope
 from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.classroom.saved import Place, Saved
 from zero_minimal.classroom.watch import Watch
-from zero_minimal.programs import record
 
 LESSON = found()["00_collectives"]
 STEPS = LESSON.steps
@@ -296,7 +297,7 @@ class Watched:
 
 
 def test_the_whole_of_a_watch(tmp_path):
-    """A wrong file, no Python, a right one, Ctrl-C; and no process and no folder stays."""
+    """Not written, no Python, what is denied, a loop, a right file, Ctrl-C; and no process and no folder stays."""
     (tmp_path / "temporary").mkdir()
     file = tmp_path / "assignment.py"
     file.write_text(LESSON.starter.read_text())
@@ -305,6 +306,13 @@ def test_the_whole_of_a_watch(tmp_path):
     watched.says("0 of 15 points; steps 2, 3, 4 and 5 were not looked at")
     file.write_text("def exchange(:\n")
     watched.says("the file is not Python, line 1")
+    if fence.holds():
+        file.write_text("import torch\ntorch.from_file('{}', size=9, dtype=torch.uint8)\n{}".format(
+            HOUSE / "zero_minimal/foundations/ring.py", submissions.spliced(LESSON, {})))
+        watched.says("Permission denied")
+    file.write_text(submissions.spliced(LESSON, {"exchange": function("def exchange(*_):", "while True:\n    pass")}))
+    watched.says("saved, ")
+    time.sleep(1.5)  # until ranks are in the loop; if they are not yet, that is right too
     (tmp_path / "beside").write_text(submissions.spliced(LESSON, {}))
     os.rename(tmp_path / "beside", file)
     watched.says("15 of 15 points")
@@ -332,4 +340,3 @@ def test_a_watch_that_is_killed_leaves_nothing(tmp_path):
         time.sleep(0.05)
     assert not list(filter(lives, below)) and list((tmp_path / "temporary").iterdir()) == []
     assert "00_collectives" in (tmp_path / "kept.json").read_text()
-    assert record.read() == {}  # nobody's but the one that was named
