@@ -17,6 +17,7 @@ import submissions
 from submissions import function
 
 from zero_minimal.classroom import fence
+from zero_minimal.classroom import grade as grader
 from zero_minimal.classroom import saved as saving
 from zero_minimal.classroom import watch as watching
 from zero_minimal.classroom.accounts import descendants, lives
@@ -126,7 +127,8 @@ class Judge:
     """Stands in for one that waits. A test passes if the file names it, or its step: "# 1 2a" """
 
     def __init__(self, *_):
-        self.tests = {f"{step.number}{name}": {"step": step.number, "check": name, "points": points}
+        self.tests = {f"{step.number}{name}": {"step": step.number, "check": name, "points": points,
+                                               "message": f"no {step.number}{name}: {step.title}\nand more"}
                       for step in STEPS for name, points in (("a", 5), ("b", step.points - 5))}
         self.ran, self.closed = [], 0
 
@@ -148,7 +150,8 @@ class Judge:
             passed = test in self.source or test[0] in self.source
             yield b""
             yield json.dumps({"begins": test}).encode()
-            yield json.dumps({"test": test, "passed": passed, "message": "" if passed else f"no {test}"}).encode()
+            message = "" if passed else self.tests[test]["message"]
+            yield json.dumps({"test": test, "passed": passed, "message": message}).encode()
         yield b'{"end": true}'
 
 
@@ -172,7 +175,8 @@ def saved(watch, capsys, text):
 def test_what_is_right_is_looked_at_again_at_the_end(watch, capsys):
     said, ran = saved(watch, capsys, "1 3 4 5")
     assert ran == [[f"{number}{name}" for number in range(1, 6) for name in "ab"]]
-    assert "step 2  is not right yet   reduce-scatter\n        no 2a\n        0 of 30 points\n" in said
+    assert "step 2  is not right yet   reduce-scatter\n        no 2a: reduce-scatter\n        and more\n" in said
+    assert "        and more\n        0 of 30 points\n" in said
     assert "step 3   20 of 20" in said and said.endswith("70 of 100 points; next is step 2, reduce-scatter\n")
     said, ran = saved(watch, capsys, "2 3 5")
     assert ran == [["2a", "2b"], ["1a", "1b", "3a", "3b", "4a", "4b", "5a", "5b"]]
@@ -192,7 +196,8 @@ def test_the_check_that_failed_last_comes_first(watch, capsys):
     said, ran = saved(watch, capsys, "1 2a")
     assert ran == [["2b", "2a", "3a", "3b", "4a", "4b", "5b", "5a"]]
     assert said.index("no 2b") < said.index("5 of 30 points") and "steps 3 and 4 as before" in said
-    assert "step 5    0 of 20" in said and "no 5b" in said
+    assert "step 5    0 of 20" in said and "no 5b: broadcast" in said
+    assert said.count("and more") == 1  # of the other steps a line
 
 
 def test_a_failure_is_told_before_its_step_is_through(watch, capsys):
@@ -242,9 +247,9 @@ def test_results_say_what_was_looked_at(watch, capsys):
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
-def grade(*arguments, **environment):
+def grade(*arguments):
     return subprocess.run([sys.executable, "-m", "zero_minimal", "grade", *map(str, arguments)], cwd=HOUSE, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **environment})
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def test_one_step_alone(tmp_path):
@@ -262,15 +267,23 @@ def test_one_step_alone(tmp_path):
         assert f"there is no step {number}: lesson 00_collectives has steps 1 to 5" in done.stdout
 
 
-def test_only_a_lessons_own_file_is_the_learners_progress(tmp_path):
-    """Both are as the starter: no rank starts."""
+def test_only_a_lessons_own_file_is_the_learners_progress(tmp_path, monkeypatch, capsys):
+    def graded(lesson, file, grades, show):
+        for step in grades.steps:
+            grades.add(step.number, "all", step.points, True)
+
     kept, other = tmp_path / "kept.json", tmp_path / "assignment.py"
+    monkeypatch.setenv("ZERO_PROGRESS", str(kept))
+    monkeypatch.setattr(grader, "grade", graded)
     other.write_text(LESSON.starter.read_text())
-    assert grade(other, "--lesson", LESSON.name, ZERO_PROGRESS=str(kept)).returncode == 1
-    assert not kept.exists()
-    assert grade(LESSON.starter, "--step", "2", ZERO_PROGRESS=str(kept)).returncode == 1
+    assert grader.main([str(other), "--lesson", LESSON.name]) == 0 and not kept.exists()
+    (tmp_path / "link.py").symlink_to(LESSON.starter)
+    assert grader.main([str(tmp_path / "link.py"), "--lesson", LESSON.name, "--step", "2"]) == 0
     lessons = json.loads(kept.read_text())["lessons"]
     assert list(lessons) == [LESSON.name] and list(lessons[LESSON.name]["steps"]) == ["2"]
+    assert lessons[LESSON.name]["whole"] is None
+    assert grader.main([str(LESSON.starter)]) == 0
+    assert json.loads(kept.read_text())["lessons"][LESSON.name]["whole"]["best"] == 100
 
 
 class Watched:
@@ -282,13 +295,15 @@ class Watched:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, bufsize=1,
             env={**os.environ, **environment})
         self.said, self.news = "", threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
 
     def _read(self):
-        for line in self.process.stdout:
-            with self.news:
-                self.said += line
-                self.news.notify()
+        with self.process.stdout as printed:
+            for line in printed:
+                with self.news:
+                    self.said += line
+                    self.news.notify()
 
     def says(self, words, seconds=80):
         with self.news:
@@ -296,12 +311,28 @@ class Watched:
             self.said = self.said.split(words, 1)[1]
 
 
-def test_the_whole_of_a_watch(tmp_path):
+@pytest.fixture
+def started():
+    """started(*arguments, **environment): a watch, that ends with the test."""
+    watches = []
+
+    def start(*arguments, **environment):
+        watches.append(Watched(*arguments, **environment))
+        return watches[-1]
+
+    yield start
+    for watch in watches:
+        watch.process.kill()
+        watch.process.wait()
+        watch.reader.join()
+
+
+def test_the_whole_of_a_watch(tmp_path, started):
     """Not written, no Python, what is denied, a loop, a right file, Ctrl-C; and no process and no folder stays."""
     (tmp_path / "temporary").mkdir()
     file = tmp_path / "assignment.py"
     file.write_text(LESSON.starter.read_text())
-    watched = Watched(file, "--lesson", LESSON.name, "--step", "1", TMPDIR=str(tmp_path / "temporary"))
+    watched = started(file, "--lesson", LESSON.name, "--step", "1", TMPDIR=str(tmp_path / "temporary"))
     watched.says("exchange() is not written yet (step 1")
     watched.says("0 of 15 points; steps 2, 3, 4 and 5 were not looked at")
     file.write_text("def exchange(:\n")
@@ -319,6 +350,7 @@ def test_the_whole_of_a_watch(tmp_path):
     below = descendants(watched.process.pid)
     watched.process.send_signal(signal.SIGINT)
     assert watched.process.wait(30) == 130
+    watched.reader.join()
     assert "Traceback" not in watched.said and "stopped" not in watched.said
     until = time.monotonic() + 10
     while any(map(lives, below)) and time.monotonic() < until:
@@ -326,10 +358,11 @@ def test_the_whole_of_a_watch(tmp_path):
     assert not list(filter(lives, below)) and list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_a_watch_that_is_killed_leaves_nothing(tmp_path):
+@pytest.mark.thorough
+def test_a_watch_that_is_killed_leaves_nothing(tmp_path, started):
     """As when its terminal is closed."""
     (tmp_path / "temporary").mkdir()
-    watched = Watched(LESSON.starter, "--step", "1", TMPDIR=str(tmp_path / "temporary"),
+    watched = started(LESSON.starter, "--step", "1", TMPDIR=str(tmp_path / "temporary"),
                       ZERO_PROGRESS=str(tmp_path / "kept.json"))
     watched.says("0 of 15 points")
     below = descendants(watched.process.pid)

@@ -157,7 +157,7 @@ class Watch:
 
 
 class Screen:
-    """What is said while steps run: the first failure at once, and of each step no more than is new.
+    """What is said while steps run: the first failure at once, and all of it; of other steps a line, if it is new.
 
     told: {step: what was said of it last}, which is brought up to date. was_right: steps of which only what is wrong
     is worth a word.
@@ -183,8 +183,8 @@ class Screen:
     def through(self, step: Step) -> None:
         """All tests of a step have run."""
         points, message = self.grades.of(step)
-        before = self.told.get(step.number)
-        now = self.told[step.number] = points, re.sub(r"\d+", "", message)  # numbers are others in each run
+        before, now = self.told.get(step.number), (points, _words(message))
+        self.told[step.number] = now
         if self.at_once and self.at_once[0] is step:
             self._say(f"{INDENT}{points:g} of {step.points:g} points")
             tell(message.removeprefix(self.at_once[1]).strip("\n"))
@@ -193,7 +193,9 @@ class Screen:
                 self.as_before.append(step.number)
         else:
             self._say(head(step, f"{points:3g} of {step.points:g}"))
-            tell(message)
+            first = message.partition("\n")[0]
+            same = self.at_once and _words(first) == _words(self.at_once[1]).partition("\n")[0]
+            tell(f"as in step {self.at_once[0].number}" if message and same else first)
 
     def end(self) -> None:
         if self.as_before:
@@ -202,6 +204,11 @@ class Screen:
     def _say(self, words: str) -> None:
         self.under_way = None
         _say(words)
+
+
+def _words(message: str) -> str:
+    """Without numbers: they are others in each run."""
+    return re.sub(r"\d+", "", message)
 
 
 def _say(words: str) -> None:
