@@ -9,8 +9,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import submissions
@@ -327,12 +329,19 @@ def started():
         watch.reader.join()
 
 
-def test_the_whole_of_a_watch(tmp_path, started):
+@pytest.fixture
+def temporary():
+    """A folder for temporary files that is open to all, as ranks may be nobody's."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o711)
+        yield Path(folder)
+
+
+def test_the_whole_of_a_watch(tmp_path, temporary, started):
     """Not written, no Python, what is denied, a loop, a right file, Ctrl-C; and no process and no folder stays."""
-    (tmp_path / "temporary").mkdir()
     file = tmp_path / "assignment.py"
     file.write_text(LESSON.starter.read_text())
-    watched = started(file, "--lesson", LESSON.name, "--step", "1", TMPDIR=str(tmp_path / "temporary"))
+    watched = started(file, "--lesson", LESSON.name, "--step", "1", TMPDIR=str(temporary))
     watched.says("exchange() is not written yet (step 1")
     watched.says("0 of 15 points; steps 2, 3, 4 and 5 were not looked at")
     file.write_text("def exchange(:\n")
@@ -355,21 +364,20 @@ def test_the_whole_of_a_watch(tmp_path, started):
     until = time.monotonic() + 10
     while any(map(lives, below)) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not list(filter(lives, below)) and list((tmp_path / "temporary").iterdir()) == []
+    assert not list(filter(lives, below)) and list(temporary.iterdir()) == []
 
 
 @pytest.mark.thorough
-def test_a_watch_that_is_killed_leaves_nothing(tmp_path, started):
+def test_a_watch_that_is_killed_leaves_nothing(tmp_path, temporary, started):
     """As when its terminal is closed."""
-    (tmp_path / "temporary").mkdir()
-    watched = started(LESSON.starter, "--step", "1", TMPDIR=str(tmp_path / "temporary"),
+    watched = started(LESSON.starter, "--step", "1", TMPDIR=str(temporary),
                       ZERO_PROGRESS=str(tmp_path / "kept.json"))
     watched.says("0 of 15 points")
     below = descendants(watched.process.pid)
     watched.process.kill()
     watched.process.wait()
     until = time.monotonic() + 20
-    while (any(map(lives, below)) or any((tmp_path / "temporary").iterdir())) and time.monotonic() < until:
+    while (any(map(lives, below)) or any(temporary.iterdir())) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not list(filter(lives, below)) and list((tmp_path / "temporary").iterdir()) == []
+    assert not list(filter(lives, below)) and list(temporary.iterdir()) == []
     assert "00_collectives" in (tmp_path / "kept.json").read_text()
