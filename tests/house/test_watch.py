@@ -6,6 +6,7 @@ How soon it says so is not tested: a test that measures time fails on a machine 
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -255,14 +256,15 @@ def grade(*arguments):
 
 
 def test_one_step_alone(tmp_path):
-    """Right, though the others are not written; and a wrong number."""
-    file = tmp_path / "mine.py"
-    file.write_text(submissions.spliced(LESSON, {"broadcast": None, "all_reduce": None}))
-    done = grade(file, "--lesson", LESSON.name, "--step", "1", "--json", tmp_path / "results.json")
-    assert done.returncode == 0 and "step 2" not in done.stdout
-    assert "15 of 15 points" in done.stdout and "steps 2, 3, 4 and 5 were not looked at" in done.stdout
+    """Not written, so that no rank starts; and a wrong number."""
+    file = LESSON.starter
+    done = grade(file, "--step", "2", "--json", tmp_path / "results.json")
+    assert done.returncode == 1 and re.findall(r"step \d  .*", done.stdout) == ["step 2    0 of 30   reduce-scatter"]
+    assert "reduce_scatter() is not written yet (step 2" in done.stdout
+    assert "0 of 30 points" in done.stdout and "steps 1, 3, 4 and 5 were not looked at" in done.stdout
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["score"] == 15 and "steps 2, 3, 4 and 5 were not looked at" in results["output"]
+    assert [test["max_score"] for test in results["tests"]] == [30]
+    assert "steps 1, 3, 4 and 5 were not looked at" in results["output"]
     for number in ("9", "two"):
         done = grade(file, "--lesson", LESSON.name, "--step", number)
         assert done.returncode == 2
