@@ -160,6 +160,7 @@ def test_ranks_that_are_nobodys_can_reach_their_folder(monkeypatch):
 
 
 @on_linux
+@pytest.mark.thorough
 def test_a_file_beside_it_and_threads_may_help(tmp_path):
     """A helper file can be imported; what is sent from a thread counts as sent."""
     lesson = submissions.mistakes(COLLECTIVES)
