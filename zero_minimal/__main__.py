@@ -19,7 +19,9 @@ COMMANDS = {  # name: (module of this package with main(arguments), what it does
     "bench": ("programs.bench",
               "time stages and peers in turn, beside DDP; traffic and memory; scaling"),
     "grade": ("classroom.grade",
-              "points for an assignment, and what to mend"),
+              "points for an assignment, and what to mend; --watch: at each save"),
+    "progress": ("classroom.course",
+                 "your points and guesses in all lessons, and what to do next"),
     "starters": ("classroom.starters",
                  "write the assignments anew from the reference"),
 }
