@@ -18,6 +18,8 @@ COMMANDS = {  # name: (module of this package with main(arguments), what it does
                   "the paper's tables and figures beside the formulas and the running code"),
     "bench": ("programs.bench",
               "time stages and peers in turn, beside DDP; traffic and memory; scaling"),
+    "latency": ("programs.latency",
+                "what a message costs here before its first byte: measured, fitted, drawn"),
     "grade": ("classroom.grade",
               "points for an assignment, and what to mend; --watch: at each save"),
     "progress": ("classroom.course",
