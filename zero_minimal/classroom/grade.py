@@ -21,6 +21,7 @@ from pathlib import Path
 from zero_minimal.classroom import fence
 from zero_minimal.classroom.accounts import end_all_below
 from zero_minimal.classroom.lessons import HOUSE, LOOK_AT, UNWRITTEN, Lesson, Step, found
+from zero_minimal.classroom.report.writing import write
 from zero_minimal.classroom.submission import text_of
 
 SECONDS = 120  # for a lesson
@@ -42,6 +43,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("file", type=Path, help="what you wrote: lessons/NN_name/assignment.py")
     parser.add_argument("--lesson", choices=lessons, help="default: the name of the file's folder")
     parser.add_argument("--json", type=_writable, metavar="FILE", help="also write results.json for Gradescope")
+    parser.add_argument("--html", type=_writable, metavar="FILE",
+                        help="also write a page: what your ranks did on one small run, step by step")
     options = parser.parse_args(arguments)
     lesson = _lesson(parser, options, lessons)
     print(f"{options.file}: lesson {lesson.name}, {lesson.world} (about 20 s)\n", flush=True)
@@ -56,6 +59,9 @@ def main(arguments: list[str]) -> int:
         print(f"\n{grades.score:g} of {grades.most:g} points, {seconds:.0f} s")
         if options.json:
             options.json.write_text(json.dumps(gradescope(grades, seconds), indent=1))
+        if options.html:  # last: it runs the submission once more
+            write(options.html, lesson, options.file.resolve(), gradescope(grades, seconds)["tests"])
+            print(f"{options.html}: what your ranks did on one small run")
     except (RuntimeError, OSError) as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 3

@@ -1,0 +1,196 @@
+"""Buckets, told: the way of gradients into shards, and of shards into parameters, beside the rules of the stage."""
+
+from zero_minimal.classroom.lessons import UNWRITTEN, Lesson
+from zero_minimal.classroom.report import bucket_rules, small_model
+from zero_minimal.classroom.report.phases import Phase, phases
+from zero_minimal.classroom.report.recording import Recorded
+from zero_minimal.classroom.report.small_model import BUCKET, ELEMENTS, RANKS, SIZES
+from zero_minimal.classroom.report.stage_rules import WORDS, Rules
+from zero_minimal.classroom.report.story import Cell, Grid, Line, Part, Step, Story
+from zero_minimal.meters.observer import stage_in
+
+WORLD_SIZE = RANKS
+ABOUT = (f"The class was used once more, on {RANKS} ranks: {len(SIZES)} layers, {ELEMENTS:,} parameters in fp32, "
+         f"buckets of {BUCKET} bytes, Adam. Step 1 has one batch, step 2 two micro-batches and clipping. Each rank has "
+         "its own data, and rank 0 alone uses layer 1.")
+LEGEND = ("Backward goes from the last layer to the first. A bucket is what one reduce-scatter carries, a shard what a "
+          "rank keeps of it. Memory is that of the step's highest moment. 'Expected' follows from the formulas of the "
+          "stage, and from the same training in one process.")
+REDUCES, GATHERS = ("reduce_scatter", "all_reduce", "reduce"), ("all_gather", "broadcast")
+
+
+def names(lesson: Lesson) -> list[str]:
+    """One run: a training."""
+    return ["training"]
+
+
+def tell(lesson: Lesson, runs: list[Recorded]) -> Story:
+    """Raises: what broken records lead to, ValueError, KeyError, TypeError and the like."""
+    run, rules = runs[0], Rules(stage_in(lesson.class_name))
+    first = [next((event["memory"] for event in rank if event["what"] == "empty"), {}) for rank in run.ranks]
+    base = [sum(memory.values()) for memory in first]
+    parts = [part_of(phase, rules, base, first) for phase in phases(run.ranks)]
+    if run.ended:
+        title = "Not written yet" if UNWRITTEN in run.ended else "It stops here"
+        parts = parts or [Part("The stage is made", "", [])]
+        parts[-1].steps.append(Step(title, departures=[run.ended]))
+    return Story(ABOUT, LEGEND, parts)
+
+
+def part_of(phase: Phase, rules: Rules, base: list[int], first: list[dict]) -> Part:
+    """A phase, moment by moment."""
+    found, steps = bucket_rules.departures(phase, rules, base), []
+    for title, ranks in phase.moments:
+        is_end = title == bucket_rules.END
+        step = Step(phase.title if is_end and len(phase.moments) == 1 else title,
+                    departures=list(dict.fromkeys(words for moment, words in found if moment == title)))
+        step.lines = _lines(phase, rules, ranks, is_end, step.departures)
+        step.grids = _grids(phase, ranks)
+        step.memory = [_highest(events, first[rank]) for rank, events in enumerate(ranks)]
+        step.limit = rules.limit(phase.ends, not is_end)
+        steps.append(step)
+    return Part(phase.title, f"Expected: {WORDS[phase.ends][rules.stage]}.", _once(steps))
+
+
+def _once(steps: list[Step]) -> list[Step]:
+    """The same departure goes on from step to step: only the first of a rule on a rank is told."""
+    told: set = set()
+    for step in steps:
+        new = [words for words in step.departures if _rule(words) not in told]
+        told |= {_rule(words) for words in step.departures}
+        step.departures = new
+    return steps
+
+
+def _rule(words: str) -> tuple:
+    """What a sentence is about, without its numbers, but for the rank."""
+    return tuple(word for place, word in enumerate(words.split()) if place == 1 or not any(map(str.isdigit, word)))[:8]
+
+
+def _highest(events: list[dict], first: dict) -> dict[str, int]:
+    """Memory by category at the highest moment, without what was there before the model."""
+    moments = [event["memory"] for event in events]
+    if not moments:
+        return {}
+    top = max(moments, key=lambda memory: sum(memory.values()))
+    return {category: max(0, bytes - first.get(category, 0)) for category, bytes in top.items()}
+
+
+# -------------------------------------------------------------------------------------------------------- what was done
+
+
+def _lines(phase: Phase, rules: Rules, ranks: list[list[dict]], is_end: bool, departures: list[str]) -> list[Line]:
+    did = [_said(phase, rank, events, is_end) for rank, events in enumerate(ranks)]
+    expected = _expected(phase, rules, is_end)
+    wrong = [any(f"ank {rank}" in words for words in departures) for rank in range(RANKS)]
+    if len(set(did)) == 1 and len(set(wrong)) == 1:
+        return [Line("all ranks", did[0], expected, wrong[0])]
+    return [Line(f"rank {rank}", words, expected, wrong[rank]) for rank, words in enumerate(did)]
+
+
+def _said(phase: Phase, rank: int, events: list[dict], is_end: bool) -> str:
+    """What a rank did, in words; equal collectives in a row are counted."""
+    words: list[str] = []
+    counts: list[int] = []
+    for event in events:
+        said = _word(event)
+        if said and words and words[-1] == said:
+            counts[-1] += 1
+        elif said:
+            words.append(said)
+            counts.append(1)
+    told = [f"{said}{f' ({count} times)' if count > 1 else ''}" for said, count in zip(words, counts, strict=True)]
+    if is_end and phase.last(rank):
+        told += _at_the_end(phase, rank, phase.last(rank))
+    return "; ".join(told) or ("did not come here" if not events else "nothing")
+
+
+def _word(event: dict) -> str:
+    if event["what"] == "gradient":
+        return f"layer {event['layer']}'s gradient is there"
+    name = event.get("name", "").replace("_", "-")
+    return {"start": f"{name} of {event.get('bytes', 0):,} bytes starts", "wait": f"waits for a {name}",
+            "end": f"{name} is done", "collective": f"calls torch's {name} with {event.get('bytes', 0):,} bytes",
+            }.get(event["what"], "")
+
+
+def _at_the_end(phase: Phase, rank: int, last: dict) -> list[str]:
+    sent = sum(map(bucket_rules.sent_bytes, phase.ranks[rank]))
+    told = [f"in this phase it has sent {sent:,.0f} bytes"]
+    told += [f"gradients take {last['memory']['gradients']:,} bytes, optimizer state {last['memory']['optimizer']:,}"]
+    if phase.ends == "backward":
+        told.append(f"its shards hold {_shards_in_words(last['shards'], phase.batches)}")
+    if phase.ends == "clipped" and last["norm"] is not None:
+        told.append(f"clip_grad_norm_ returned {last['norm']:.5g}")
+    return told
+
+
+def _shards_in_words(shards: list, batches: tuple[int, ...]) -> str:
+    """How many gradients, and whose parts are in them."""
+    counts: dict[str, int] = {}
+    for value, count in (run for shard in shards for run in shard or ()):
+        found = small_model.read(value) if value else None
+        words = "of padding" if value == 0 else "of nobody" if found is None else (
+            f"with {bucket_rules.parts_in_words(found.parts, batches)}" + (f", times {found.times:.3g}"
+                                                                           if found.times != 1 else ""))
+        counts[words] = counts.get(words, 0) + count
+    return ", ".join(f"{count} {words}" for words, count in counts.items()) or "nothing"
+
+
+def _expected(phase: Phase, rules: Rules, is_end: bool) -> str:
+    if not is_end:
+        return f"gradients of at most {rules.gradients(phase.ends, True):,.0f} bytes"
+    told, bounds = [], rules.sent(phase.ends)
+    if bounds:
+        told.append(f"about {bounds[1]:,.0f} bytes are sent in this phase")
+    if phase.ends in ("backward", "micro"):
+        told.append(f"gradients take {rules.states['gradients']:,.0f} bytes and padding")
+    if phase.ends == "backward":
+        whole = small_model.read(small_model.mean_gradient(2, *phase.batches))
+        told.append(f"a gradient has {bucket_rules.parts_in_words(whole.parts, phase.batches)} in it; layer 1's that "
+                    "of rank 0")
+    if phase.ends == "stepped":
+        told.append(f"optimizer state takes {rules.states['optimizer']:,.0f} bytes; parameters are as in one process")
+    if phase.ends == "clipped":
+        told.append(f"the norm is {small_model.gradient_norm(*phase.batches):.5g}")
+    return "; ".join(told) or WORDS[phase.ends][rules.stage]
+
+
+# ---------------------------------------------------------------------------------------------------------------- grids
+
+
+def _grids(phase: Phase, ranks: list[list[dict]]) -> list[Grid]:
+    """Which layers have a whole gradient, and how far the collectives of the phase are, after this moment."""
+    grids, last = [], [_before(own, moment) for own, moment in zip(phase.ranks, ranks, strict=True)]
+    if phase.ends in ("backward", "micro"):
+        columns = list(range(len(SIZES), 0, -1))
+        grids.append(Grid("Layers that have their .grad, whole", [f"layer {layer}" for layer in columns], [
+            (f"rank {rank}", [Cell("whole", "some") if events and layer in events[-1]["grads"] else Cell("–")
+                              for layer in columns]) for rank, events in enumerate(last)]))
+    for kinds, title, done in ((REDUCES, "Reductions of this phase, in order", "shard"),
+                               (GATHERS, "Gathers of this phase, in order", "whole")):
+        calls = [_calls(own, kinds) for own in phase.ranks]
+        count = max(map(len, calls))
+        if count > 1:
+            grids.append(Grid(title, [str(place + 1) for place in range(count)], [
+                (f"rank {rank}", _progress(_calls(last[rank], kinds), count, done)) for rank in range(RANKS)]))
+    return grids
+
+
+def _before(own: list[dict], moment: list[dict]) -> list[dict]:
+    """Events of a phase up to the end of a moment."""
+    if not moment:
+        return []
+    return own[: next(place for place, event in enumerate(own) if event is moment[-1]) + 1]
+
+
+def _calls(events: list[dict], kinds: tuple[str, ...]) -> list[tuple[dict, str]]:
+    """(its first event, how far it is): "start", "end", or for torch's own "collective"."""
+    ended = {event["number"] for event in events if event["what"] == "end"}
+    return [(event, "end" if event["what"] == "collective" or event["number"] in ended else "start")
+            for event in events if event["what"] in ("start", "collective") and event["name"] in kinds]
+
+
+def _progress(calls: list, count: int, done: str) -> list[Cell]:
+    cells = [Cell(done, "all") if how == "end" else Cell("on its way", "way") for _, how in calls]
+    return cells + [Cell("–")] * (count - len(cells))
