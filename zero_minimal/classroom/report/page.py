@@ -96,7 +96,7 @@ def _controls(opens: int | None) -> Html:
         names["departure"] = "Step that first departs"
     buttons = [tag("button", words, type="button", id=name) for name, words in names.items()]
     return tag("div", tag("h3", "Step by step", id="stepping"), *buttons,
-               tag("span", "Keys: left and right arrow, Home, End.", class_="quiet"),
+               tag("span", "Keys: left and right arrow.", class_="quiet"),
                tag("p", "", id="said", role="status", aria_live="polite"),
                class_="controls", role="group", aria_labelledby="stepping", hidden=True, data_opens=opens or 0)
 

@@ -4,7 +4,6 @@ wrote down.
 What they wrote is data of limited size, checked for its form, and believed by nobody: no points depend on it.
 """
 
-import contextlib
 import importlib
 import json
 import os
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from zero_minimal.classroom import messages
 from zero_minimal.classroom.guard import guarded
-from zero_minimal.classroom.lessons import Lesson
 from zero_minimal.classroom.report.recorder import FILE, MOST
 from zero_minimal.classroom.submission import Submission
 from zero_minimal.classroom.supervisor import Supervisor
@@ -34,26 +32,23 @@ class Recorded:
     ended: str
 
 
-def record(lesson: Lesson, file: Path, kind: str, names: list[str], world_size: int) -> list[Recorded]:
-    """One run for each name, of the functions in KIND_in_ranks.py.
-
-    Raises: RuntimeError or OSError if no ranks can be started.
-    """
-    submission, runs, patience = Submission(file, lesson), [], PATIENCE
-    with contextlib.closing(Supervisor(lesson, file)) as supervisor:
-        for name in names:
-            ended = ""
-            try:
-                supervisor.run(guarded(in_a_rank, submission), world_size, kind, name, submission, timeout=patience)
-            except TimeoutError as error:
-                ended, patience = messages.of_failure(error, submission.path), LESS_PATIENCE
-            except RankError as error:
-                ended = messages.of_failure(error, submission.path)
-            except ChildProcessError as error:
-                ended = str(error)
-            folder = Path(supervisor.places["runs"], str(supervisor.number))
-            ranks = [read(folder / str(rank) / FILE) for rank in range(world_size)]
-            runs.append(Recorded(name, ranks, messages.brief(ended)))
+def record(supervisor: Supervisor, submission: Submission, kind: str, names: list[str],
+           world_size: int) -> list[Recorded]:
+    """One run for each name, of what KIND_in_ranks.py watches. Raises: RuntimeError if no ranks can be started."""
+    runs, patience = [], PATIENCE
+    for name in names:
+        ended = ""
+        try:
+            supervisor.run(guarded(in_a_rank, submission), world_size, kind, name, submission, timeout=patience)
+        except TimeoutError as error:
+            ended, patience = messages.of_failure(error, submission.path), LESS_PATIENCE
+        except RankError as error:
+            ended = messages.of_failure(error, submission.path)
+        except ChildProcessError as error:
+            ended = str(error)
+        folder = Path(supervisor.places["runs"], str(supervisor.number))
+        ranks = [read(folder / str(rank) / FILE) for rank in range(world_size)]
+        runs.append(Recorded(name, ranks, messages.brief(ended)))
     return runs
 
 
@@ -68,10 +63,10 @@ def read(path: Path) -> list[dict]:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return []
-    with open(file, "rb") as lines:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            return []
-        data = lines.read(MOST)
+    try:
+        data = os.read(file, MOST) if stat.S_ISREG(os.fstat(file).st_mode) else b""
+    finally:
+        os.close(file)
     events = []
     for line in data.split(b"\n")[:MOST_EVENTS]:
         try:

@@ -1,5 +1,6 @@
 """Writing: from a graded file to its page."""
 
+import contextlib
 from pathlib import Path
 
 from zero_minimal.classroom.lessons import Lesson
@@ -7,6 +8,8 @@ from zero_minimal.classroom.report import buckets_told, messages_told
 from zero_minimal.classroom.report.page import page
 from zero_minimal.classroom.report.recording import record
 from zero_minimal.classroom.report.story import Story
+from zero_minimal.classroom.submission import Submission
+from zero_minimal.classroom.supervisor import Supervisor
 
 KINDS = {"messages": messages_told, "buckets": buckets_told}  # those that lessons.DRAWN names
 
@@ -28,11 +31,18 @@ def told(lesson: Lesson, file: Path) -> tuple[Story | None, str]:
     """The story of a small run; None, and why there is none."""
     if not lesson.report:
         return None, "No run of this lesson is drawn."
-    kind = KINDS[lesson.report]
     try:
-        runs = record(lesson, file, lesson.report, kind.names(lesson), kind.WORLD_SIZE)
+        with contextlib.closing(Supervisor(lesson, file)) as supervisor:
+            return told_by(supervisor, Submission(file, lesson))
     except (RuntimeError, OSError) as error:
         return None, f"The small run could not be started: {error}"
+
+
+def told_by(supervisor: Supervisor, submission: Submission) -> tuple[Story | None, str]:
+    """The same, on ranks of a supervisor that is there already. Raises: RuntimeError if no ranks can be started."""
+    lesson = submission.lesson
+    kind = KINDS[lesson.report]
+    runs = record(supervisor, submission, lesson.report, kind.names(lesson), kind.WORLD_SIZE)
     try:
         return kind.tell(lesson, runs), ""
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, StopIteration, OverflowError) as error:

@@ -1,0 +1,231 @@
+"""The report of `grade --html`: it opens where a run departs from what is expected, and is a page that anybody can use.
+
+A lesson's ranks are forked from one nursery. Of the wrong submissions a few run in the plain run, the others thorough.
+"""
+
+import atexit
+import dataclasses
+import functools
+import html.parser
+import json
+import os
+import re
+
+import pytest
+import submissions
+from thorough import sample
+
+from zero_minimal.classroom.lessons import DRAWN, HOUSE, found
+from zero_minimal.classroom.report import recording, small_model
+from zero_minimal.classroom.report.page import page, plain
+from zero_minimal.classroom.report.story import Line, Part, Step, Story
+from zero_minimal.classroom.report.writing import KINDS, told_by
+from zero_minimal.classroom.submission import Submission
+from zero_minimal.classroom.supervisor import Supervisor
+
+LESSONS = found()
+COLLECTIVES, GRADIENTS = LESSONS["00_collectives"], LESSONS["03_gradients"]
+
+
+@functools.cache
+def the_supervisor(lesson):
+    supervisor = Supervisor(lesson, lesson.starter)
+    atexit.register(supervisor.close)
+    return supervisor
+
+
+@pytest.fixture
+def told(tmp_path):
+    """told(lesson, source): the story of a submission's small run."""
+
+    def run(lesson, source):
+        file = tmp_path / "assignment.py"
+        file.write_text(source)
+        story, note = told_by(the_supervisor(lesson), Submission(file, lesson))
+        assert story is not None, note
+        return story
+
+    return run
+
+
+def opens(story):
+    """(part, step, sentence) where the page opens; None if nothing departs."""
+    for part in story.parts:
+        for step in part.steps:
+            if step.departures:
+                return part.title, step.title, step.departures[0]
+    return None
+
+
+# ------------------------------------------------------------------------------------------------- right and wrong ones
+
+RIGHT = {(lesson.name, name): text for lesson in LESSONS.values() if lesson.report
+         for name, text in ({"the reference": submissions.spliced(lesson, {})} | submissions.right(lesson)).items()}
+
+
+@pytest.mark.parametrize("lesson, name", sample(RIGHT, [(lesson.name, "the reference") for lesson in LESSONS.values()
+                                                        if lesson.report]))
+def test_a_right_one_departs_nowhere(told, lesson, name):
+    story = told(LESSONS[lesson], RIGHT[lesson, name])
+    assert opens(story) is None and len(story.steps) > 10
+    assert not [line for step in story.steps for line in step.lines if line.departs]
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+
+class Parsed(html.parser.HTMLParser):
+    """A page's elements, and whether each is closed where it must be."""
+
+    EMPTY = ("meta", "!doctype")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements = [], []  # names; (name, attributes, [words])
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, name, attributes):
+        self.elements.append((name, dict(attributes), []))
+        if name not in self.EMPTY:
+            self.open.append((name, self.elements[-1][2]))
+
+    def handle_endtag(self, name):
+        assert self.open.pop()[0] == name, f"{name} is closed where another element is open"
+
+    def handle_data(self, data):
+        for _, words in self.open:
+            words.append(data)
+
+    def all(self, name):
+        return [(attributes, "".join(words).strip()) for found, attributes, words in self.elements if found == name]
+
+
+HOSTILE = "</td></script><script>alert(1)</script><img src=http://example.com onerror='alert(1)'>{{title}}"
+POINTS = [{"number": "1", "name": "the first", "score": 3, "max_score": 5, "output": HOSTILE},
+          {"number": "2", "name": "the second", "score": 5, "max_score": 5, "output": ""}]
+
+
+def a_story():
+    """Two parts; the second step of three departs."""
+    memory = [{"parameters": 800, "gradients": 300, HOSTILE: 5}] * 2
+    return Story("A run.", "Words.", [
+        Part("one", "about it", [Step("a", [Line("rank 0", "sends a", "sends a")], memory=memory, limit=1000.0),
+                                 Step("b", [Line("rank 0", HOSTILE, "sends b", True)], departures=[HOSTILE, "more"])]),
+        Part("two", "", [Step("c")])])
+
+
+def test_the_page_needs_nothing_but_itself():
+    text = page("00 " + HOSTILE, HOSTILE, POINTS, a_story())
+    parsed = Parsed(text)
+    assert len(parsed.all("script")) == len(parsed.all("style")) == 1
+    assert {name for name, *_ in parsed.elements}.isdisjoint({"link", "img", "iframe", "object", "base", "form"})
+    for _, attributes, _ in parsed.elements:
+        assert not {"src", "srcset", "style", "action"} & set(attributes)
+        assert not [name for name in attributes if name.startswith("on")]
+        assert attributes.get("href", "#").startswith("#")
+    own = (HOUSE / "zero_minimal/classroom/report/page.html").read_text()
+    assert not re.search(r"https?:|url\(|@import|fetch|XMLHttp|innerHTML", own)
+    policy = next(attributes["content"] for attributes, _ in parsed.all("meta") if "http-equiv" in attributes)
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+
+
+def test_what_a_submission_says_is_text():
+    shown = plain(page(HOSTILE, HOSTILE, POINTS, a_story()))
+    assert shown.count(HOSTILE) >= 6  # title twice, file, points, line, departure
+
+
+def test_the_page_can_be_used_without_a_mouse_and_without_eyes():
+    parsed = Parsed(page("title", "file", POINTS, a_story()))
+    assert [words for _, words in parsed.all("button")] == [
+        "First step", "Previous step", "Next step", "Last step", "Step that first departs"]
+    assert all(attributes["type"] == "button" for attributes, _ in parsed.all("button"))
+    assert len(parsed.all("main")) == len(parsed.all("header")) == len(parsed.all("nav")) == len(parsed.all("h1")) == 1
+    names = {attributes["id"]: attributes for _, attributes, _ in parsed.elements if "id" in attributes}
+    assert len(names) == sum("id" in attributes for _, attributes, _ in parsed.elements), "an id stands twice"
+    for _, attributes, _ in parsed.elements:
+        assert attributes.get("aria-labelledby", "run") in names
+        assert attributes.get("href", "#run")[1:] in names
+    said = [attributes for attributes in names.values() if attributes.get("role") == "status"]
+    assert [each["aria-live"] for each in said] == ["polite"]
+    steps = [attributes for attributes, _ in parsed.all("article")]
+    assert [step["data-said"].split(":")[0] for step in steps] == [f"Step {number} of 3" for number in (1, 2, 3)]
+    assert "departs from what is expected: " + HOSTILE in steps[1]["data-said"]
+    assert "As expected" in steps[0]["data-said"]
+    assert all("aria-label" in attributes or "aria-hidden" in attributes for attributes, _ in parsed.all("svg"))
+    levels = [int(name[1]) for name, *_ in parsed.elements if re.fullmatch("h[1-6]", name)]
+    assert all(after - before <= 1 for before, after in zip(levels, levels[1:], strict=False)), levels
+
+
+def test_without_a_script_every_step_is_there_and_where_it_opens_is_a_link():
+    parsed = Parsed(page("title", "file", POINTS, a_story()))
+    assert [attributes for attributes, _ in parsed.all("article") if "hidden" in attributes] == []
+    assert [attributes["class"] for _, attributes, _ in parsed.elements if "hidden" in attributes] == ["controls"]
+    assert parsed.all("a")[0] == ({"href": "#step-2"}, "Go to that step: one, b")
+    assert {"data-opens": "1"}.items() <= next(each for _, each, _ in parsed.elements if "data-opens" in each).items()
+
+
+def test_points_and_messages_stand_on_top():
+    shown = " ".join(plain(page("title", "file", POINTS, None, "It could not be started.")).split())
+    assert "3 of 5" in shown and "8 of 10" in shown and "It could not be started." in shown
+    assert "Step by step" not in shown
+    assert "Nowhere, in this small run" in plain(page("title", "file", POINTS, dataclasses.replace(
+        a_story(), parts=[Part("one", "", [Step("a")])])))
+
+
+def test_its_colours_are_those_of_the_pictures():
+    from zero_minimal.pictures.style import LOOKS
+
+    style = (HOUSE / "zero_minimal/classroom/report/page.html").read_text()
+    assert dict(re.findall(r"--(\w+): (#\w{6});", style.split("/* memory")[1].split("}")[0])) == {
+        category: colour for category, (colour, _) in LOOKS.items()}
+
+
+# ----------------------------------------------------------------------------------------- what ranks write is only data
+
+
+@pytest.mark.parametrize("data, count", [
+    (b"", 0), (b"\xff\xfe garbage", 0), (b"[1]\n", 0), (b'{"what": 3}\n', 0), (b"[" * 10**5, 0),
+    (b'{"what": "send"}\nrest', 1), (b'{"what": "a", "x": NaN}\n{"what": "b"}\n', 2)])
+def test_the_record_ends_where_it_is_none(tmp_path, data, count):
+    (tmp_path / "record").write_bytes(data)
+    events = recording.read(tmp_path / "record")
+    assert len(events) == count and all(event.get("x") is None for event in events)
+
+
+def test_nothing_else_is_read_as_a_record(tmp_path):
+    (tmp_path / "secret").write_text('{"what": "send"}\n')
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "nothing", "."):
+        assert recording.read(tmp_path / name) == []
+    (tmp_path / "long").write_text(json.dumps({"what": "x" * 5000, "more": [["y" * 5000]]}) + "\n")
+    assert len(json.dumps(recording.read(tmp_path / "long"))) < 1000
+
+
+@pytest.mark.parametrize("event", [
+    {"what": "received", "number": 9}, {"what": "send", "peer": [], "bytes": "x"}, {"what": "returned"},
+    {"what": "gradient", "layer": "x"}, {"what": "made"}, {"what": "begins", "holds": 5}, {"what": "end"}])
+@pytest.mark.parametrize("kind", DRAWN)
+def test_a_record_that_makes_no_sense_is_said_to_be_none(monkeypatch, kind, event):
+    lesson = next(lesson for lesson in LESSONS.values() if lesson.report == kind)
+    ranks = [[{"what": "empty", "memory": {}}, event]] * 3
+    monkeypatch.setattr("zero_minimal.classroom.report.writing.record", lambda supervisor, submission, kind, names, _: [
+        recording.Recorded(name, ranks, "it stopped") for name in names])
+    story, note = told_by(None, Submission(lesson.starter, lesson))
+    assert story is not None or "is no record of a run" in note and "it stopped" in note
+
+
+def test_every_kind_that_a_lesson_may_name_is_there():
+    assert set(KINDS) == set(DRAWN) and {lesson.report for lesson in LESSONS.values()} - {""} == set(DRAWN)
+
+
+def test_a_gradient_says_whose_it_is():
+    """Each sum of parts that the small run can make is read as what it is."""
+    for layer in range(1, len(small_model.SIZES) + 1):
+        for batches in ((0,), (1,), (0, 1)):
+            read = small_model.read(small_model.mean_gradient(layer, *batches))
+            assert (read.layer, read.times) == (layer, 1)
+            assert {batch for _, batch in read.parts} == set(batches)
+            assert {rank for rank, _ in read.parts} == ({0} if layer == 1 else {0, 1, 2})
