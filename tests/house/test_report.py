@@ -16,7 +16,7 @@ import submissions
 from thorough import sample
 
 from zero_minimal.classroom.lessons import DRAWN, HOUSE, found
-from zero_minimal.classroom.report import recording, small_model
+from zero_minimal.classroom.report import recording, small_model, writing
 from zero_minimal.classroom.report.page import page, plain
 from zero_minimal.classroom.report.story import Line, Part, Step, Story
 from zero_minimal.classroom.report.writing import KINDS, told_by
@@ -209,9 +209,9 @@ def test_nothing_else_is_read_as_a_record(tmp_path):
     {"what": "gradient", "layer": "x"}, {"what": "made"}, {"what": "begins", "holds": 5}, {"what": "end"}])
 @pytest.mark.parametrize("kind", DRAWN)
 def test_a_record_that_makes_no_sense_is_said_to_be_none(monkeypatch, kind, event):
-    lesson = next(lesson for lesson in LESSONS.values() if lesson.report == kind)
+    lesson = next(each for each in LESSONS.values() if each.report == kind)
     ranks = [[{"what": "empty", "memory": {}}, event]] * 3
-    monkeypatch.setattr("zero_minimal.classroom.report.writing.record", lambda supervisor, submission, kind, names, _: [
+    monkeypatch.setattr(writing, "record", lambda supervisor, submission, kind, names, world_size: [
         recording.Recorded(name, ranks, "it stopped") for name in names])
     story, note = told_by(None, Submission(lesson.starter, lesson))
     assert story is not None or "is no record of a run" in note and "it stopped" in note

@@ -25,7 +25,8 @@ class Watch(checks.Calls):
         super().__init__(pause=PAUSE * dist.get_rank())
         self.recorder, self.ledger = recorder, ledger
         self.params: list = []
-        self.numbers: dict = {}  # of collectives under way: (number, what it read when it began)
+        self.under_way: dict = {}  # of our collectives: (number, what it read when it began)
+        self.count = 0
 
     def note(self, what: str, **entries) -> None:
         """An event, with the memory of this moment and the layers that have a .grad."""
@@ -45,12 +46,15 @@ class Watch(checks.Calls):
     def hear_ours(self, moment: str, call: collectives.Call) -> None:
         whole = max(call.tensors, key=lambda tensor: tensor.numel())
         if moment == "start":
-            self.numbers[call] = len(self.numbers), values_of(whole)
-        number, began = self.numbers[call]
+            self.count += 1
+            self.under_way[call] = self.count, values_of(whole)
+        number, began = self.under_way[call]
         entries = {}
         if moment == "wait" and call.name == "reduce_scatter":  # which reads it until the wait is over
             now = values_of(whole)
             entries = {"freed": now is None, "changed": now != began}
+        if moment == "end":
+            del self.under_way[call]  # with it the tensors: to look at memory must not keep it
         self.note(moment, name=call.name, bytes=call.bytes, number=number, **entries)
 
 

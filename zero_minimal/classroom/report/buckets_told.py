@@ -89,29 +89,46 @@ def _lines(phase: Phase, rules: Rules, ranks: list[list[dict]], is_end: bool, de
 
 
 def _said(phase: Phase, rank: int, events: list[dict], is_end: bool) -> str:
-    """What a rank did, in words; equal collectives in a row are counted."""
-    words: list[str] = []
-    counts: list[int] = []
-    for event in events:
-        said = _word(event)
-        if said and words and words[-1] == said:
-            counts[-1] += 1
-        elif said:
-            words.append(said)
-            counts.append(1)
-    told = [f"{said}{f' ({count} times)' if count > 1 else ''}" for said, count in zip(words, counts, strict=True)]
+    """What a rank did, in words."""
+    told = [f"layer {event['layer']}'s gradient is there" for event in events if event["what"] == "gradient"]
+    told += [_words(*token) for token in _tokens(phase.ranks[rank], events)]
     if is_end and phase.last(rank):
         told += _at_the_end(phase, rank, phase.last(rank))
     return "; ".join(told) or ("did not come here" if not events else "nothing")
 
 
-def _word(event: dict) -> str:
-    if event["what"] == "gradient":
-        return f"layer {event['layer']}'s gradient is there"
-    name = event.get("name", "").replace("_", "-")
-    return {"start": f"{name} of {event.get('bytes', 0):,} bytes starts", "wait": f"waits for a {name}",
-            "end": f"{name} is done", "collective": f"calls torch's {name} with {event.get('bytes', 0):,} bytes",
-            }.get(event["what"], "")
+def _tokens(own: list[dict], events: list[dict]) -> list[list]:
+    """[what, name, first, last, bytes] of collectives in a row: the first to the last of this name in the phase."""
+    places, counts, tokens = {}, {}, []
+    for event in own:
+        if event["what"] in ("start", "collective"):
+            counts[event["name"]] = counts.get(event["name"], 0) + 1
+            places[id(event) if event["what"] == "collective" else event["number"]] = counts[event["name"]]
+    for event in events:
+        if event["what"] not in ("start", "wait", "end", "collective"):
+            continue
+        place = places.get(id(event) if event["what"] == "collective" else event["number"], 0)
+        this, before = [event["what"], event["name"], place, place, event["bytes"]], tokens[-1] if tokens else None
+        if this[0] == "end" and before and before[:4] == ["wait", *this[1:4]]:
+            this[0] = "waited"
+            tokens.pop()
+            before = tokens[-1] if tokens else None
+        if before and before[:2] == this[:2] and before[3] + 1 == place:
+            before[3] = place
+        else:
+            tokens.append(this)
+    return tokens
+
+
+def _words(what: str, name: str, first: int, last: int, size: int) -> str:
+    several = last > first
+    name = f"{name.replace('_', '-')}{'s' * several}" + (f" {first} to {last}" if several else f" {first}")
+    if not last:  # begun in an earlier phase
+        name = name.rpartition(" ")[0]
+    return {"start": f"{name} start{'s' * (not several)} ({size:,} bytes)", "wait": f"waits for {name}",
+            "end": f"{name} {'are' if several else 'is'} done",
+            "waited": f"waits for {name}, {'which are' if several else 'which is'} done then",
+            "collective": f"calls torch's {name} ({size:,} bytes)"}[what]
 
 
 def _at_the_end(phase: Phase, rank: int, last: dict) -> list[str]:

@@ -75,15 +75,17 @@ def _tensors_in(values, depth: int = 2):
 @contextlib.contextmanager
 def waits_heard(listener):
     """Context in which listener() is called when a wait() of a work has returned."""
-    kind, originals = dist.Work, {name: getattr(dist.Work, name) for name in ("wait", "is_completed")}
+    kind = dist.Work
+    before = {name: vars(kind)[name] for name in ("wait", "is_completed")}
+    calls = {name: getattr(kind, name) for name in before}
 
     def wait(work, *args, **options):
-        result = originals["wait"](work, *args, **options)
+        result = calls["wait"](work, *args, **options)
         listener()
         return result
 
     def is_completed(work):
-        result = originals["is_completed"](work)
+        result = calls["is_completed"](work)
         if result:
             listener()
         return result
@@ -92,7 +94,7 @@ def waits_heard(listener):
     try:
         yield
     finally:
-        for name, original in originals.items():
+        for name, original in before.items():
             setattr(kind, name, original)
 
 
