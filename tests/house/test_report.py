@@ -182,7 +182,7 @@ def test_its_colours_are_those_of_the_pictures():
         category: colour for category, (colour, _) in LOOKS.items()}
 
 
-# ----------------------------------------------------------------------------------------- what ranks write is only data
+# ------------------------------------------------------------------------------------------ what ranks write is data
 
 
 @pytest.mark.parametrize("data, count", [

@@ -15,6 +15,7 @@ from zero_minimal.classroom.report.recorder import Recorder, finite, values_of
 from zero_minimal.foundations import collectives
 from zero_minimal.meters.memory import Ledger
 
+KNOWN = ("gradients", "gradient_shard", "parameters", "parameter_shard")  # by meters/owners.py, of a bucket
 PAUSE = 0.003  # seconds by which each rank is slower than the one before: who does not wait reads too early
 
 
@@ -25,11 +26,15 @@ class Watch(checks.Calls):
         super().__init__(pause=PAUSE * dist.get_rank())
         self.recorder, self.ledger = recorder, ledger
         self.params: list = []
+        self.buckets: list = []  # of a submission's own kind, which the ledger does not know
         self.under_way: dict = {}  # of our collectives: (number, what it read when it began)
         self.count = 0
 
     def note(self, what: str, **entries) -> None:
         """An event, with the memory of this moment and the layers that have a .grad."""
+        for bucket in self.buckets:
+            self.ledger.claim(getattr(bucket, "gradient_shard", None), "gradients")
+            self.ledger.claim(getattr(bucket, "parameters", None), "parameters")
         self.recorder.note(what, memory=self.ledger.states(), grads=self._grads(), **entries)
 
     def _grads(self) -> list[int]:
@@ -66,7 +71,11 @@ def watch(name: str, submission) -> None:
         watched.note("empty")
         zero = submission(small_model.build(rank), optim.Adam, bucket_bytes=small_model.BUCKET, lr=small_model.LR,
                           eps=small_model.EPS)
-        ledger.watch(zero.model, zero, zero.optimizer)
+        if all(hasattr(bucket, name) for bucket in getattr(zero, "buckets", ()) for name in KNOWN):
+            ledger.watch(zero)
+        else:
+            watched.buckets = list(zero.buckets)
+        ledger.watch(zero.model, zero.optimizer)
         watched.params = list(zero.model.parameters())
         for layer, param in enumerate(watched.params, 1):
             param.register_hook(lambda gradient, layer=layer: watched.note("gradient", layer=layer))

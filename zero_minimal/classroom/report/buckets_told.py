@@ -34,7 +34,14 @@ def tell(lesson: Lesson, runs: list[Recorded]) -> Story:
         title = "Not written yet" if UNWRITTEN in run.ended else "It stops here"
         parts = parts or [Part("The stage is made", "", [])]
         parts[-1].steps.append(Step(title, departures=[run.ended]))
+    _carry_on([step for part in parts for step in part.steps])
     return Story(ABOUT, LEGEND, parts)
+
+
+def _carry_on(steps: list[Step]) -> None:
+    """A rank to which nothing happens holds what it held."""
+    for before, step in zip(steps, steps[1:], strict=False):
+        step.memory = [now or then for now, then in zip(step.memory, before.memory, strict=False)] or before.memory
 
 
 def part_of(phase: Phase, rules: Rules, base: list[int], first: list[dict]) -> Part:
@@ -94,7 +101,7 @@ def _said(phase: Phase, rank: int, events: list[dict], is_end: bool) -> str:
     told += [_words(*token) for token in _tokens(phase.ranks[rank], events)]
     if is_end and phase.last(rank):
         told += _at_the_end(phase, rank, phase.last(rank))
-    return "; ".join(told) or ("did not come here" if not events else "nothing")
+    return "; ".join(told) or "nothing"
 
 
 def _tokens(own: list[dict], events: list[dict]) -> list[list]:

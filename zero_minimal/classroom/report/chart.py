@@ -3,15 +3,16 @@
 from zero_minimal.classroom.report.markup import Html, tag, text
 from zero_minimal.classroom.report.story import Step
 
-# from the bottom: model states first, which the dashed line is held against
-CATEGORIES = ("parameters", "optimizer", "gradients", "activations", "buffers", "other")
+# from the bottom: model states first, which the dashed line is held against. Without "buffers": in so small a run the
+# notes that ranks send with each collective would be most of the picture; their bytes stand in the steps
+CATEGORIES = ("parameters", "optimizer", "gradients", "activations", "other")
 HEIGHT = 100
 
 
 def charts(steps: list[Step]) -> Html | None:
     """None if no memory was recorded."""
     ranks = max((len(step.memory) for step in steps), default=0)
-    top = max([sum(memory.values()) for step in steps for memory in step.memory]
+    top = max([sum(memory.get(name, 0) for name in CATEGORIES) for step in steps for memory in step.memory]
               + [step.limit or 0 for step in steps], default=0)
     if not ranks or not top:
         return None

@@ -132,7 +132,7 @@ def _grid(grid: Grid) -> Html:
 
 
 def _memory(step: Step) -> Html | None:
-    categories = [name for name in ("parameters", "optimizer", "gradients", "activations", "buffers")
+    categories = [name for name in ("parameters", "optimizer", "gradients", "activations", "other", "buffers")
                   if any(name in memory for memory in step.memory)]
     if not categories:
         return None
