@@ -224,8 +224,9 @@ def _together(phase: Phase, rules: Rules) -> Found:
     found = Counter()
     for rank in range(RANKS):
         for value, count in (run for shard in phase.last(rank)["shards"] for run in shard or ()):
-            read = small_model.read(value) if value else None
-            found[read.layer if read else None] += count
+            if value != 0:  # padding
+                read = small_model.read(value) if value else None
+                found[read.layer if read else None] += count
     times = 1 if rules.stage else RANKS
     for layer in range(len(SIZES), 0, -1):
         if found[layer] < times * SIZES[layer - 1] and not found[None]:

@@ -8,6 +8,7 @@ each collective, what a rank holds in shards, and its memory by category at each
 import checks
 import torch
 import torch.distributed as dist
+import toys
 from torch import optim
 
 from zero_minimal.classroom.report import small_model
@@ -80,8 +81,7 @@ def watch(name: str, submission) -> None:
         for layer, param in enumerate(watched.params, 1):
             param.register_hook(lambda gradient, layer=layer: watched.note("gradient", layer=layer))
         watched.note("made", parameters=_parameters(zero))
-        with checks.slow_motion(zero.model):
-            _train(zero, rank, watched)
+        _train(zero, rank, watched)
 
 
 def _train(zero, rank: int, watched: Watch) -> None:
@@ -112,5 +112,5 @@ def _shards(zero) -> list:
 
 
 def _parameters(zero) -> list:
-    """What each layer holds on this rank; None where it is released."""
-    return [values_of(param) for param in zero.model.parameters()]
+    """What each layer holds on this rank, whole."""
+    return [values_of(param) for param in toys.whole_parameters(zero)]

@@ -110,6 +110,9 @@ def _sent(name: str, rank: int, events: list[Event], ring: Ring) -> list[tuple[i
             _wrong_chunk(event, expected[place], ring))
         if words:
             found.append((event.round, rank, f"In round {event.round} of {name} rank {rank} sends {words}"))
+    if any(event.what == "returned" for event in events) and not ring.in_place:
+        found += [(sent.round, rank, f"In round {sent.round} of {name} rank {rank} sends nothing, and "
+                   f"{_expected(sent, ring)} is expected.") for sent in expected[len(sends):]]
     arrivals = [place for place, event in enumerate(events) if event.what == "received"]
     if ring.in_place and len(arrivals) > 1 and sends and events.index(sends[0]) > arrivals[-1]:
         found.append((sends[0].round, rank, f"In {name} rank {rank} passes its first chunk on when it has received all "
@@ -131,7 +134,7 @@ def _too_many(rank: int, place: int, expected: tuple, ring: Ring) -> str:
     if not expected:
         return "a message, and it is the last rank of the ring: nobody is left who needs one."
     most = f"at most {CHUNKS}, its chunk_count," if ring.in_place else f"{len(expected)}"
-    return f"message {place + 1}, and {most} are expected from it."
+    return f"message {place + 1}, and {most} {'is' if most == '1' else 'are'} expected from it."
 
 
 def _wrong_kind(event: Event, ring: Ring) -> str:
@@ -215,10 +218,7 @@ def _wrong_end(name: str, rank: int, entry: dict, found, has: str, wanted: str, 
 
 
 def _left(name: str, rank: int, events: list[Event], ring: Ring):
-    """What was not sent, or not waited for."""
-    sent = sum(event.what == "send" for event in events)
-    if sent < len(ring.sent[rank]) and not ring.in_place:
-        yield f"Rank {rank} sent {sent} message{'s' * (sent != 1)} in {name}, and {len(ring.sent[rank])} are expected."
+    """What was not waited for, and a result that does not stay."""
     under_way = sum((event.what in ("send", "receive")) - (event.what == "waited") for event in events)
     if under_way > 0:
         yield (f"{name} returned on rank {rank} while {under_way} of its messages had not been waited for: what was to "

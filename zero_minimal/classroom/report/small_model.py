@@ -1,7 +1,8 @@
 """Small model: one whose gradients say whose they are.
 
-Each element of layer n gets the gradient n · 3 · 16^(rank + 3 · batch). So the mean of three ranks is n in one
-hexadecimal digit for each part that is in it: 0x070777 is layer 7, batch 0 of all ranks and batch 1 of rank 1.
+Each element of layer n, of 12, gets the gradient n · 3 · 13^(rank + 3 · batch). So in the mean of three ranks, written
+to base 13, there is the digit n for each part that is in it: 070777 is layer 7, batch 0 of all ranks, and batch 1 of
+rank 1. These numbers, their sums and means are exact in fp32.
 """
 
 from dataclasses import dataclass
@@ -11,33 +12,38 @@ from torch import nn
 
 RANKS, BATCHES = 3, 2
 STEPS = ((1,), (0, 1))  # the batches of each step
-SIZES = (23, 96, 112, 80, 96, 112, 80, 96, 112, 80, 96, 112)  # elements: buckets begin and end in the middle of layers
+# elements of the layers: buckets begin and end in the middle of layers, and the last one is of layer 1 alone
+SIZES = (119, 96, 112, 80, 96, 112, 80, 96, 112, 80, 96, 112)
 BUCKET = 4 * 96  # bytes
 ELEMENTS = sum(SIZES)
-LR, EPS = 1.0, 1e7  # of Adam: eps as large as the gradients, so that the step depends on them
-MAX_NORM = 5e7
+BASE = len(SIZES) + 1
+LR, EPS = 1.0, 5e6  # of Adam: eps as large as the gradients, so that the step depends on them
+MAX_NORM = 2e7
 
 
-class Layer(nn.Module):
-    """Its output has the same gradient for every element."""
+class Block(nn.Module):
+    """A layer, or several. Their output has the same gradient for every element of a layer."""
 
-    def __init__(self, number: int, size: int):
+    def __init__(self, *numbers: int):
         super().__init__()
-        self.number, self.weight = number, nn.Parameter(torch.zeros(size))
+        self.numbers = numbers
+        self.weights = nn.ParameterList([torch.zeros(SIZES[number - 1]) for number in numbers])
 
-    def forward(self, factor):
-        return (self.weight * (self.number * factor)).sum()
+    def forward(self, factor, without: int = 0):
+        layers = zip(self.numbers, self.weights, strict=True)
+        return torch.stack([(weight * (number * factor)).sum() for number, weight in layers if number != without]).sum()
 
 
 class Model(nn.Module):
-    """model(factor) is a loss. Layer 1 is used by rank 0 alone: on the others its gradient is missing."""
+    """model(factor, …) is a loss. Layer 1, which shares a block with layer 2, is used by rank 0 alone: on the others
+    its gradient is missing."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(Layer(number, size) for number, size in enumerate(SIZES, 1))
+        self.blocks = nn.ModuleList([Block(1, 2), *map(Block, range(3, len(SIZES) + 1))])
 
-    def forward(self, factor, uses_all: bool):
-        return torch.stack([layer(factor) for layer in self.layers if uses_all or layer.number > 1]).sum()
+    def forward(self, factor, without: int):
+        return torch.stack([block(factor, without) for block in self.blocks]).sum()
 
 
 def build(rank: int) -> Model:
@@ -49,15 +55,15 @@ def build(rank: int) -> Model:
     return model
 
 
-def batch(rank: int, number: int) -> tuple[torch.Tensor, bool]:
-    """A rank's data in a batch."""
-    return torch.tensor(float(RANKS * 16 ** (rank + RANKS * number))), rank == 0
+def batch(rank: int, number: int) -> tuple[torch.Tensor, int]:
+    """What model() is given: a rank's data in a batch, and the layer that it does not use."""
+    return torch.tensor(float(RANKS * BASE ** (rank + RANKS * number))), 1 if rank else 0
 
 
 def mean_gradient(layer: int, *batches: int) -> int:
     """Of each element, averaged over the ranks and added over batches."""
     ranks = range(1 if layer == 1 else RANKS)
-    return sum(layer * 16 ** (rank + RANKS * number) for rank in ranks for number in batches)
+    return sum(layer * BASE ** (rank + RANKS * number) for rank in ranks for number in batches)
 
 
 def gradient_norm(*batches: int) -> float:
@@ -94,10 +100,10 @@ def read(value: float) -> Read | None:
     """None: no sum of gradients that there are."""
     for times in FACTORS:
         digits, whole = [], round(value / times)
-        if abs(value / times - whole) > 1e-3 or not 0 < whole < 16 ** (RANKS * BATCHES):
+        if abs(value / times - whole) > 1e-3 or not 0 < whole < BASE ** (RANKS * BATCHES):
             continue
         while whole:
-            whole, digit = divmod(whole, 16)
+            whole, digit = divmod(whole, BASE)
             digits.append(digit)
         found = set(digits) - {0}
         if len(found) == 1 and max(found) <= len(SIZES):
