@@ -42,6 +42,13 @@ class Watch(checks.Calls):
         return [layer for layer, param in enumerate(self.params, 1) if param.grad is not None
                 and param.grad.untyped_storage().nbytes() >= param.nbytes]
 
+    def parameters(self, zero) -> list:
+        """What each layer holds on this rank; whole, which at stage 3 they are made for it, unseen."""
+        self.recorder.silent, self.pause, before = True, 0.0, self.pause
+        layers = [values_of(param) for param in toys.whole_parameters(zero)]
+        self.recorder.silent, self.pause = False, before
+        return layers
+
     def hear(self, function, args):
         before = len(self.made)
         super().hear(function, args)
@@ -80,7 +87,7 @@ def watch(name: str, submission) -> None:
         watched.params = list(zero.model.parameters())
         for layer, param in enumerate(watched.params, 1):
             param.register_hook(lambda gradient, layer=layer: watched.note("gradient", layer=layer))
-        watched.note("made", parameters=_parameters(zero))
+        watched.note("made", parameters=watched.parameters(zero))
         _train(zero, rank, watched)
 
 
@@ -88,7 +95,7 @@ def _train(zero, rank: int, watched: Watch) -> None:
     zero.model(*small_model.batch(rank, small_model.STEPS[0][0])).backward()
     watched.note("backward", shards=_shards(zero))
     zero.step()
-    watched.note("stepped", parameters=_parameters(zero))
+    watched.note("stepped", parameters=watched.parameters(zero))
     zero.zero_grad()
     watched.note("forgot")
     first, second = small_model.STEPS[1]
@@ -101,7 +108,7 @@ def _train(zero, rank: int, watched: Watch) -> None:
     watched.note("clipped", norm=finite(float(norm)), tensor=isinstance(norm, torch.Tensor) and norm.dim() == 0,
                  shards=_shards(zero))
     zero.step()
-    watched.note("stepped", parameters=_parameters(zero))
+    watched.note("stepped", parameters=watched.parameters(zero))
     zero.zero_grad()
     watched.note("forgot")
 
@@ -109,8 +116,3 @@ def _train(zero, rank: int, watched: Watch) -> None:
 def _shards(zero) -> list:
     """What this rank has of the reduced gradients."""
     return [None if shard is None else values_of(shard) for shard in zero.reduced_gradients()]
-
-
-def _parameters(zero) -> list:
-    """What each layer holds on this rank, whole."""
-    return [values_of(param) for param in toys.whole_parameters(zero)]

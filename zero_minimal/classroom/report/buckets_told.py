@@ -2,7 +2,7 @@
 
 from zero_minimal.classroom.lessons import UNWRITTEN, Lesson
 from zero_minimal.classroom.report import bucket_rules, small_model
-from zero_minimal.classroom.report.phases import Phase, phases
+from zero_minimal.classroom.report.phases import PHASES, Phase, phases
 from zero_minimal.classroom.report.recording import Recorded
 from zero_minimal.classroom.report.small_model import BUCKET, ELEMENTS, RANKS, SIZES
 from zero_minimal.classroom.report.stage_rules import WORDS, Rules
@@ -29,10 +29,13 @@ def tell(lesson: Lesson, runs: list[Recorded]) -> Story:
     run, rules = runs[0], Rules(stage_in(lesson.class_name))
     first = [next((event["memory"] for event in rank if event["what"] == "empty"), {}) for rank in run.ranks]
     base = [sum(memory.values()) for memory in first]
-    parts = [part_of(phase, rules, base, first) for phase in phases(run.ranks)]
+    cut = phases(run.ranks)
+    parts = [part_of(phase, rules, base, first) for phase in cut]
     if run.ended:
+        if (not cut or all(cut[-1].over)) and len(cut) < len(PHASES):  # no rank got as far as to write anything
+            title, ends, *_ = PHASES[len(cut)]
+            parts.append(Part(title, f"Expected: {WORDS[ends][rules.stage]}.", []))
         title = "Not written yet" if UNWRITTEN in run.ended else "It stops here"
-        parts = parts or [Part("The stage is made", "", [])]
         parts[-1].steps.append(Step(title, departures=[run.ended]))
     _carry_on([step for part in parts for step in part.steps])
     return Story(ABOUT, LEGEND, parts)

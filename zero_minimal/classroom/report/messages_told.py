@@ -201,12 +201,12 @@ def _wrong_end(name: str, rank: int, entry: dict, found, has: str, wanted: str, 
     dtype = str(ring.dtype)[6:]
     pairs = [(each.element, each.parts, each.divided) if each else None for each in found or ()]
     right = [(element, chunks.right(ring, element, rank), False) for element in ring.holds[rank]]
-    if pairs != right:
+    if ring.copies == 1 and entry["shape"] != [len(right)]:
+        yield f"{name} returned a tensor {entry['shape']} on rank {rank}, and a flat one [{len(right)}] is expected."
+    elif pairs != right:
         mean = any(each and each.divided for each in found or ())
         yield (f"{name} ends with {has} on rank {rank}, and {wanted} is expected"
                + (": the mean, not the sum." if mean else "."))
-    elif ring.copies == 1 and entry["shape"] != [len(right)]:
-        yield f"{name} returned a tensor {entry['shape']} on rank {rank}, and a flat one [{len(right)}] is expected."
     if entry["dtype"] != dtype:
         yield f"{name} returned numbers of {entry['dtype']} on rank {rank}, and the tensor's are of {dtype}."
     if ring.inputs and not entry["kept"]:

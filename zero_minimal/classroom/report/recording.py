@@ -18,7 +18,7 @@ from zero_minimal.classroom.submission import Submission
 from zero_minimal.classroom.supervisor import Supervisor
 from zero_minimal.foundations.ranks import RankError
 
-PATIENCE, LESS_PATIENCE = 10.0, 3.0  # seconds for a run; once one has used them up, for the others
+PATIENCE, LESS_PATIENCE = 15.0, 3.0  # seconds for a run; once one has used them up, for the others
 MOST_EVENTS = 5000
 LONG = 300  # characters of a text
 
