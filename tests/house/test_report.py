@@ -10,13 +10,16 @@ import html.parser
 import json
 import os
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 import submissions
 from thorough import sample
 
 from zero_minimal.classroom.lessons import DRAWN, HOUSE, found
-from zero_minimal.classroom.report import recording, small_model, writing
+from zero_minimal.classroom.report import messages_told, recording, small_model, writing
 from zero_minimal.classroom.report.page import page, plain
 from zero_minimal.classroom.report.story import Line, Part, Step, Story
 from zero_minimal.classroom.report.writing import KINDS, told_by
@@ -69,6 +72,134 @@ def test_a_right_one_departs_nowhere(told, lesson, name):
     story = told(LESSONS[lesson], RIGHT[lesson, name])
     assert opens(story) is None and len(story.steps) > 10
     assert not [line for step in story.steps for line in step.lines if line.departs]
+
+
+# name: (part, step, sentence) where the page must open
+OPENS = {
+    "00_collectives": {
+        "sends to the left": ("exchange", "Round 1", "rank 0 sends to rank 2: .* here rank 1"),
+        "waits for its send before it receives": ("exchange", "Round 1", "ranks 0, 1 and 2 waited in send"),
+        "does not wait for its send": ("exchange", "Returned", "while 1 of its messages had not been waited for"),
+        "sends in two messages": ("exchange", "Round 1", "sends 524,288 bytes in one message, .* has 1,048,576"),
+        "ends on the right neighbour's chunk": ("reduce_scatter", "Round 1", "rank 0 sends a0, and c0 is expected"),
+        "writes over instead of adding": ("reduce_scatter", "Round 2", r"sends b2, and b0\+b2 is expected"),
+        "stops a step too early": ("reduce_scatter", "Round 2", r"sends nothing, and b0\+b2 is expected"),
+        "gives the mean": ("reduce_scatter", "Returned", r"\(Σa\)/3 on rank 0, .* the mean, not the sum"),
+        "computes in fp32, and gives the dtype back": ("reduce_scatter", "Round 1", "of float32, .* of float64"),
+        "passes on its own part only": ("all_gather", "Round 2", "rank 0 sends a, and c is expected"),
+        "gathers in the order of arrival": ("all_gather", "Returned", "a c b on rank 0, and a b c is expected"),
+        "gathers everything and sums": ("all_reduce", "Round 1", "72 bytes in one message, and one chunk has 24"),
+        "returns the padding too": ("all_reduce", "Returned", r"a tensor \[9\] on rank 0, and a flat one \[7\]"),
+        "receives all before it sends": ("broadcast", "Round 5", "rank 2 passes its first chunk on when it has received"),
+        "the last rank sends too": ("broadcast", "Round 3", "rank 0 sends a message, and it is the last rank"),
+    },
+    "03_gradients": {
+        "P_os in disguise: whole gradients until backward ends": (
+            "Step 1: backward", "Layer . gradient", "whole gradients pile up"),
+        "param.grad stays": ("Step 1: backward", "Layer . gradient", "of 12 layers have their .grad"),
+        "the sum instead of the mean": ("Step 1: backward", "At its end", "3 times too large: the sum"),
+        "the house's all-reduce, and a slice of it": ("Step 1: backward", "Layer 12", "sends twice what a reduce-sc"),
+        "frees the bucket before its reduction ends": ("Step 1: backward", "Layer 11", "it is still being sent"),
+        "fills the vector that is being sent": ("Step 1: backward", "Layer 11", "while it was being sent"),
+        "a bucket without gradient is skipped": ("Step 1: backward", "", "not in the same collective|not waited|no grad"),
+        "a gradient that two buckets need goes with the first": (
+            "Step 1: backward", "At its end", "the others are on no rank"),
+        "nobody collects the updated shards": ("Step 1: update", "", "has sent 0 bytes in this phase, and 3,176 are"),
+        "shards come to their neighbour's place": ("Step 1: update", "At its end", "that is layer 2's value"),
+        "every rank keeps the whole optimizer state": ("Step 1: update", "At its end", "bytes of optimizer state"),
+        "does not start backward afresh": ("Step 2: first micro-batch", "It stops here", "call zero.zero_grad"),
+        "keeps old gradients": ("Step 2: second micro-batch", "At its end", "still has the gradient of step 1 in it"),
+        "the shard is overwritten": ("Step 2: second micro-batch", "At its end", "of the second micro-batch alone"),
+        "the norm of the own shards": ("Step 2: clipping", "", "the norm of this rank's shards alone"),
+        "the scale is not used": ("Step 2: update", "At its end", "the gradient was not clipped"),
+    },
+}
+CASES = [(lesson, name) for lesson, cases in OPENS.items() for name in cases]
+
+
+@pytest.mark.parametrize("lesson, name", sample(CASES, [
+    ("00_collectives", "writes over instead of adding"), ("03_gradients", "the shard is overwritten")]))
+def test_a_wrong_one_opens_at_its_mistake(told, lesson, name):
+    wrong = submissions.mistakes(LESSONS[lesson]).WRONG[name]
+    part, step, sentence = opens(told(LESSONS[lesson], submissions.spliced(LESSONS[lesson], wrong.code, wrong.top)))
+    wanted_part, wanted_step, pattern = OPENS[lesson][name]
+    assert part == wanted_part and re.match(wanted_step.replace(" . ", r" \d+'s "), step), (part, step, sentence)
+    assert re.search(pattern, sentence), sentence
+
+
+# stage: the reference of a lesson that is not written yet, and chooses this kind of report
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_other_stages_depart_nowhere(tmp_path, stage):
+    lesson = dataclasses.replace(GRADIENTS, reference=f"zero_minimal.stage{stage}", class_name=f"Stage{stage}")
+    file = tmp_path / "assignment.py"
+    file.write_text(submissions.spliced(lesson, {}))
+    story, note = writing.told(lesson, file)
+    assert story is not None and opens(story) is None, note or opens(story)
+
+
+# ------------------------------------------------------------------------------------- what does not come to its end
+
+
+@pytest.fixture
+def exchange_alone(monkeypatch):
+    """Of lesson 0 only the first function is called, and not waited for long."""
+    monkeypatch.setattr(messages_told, "names", lambda lesson: ["exchange"])
+    monkeypatch.setattr(recording, "PATIENCE", 3.0)
+
+
+EXCHANGE = """
+    def exchange(outgoing, incoming, group=None):
+        rank = dist.get_rank(group)
+        sending = dist.isend(outgoing, _global(rank + 1, group), group=group)
+        {then}
+        dist.recv(incoming, _global(rank - 1, group), group=group)
+        sending.wait()
+    """
+
+
+@pytest.mark.parametrize("then, sentence, sent", [
+    ("while rank == 1: pass", "rank 1 stood at line .*while rank == 1: pass", True),
+    ("import os; rank == 1 and os._exit(3)", "rank 1 is gone in the middle of the test", True),
+    ("rank == 1 and 1 / 0", "rank 1: it raised ZeroDivisionError", True),
+    ("raise RuntimeError('<script>alert(1)</script>')", "<script>alert", True),
+    ("raise NotImplementedError('step 1: exchange')", r"exchange\(\) is not written yet \(step 1", False)],
+    ids=("hangs", "dies", "raises", "raises HTML", "is not written"))
+def test_a_run_that_stops_is_told_up_to_there(told, exchange_alone, then, sentence, sent):
+    story = told(COLLECTIVES, submissions.spliced(COLLECTIVES, {"exchange": EXCHANGE.format(then=then)}))
+    part, step, words = opens(story)
+    assert part == "exchange" and re.search(sentence, words, re.DOTALL), words
+    did = [line.did for step in story.steps for line in step.lines]
+    assert any("sends rank 1's tensor to rank 2" in words for words in did) == sent
+    text = page("title", "file", POINTS, story)
+    assert text.count("<script") == 1 and words in plain(text)
+
+
+def test_a_file_that_is_not_python_gets_a_page(tmp_path):
+    (tmp_path / "mine.py").write_text("def step(:\n")
+    done = subprocess.run([sys.executable, "-m", "zero_minimal", "grade", str(tmp_path / "mine.py"), "--lesson",
+                           "00_collectives", "--html", str(tmp_path / "report.html")], cwd=HOUSE, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 1 and "report.html: what your ranks did" in done.stdout, done.stdout
+    shown = plain((tmp_path / "report.html").read_text())
+    assert "the file is not Python, line 1" in shown and "0 of 100" in shown and "SyntaxError" in shown
+
+
+@pytest.mark.thorough
+def test_a_course_without_its_references_reports_too(tmp_path):
+    """What is expected comes from rules: the files that solve the lessons are not needed."""
+    copy, file = tmp_path / "house", tmp_path / "mine.py"
+    without = shutil.ignore_patterns("__pycache__", "stage2.py", "ring.py", "mistakes.py", "right", ".git", "*.png")
+    shutil.copytree(HOUSE, copy, ignore=without)
+    for lesson in (COLLECTIVES, GRADIENTS):
+        file.write_text(submissions.spliced(lesson, {}))
+        code = ("import sys; from pathlib import Path; from zero_minimal.classroom.lessons import found; "
+                "from zero_minimal.classroom.report.writing import told; "
+                f"story, note = told(found()['{lesson.name}'], Path(sys.argv[1])); "
+                "print(note, len(story.steps), story.first_departure)")
+        done = subprocess.run([sys.executable, "-c", code, str(file)], cwd=copy, text=True, capture_output=True,
+                              env={**os.environ, "PYTHONPATH": str(copy)})
+        assert re.search(r"^ \d\d None$", done.stdout), done.stdout + done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------- the page

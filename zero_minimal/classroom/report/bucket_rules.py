@@ -5,12 +5,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from zero_minimal.classroom.report import small_model
-from zero_minimal.classroom.report.phases import Phase
+from zero_minimal.classroom.report.phases import END, Phase
 from zero_minimal.classroom.report.small_model import MAX_NORM, RANKS, SIZES
 from zero_minimal.classroom.report.stage_rules import Rules
 
 Found = Iterator[tuple[str, str]]
-END = "The end"
 TOO_LARGE = {3: f"{RANKS} times too large: the sum of the ranks, not their mean",
              1 / 3: f"{RANKS} times too small: averaged twice", 2: "twice too large", 1 / 2: "half of what it must be"}
 

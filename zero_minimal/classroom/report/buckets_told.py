@@ -2,11 +2,11 @@
 
 from zero_minimal.classroom.lessons import UNWRITTEN, Lesson
 from zero_minimal.classroom.report import bucket_rules, small_model
-from zero_minimal.classroom.report.phases import PHASES, Phase, phases
+from zero_minimal.classroom.report.phases import END, PHASES, Phase, phases
 from zero_minimal.classroom.report.recording import Recorded
 from zero_minimal.classroom.report.small_model import BUCKET, ELEMENTS, RANKS, SIZES
 from zero_minimal.classroom.report.stage_rules import WORDS, Rules
-from zero_minimal.classroom.report.story import Cell, Grid, Line, Part, Step, Story
+from zero_minimal.classroom.report.story import Cell, Grid, Line, Part, Step, Story, alike
 from zero_minimal.meters.observer import stage_in
 
 WORLD_SIZE = RANKS
@@ -51,9 +51,9 @@ def part_of(phase: Phase, rules: Rules, base: list[int], first: list[dict]) -> P
     """A phase, moment by moment."""
     found, steps = bucket_rules.departures(phase, rules, base), []
     for title, ranks in phase.moments:
-        is_end = title == bucket_rules.END
+        is_end = title == END
         step = Step(phase.title if is_end and len(phase.moments) == 1 else title,
-                    departures=list(dict.fromkeys(words for moment, words in found if moment == title)))
+                    departures=[words for moment, words in found if moment == title])
         step.lines = _lines(phase, rules, ranks, is_end, step.departures)
         step.grids = _grids(phase, ranks)
         step.memory = [_highest(events, first[rank]) for rank, events in enumerate(ranks)]
@@ -66,9 +66,9 @@ def _once(steps: list[Step]) -> list[Step]:
     """The same departure goes on from step to step: only the first of a rule on a rank is told."""
     told: set = set()
     for step in steps:
-        new = [words for words in step.departures if _rule(words) not in told]
-        told |= {_rule(words) for words in step.departures}
-        step.departures = new
+        new = {_rule(words): words for words in reversed(step.departures) if _rule(words) not in told}
+        told |= set(new)
+        step.departures = alike([words for words in step.departures if words in new.values()])
     return steps
 
 

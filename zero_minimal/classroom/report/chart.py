@@ -16,6 +16,7 @@ def charts(steps: list[Step]) -> Html | None:
               + [step.limit or 0 for step in steps], default=0)
     if not ranks or not top:
         return None
+    top *= 1.05  # so that what is highest can be seen
     names = [name for name in CATEGORIES if any(memory.get(name) for step in steps for memory in step.memory)]
     keys = [tag("span", tag("svg", tag("rect", width=100, height=100, class_=name), class_="key", viewBox="0 0 100 100",
                             aria_hidden="true"), f"{name} ") for name in names]

@@ -5,7 +5,7 @@ from zero_minimal.classroom.report import chunks, rounds
 from zero_minimal.classroom.report.recording import Recorded
 from zero_minimal.classroom.report.rings import CHUNKS, PADDING, RANKS, RINGS, Ring, Sent
 from zero_minimal.classroom.report.rounds import Event
-from zero_minimal.classroom.report.story import Line, Part, Step, Story
+from zero_minimal.classroom.report.story import Line, Part, Step, Story, alike
 
 WORLD_SIZE = RANKS
 LEGEND = ("a, b, c are the chunks of a tensor. b1 is what rank 1 had in chunk b at the start, b0+b1 the sum of two, Σb "
@@ -38,11 +38,11 @@ def part_of(run: Recorded, ring: Ring) -> Part:
         lines = [_line(rank, own, ring, number, rank in wrong, number == max(last, 1))
                  for rank, own in enumerate(events)]
         steps.append(Step(f"Round {number}", lines, _grids(events, ring, number),
-                          departures=[wrong[rank] for rank in sorted(wrong)]))
+                          departures=alike([wrong[rank] for rank in sorted(wrong)])))
     ends = [_end(run.name, rank, own, ring) for rank, own in enumerate(events)]
     if any(line.did for line, _ in ends):
         steps.append(Step("Returned", [line for line, _ in ends],
-                          departures=[words for _, wrong in ends for words in wrong]))
+                          departures=alike([words for _, wrong in ends for words in wrong])))
     if run.ended and steps[-1].title.startswith("Round") and any(line.departs for line in steps[-1].lines):
         steps[-1].departures.append(run.ended)  # where a message is missing
     elif run.ended:

@@ -17,6 +17,9 @@ PHASES = (  # (title, the event that ends it, the batches whose gradients are th
 )
 
 
+END = "At its end"  # the title of a phase's last moment
+
+
 @dataclass(frozen=True)
 class Phase:
     """What each rank did between two points. `over`: [rank] whether it came to the end."""
@@ -52,7 +55,7 @@ def _cut(events: list[dict], over: bool) -> dict[tuple, list[dict]]:
         if event["what"] == "gradient":
             key = (1000 - event["layer"], f"Layer {event['layer']}'s gradient arrives")
         elif over and place == len(events) - 1:
-            key = (2000, "The end")
+            key = (2000, END)
         found.setdefault(key, []).append(event)
     return found
 

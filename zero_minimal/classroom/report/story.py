@@ -3,9 +3,26 @@
 What a run is made of says what there is to tell (messages.py, buckets.py); page.py writes it down.
 """
 
+import re
 from dataclasses import dataclass, field
 
+from zero_minimal.classroom.messages import listed
+
+RANK = re.compile(r"\b[Rr]ank (\d+)")
 LOOKS = ("", "some", "all", "way", "gone")  # of a cell: nothing there, a part, all of it, on its way, freed
+
+
+def alike(sentences: list[str]) -> list[str]:
+    """Sentences that several ranks share, once."""
+    ranks: dict[str, list[str]] = {}
+    first: dict[str, str] = {}
+    for words in sentences:
+        found = RANK.findall(words)
+        key = RANK.sub("rank #", words) if len(found) == 1 else words
+        ranks.setdefault(key, []).extend(found[:1])
+        first.setdefault(key, words)
+    return [words + (f" The same on {listed(ranks[key][1:])}." if len(ranks[key]) > 1 else "")
+            for key, words in first.items()]
 
 
 @dataclass(frozen=True)
