@@ -90,7 +90,7 @@ OPENS = {
         "gathers in the order of arrival": ("all_gather", "Returned", "a c b on rank 0, and a b c is expected"),
         "gathers everything and sums": ("all_reduce", "Round 1", "72 bytes in one message, and one chunk has 24"),
         "returns the padding too": ("all_reduce", "Returned", r"a tensor \[9\] on rank 0, and a flat one \[7\]"),
-        "receives all before it sends": ("broadcast", "Round 5", "rank 2 passes its first chunk on when it has received"),
+        "receives all before it sends": ("broadcast", "Round 5", "passes its first chunk on when it has received"),
         "the last rank sends too": ("broadcast", "Round 3", "rank 0 sends a message, and it is the last rank"),
     },
     "03_gradients": {
@@ -98,7 +98,7 @@ OPENS = {
             "Step 1: backward", "Layer . gradient", "whole gradients pile up"),
         "param.grad stays": ("Step 1: backward", "Layer . gradient", "of 12 layers have their .grad"),
         "the sum instead of the mean": ("Step 1: backward", "At its end", "3 times too large: the sum"),
-        "the house's all-reduce, and a slice of it": ("Step 1: backward", "Layer 12", "sends twice what a reduce-sc"),
+        "the house's all-reduce, and a slice of it": ("Step 1: backward", "Layer 12", "sends twice what"),
         "frees the bucket before its reduction ends": ("Step 1: backward", "Layer 11", "it is still being sent"),
         "fills the vector that is being sent": ("Step 1: backward", "Layer 11", "while it was being sent"),
         "a bucket without gradient is skipped": ("Step 1: backward", "", "not in the same collective|not waited|no grad"),
@@ -182,7 +182,7 @@ def test_a_file_that_is_not_python_gets_a_page(tmp_path):
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 1 and "report.html: what your ranks did" in done.stdout, done.stdout
     shown = plain((tmp_path / "report.html").read_text())
-    assert "the file is not Python, line 1" in shown and "0 of 100" in shown and "SyntaxError" in shown
+    assert "the file is not Python, line 1" in shown and "0 of 100" in shown and "nothing could be run" in shown
 
 
 @pytest.mark.thorough
