@@ -101,7 +101,7 @@ OPENS = {
         "the house's all-reduce, and a slice of it": ("Step 1: backward", "Layer 12", "sends twice what"),
         "frees the bucket before its reduction ends": ("Step 1: backward", "Layer 11", "it is still being sent"),
         "fills the vector that is being sent": ("Step 1: backward", "Layer 11", "while it was being sent"),
-        "a bucket without gradient is skipped": ("Step 1: backward", "", "not in the same collective|not waited|no grad"),
+        "a bucket without gradient is skipped": ("Step 1: backward", "", "not in the same collective|no grad"),
         "a gradient that two buckets need goes with the first": (
             "Step 1: backward", "At its end", "the others are on no rank"),
         "nobody collects the updated shards": ("Step 1: update", "", "has sent 0 bytes in this phase, and 3,176 are"),

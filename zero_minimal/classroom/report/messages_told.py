@@ -1,5 +1,7 @@
 """Messages, told: what ranks sent each other in each round of a collective, beside what a ring sends."""
 
+from dataclasses import replace
+
 from zero_minimal.classroom.lessons import UNWRITTEN, Lesson
 from zero_minimal.classroom.report import chunks, rounds
 from zero_minimal.classroom.report.recording import Recorded
@@ -29,6 +31,7 @@ def part_of(run: Recorded, ring: Ring) -> Part:
     if UNWRITTEN in run.ended:
         return Part(run.name, ring.about, [Step("Not written yet", departures=[run.ended])])
     events = rounds.in_rounds(run.ranks)
+    ring = ring if ring.in_place else _in_its_rounds(ring, events)
     departures = [found for rank in range(RANKS) for found in _sent(run.name, rank, events[rank], ring)]
     last = max([event.round or 0 for own in events for event in own], default=0)
     expected = max(sent.round for own in ring.sent for sent in own)
@@ -48,6 +51,17 @@ def part_of(run: Recorded, ring: Ring) -> Part:
     elif run.ended:
         steps.append(Step("It stops here", departures=[run.ended]))
     return Part(run.name, ring.about, steps)
+
+
+def _in_its_rounds(ring: Ring, events: list[list[Event]]) -> Ring:
+    """What is expected, in the rounds in which this submission sends it. Where ranks take turns, say, with a blocking
+    send, there are more rounds, and that is right too; in a broadcast they are what it is about."""
+    def moved(rank: int, own: tuple[Sent, ...]) -> tuple[Sent, ...]:
+        found = [event.round for event in events[rank] if event.what == "send"]
+        return tuple(replace(sent, round=found[place] if place < len(found) else sent.round)
+                     for place, sent in enumerate(own))
+
+    return replace(ring, sent=tuple(moved(rank, own) for rank, own in enumerate(ring.sent)))
 
 
 def _grids(events: list[list[Event]], ring: Ring, number: int) -> list:

@@ -119,7 +119,7 @@ def _lines(step: Step) -> Html | None:
     rows = [tag("tr", tag("th", line.who, scope="row"), tag("td", line.did), tag("td", line.expected),
                 tag("td", "it differs" if line.departs else "as expected"), class_="differs" if line.departs else None)
             for line in step.lines]
-    return tag("div", tag("table", tag("thead", head), tag("tbody", *rows)), class_="wide")
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *rows), class_="lines"), class_="wide")
 
 
 def _grid(grid: Grid) -> Html:

@@ -59,7 +59,8 @@ def state_after(events: list[Event], round: int) -> list[dict]:
     for event in events:
         later = event.round is not None and event.round > round
         if "holds" in event.entry and not (later and event.what == "received"):
-            seen = event.entry["holds"]
+            # when a function has returned its variables are gone: what they held before counts where nothing else is
+            seen = event.entry["holds"] + (seen if event.what == "returned" else [])
         if later:
             break
     return seen
