@@ -41,13 +41,19 @@ class Doors(checks.Calls):
                 self.coming.append((self.count, tensor, entries["values"]))
 
     def waited(self) -> None:
-        """A wait has ended: what has arrived by now?"""
+        """A wait has ended: one message more is known to be here. Others may have arrived, but nobody has asked."""
         self.recorder.note("waited")
-        for entry in list(self.coming):
+        self.arrived()
+
+    def arrived(self) -> bool:
+        """Write down the first receive, of those not written down yet, whose tensor has changed."""
+        for entry in self.coming:
             count, tensor, before = entry
             if (values := values_of(tensor)) != before:
                 self.coming.remove(entry)
                 self.recorder.note("received", number=count, values=values, holds=self.held())
+                return True
+        return False
 
     def held(self, *more) -> list[dict]:
         """Tensors in the variables of the submission's functions that are under way, and `more`, whole."""
@@ -110,6 +116,8 @@ def watch(name: str, submission) -> None:
     function = getattr(submission, name)
     with waits_heard(doors.waited), doors:
         returned = function(*given)
+    while doors.arrived():
+        pass
     result = ring.result(given, returned)
     if not isinstance(result, torch.Tensor):
         recorder.note("returned", kind=type(result).__name__)

@@ -35,7 +35,8 @@ def part_of(run: Recorded, ring: Ring) -> Part:
     departures = [found for rank in range(RANKS) for found in _sent(run.name, rank, events[rank], ring)]
     last = max([event.round or 0 for own in events for event in own], default=0)
     expected = max(sent.round for own in ring.sent for sent in own)
-    steps = [Step("At the start", grids=_grids(events, ring, 0))]
+    grids = _grids(events, ring, 0)
+    steps = [Step("At the start", grids=grids)] if grids else []
     for number in range(1, max(last, 1 if run.ended else expected) + 1):
         wrong = {rank: words for round, rank, words in reversed(departures) if round == number}
         lines = [_line(rank, own, ring, number, rank in wrong, number == max(last, 1))
@@ -204,7 +205,8 @@ def _end(name: str, rank: int, events: list[Event], ring: Ring) -> tuple[Line, l
     found = rounds.reads(entry["values"], ring)
     has = chunks.say(found, ring)
     wrong = list(_wrong_end(name, rank, entry, found, has, wanted, ring)) + list(_left(name, rank, events, ring))
-    return Line(f"rank {rank}", f"{verb} {has}", f"{verb} {wanted}", bool(wrong)), wrong
+    did = f"{verb} {has}{', but see above' if wrong and has == wanted else ''}"
+    return Line(f"rank {rank}", did, f"{verb} {wanted}", bool(wrong)), wrong
 
 
 def _wanted(element: int, rank: int, ring: Ring) -> str:
