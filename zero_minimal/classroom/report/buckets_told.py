@@ -119,10 +119,11 @@ def _tokens(own: list[dict], events: list[dict]) -> list[list]:
             continue
         place = places.get(id(event) if event["what"] == "collective" else event["number"], 0)
         this, before = [event["what"], event["name"], place, place, event["bytes"]], tokens[-1] if tokens else None
-        if this[0] == "end" and before and before[:4] == ["wait", *this[1:4]]:
-            this[0] = "waited"
-            tokens.pop()
-            before = tokens[-1] if tokens else None
+        for last, later, both in (("wait", "end", "waited"), ("start", "waited", "at once")):
+            if this[0] == later and before and before[:4] == [last, *this[1:4]]:
+                this[0] = both
+                tokens.pop()
+                before = tokens[-1] if tokens else None
         if before and before[:2] == this[:2] and before[3] + 1 == place:
             before[3] = place
         else:
@@ -137,6 +138,7 @@ def _words(what: str, name: str, first: int, last: int, size: int) -> str:
         name = name.rpartition(" ")[0]
     return {"start": f"{name} start{'s' * (not several)} ({size:,} bytes)", "wait": f"waits for {name}",
             "end": f"{name} {'are' if several else 'is'} done",
+            "at once": f"{name} ({size:,} bytes), {'each ' * several}waited for at once",
             "waited": f"waits for {name}, {'which are' if several else 'which is'} done then",
             "collective": f"calls torch's {name} ({size:,} bytes)"}[what]
 
@@ -166,7 +168,8 @@ def _shards_in_words(shards: list, batches: tuple[int, ...]) -> str:
 
 def _expected(phase: Phase, rules: Rules, is_end: bool) -> str:
     if not is_end:
-        return f"gradients of at most {rules.gradients(phase.ends, True):,.0f} bytes"
+        most = f"gradients of at most {rules.gradients(phase.ends, True):,.0f} bytes"
+        return most if phase.ends in ("backward", "micro") else WORDS[phase.ends][rules.stage]
     told, bounds = [], rules.sent(phase.ends)
     if bounds:
         told.append(f"about {bounds[1]:,.0f} bytes are sent in this phase")

@@ -50,7 +50,7 @@ class Phase:
 def _cut(events: list[dict], over: bool) -> dict[tuple, list[dict]]:
     """{(place in the order, title): events}"""
     found: dict = {}
-    key = (0, "Before the first gradient")
+    key = (0, "On the way")
     for place, event in enumerate(events):
         if event["what"] == "gradient":
             key = (1000 - event["layer"], f"Layer {event['layer']}'s gradient arrives")
