@@ -22,8 +22,8 @@ def departures(phase: Phase, rules: Rules, base: list[int]) -> list[tuple[str, s
         if last is not None:
             found += [*_sent(phase, rules, rank), *_held(phase, rules, rank, last, base[rank]),
                       *_under_way(phase, rank), *_computed(phase, rules, rank, last)]
-    if all(phase.over):
-        found += _together(phase, rules)
+    if all(phase.over) and phase.ends == "backward" and not any("shard" in words for _, words in found):
+        found += _together(phase, rules)  # what is wrong in itself need not be counted
     return found
 
 
@@ -218,8 +218,6 @@ def _why(phase: Phase, layer: int, value: float | None) -> str:
 
 def _together(phase: Phase, rules: Rules) -> Found:
     """Each gradient is on one rank; at stage 0 on all of them."""
-    if phase.ends != "backward":
-        return
     found = Counter()
     for rank in range(RANKS):
         for value, count in (run for shard in phase.last(rank)["shards"] for run in shard or ()):

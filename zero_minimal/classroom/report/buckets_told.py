@@ -6,7 +6,7 @@ from zero_minimal.classroom.report.phases import END, PHASES, Phase, phases
 from zero_minimal.classroom.report.recording import Recorded
 from zero_minimal.classroom.report.small_model import BUCKET, ELEMENTS, RANKS, SIZES
 from zero_minimal.classroom.report.stage_rules import WORDS, Rules
-from zero_minimal.classroom.report.story import Cell, Grid, Line, Part, Step, Story, alike
+from zero_minimal.classroom.report.story import RANK, Cell, Grid, Line, Part, Step, Story, alike
 from zero_minimal.meters.observer import stage_in
 
 WORLD_SIZE = RANKS
@@ -92,7 +92,7 @@ def _highest(events: list[dict], first: dict) -> dict[str, int]:
 def _lines(phase: Phase, rules: Rules, ranks: list[list[dict]], is_end: bool, departures: list[str]) -> list[Line]:
     did = [_said(phase, rank, events, is_end) for rank, events in enumerate(ranks)]
     expected = _expected(phase, rules, is_end)
-    wrong = [any(f"ank {rank}" in words for words in departures) for rank in range(RANKS)]
+    wrong = [any(f"ank {rank}" in words or not RANK.search(words) for words in departures) for rank in range(RANKS)]
     if len(set(did)) == 1 and len(set(wrong)) == 1:
         return [Line("all ranks", did[0], expected, wrong[0])]
     return [Line(f"rank {rank}", words, expected, wrong[rank]) for rank, words in enumerate(did)]
@@ -157,8 +157,11 @@ def _at_the_end(phase: Phase, rank: int, last: dict) -> list[str]:
 def _shards_in_words(shards: list, batches: tuple[int, ...]) -> str:
     """How many gradients, and whose parts are in them."""
     counts: dict[str, int] = {}
-    for value, count in (run for shard in shards for run in shard or ()):
-        found = small_model.read(value) if value else None
+    runs = [run for shard in shards for run in shard or ()]
+    found = [small_model.read(value) for value, _ in runs if value]
+    likely = next((each.times for each in found if each and each.times != 1), 1)
+    for value, count in runs:
+        found = small_model.read(value, likely) if value else None
         words = "of padding" if value == 0 else "of nobody" if found is None else (
             f"with {bucket_rules.parts_in_words(found.parts, batches)}" + (f", times {found.times:.3g}"
                                                                            if found.times != 1 else ""))
