@@ -103,10 +103,10 @@ def _train(zero, rank: int, watched: Watch) -> None:
         zero.model(*small_model.batch(rank, first)).backward()
         watched.note("micro")
     zero.model(*small_model.batch(rank, second)).backward()
-    watched.note("backward", shards=_shards(zero))
+    watched.note("backward", shards=(before := _shards(zero)))
     norm = zero.clip_grad_norm_(small_model.MAX_NORM)
     watched.note("clipped", norm=finite(float(norm)), tensor=isinstance(norm, torch.Tensor) and norm.dim() == 0,
-                 shards=_shards(zero))
+                 shards=before, shards_changed=_shards(zero) != before)
     zero.step()
     watched.note("stepped", parameters=watched.parameters(zero))
     zero.zero_grad()
