@@ -168,7 +168,8 @@ def _norm(phase: Phase, rank: int, last: dict) -> Found:
     if not last["tensor"]:
         yield END, f"clip_grad_norm_ returned no 0-dim tensor on rank {rank}."
     if last["shards_changed"]:
-        yield END, f"clip_grad_norm_ changed the gradients in rank {rank}'s shards: it changes self.gradient_scale alone."
+        yield END, (f"clip_grad_norm_ changed the gradients in rank {rank}'s shards: it changes self.gradient_scale "
+                    "alone.")
 
 
 def _steps(count: int, clipped: bool = True) -> list:
