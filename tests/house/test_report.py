@@ -18,10 +18,10 @@ import pytest
 import submissions
 from thorough import sample
 
-from zero_minimal.classroom.lessons import DRAWN, HOUSE, found
+from zero_minimal.classroom.lessons import DRAWN, HOUSE, found, read
 from zero_minimal.classroom.report import messages_told, recording, small_model, writing
 from zero_minimal.classroom.report.page import page, plain
-from zero_minimal.classroom.report.story import Line, Part, Step, Story
+from zero_minimal.classroom.report.story import Line, Part, Step, Story, alike
 from zero_minimal.classroom.report.writing import KINDS, told_by
 from zero_minimal.classroom.submission import Submission
 from zero_minimal.classroom.supervisor import Supervisor
@@ -350,6 +350,20 @@ def test_a_record_that_makes_no_sense_is_said_to_be_none(monkeypatch, kind, even
 
 def test_every_kind_that_a_lesson_may_name_is_there():
     assert set(KINDS) == set(DRAWN) and {lesson.report for lesson in LESSONS.values()} - {""} == set(DRAWN)
+
+
+def test_a_kind_that_is_none_is_refused(tmp_path):
+    file = tmp_path / "07_new/lesson.toml"
+    file.parent.mkdir()
+    file.write_text((GRADIENTS.folder / "lesson.toml").read_text().replace('report = "buckets"', 'report = "bucket"'))
+    with pytest.raises(ValueError, match="lesson.toml: report must be one of messages, buckets, not 'bucket'$"):
+        read(file)
+
+
+def test_sentences_that_ranks_share_are_said_once():
+    said = ["Rank 0 waits.", "Rank 0 sends to rank 1.", "Rank 1 waits.", "Rank 1 sends to rank 2.", "Rank 2 waits."]
+    assert alike(said) == [
+        "Rank 0 waits. The same on ranks 1 and 2.", "Rank 0 sends to rank 1.", "Rank 1 sends to rank 2."]
 
 
 def test_a_gradient_says_whose_it_is():

@@ -73,8 +73,8 @@ def _once(steps: list[Step]) -> list[Step]:
 
 
 def _rule(words: str) -> tuple:
-    """What a sentence is about, without its numbers, but for the rank."""
-    return tuple(word for place, word in enumerate(words.split()) if place == 1 or not any(map(str.isdigit, word)))[:8]
+    """What a sentence is about: its ranks, and how it begins, without other numbers."""
+    return *RANK.findall(words), *[word for word in words.split() if not any(map(str.isdigit, word))][:8]
 
 
 def _highest(events: list[dict], first: dict) -> dict[str, int]:

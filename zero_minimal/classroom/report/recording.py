@@ -19,7 +19,7 @@ from zero_minimal.classroom.supervisor import Supervisor
 from zero_minimal.foundations.ranks import RankError
 
 PATIENCE, LESS_PATIENCE = 15.0, 3.0  # seconds for a run; once one has used them up, for the others
-MOST_EVENTS = 5000
+MOST_EVENTS = 2000  # of a rank: ten times what a right run has
 LONG = 300  # characters of a text
 
 
