@@ -374,3 +374,8 @@ def test_a_gradient_says_whose_it_is():
             assert (read.layer, read.times) == (layer, 1)
             assert {batch for _, batch in read.parts} == set(batches)
             assert {rank for rank, _ in read.parts} == ({0} if layer == 1 else {0, 1, 2})
+
+
+def test_a_lesson_that_chooses_nothing_gets_its_points_alone():
+    story, note = writing.told(dataclasses.replace(GRADIENTS, report=""), GRADIENTS.starter)
+    assert story is None and "No run of this lesson is drawn" in plain(page("title", "file", POINTS, story, note))
