@@ -18,8 +18,12 @@ COMMANDS = {  # name: (module of this package with main(arguments), what it does
                   "the paper's tables and figures beside the formulas and the running code"),
     "bench": ("programs.bench",
               "time stages and peers in turn, beside DDP; traffic and memory; scaling"),
+    "latency": ("programs.latency",
+                "what a message costs here before its first byte: measured, fitted, drawn"),
     "grade": ("classroom.grade",
-              "points for an assignment, and what to mend"),
+              "points for an assignment, and what to mend; --watch: at each save"),
+    "progress": ("classroom.course",
+                 "your points and guesses in all lessons, and what to do next"),
     "starters": ("classroom.starters",
                  "write the assignments anew from the reference"),
 }

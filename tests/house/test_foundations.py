@@ -11,7 +11,7 @@ import toys
 from torch import nn
 
 from zero_minimal.foundations import layout, optimizers, precision, units
-from zero_minimal.foundations.backward import tensors_in
+from zero_minimal.foundations.outputs import tensors_in
 from zero_minimal.foundations.precision import LossScaler
 
 # ------------------------------------------------------------------------------------------------------------ layout

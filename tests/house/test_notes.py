@@ -178,6 +178,28 @@ def test_who_comes_late_hears_it_too(world_size):
         assert "layers.0" in words and "layers.1" in words
 
 
+def another_one_is_waited_for():
+    """The ranks disagree in the first of two collectives. Rank 0 waits for it, and leaves; the others wait for the
+    second one, for which rank 0 never comes."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole, part = torch.empty(4 * world_size), torch.ones(4)
+    pending = [collectives.all_gather(whole, part, of=f"layers.{min(rank, 1)}", async_op=True)]
+    if rank:
+        pending.append(collectives.all_gather(torch.empty(4 * world_size), part, of="layers.2", async_op=True))
+    try:
+        pending[-1].wait()
+    except Mismatch as error:
+        words = str(error)
+    time.sleep(1)
+    return words
+
+
+@by_world
+def test_an_earlier_one_is_looked_at_first(world_size):
+    for words in toys.run(another_one_is_waited_for, world_size, timeout=30, fresh=True):
+        assert "layers.0" in words and "layers.1" in words
+
+
 def train_on_uneven_data():
     zero, rank = wrapped(2)
     with warnings.catch_warnings(record=True) as caught:

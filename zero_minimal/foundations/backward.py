@@ -16,21 +16,19 @@ make this less simple than it sounds:
 
 A pass under `accumulate()` hands over nothing. "The pass" below is one that does.
 
-Between that pass and zero_grad() a parameter's .grad is what the stage left there, or a HandedOver
-where it left none. What the user does to it is looked for when gradients are asked for, and when
-the next pass begins.
+What .grad is between that pass and zero_grad(): handed_over.py.
 """
 
 import contextlib
-import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from zero_minimal.foundations import handed_over, ownership, values
+from zero_minimal.foundations import handed_over, ownership
 from zero_minimal.foundations.layout import Bucket, Flat
+from zero_minimal.foundations.outputs import tensors_in
 from zero_minimal.foundations.ties import Tie
 
 
@@ -89,10 +87,8 @@ class Backward:
         for bucket in self.buckets:
             for param in bucket.params:
                 self._buckets_of.setdefault(param, []).append(bucket)
-        self._left: dict[nn.Parameter, torch.Tensor] = {}  # .grad, as the last pass left it
-        self._aside = False  # and it was taken away for the time of a forward
-        # the model may live longer, and then its gradients are its own
-        weakref.finalize(self, Backward._take_away, self._left).atexit = False
+        flats = {param: buckets[0].flat for param, buckets in self._buckets_of.items()}
+        self.left = handed_over.Left(self.stage, flats)
         self._reset()
         stage.model.register_forward_pre_hook(Tie(Backward._before_forward, self))
         stage.model.register_forward_hook(Tie(Backward._watch_output, self))
@@ -113,7 +109,7 @@ class Backward:
     def complete(self) -> None:
         """Called before anybody reads the reduced gradients. Raises: RuntimeError if the user has
         put something else in the place of a gradient that is reduced already."""
-        self._see_what_became_of_them()
+        self.left.look()
         if not self.reduced:
             self.finish()
 
@@ -132,12 +128,11 @@ class Backward:
             self._agree_on_order()
         self._reset()
         self.stage.backward_ends()
-        self._leave_stand_ins()
+        self.left.leave()
 
     def forget(self) -> None:
         """zero_grad(), perhaps after a backward pass that failed half-way: start afresh."""
-        self._left.clear()
-        self._aside = False
+        self.left.forget()
         self.steps, self.passes = self.steps + self.spent, 0
         self.reduced = self.running = self.spent = False
         self._reset()
@@ -192,13 +187,11 @@ class Backward:
 
     def _before_forward(self, *_) -> None:
         torch.clear_autocast_cache()  # a cast that it kept would lead backward into an older graph
-        self._see_what_became_of_them()
-        for param in self._left:  # torch.compile looks at .grad of all that it meets
-            if not handed_over.has_gradient(param):
-                param.grad, self._aside = None, True
+        self.left.look()
+        self.left.put_aside()
 
     def _watch_output(self, module, inputs, output) -> None:
-        self._come_back()
+        self.left.come_back()
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(Tie(Backward._begin_at_output, self))
@@ -215,11 +208,10 @@ class Backward:
     def _begin(self) -> None:
         if self.running:
             return
-        self._see_what_became_of_them()
+        self.left.look()
         if self.spent:
             raise RuntimeError("call zero.zero_grad() after zero.step()")
-        self._take_away(self._left)
-        self._left.clear()
+        self.left.take_away()
         self.running, self._task = True, torch._C._current_graph_task_id()
         self.stage.backward_begins()
         self.reduced = False
@@ -234,45 +226,6 @@ class Backward:
         if not self._accumulating:
             self.finish()
 
-    # .grad, after the pass
-
-    def _leave_stand_ins(self) -> None:
-        for param, (bucket, *_) in self._buckets_of.items():
-            if bucket.flat is None:  # an assignment's own kind of bucket
-                continue
-            if param.grad is None and values.present():
-                nothing = bucket.flat.placeholder(param)
-                param.grad = self._left[param] = handed_over.stand_in(nothing)
-            elif param.grad is not None and bucket.flat.gradients is not None:
-                self._left[param] = param.grad
-
-    @staticmethod
-    def _take_away(stand_ins: Iterable[nn.Parameter]) -> None:
-        for param in stand_ins:
-            if not handed_over.has_gradient(param):
-                param.grad = None
-
-    def _come_back(self) -> None:
-        if self._aside:
-            for param, left in self._left.items():
-                param.grad = left
-            self._aside = False
-
-    def _see_what_became_of_them(self) -> None:
-        """All gone: the user called model.zero_grad(), and means zero.zero_grad()."""
-        self._come_back()
-        if self._left and all(param.grad is None for param in self._left):
-            self.stage.zero_grad()
-            self._left.clear()
-        for param, left in self._left.items():
-            if param.grad is not left:
-                raise RuntimeError(
-                    f"the gradient of {ownership.name_of(param)} was replaced after backward, and "
-                    "the one that is reduced is elsewhere. Drop all gradients with "
-                    "zero.zero_grad(); change them in place, in zero.reduced_gradients(); or "
-                    "change one on its way: param.register_hook(lambda gradient: …)"
-                )
-
     def _agree_on_order(self) -> None:
         """Take rank 0's order of completion for all passes to come. It costs one all-gather of
         numbers, once."""
@@ -281,30 +234,3 @@ class Backward:
         seen = [self.buckets.index(bucket) for bucket in [*self._completed, *incomplete]]
         of_rank_0 = ownership.numbers_of_all_ranks(seen, self.stage.group)[0]
         self.buckets = [self.buckets[index] for index in of_rank_0]
-
-
-def tensors_in(value, seen: set | None = None) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output: itself, or inside tuples, lists, dicts, dataclasses and
-    other plain objects. (Not what a generator will yield: that would start it.)"""
-    seen = set() if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif id(value) not in seen and not isinstance(value, (nn.Module, type)):
-        seen.add(id(value))
-        if isinstance(value, dict):
-            inner = list(value.values())
-        elif isinstance(value, (tuple, list, set, frozenset)):
-            inner = list(value)
-        elif dataclasses.is_dataclass(value):
-            inner = [getattr(value, entry.name) for entry in dataclasses.fields(value)]
-        else:
-            inner = list(getattr(value, "__dict__", {}).values())
-            slots = {name for kind in type(value).__mro__ for name in _slots(kind)}
-            inner += [getattr(value, name) for name in slots if hasattr(value, name)]
-        for item in inner:
-            yield from tensors_in(item, seen)
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_minimal.foundations import ownership, values
-from zero_minimal.foundations.backward import tensors_in
 from zero_minimal.foundations.mesh import Group
+from zero_minimal.foundations.outputs import tensors_in
 
 # which functions had their arguments compared, over which groups
 _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

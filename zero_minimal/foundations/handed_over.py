@@ -8,9 +8,13 @@ backward pass and zero_grad(), .grad is of a class of its own: whether it is the
 can be asked; what it holds cannot.
 """
 
+import weakref
+
 import torch
 from torch import nn
 
+from zero_minimal.foundations import ownership, values
+from zero_minimal.foundations.layout import Flat
 from zero_minimal.foundations.released import ALLOWED
 
 
@@ -42,3 +46,71 @@ def stand_in(placeholder: torch.Tensor) -> HandedOver:
 def has_gradient(param: nn.Parameter) -> bool:
     """Whether .grad holds a gradient."""
     return param.grad is not None and type(param.grad) is not HandedOver
+
+
+class Left:
+    """What the last backward pass left in .grad of a stage's parameters: what the stage put there,
+    or a HandedOver where it put nothing. What the user does to it is looked for when gradients are
+    asked for, and when the next pass begins.
+
+    flats: where each parameter lies; None for an assignment's own kind of bucket.
+    """
+
+    def __init__(self, stage, flats: dict[nn.Parameter, Flat | None]):
+        self.stage, self._flats = stage, flats
+        self._grads: dict[nn.Parameter, torch.Tensor] = {}
+        self._aside = False  # taken away for the time of a forward
+        # the model may live longer, and then its gradients are its own
+        weakref.finalize(self, _take_away, self._grads).atexit = False
+
+    def leave(self) -> None:
+        """The pass is over, and the stage has done with .grad what it does."""
+        for param, flat in self._flats.items():
+            if flat is not None and param.grad is None and values.present():
+                param.grad = self._grads[param] = stand_in(flat.placeholder(param))
+            elif flat is not None and param.grad is not None and flat.gradients is not None:
+                self._grads[param] = param.grad
+
+    def look(self) -> None:
+        """See what has become of it. All gone: the user called model.zero_grad(), and means
+        zero.zero_grad(). Raises: RuntimeError if something else is in the place of one."""
+        self.come_back()
+        if self._grads and all(param.grad is None for param in self._grads):
+            self.stage.zero_grad()
+            self._grads.clear()
+        for param, left in self._grads.items():
+            if param.grad is not left:
+                raise RuntimeError(
+                    f"the gradient of {ownership.name_of(param)} was replaced after backward, and "
+                    "the one that is reduced is elsewhere. Drop all gradients with "
+                    "zero.zero_grad(); change them in place, in zero.reduced_gradients(); or "
+                    "change one on its way: param.register_hook(lambda gradient: …)"
+                )
+
+    def put_aside(self) -> None:
+        """Before a forward: torch.compile looks at .grad of all that it meets."""
+        for param in self._grads:
+            if not has_gradient(param):
+                param.grad, self._aside = None, True
+
+    def come_back(self) -> None:
+        """After that forward."""
+        if self._aside:
+            for param, left in self._grads.items():
+                param.grad = left
+            self._aside = False
+
+    def take_away(self) -> None:
+        """The next pass begins: gradients that are there stay, and it adds to them."""
+        _take_away(self._grads)
+        self.forget()
+
+    def forget(self) -> None:
+        self._grads.clear()
+        self._aside = False
+
+
+def _take_away(grads: dict[nn.Parameter, torch.Tensor]) -> None:
+    for param in grads:
+        if not has_gradient(param):
+            param.grad = None

@@ -13,6 +13,7 @@ to its end sends a last note, so that nobody waits for it.
 NCCL has its own check: set TORCH_DISTRIBUTED_DEBUG=DETAIL before the ranks start.
 """
 
+import weakref
 import zlib
 
 import torch
@@ -23,6 +24,7 @@ TAG = 2**30  # of notes; those of data are below it
 FINISHED = "finished"
 
 _groups: dict = {}  # the groups in which notes were sent
+_open = weakref.WeakKeyDictionary()  # group: those that nobody has checked, the oldest first
 _last_notes: list = []  # kept until the process ends: they may never be read
 
 
@@ -50,6 +52,7 @@ class Notes:
         if self.sent:
             return
         _groups[self.group], self.sent = None, True
+        _open.setdefault(self.group or dist.group.WORLD, []).append(self)
         own, others = _written(self.words), _others(self.group)
         for other, name in others:
             note = torch.empty_like(own)
@@ -58,17 +61,25 @@ class Notes:
 
     def check(self) -> None:
         """Wait for the others' notes. Raises: Mismatch if one says something else. A second call
-        does nothing."""
+        does nothing.
+
+        Those of earlier collectives come first, waited for or not: a rank that disagreed in one of
+        them has left, and never comes to this one.
+        """
         self._send()
-        arriving, self.arriving = self.arriving, {}
-        for other, (note, work) in arriving.items():
+        line = _open[self.group or dist.group.WORLD]
+        while self in line:
+            line.pop(0)._compare()
+
+    def _compare(self) -> None:
+        for other, (note, work) in self.arriving.items():
             work.wait()
             if (words := _read(note)) != self.words:
                 _last_notes.extend(self.leaving)  # gloo sends none whose work is gone
                 raise Mismatch(self._explained(other, words))
         for work in self.leaving:
             work.wait()
-        self.leaving = []
+        self.arriving, self.leaving = {}, []
 
     def _explained(self, other: int, words: str) -> str:
         here, there = dist.get_rank(self.group), f"rank {other}"

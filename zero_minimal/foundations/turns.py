@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from zero_minimal.foundations.backward import tensors_in
 from zero_minimal.foundations.layout import same_storage
+from zero_minimal.foundations.outputs import tensors_in
 from zero_minimal.foundations.released import refuse_left_behind
 from zero_minimal.foundations.ties import LEFT_BEHIND, Tie
 from zero_minimal.foundations.units import Unit

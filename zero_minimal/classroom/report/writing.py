@@ -8,7 +8,7 @@ from zero_minimal.classroom.report import buckets_told, messages_told
 from zero_minimal.classroom.report.page import page
 from zero_minimal.classroom.report.recording import record
 from zero_minimal.classroom.report.story import Story
-from zero_minimal.classroom.submission import Submission, text_of
+from zero_minimal.classroom.submission import Submission, syntax_error, text_of
 from zero_minimal.classroom.supervisor import Supervisor
 
 KINDS = {"messages": messages_told, "buckets": buckets_told}  # those that lessons.DRAWN names
@@ -31,9 +31,7 @@ def told(lesson: Lesson, file: Path) -> tuple[Story | None, str]:
     """The story of a small run; None, and why there is none."""
     if not lesson.report:
         return None, "No run of this lesson is drawn."
-    try:
-        compile(text_of(file), str(file), "exec")
-    except (SyntaxError, ValueError):  # ValueError: a null byte
+    if syntax_error(text_of(file)):
         return None, "The file is not Python, so nothing could be run: the first message below says where."
     try:
         with contextlib.closing(Supervisor(lesson, file)) as supervisor:
