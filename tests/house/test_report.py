@@ -89,6 +89,7 @@ OPENS = {
         "passes on its own part only": ("all_gather", "Round 2", "rank 0 sends a, and c is expected"),
         "gathers in the order of arrival": ("all_gather", "Returned", "a c b on rank 0, and a b c is expected"),
         "gathers everything and sums": ("all_reduce", "Round 1", "72 bytes in one message, and one chunk has 24"),
+        "adds whole numbers as floats": ("all_reduce", "Round 1", "numbers of float64, and the tensor's are of int64"),
         "returns the padding too": ("all_reduce", "Returned", r"a tensor \[9\] on rank 0, and a flat one \[7\]"),
         "receives all before it sends": ("broadcast", "Round 5", "passes its first chunk on when it has received"),
         "the last rank sends too": ("broadcast", "Round 3", "rank 0 sends a message, and it is the last rank"),

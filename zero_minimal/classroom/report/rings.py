@@ -145,13 +145,13 @@ RINGS = {
         holds=_each(lambda rank: tuple(range(2 * RANKS))), right=lambda element, rank: frozenset([element // 2]),
         about="Each rank calls all_gather(part) with 2 whole numbers (int64): rank 0 has a, rank 1 b, rank 2 c."),
     "all_reduce": Ring(
-        7, torch.float64, True, chunk=3, inputs=(0,), free=True,
-        arguments=lambda rank: (tensor(rank, range(7), torch.float64),),
+        7, torch.int64, True, chunk=3, inputs=(0,), free=True,
+        arguments=lambda rank: (tensor(rank, range(7), torch.int64),),
         result=lambda arguments, returned: returned,
         sent=_each(lambda rank: tuple(reduced(rank) + gathered(rank, True, RANKS - 1))),
         holds=_each(lambda rank: tuple(range(7))), right=lambda element, rank: ALL,
-        about="Each rank calls all_reduce(tensor) with 7 numbers of float64. 3 does not divide 7: filled up to 9 they "
-        "make chunks of three, a, b and c."),
+        about="Each rank calls all_reduce(tensor) with 7 whole numbers (int64). 3 does not divide 7: filled up to 9 "
+        "they make chunks of three, a, b and c."),
     "broadcast": Ring(
         10, torch.int64, False, chunk=3, free=True, in_place=True,
         arguments=lambda rank: (tensor(rank, range(10), torch.int64), ROOT, None, CHUNKS),
