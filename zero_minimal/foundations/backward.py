@@ -153,7 +153,7 @@ class Backward(Passes):
 
     def _hand_over_rest(self) -> None:
         """Hand over all buckets that are left, in order."""
-        # a gradient that was not counted may be there all the same: of a pass before, or the user's
+        # one that was not counted may be there all the same: of a pass before, or the user's own
         for bucket in list(self._waits_for):
             for param in self._waits_for[bucket]:
                 if handed_over.has_gradient(param):
