@@ -160,9 +160,9 @@ class Backward(Passes):
         counts = [param in self._waits_for.get(bucket, ()) for bucket in buckets]
         if not self.accumulating and not all(counts):
             raise RuntimeError(
-                f"a gradient of shape {tuple(param.shape)} came after its bucket was handed over. If "
-                "it was the parameter's second one in this pass: torch.utils.checkpoint around a "
-                "module used several times needs use_reentrant=False, and "
+                f"a gradient of shape {tuple(param.shape)} came after its bucket was handed over. "
+                "If it was the parameter's second one in this pass: torch.utils.checkpoint around "
+                "a module used several times needs use_reentrant=False, and "
                 "activation_partitioning.checkpoint cannot be around it"
             )
 
