@@ -13,6 +13,7 @@ from zero_minimal.classroom import references, starters
 from zero_minimal.classroom.lessons import found
 from zero_minimal.foundations import ranks
 from zero_minimal.meters.arrivals import Arrivals, Event, overlapped, waited
+from zero_minimal.notebook import attempt
 from zero_minimal.programs import data_parallel
 from zero_minimal.stage0 import Stage0
 from zero_minimal.workload.settings import Settings
@@ -80,6 +81,17 @@ def test_the_exam_is_right():
         assert words in " ".join(TEACHER.split())
 
 
+def test_the_grader_says_what_the_teachers_page_quotes():
+    """What it says of wrong submissions is tested where they are: mistakes.py."""
+    sources = [LESSON.tests.read_text(), (LESSON.tests.parent / "mistakes.py").read_text(),
+               references.reference(LESSON)]
+    sources = [re.sub(r'"\n\s*f?"', "", source).replace("\\", "") for source in sources]  # texts on several lines
+    table = TEACHER.split("## Stumbles")[1].split("## Rubric")[0]
+    quoted = [part.strip() for quote in re.findall(r'"([^"]+)"', table) for part in quote.split("…")]
+    assert len(quoted) > 10
+    assert not [words for words in quoted if not any(words in source for source in sources)]
+
+
 def test_how_much_there_is_to_write():
     source = references.reference(LESSON)
     lines = [line for name in LESSON.tasks for line in solution(source, name) if not line.startswith("#")]
@@ -103,6 +115,11 @@ def test_a_run_of_today_has_the_order_that_was_recorded():
     for name in ("naive", "stage 0"):
         today = ranks.run(data_parallel.watched, 2, data_parallel.WAYS[name], Settings(), device="cpu")[0]
         assert today == MEASURED["ways"][name]
+
+
+def test_what_does_nothing_yet_is_named_as_not_written():
+    words = attempt._unwritten(LESSON.starter.read_text())
+    assert sorted(words) == sorted(f"step {step}: {name.split('.')[-1]}" for name, (step, _) in LESSON.tasks.items())
 
 
 # ---------------------------------------------------------------------------------------------------------- the meter
