@@ -219,6 +219,10 @@ WRONG = {
     "no_sync never ends": Wrong(
         5, "test_micro_batches_are_sent_once", r"rank 0 sent 0 bytes in the backward of the last micro-batch",
         accumulate(after="pass")),
+    "no_sync lasts when an error leaves it": Wrong(
+        5, "test_an_error_ends_no_sync_too", r"The next backward sent 0 bytes on rank 0, and .* must leave there",
+        {"Backward.accumulate": "@contextmanager\n" + function(
+            "def accumulate(self):", "self.accumulating = True", "yield", "self.accumulating = False")}),
     "earlier micro-batches are halved": Wrong(
         5, "test_micro_batches_add_up", r"has not the ranks' mean of 3 micro-batches' sum",
         {"Stage0.gradient_arrived": """

@@ -77,8 +77,10 @@ class Stage0:
     @contextmanager
     def no_sync(self):
         self.quiet = True
-        yield
-        self.quiet = False
+        try:
+            yield
+        finally:
+            self.quiet = False
 
     reduced = False
 
