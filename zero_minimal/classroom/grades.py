@@ -2,7 +2,7 @@
 
 import textwrap
 
-from zero_minimal.classroom.lessons import LOOK_AT, UNWRITTEN, Lesson, Step
+from zero_minimal.classroom.lessons import LOOK_AT, Lesson, Step, needs
 
 INDENT = " " * 8
 
@@ -34,19 +34,22 @@ class Grades:
         self.results = [result for result in self.results if result[0] != step.number]
 
     def first_failure(self, step: Step) -> str:
-        """The message of the first test that has failed so far, "" if none has."""
-        return next((message for number, *_, passed, message in self.results
-                     if number == step.number and not passed), "")
+        """The message of the first test that has failed so far, "" if none has. Those that need a later step come last:
+        that one is not written yet, and this one may be right."""
+        failed = [(message, points) for number, _, points, passed, message in self.results
+                  if number == step.number and not passed]
+        waiting = [message for message, points in failed if needs(message) > step.number and points]
+        return next((message for message, _ in failed if needs(message) <= step.number), next(iter(waiting), ""))
 
     def of(self, step: Step) -> tuple[float, str]:
         """Points of a step, and one message: that of the first test that failed."""
         results = [result for result in self.results if result[0] == step.number]
-        unwritten = next((message for *_, passed, message in results if not passed and UNWRITTEN in message), "")
-        if unwritten:
-            return 0, unwritten
-        lost = {check for _, check, _, passed, _ in results if not passed}
-        earned = {check: points for _, check, points, _, _ in results if check not in lost}
         message = self.first_failure(step)
+        if any(0 < needs(message) <= step.number for *_, passed, message in results if not passed):
+            return 0, next(message for *_, message in results if 0 < needs(message) <= step.number)
+        lost = {check for _, check, _, passed, message in results if not passed and needs(message) <= step.number}
+        waits = {check for _, check, _, passed, _ in results if not passed} - lost
+        earned = {check: points for _, check, points, _, _ in results if check not in lost | waits}
         most = min([most for check, most in step.core.items() if check in lost], default=step.points)
         if sum(earned.values()) > most:
             message += f"\nWhat this step is about is not reached: so it earns {most:g} points at most."

@@ -36,6 +36,12 @@ UNWRITTEN = "() is not written yet (step "
 LOOK_AT = "\n    To look at: "
 
 
+def needs(message: str) -> int:
+    """The step whose function a message says is not written yet, 0 if it says no such thing."""
+    _, found, rest = message.partition(UNWRITTEN)
+    return int(rest.split(",")[0].split(")")[0]) if found else 0
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """One step: its functions, and for each what must hold when it returns."""

@@ -1,0 +1,30 @@
+"""Points of a step: what is unwritten in it, in a later one, and what its core leaves."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from zero_minimal.classroom.grades import Grades
+from zero_minimal.classroom.lessons import UNWRITTEN, Step
+
+FIRST = Step(1, "first", 20, {}, {"core": 5})
+SECOND = Step(2, "second", 10, {}, {})
+LATER, OWN = f"rest{UNWRITTEN}2, line 9)", f"own{UNWRITTEN}1, line 3)"
+
+
+@pytest.mark.parametrize("results, points, message", [
+    ([("core", 12, True, ""), ("other", 8, True, "")], 20, ""),
+    ([("core", 12, True, ""), ("other", 8, False, "wrong")], 12, "wrong"),
+    ([("core", 12, False, "missed"), ("other", 8, True, "")], 5, "missed\nWhat this step is about is not reached"),
+    ([("core", 12, True, ""), ("other", 8, False, OWN)], 0, OWN),
+    # a later step disturbs no more than what needs it
+    ([("core", 0, False, LATER), ("other", 20, True, "")], 20, ""),
+    ([("core", 12, True, ""), ("other", 8, False, LATER)], 12, LATER),
+    ([("core", 12, True, ""), ("other", 4, False, LATER), ("third", 4, False, "wrong")], 12, "wrong"),
+])
+def test_points_and_message_of_a_step(results, points, message):
+    grades = Grades(SimpleNamespace(steps=(FIRST, SECOND)))
+    for check, worth, passed, words in results:
+        grades.add(1, check, worth, passed, words)
+    earned, said = grades.of(FIRST)
+    assert earned == points and said.startswith(message) and bool(said) == bool(message)
