@@ -174,7 +174,7 @@ def one_comes_late():
 
 @pytest.mark.parametrize("world_size", (3, 4))
 def test_who_comes_late_hears_it_too(world_size):
-    for words in toys.run(one_comes_late, world_size, timeout=30, fresh=True):
+    for words in toys.run(one_comes_late, world_size, timeout=60, fresh=True):
         assert "layers.0" in words and "layers.1" in words
 
 
@@ -196,7 +196,7 @@ def another_one_is_waited_for():
 
 @by_world
 def test_an_earlier_one_is_looked_at_first(world_size):
-    for words in toys.run(another_one_is_waited_for, world_size, timeout=30, fresh=True):
+    for words in toys.run(another_one_is_waited_for, world_size, timeout=60, fresh=True):
         assert "layers.0" in words and "layers.1" in words
 
 
