@@ -71,14 +71,15 @@ class Stage2(Hooks):
     # during backward: foundations/backward.py calls these
 
     def bucket_complete(self, bucket, done):
-        # step 1: the bucket's gradients lie side by side in a new vector (self.memory.whole), and
-        # the reduce-scatter of their average is under way (self.reducing says so); of the
-        # parameters in `done` .grad is gone. At most one is under way at a time.
+        # step 1: the mean of this bucket's gradients over the ranks is on its way to their shards,
+        # and self.reducing, a Reduction, says so. At most one bucket is on its way at a time. No
+        # .grad is left that no later bucket needs.
         raise NotImplementedError("step 1: bucket_complete")
 
     def _wait(self):
-        # step 1: what is under way, if anything, has ended: its whole gradients are given back,
-        # this rank's part is in bucket.gradient_shard (step 3: added to it).
+        # step 1: nothing is on its way. What was has arrived: bucket.gradient_shard is this rank's
+        # shard of the mean (step 3: of the sum over all backward passes since zero_grad), and no
+        # memory of whole gradients is left of it.
         raise NotImplementedError("step 1: _wait")
 
     def backward_ends(self):
@@ -99,21 +100,23 @@ class Stage2(Hooks):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Let step() scale the gradients down to this global norm, if theirs is larger. Returns
         theirs, a 0-dim tensor. Only gradient_scale changes: the gradients stay as they are."""
-        # step 4: self.gradient_scale brings the global norm down to max_norm.
+        # step 4: the norm of self.gradient_scale times the gradient, over all ranks, is at most
+        # max_norm.
         raise NotImplementedError("step 4: clip_grad_norm_")
 
     @torch.no_grad()
     def step(self) -> None:
         """Update this rank's shards and gather everybody's: a bucket travels while the next is
         updated."""
-        # step 2: this rank's shards are updated (with self.gradient_scale), every rank has all new
-        # parameters, ownership.broadcast_statistics was called, self.backward.spent is True.
+        # step 2: every rank has all new parameters, made by this optimizer from self.gradient_scale
+        # times the mean gradient (step 4), and rank 0's running statistics. A backward before
+        # zero_grad is refused.
         raise NotImplementedError("step 2: step")
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        # step 3: no gradient and no gradient_scale is left, and self.backward starts afresh
-        # (forget).
+        # step 3: nothing is left of this step's gradients, nor of their scale, and the next
+        # backward starts afresh.
         raise NotImplementedError("step 3: zero_grad")
 
     # state

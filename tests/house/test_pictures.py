@@ -12,6 +12,7 @@ from zero_minimal.pictures import style
 from zero_minimal.pictures.benchmark import draw_benchmark
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
 from zero_minimal.pictures.ring import draw_ring, meaning
+from zero_minimal.programs import gradients
 from zero_minimal.programs.compare import agreement
 
 HOUSE = Path(__file__).parents[2]
@@ -37,8 +38,14 @@ def a_ring():
     return draw_ring([start] * 4, [list(range(4))] * 3, "all-gather")
 
 
+def of_gradients(name):
+    return gradients.pictures(json.loads((LESSONS / "03_gradients/measured.json").read_text()))[name]
+
+
 DRAWN = {
     "benchmark": lambda: draw_benchmark(recorded("bench")),
+    "buckets": lambda: of_gradients("buckets.png"),
+    "memory of a step": lambda: of_gradients("gradients.png"),
     "comparison": lambda: draw_comparison(recorded("compare"), agreement(recorded("compare"))),
     "configs": lambda: draw_configs(recorded("configs")),
     "ring": a_ring,

@@ -54,8 +54,8 @@ def give_up_root(needed: list[str], own: str) -> None:
     if all(map(_open_to_all, needed)):
         os.chown(own, NOBODY, NOBODY)
         os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        os.setgid(NOBODY)  # of root's calls these set all three, on macOS too
+        os.setuid(NOBODY)
     elif sys.platform == "linux":
         none = struct.pack("6I", *[0] * 6)
         if _libc().capset(struct.pack("Ii", 0x20080522, 0), none):

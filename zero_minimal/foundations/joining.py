@@ -149,8 +149,10 @@ def _describe() -> Rank:
 
 def _speak_over_the_loopback() -> None:
     """All ranks are on this machine: so they find each other whatever it calls itself."""
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    here = {name for _, name in socket.if_nameindex()}
+    for loopback in ("lo", "lo0"):  # on Linux; on macOS, where the machine's own name may lead nowhere
+        if loopback in here:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _do_not_preempt() -> None:

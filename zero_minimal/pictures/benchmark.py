@@ -55,9 +55,11 @@ def draw_speeds(runs: list[dict[str, list]]) -> Figure:
     spread_panel(axes[0][0], [
         {"name": name, "ratios": {"DDP": ratios(times, seconds["DDP"])}} for name, times in seconds.items()
     ])
-    wire = [statistics.median(each["wire_bytes"] or 0 for each in rounds) / 1e6 for rounds in runs[0].values()]
-    drawn = flat_bars(axes[0][1], range(len(wire)), wire, ON_THE_WIRE, height=0.5)
-    axes[0][1].bar_label(drawn, [f"{count:.1f}" for count in wire], padding=4, fontsize=9)
+    wire = [[each["wire_bytes"] for each in rounds] for rounds in runs[0].values()]
+    wire = [None if None in counts else statistics.median(counts) / 1e6 for counts in wire]
+    drawn = flat_bars(axes[0][1], range(len(wire)), [count or 0 for count in wire], ON_THE_WIRE, height=0.5)
+    words = ["not known here" if count is None else f"{count:.1f}" for count in wire]
+    axes[0][1].bar_label(drawn, words, padding=4, fontsize=9)
     axes[0][1].margins(x=0.14)
     axes[0][1].set_title("MB of a rank on the loopback, a step")
     name_lines(axes[0], list(seconds))

@@ -84,11 +84,11 @@ def held_bar(axis: Axes, rank: int, column: int, share: float, position: float, 
 # ------------------------------------------------------------------------------------------------------- through a step
 
 
-def draw_memory_of_a_step(timelines: dict[str, list]) -> Figure:
+def draw_memory_of_a_step(timelines: dict[str, list], timed: bool = True) -> Figure:
     """Memory through one step, stacked by category: a line of panels for each stage, a panel for each rank. Of one rank
     alone, the stages stand side by side.
 
-    Args: timelines {stage: [rank], a ledger's timeline}.
+    Args: timelines {stage: [rank], a ledger's timeline}; timed, whether the axis shows time, or the moments in order.
     """
     world_size = len(next(iter(timelines.values())))
     lines, columns = (1, len(timelines)) if world_size == 1 else (len(timelines), world_size)
@@ -96,20 +96,22 @@ def draw_memory_of_a_step(timelines: dict[str, list]) -> Figure:
     panels = [(stage, rank) for stage in timelines for rank in range(world_size)]
     highest = max(moment.total for ranks in timelines.values() for timeline in ranks for moment in timeline)
     for axis, (stage, rank) in zip(axes.flat, panels, strict=True):
-        step_panel(axis, timelines[stage][rank])
+        step_panel(axis, timelines[stage][rank], timed)
         axis.set_ylim(0, 1.18 * highest / 1e6)
         axis.set_title(f"{stage}, rank {rank}", fontsize=11)
     for line in axes:
         line[0].set_ylabel("MB")
     for axis in axes[-1]:
-        axis.set_xlabel("ms (the ledger slows the step)")
+        axis.set_xlabel("ms (the ledger slows the step)" if timed else "what takes and frees memory, in order →")
+        if not timed:
+            axis.set_xticks([])
     legend_outside(result, entries_of([axes[0][0]]))
     return result
 
 
-def step_panel(axis: Axes, timeline: list) -> None:
+def step_panel(axis: Axes, timeline: list, timed: bool) -> None:
     """One rank's memory through one step, the phases of the step marked by lines. timeline: a ledger's."""
-    times = [1000 * moment.seconds for moment in timeline]
+    times = [1000 * moment.seconds if timed else number for number, moment in enumerate(timeline)]
     # the ledger's scalars are left out: a few bytes
     stacked_areas(axis, times, {category: [moment.bytes[category] / 1e6 for moment in timeline] for category in LOOKS})
     backward = [time for time, moment in zip(times, timeline, strict=True) if moment.what.endswith("backward")]

@@ -1,0 +1,79 @@
+"""Buckets: what lies in memory for the gradients of each bucket, while one backward pass fills one after the other.
+
+    with Lanes(zero) as lanes:
+        loss.backward()
+    lanes.record["shard"][0]       # of the first bucket: before the first gradient, after each one, after the pass
+
+The clock is the gradients that come, not time: so any machine sees the same.
+"""
+
+import contextlib
+
+from zero_minimal.foundations import collectives
+from zero_minimal.foundations.gradient_memory import Reduction
+from zero_minimal.foundations.handed_over import has_gradient
+
+KINDS = (
+    "coming",  # gradients that this rank has computed, not yet on their way
+    "sent",  # the same while they are reduced: other ranks read them
+    "shard",  # this rank's shard of the mean, from the moment that it has memory of its own
+    "idle",  # memory that is kept, and holds nothing that anybody will read
+)
+
+
+class Lanes:
+    """Watches one backward pass of a stage (1 or 2) on this rank.
+
+    record: bytes, {kind of KINDS: [bucket, in the order in which they are reduced][moment]}; the moments are before the
+    first gradient, after each one, and after the pass. And {"padded": [bucket]}: a whole one.
+    """
+
+    def __init__(self, zero):
+        self.zero, self.buckets = zero, list(zero.backward.buckets)
+        self.record: dict = {kind: [[] for _ in self.buckets] for kind in KINDS}
+        self.record["padded"] = [bucket.parameters.nbytes for bucket in self.buckets]
+        self._started = self._ended = 0  # reduce-scatters: they come in the order of the buckets
+
+    def __enter__(self):
+        params = {param for bucket in self.buckets for param in bucket.params}
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(collectives.heard_by(self._hear))
+            for param in params:  # the stage's own hooks are older, so that this one sees what they have done
+                undo.callback(param.register_post_accumulate_grad_hook(lambda _: self._look()).remove)
+            self._look()
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *error):
+        self._undo.close()
+        self._look()
+
+    def _hear(self, moment: str, call: collectives.Call) -> None:
+        if call.name == "reduce_scatter":
+            self._started += moment == "start"
+            self._ended += moment == "end"
+
+    def _look(self) -> None:
+        for number, bucket in enumerate(self.buckets):
+            for kind, count in zip(KINDS, self._held(number, bucket), strict=True):
+                self.record[kind][number].append(count)
+
+    def _held(self, number: int, bucket) -> tuple[int, int, int, int]:
+        """Bytes of each kind now. `number`: the bucket's place in the order."""
+        own = sum(piece(bucket, param) for param in bucket.params if has_gradient(param))
+        if bucket.gradients is not None:  # stage 1: one memory for all of it, from the start
+            sent = own if self._ended <= number < self._started else 0
+            shard = bucket.gradient_shard.nbytes if number < self._ended else 0
+            coming = own if self._started <= number else 0
+            return coming, sent, shard, bucket.gradients.nbytes - coming - sent - shard
+        under_way = self.zero.reducing
+        if not isinstance(under_way, Reduction) or under_way.bucket is not bucket:
+            return own, 0, 0 if bucket.gradient_shard is None else bucket.gradient_shard.nbytes, 0
+        return own, under_way.whole.nbytes, under_way.part.nbytes, 0
+
+
+def piece(bucket, param) -> int:
+    """Bytes of a parameter's gradient that belong to this bucket."""
+    offset = bucket.flat.offsets[param]
+    begin, end = max(offset, bucket.start), min(offset + param.numel(), bucket.start + bucket.padded)
+    return (end - begin) * param.element_size()
