@@ -10,6 +10,8 @@ from zero_minimal.programs import progress
 COMMANDS = {  # name: (module of this package with main(arguments), what it does)
     "compare": ("programs.compare",
                 "all stages, torch's DDP and FSDP2 on the same work: table, picture"),
+    "latency": ("programs.latency",
+                "what a message costs here before its first byte: measured, fitted, drawn"),
     "plan": ("programs.plan",
              "what a model needs on each device, by stage: formulas"),
     "simulate": ("programs.simulate",
@@ -22,6 +24,8 @@ COMMANDS = {  # name: (module of this package with main(arguments), what it does
               "points for an assignment, and what to mend"),
     "starters": ("classroom.starters",
                  "write the assignments anew from the reference"),
+    "notebooks": ("programs.notebooks",
+                  "copies of the notebooks to hand out, without outputs and answers"),
 }
 
 

@@ -40,7 +40,7 @@ class Messages:
         self.states: list[list[float]] = []
         self._whole = None
         self._deterministic = torch.are_deterministic_algorithms_enabled()
-        _fill_new_memory_with_nan(True)
+        fill_new_memory_with_nan(True)
         self._originals = {name: getattr(dist, name) for name in DOORS}
         for name in DOORS:
             setattr(dist, name, self._watched(name))
@@ -49,7 +49,7 @@ class Messages:
     def __exit__(self, *error):
         for name, original in self._originals.items():
             setattr(dist, name, original)
-        _fill_new_memory_with_nan(self._deterministic)
+        fill_new_memory_with_nan(self._deterministic)
         self._note_state()
 
     @property
@@ -82,7 +82,7 @@ class Messages:
             self.states.append(self._whole.flatten().tolist())
 
 
-def _fill_new_memory_with_nan(on: bool) -> None:
+def fill_new_memory_with_nan(on: bool) -> None:
     """torch.use_deterministic_algorithms does it; but that loads torch's compiler first, which takes seconds."""
     torch._C._set_deterministic_algorithms(on)
 

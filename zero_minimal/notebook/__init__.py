@@ -1,9 +1,12 @@
 """Ranks behind a notebook: `from zero_minimal import notebook`, then `world = notebook.start(4)`.
 
-What a notebook uses is in world.py.
+What a notebook uses is in world.py, ask.py and attempt.py.
 """
 
 import importlib
+
+from zero_minimal.notebook import attempt as attempt
+from zero_minimal.notebook.ask import ask as ask
 
 
 def __getattr__(name: str):  # only when somebody asks: the guardian lives in this room too, and starts without torch

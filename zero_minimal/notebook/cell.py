@@ -12,6 +12,7 @@ import ipyparallel
 from zero_minimal.notebook import printed
 from zero_minimal.notebook import rank as notebook_rank
 from zero_minimal.notebook.screen import Screen, stand
+from zero_minimal.notebook.told import Told
 
 PATIENCE = 5.0  # seconds in which all ranks wait for each other, until a cell counts as stuck
 LOOK_EVERY = 0.25  # seconds
@@ -22,12 +23,8 @@ GRACE = 5.0  # seconds in which a rank must let go of a cell, once its connectio
 _numbers = itertools.count()  # of the files that ranks print into
 
 
-class CellError(RuntimeError):
-    """A %%px cell failed, or was stuck. A notebook shows the message alone: the ranks' own tracebacks are in
-    `world.tracebacks`."""
-
-    def _render_traceback_(self):
-        return str(self).splitlines()
+class CellError(Told):
+    """A %%px cell failed, or was stuck. The ranks' own tracebacks are in `world.tracebacks`."""
 
 
 class Stillness:
@@ -161,13 +158,19 @@ class Cell:
             return answer.get()
         except ipyparallel.error.IPythonError as error:  # an interrupt that came too late for the cell
             failure = {"kind": type(error).__name__, "message": str(error), "traceback": str(error), "lost": True,
-                       "line": None, "source": "", "earlier": False, "inside": "", "in_a_stage": True}
+                       "line": None, "source": "", "earlier": False, "inside": "", "attempt": "", "in_a_stage": True,
+                       "told": False}
             return b"", failure, (0, 0)
 
     def left_half_done(self) -> bool:
         """Whether stages may have been in the middle of their work (see aftermath.py)."""
         counts = {count for rank in self.everybody for count in self._told(rank)[2]}
         return len(counts) > 1 or any(failure["in_a_stage"] for failure in self.failures().values())
+
+    def in_an_attempt(self) -> bool:
+        """Whether what failed, or waited, stands in the learner's own file, or is that this cannot be run."""
+        places = [*self.failures().values(), *self.stuck.values()]
+        return any(place["attempt"] or place.get("told") for place in places)
 
     def values(self) -> list:
         """The expression's value on each rank. Raises: CellError if it needs what only the ranks have."""
@@ -179,7 +182,7 @@ class Cell:
     def in_one_line(self, failures: dict[int, dict]) -> str:
         """Of an expression: where it failed, and why."""
         own = {rank: failure for rank, failure in failures.items() if not failure["lost"]}
-        why = {rank: f"{failure['kind']}: {failure['message']}" for rank, failure in (own or failures).items()}
+        why = {rank: _why(failure) for rank, failure in (own or failures).items()}
         first = next(iter(why.values()))
         where = ", ".join(f"rank {rank}" for rank, words in why.items() if words == first)
         return first if len(set(why.values())) == 1 and len(why) == len(self.everybody) else f"{first} ({where})"
@@ -197,7 +200,7 @@ class Cell:
             return "\n".join(lost)
         lines = []
         for rank, failure in (own or others).items():
-            lines += [f"rank {rank} failed: {failure['kind']}: {failure['message']}", *stand({rank: failure})]
+            lines += [f"rank {rank} failed: {_why(failure)}", *stand({rank: failure})]
         same = {(failure["kind"], failure["message"], failure["line"]) for failure in own.values()}
         if {failure["kind"] for failure in own.values()} == {"Mismatch"}:  # it is about several ranks: said once
             lines = [lines[0].partition("Mismatch: ")[2], *stand(own)]
@@ -215,3 +218,8 @@ class Cell:
             "Do all ranks call the same collectives, in the same order? Is there a send for each receive?",
             "If they are to wait longer: %%px --patience 60 (seconds).",
         ]
+
+
+def _why(failure: dict) -> str:
+    """The error in a line. One that was written for the reader needs no name."""
+    return failure["message"] if failure["told"] else f"{failure['kind']}: {failure['message']}"

@@ -27,6 +27,7 @@ from IPython import get_ipython
 
 from zero_minimal.foundations import collectives, ranks
 from zero_minimal.notebook import aftermath, printed, standing
+from zero_minimal.notebook.told import Told
 
 HOURS = 24 * 3600  # a group's own time limit: the notebook has a better one
 
@@ -132,14 +133,15 @@ def _execute(code: str, name: str, shell) -> None:
 
 def _failure(error: BaseException, name: str) -> dict:
     if isinstance(error, SyntaxError) and error.filename == name:
-        position = {"line": error.lineno, "source": (error.text or "").strip(), "earlier": False, "inside": ""}
+        position = {"line": error.lineno, "source": (error.text or "").strip(), "earlier": False, "inside": "",
+                    "attempt": ""}
     else:
         position = standing.position(traceback.extract_tb(error.__traceback__), name)
     text = "".join(traceback.format_exception(error))
     because_of_another = ranks.lost_a_peer(error) or isinstance(error, KeyboardInterrupt)
     return position | {
         "kind": type(error).__name__, "message": str(error), "traceback": text, "lost": because_of_another,
-        "in_a_stage": aftermath.in_a_stage(error.__traceback__),
+        "in_a_stage": aftermath.in_a_stage(error.__traceback__), "told": isinstance(error, Told),
     }
 
 

@@ -19,6 +19,7 @@ from types import FrameType
 import torch
 
 from zero_minimal.foundations import collectives, notes
+from zero_minimal.notebook import attempt
 
 PROJECT = Path(collectives.__file__).parent.parent
 TORCH = Path(torch.__file__).parent
@@ -64,16 +65,20 @@ def here(cell: str) -> dict:
 
 
 def position(frames: traceback.StackSummary, cell: str) -> dict:
-    """Where in the cells a stack has come to, and in which function of the project below that."""
+    """Where in the cells a stack has come to, and below that in which function of the project, and in which line of the
+    learner's own file ("attempt")."""
     own = [frame for frame in frames if frame.filename.startswith(CELLS)]
     if not own:
-        return {"line": None, "source": "", "earlier": False, "inside": ""}
+        return {"line": None, "source": "", "earlier": False, "inside": "", "attempt": ""}
     below = frames[frames.index(own[-1]) + 1 :]
     ours = [frame for frame in below if Path(frame.filename).is_relative_to(PROJECT)
             and frame.filename not in PLUMBING and Path(frame.filename).parent != Path(__file__).parent]
+    theirs = [f"line {frame.lineno} of {Path(frame.filename).name}: {frame.line}" for frame in below
+              if frame.filename in attempt.files]
     return {
         "line": own[-1].lineno, "source": own[-1].line, "earlier": own[-1].filename != cell,
         "inside": f"in {ours[-1].name}, {Path(ours[-1].filename).name}" if ours else "",
+        "attempt": theirs[-1] if theirs else "",
     }
 
 

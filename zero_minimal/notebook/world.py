@@ -38,6 +38,7 @@ from IPython.core.pylabtools import select_figure_formats
 
 from zero_minimal.notebook import printed
 from zero_minimal.notebook import rank as notebook_rank
+from zero_minimal.notebook.ask import begin
 from zero_minimal.notebook.cell import PATIENCE, Cell, CellError
 from zero_minimal.notebook.screen import Screen, anybody_there
 
@@ -50,14 +51,16 @@ KEPT = "The ranks have met in a new process group, and keep their variables"
 _world = None
 
 
-def start(world_size: int, device: str = "auto") -> "World":
+def start(world_size: int, device: str = "auto", lesson: str = "") -> "World":
     """Start ranks, and let %%px run cells on them. Those of an earlier call are ended.
 
     Args:
         world_size: how many. The environment variable ZERO_RANKS, if there is one, has the last word.
         device: "cpu", "cuda", or "auto": a GPU for each rank where there are as many, else what ranks.choose chooses.
+        lesson: whose notebook this is, for the record of guesses (ask.py).
     """
     global _world
+    begin(lesson)
     if _world:
         _world.stop()
     _world = World(_count(os.environ.get("ZERO_RANKS", world_size)), device)
@@ -68,18 +71,6 @@ def start(world_size: int, device: str = "auto") -> "World":
         select_figure_formats(shell, {"png"}, dpi=printed.DPI)
     print(_world)
     return _world
-
-
-def how_far(guess: float, measured: float, unit: str = "") -> None:
-    """Say how far a prediction is from what was measured."""
-    words = f"measured: {float(measured):,.6g} {unit}".rstrip()
-    if guess == measured:
-        print(f"{words}. You said exactly that.")
-    elif measured == 0:
-        print(f"{words}. You said {guess:,.6g}.")
-    else:
-        side = "low" if guess < measured else "high"
-        print(f"{words}. You said {guess:,.6g}: {abs(guess / measured - 1):.1%} too {side}.")
 
 
 class World:
@@ -169,13 +160,14 @@ class World:
             self._start_again()
             raise CellError(f"the ranks could not meet again ({error or 'interrupted'}). {ALL_NEW}") from None
         groups, stages = ([*dict.fromkeys(itertools.chain(*names))] for names in zip(*gone, strict=True))
+        this = "your file" if cell.in_an_attempt() else "the cell"
         if not stages and not groups:
-            return f"{KEPT}: mend the cell, and run it again."
+            return f"{KEPT}: mend {this}, and run {'the cell' if cell.in_an_attempt() else 'it'} again."
         why = [f"{', '.join(stages)} (a step may be half done)"] if stages else []
         why += [f"{', '.join(groups)} (of the old group)"] if groups else []
         these = "these, and their models" if stages else "these"
         return (f"{KEPT}, but for {', '.join(why)}.\n"
-                f"Mend the cell. Run again the cells that make {these}; then this one.")
+                f"Mend {this}. Run again the cells that make {these}; then this one.")
 
     def _start_again(self) -> None:
         self.stop()

@@ -1,5 +1,7 @@
 """Ring: who holds what while chunks travel from neighbour to neighbour."""
 
+from collections.abc import Sequence
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -61,10 +63,15 @@ def parts_of(value: float, world_size: int) -> list[int]:
 
 def held_cell(axis: Axes, rank: int, chunk: int, value: float, world_size: int) -> None:
     """One chunk of one rank: darker with each rank whose part is in it, and their numbers."""
-    parts = parts_of(value, world_size)
-    shade = HELD[-1] if len(parts) == world_size else HELD[min(len(parts), len(HELD) - 2)]
+    parts_cell(axis, rank, chunk, parts_of(value, world_size), world_size)
+
+
+def parts_cell(axis: Axes, rank: int, chunk: int, parts: Sequence[int], world_size: int, size: float = 9) -> None:
+    """The same, where the ranks whose parts are in it are known. size: of the letters, in points."""
+    every = sorted(parts) == list(range(world_size))
+    shade = HELD[-1] if every else HELD[min(len(parts), len(HELD) - 2)]
     axis.add_patch(Rectangle((chunk - 0.44, rank - 0.42), 0.88, 0.84, facecolor=shade, edgecolor="#999999",
                              linewidth=0.6))
-    words = "all" if len(parts) == world_size > 1 else "+".join(map(str, parts))
-    axis.text(chunk, rank, words, ha="center", va="center", fontsize=9,
+    words = "all" if every and world_size > 1 else "+".join(map(str, parts))
+    axis.text(chunk, rank, words, ha="center", va="center", fontsize=size,
               color="white" if shade == HELD[-1] else "black")

@@ -1,0 +1,225 @@
+"""Lesson 00's pages: every figure comes from a run or a formula here, every rule is the grader's, no line dictates."""
+
+import ast
+import inspect
+import json
+import math
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+
+from zero_minimal.classroom import lessons
+from zero_minimal.foundations import ranks, ring
+from zero_minimal.meters import latency
+from zero_minimal.meters.messages import Messages
+from zero_minimal.paper.quantities import size_text
+from zero_minimal.pictures.latency import time_text
+from zero_minimal.programs.latency import BYTES, PIECES, describe
+
+LESSON = lessons.found()["00_collectives"]
+
+
+def one_line(text):
+    return " ".join(text.split())
+
+
+TEXT, TEACHERS_TEXT = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
+PAGE, TEACHER = one_line(TEXT), one_line(TEACHERS_TEXT)
+RUN = json.loads((LESSON.folder.parent / "pictures/latency.json").read_text())
+COST = latency.Cost(RUN["alpha"], RUN["beta"])
+
+
+def programs(text):
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def program_of(text, words):
+    return next(program for program in programs(text) if words in program)
+
+
+# --------------------------------------------------------------------------------------------------------------- bytes
+
+PAYLOAD = 12_000  # bytes, in place of the page's 12 MB
+
+
+def sent():
+    """What this rank sends of PAYLOAD: all-reduce, reduce-scatter, broadcast from rank 0."""
+    tensor, counts = torch.zeros(PAYLOAD // 4), []
+    for algorithm in (ring.all_reduce, ring.reduce_scatter, ring.broadcast):
+        with Messages() as seen:
+            algorithm(tensor)
+        counts.append(seen.sent_bytes / 1000)
+    return counts
+
+
+def test_the_bytes_are_those_that_ranks_send():
+    (three, *_, last), (four, *_) = toys.run(sent, 3), toys.run(sent, 4)
+    assert three[0] == pytest.approx(2 * 12 * 2 / 3) and four[0] == pytest.approx(2 * 12 * 3 / 4)
+    assert (f"N = 3: {three[0]:.1f} MB a rank. N = 4: {four[0]:.1f} MB. For reduce-scatter alone {three[1]:.1f} and "
+            f"{four[1]:.1f}; in a broadcast {three[2]:.1f}, and {last[2]:.0f} on the last rank") in PAGE
+    assert three[2] == 12 and last[2] == 0
+    assert f"With 1,000 ranks it would be {2 * 12 * 999 / 1000:.3f} MB (calculated)" in PAGE
+
+
+# ------------------------------------------------------------------------------------------------------------- latency
+
+
+def test_the_figures_of_latency_are_those_of_the_run():
+    assert latency.fit(RUN["points"]) == pytest.approx(COST) and len(RUN["points"]) >= 8
+    first, *_, last = (seconds for _, seconds in RUN["points"])
+    small = dict(RUN["points"])[8192]
+    flat = max(bytes for bytes, seconds in RUN["points"] if seconds < 1.25 * first)
+    one, many = (RUN["all_reduce"]["pieces"][count] for count in ("1", "1024"))
+    for words in (
+        f"8.19 KB took {small / first:.1f} times as long as 8 bytes, and 8.39 MB took {last / first:.0f} times as long",
+        f"The all-reduce of {size_text(BYTES)} took {time_text(one)} in one piece, and {time_text(many)} in 1,024 "
+        f"pieces: {many / one:.0f} times as long",
+        f"Up to {size_text(flat)} the size makes hardly a difference",
+        f"α is {time_text(COST.alpha)}, and 1/β is {size_text(1 / COST.beta, 2)} a second. At n½ = α/β = "
+        f"{size_text(COST.half, 2)} both cost the same",
+    ):
+        assert words in PAGE
+
+
+def pieces_table():
+    return [f"| {int(count):,} | {size_text(RUN['all_reduce']['bytes'] / int(count))} | {time_text(seconds)} |"
+            for count, seconds in RUN["all_reduce"]["pieces"].items()]
+
+
+def trees_table():
+    rows = []
+    for bytes in (8, 10**4, 10**6, 10**8):
+        both = latency.ring_all_reduce(COST, bytes, 64), latency.tree_all_reduce(COST, bytes, 64)
+        rows.append(f"| {size_text(bytes)} | {time_text(both[0])} | {time_text(both[1])} |")
+    return rows
+
+
+def test_the_tables_of_latency_are_those_of_the_run():
+    assert tuple(map(int, RUN["all_reduce"]["pieces"])) == PIECES and RUN["all_reduce"]["bytes"] == BYTES
+    for rows in (pieces_table(), trees_table()):
+        assert "\n".join(rows) + "\n\n" in TEXT
+    assert f"The same {size_text(BYTES)}, in pieces, on two ranks" in PAGE
+    assert f"ring: {2 * 63} (α + β·V/64) | tree: {2 * int(math.log2(64))} (α + β·V)" in TEXT
+
+
+def test_a_collective_costs_its_messages():
+    cost = latency.Cost(2.0, 3.0)
+    assert latency.ring_all_reduce(cost, 40, 4) == 6 * (2 + 3 * 10)
+    assert latency.tree_all_reduce(cost, 40, 4) == 4 * (2 + 3 * 40)
+    assert latency.tree_all_reduce(cost, 40, 5) == 6 * (2 + 3 * 40), "5 ranks need a step more than 4"
+    assert latency.ring_all_reduce(cost, 40, 1) == latency.tree_all_reduce(cost, 40, 1) == 0
+
+
+def test_the_command_shows_what_was_measured():
+    shown = describe(RUN)
+    assert all(time_text(seconds) in shown for _, seconds in RUN["points"]) and len(shown.splitlines()) > 15
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_pieces_are_timed():
+    for seconds in toys.run(latency.measure_pieces, 2, (1, 5), 400, 2):
+        assert list(seconds) == [1, 5] and all(0 < each < 10 for each in seconds.values())
+
+
+def test_the_rungs_make_as_many_all_reduces_as_the_readme_says():
+    readme = (LESSON.folder.parents[1] / "README.md").read_text()  # its own test counts them
+    naive, stage0 = re.search(r"makes (\d+) all-reduces a step.*?Stage 0 makes (\d+), a", readme, re.DOTALL).groups()
+    assert f"has {naive} parameter tensors" in PAGE and f"makes {naive} all-reduces a step" in PAGE
+    assert f"makes {stage0}, with as many bytes" in PAGE
+
+
+def test_buckets_of_ddp():
+    assert "bucket_cap_mb = 25" in inspect.getsource(torch.nn.parallel.DistributedDataParallel) and "of 25 MiB" in PAGE
+
+
+# --------------------------------------------------------------------------------------------------- code on the page
+
+
+def test_the_time_is_honest():
+    """A hundred words a minute, for who reads in a second language and thinks; hints are opened later."""
+    minutes, lines = map(int, re.search(r"hours: (\d+) minutes to read, .* to write about (\d+) lines", PAGE).groups())
+    told = TEXT.split("## Hints")[0]
+    assert minutes == pytest.approx(len(told.split()) / 100, rel=0.25)
+    bodies = [ast.parse(inspect.getsource(getattr(ring, name))).body[0].body[1:] for name in LESSON.tasks]
+    code = sum(len(ast.unparse(body).splitlines()) for body in bodies)
+    assert lines == pytest.approx(code, abs=4)
+
+
+def test_what_to_try_by_hand_prints_what_the_page_says(monkeypatch):
+    monkeypatch.setitem(sys.modules, "assignment", ring)
+    program = program_of(TEXT, "import assignment")
+    space = {"__name__": "page"}
+    exec(compile(program, "README.md", "exec"), space)
+    assert f"rank 0's answer first: {ranks.run(space['try_it'], 3, device='cpu')}" in program
+
+
+def test_what_must_be_known_before_is_true():
+    x = torch.zeros(6)
+    y = x.view(3, 2)
+    y[0] += 1
+    assert f"`{[int(number) for number in x]}`" in PAGE
+    assert f"It is {(0 - 1) % 3}. In Python" in PAGE
+
+
+def test_shapes_of_the_code_have_holes_and_are_python():
+    shapes = programs(TEXT.split("## Hints")[1].split("## Grade it")[0])
+    assert len(shapes) == len(LESSON.steps)
+    for shape in shapes:
+        assert shape.count("____") >= 4, shape
+        ast.parse(re.sub(r"distance ____", "distance == ____", "def f():\n    " + shape.replace("\n", "\n    ")))
+
+
+def test_the_page_does_not_dictate():
+    """No line of the reference in which a chunk or a neighbour is chosen stands on it, whole or as a formula."""
+    code = [line.split("#")[0].strip() for line in inspect.getsource(ring).splitlines()]
+    chosen = [line for line in code if re.search(r"chunks\[\(|isend\(|recv\(|-\(-tensor|distance [<>]", line)]
+    assert len(chosen) > 6
+    for line in chosen:
+        assert " ".join(line.split()) not in PAGE
+    assert not re.search(r"\(?(rank|r)\)? [-−] (step|s)\)? [-−] \d", TEXT)
+
+
+def test_the_list_of_rules_names_the_interface_and_the_least_points():
+    rules = TEXT.split("### What every solution must keep to")[1].split("## Hints")[0]
+    for name in LESSON.tasks:
+        arguments = [parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default}"
+                     for parameter in inspect.signature(getattr(ring, name)).parameters.values()]
+        assert f"`{name}({', '.join(arguments)})`" in rules
+    two, three, four, five = (min(step.core.values()) for step in LESSON.steps[1:])
+    assert three == five
+    least = f"step 2 then earns {two:g} points at most, step 3 and 5 earn {three:g}, step 4 earns {four:g}"
+    assert least in one_line(rules)
+
+
+# -------------------------------------------------------------------------------------------------- the teacher's page
+
+
+def test_the_first_exam_question():
+    cost = latency.Cost(50e-6, 1 / 10e9)
+    ring, tree = ([each(cost, bytes, 4) * 1e3 for bytes in (100e6, 100)]
+                  for each in (latency.ring_all_reduce, latency.tree_all_reduce))  # ms
+    assert f"6 · (0.05 ms + 2.5 ms) = {ring[0]:.1f} ms" in TEACHER
+    assert f"4 · (0.05 ms + 10 ms) = {tree[0]:.1f} ms" in TEACHER
+    assert f"6 · 50 µs = {ring[1]:.2f} ms" in TEACHER and f"one after the other: {tree[1]:.2f} ms" in TEACHER
+
+
+def examined(program):
+    """What the exam's function returns, and what becomes of the tensor, of rank r's numbers 10^r."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.full((world_size,), 10.0**rank)
+    space = dict(torch=torch, exchange=ring.exchange, rank=rank, world_size=world_size, tensor=tensor)
+    exec(program.replace("return chunks[rank]", "result = chunks[rank].tolist()"), space)
+    return space["result"], tensor.tolist()
+
+
+def test_the_second_exam_question():
+    program = program_of(TEACHERS_TEXT, "return chunks[rank]")
+    result, tensor = toys.run(examined, 3, program)[0]
+    assert result == [1.0], "rank 0 returns its own part of chunk 0 alone"
+    assert tensor[1] == 111.0, "the whole sum of chunk 1; it is in the caller's tensor"
+    mended = program.replace("rank - step - 1", "rank - step - 2").replace("(rank - step)", "(rank - step - 1)")
+    assert [result for result, _ in toys.run(examined, 3, mended)] == [[111.0]] * 3

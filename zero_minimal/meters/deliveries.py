@@ -1,0 +1,194 @@
+"""Deliveries: what every message of a ring algorithm carried. So an algorithm can be drawn however it is written.
+
+    seen = deliveries.watch(mine, "reduce_scatter")     on each rank; `mine` is a module
+    story = deliveries.told(world["seen"])              who held what, step by step: pictures/attempts.py draws it
+
+messages.py looks into the tensor that an algorithm works in; a learner's may work in several, or in copies. This looks
+at the numbers alone. They are marked: chunk c of rank r begins as (2c+1)·16^r. So the digits of any sum, to the base
+16, say whose parts are in it, and of which chunk. (fp32 holds such sums of up to 6 ranks exactly.)
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_minimal.meters.messages import fill_new_memory_with_nan
+from zero_minimal.meters.traffic import OPERATORS
+
+BASE = 16
+SIZE = 2  # elements of a chunk
+CHUNKS = 4  # of a broadcast
+ALGORITHMS = ("reduce_scatter", "all_gather", "broadcast")
+UNKNOWN = object()
+MOST_MESSAGES = 100  # of a rank, that are noted
+
+Parts = tuple[int, ...] | None  # the ranks whose parts are in a chunk, one twice if it was added twice; None: no sum
+
+
+# ------------------------------------------------------------------------------------------------------- on the ranks
+
+
+def marked(rank: int, chunks: int) -> Tensor:
+    """A rank's own [SIZE · chunks]."""
+    return torch.tensor([float((2 * chunk + 1) * BASE**rank) for chunk in range(chunks) for _ in range(SIZE)])
+
+
+class Deliveries(TorchDispatchMode):
+    """Notes what this rank sends, through whichever function of torch.distributed.
+
+    sent: (receiver, numbers) of each message, in order. collectives: names of torch's own that were called.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.sent: list[tuple[int, list[float]]] = []
+        self.collectives: list[str] = []
+
+    def __enter__(self):
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        fill_new_memory_with_nan(True)  # so that what nobody wrote is not taken for somebody's part
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        fill_new_memory_with_nan(self._deterministic)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = OPERATORS.get(operator.__name__.split(".")[0]) if operator.namespace == "c10d" else None
+        if name == "send" and len(self.sent) < MOST_MESSAGES:
+            (tensor,), _, receiver, *_ = args
+            self.sent.append((receiver, tensor.flatten().tolist()))
+        elif name not in (None, "send", *self.collectives):
+            self.collectives.append(name)
+        return operator(*args, **kwargs or {})
+
+
+def watch(module, name: str) -> dict:
+    """Run module.reduce_scatter, .all_gather or .broadcast on marked numbers, and tell what may leave this rank, for
+    `told`. The root of the broadcast is rank 1."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    root, own = 1 % world_size, marked(rank, world_size)
+    tensor, chunks, options = {
+        "reduce_scatter": (own, world_size, {}),
+        "all_gather": (own.view(world_size, SIZE)[rank].clone(), world_size, {}),
+        "broadcast": (marked(rank, CHUNKS) if rank == root else torch.full((CHUNKS * SIZE,), torch.nan), CHUNKS,
+                      {"root": root}),
+    }[name]
+    start = tensor.tolist()
+    with Deliveries() as seen:
+        result = getattr(module, name)(tensor, **options)
+    end = result if isinstance(result, torch.Tensor) else tensor
+    return {"chunks": chunks, "start": start, "sent": seen.sent, "collectives": seen.collectives,
+            "end": end.flatten().tolist()}
+
+
+# ------------------------------------------------------------------------------------------------------ what it means
+
+
+class Story(NamedTuple):
+    """Who held what: states [step][rank][chunk], Parts; sends [step][rank], (receiver, chunks) of what is sent then, or
+    None; the names of torch's own collectives that were called."""
+
+    states: list
+    sends: list
+    collectives: list[str]
+
+
+def read(number: float, world_size: int) -> tuple[int | None, Parts]:
+    """What a number is: (chunk, parts). (None, ()): memory that nobody has written. (None, None): no sum of one chunk's
+    parts, such as a mean, or a sum of different chunks."""
+    if number != number:
+        return None, ()
+    if not 0 < number < BASE**world_size or number != int(number):
+        return None, None
+    digits = _digits(number, world_size)
+    mark = next(mark for mark in range(BASE - 1, 0, -2) if all(digit % mark == 0 for digit in digits))
+    times = [digit // mark for digit in digits]
+    if max(times) > 2:
+        return None, None
+    return mark // 2, tuple(rank for rank, count in enumerate(times) for _ in range(count))
+
+
+def told(records: list[dict]) -> Story:
+    """The story of an algorithm, from what `watch` returned on each rank.
+
+    In a step a rank sends one message, in the order in which it did so, and none before its parts can have come. So the
+    story does not depend on how fast the ranks were. What a rank holds is known from what it sends next, and in the end
+    from the result.
+    """
+    world_size, chunks = len(records), records[0]["chunks"]
+    starts = [_placed(record["start"], rank, world_size) for rank, record in enumerate(records)]
+    ends = [_placed(record["end"], rank, world_size) for rank, record in enumerate(records)]
+    queues = [[(to, _content(numbers, rank, world_size)) for to, numbers in record["sent"]]
+              for rank, record in enumerate(records)]
+    steps = _in_steps(starts, queues) or [[None] * world_size]
+    columns = [[_history(starts[rank].get(chunk, ()), ends[rank].get(chunk, UNKNOWN), rank, chunk, steps)
+                for chunk in range(chunks)] for rank in range(world_size)]
+    states = [[[column[step] for column in held] for held in columns] for step in range(len(steps) + 1)]
+    sends = [[sent and (sent[0], sorted(sent[1])) for sent in step] for step in steps]
+    return Story(states, sends, sorted({name for record in records for name in record["collectives"]}))
+
+
+def _digits(number: float, world_size: int) -> list[int]:
+    return [int(number) // BASE**rank % BASE for rank in range(world_size)]
+
+
+def _content(numbers: list[float], rank: int, world_size: int) -> dict[int, Parts]:
+    """What a message of this rank carries, by chunk. A sum that is none counts to the chunk of the rank's own part."""
+    content = {}
+    for number in numbers:
+        chunk, parts = read(number, world_size)
+        if parts is None and 0 < number < BASE**world_size:
+            own = _digits(number, world_size)[rank]
+            chunk = own // 2 if own % 2 else None
+        if chunk is not None:
+            content[chunk] = parts
+    return content
+
+
+def _placed(numbers: list[float], rank: int, world_size: int) -> dict[int, Parts]:
+    """What a rank holds in a tensor, by chunk. One chunk alone says itself which one it is, else it is the rank's own;
+    of several, each is where it stands."""
+    pairs = [numbers[at : at + SIZE] for at in range(0, len(numbers), SIZE)]
+    found = [[read(number, world_size) for number in pair] for pair in pairs]
+    parts = [pair[0][1] if pair[0] == pair[-1] else pair[0][1] or pair[-1][1] for pair in found]
+    if len(pairs) == 1:
+        chunk = found[0][0][0]
+        return {rank if chunk is None else chunk: parts[0]}
+    return dict(enumerate(parts))
+
+
+def _in_steps(starts: list[dict], queues: list[list]) -> list[list]:
+    """[step][rank]: (receiver, content), or None where the rank sends nothing then."""
+    known = [{chunk: set(parts or ()) for chunk, parts in start.items()} for start in starts]
+
+    def can_send(rank: int) -> bool:
+        return all(set(parts or ()) <= known[rank].get(chunk, set()) for chunk, parts in queues[rank][0][1].items())
+
+    steps = []
+    while any(queues):
+        waiting = [rank for rank, queue in enumerate(queues) if queue]
+        able = [rank for rank in waiting if can_send(rank)] or waiting  # what nobody explains is sent all the same
+        step = [queues[rank].pop(0) if rank in able else None for rank in range(len(queues))]
+        for receiver, content in filter(None, step):
+            for chunk, parts in content.items():
+                known[receiver].setdefault(chunk, set()).update(parts or ())
+        steps.append(step)
+    return steps
+
+
+def _history(start: Parts, end, rank: int, chunk: int, steps: list[list]) -> list[Parts]:
+    """What a rank holds of a chunk: before each step, and in the end."""
+    came = [[sent[1][chunk] for sent in step if sent and sent[0] == rank and chunk in sent[1]] for step in steps]
+    held = [end]
+    for step, arrived in zip(reversed(steps), reversed(came), strict=True):  # from the end back
+        own = step[rank]
+        held.append(own[1][chunk] if own and chunk in own[1] else UNKNOWN if arrived else held[-1])
+    held = [start, *held[-2::-1]]
+    for number, arrived in enumerate(came, 1):
+        if held[number] is UNKNOWN:  # it never shows again: what came stays, or what was there
+            held[number] = arrived[-1] if arrived and held[number - 1] == () else held[number - 1]
+    return held

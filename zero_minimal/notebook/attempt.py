@@ -1,0 +1,121 @@
+"""Attempt: the learner's own assignment.py as a module, so that a notebook draws what it does. Here, or on a rank.
+
+    mine = attempt.load("03_gradients")
+    with attempt.as_far_as_written():       a function that is not written yet ends what is inside, and no more
+        mine.Stage2(...)
+    print(attempt.next_step(mine))          what is not written yet
+
+ZERO_ATTEMPT=FILE names another file. Ranks have the environment that the notebook had when it started them.
+"""
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import linecache
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from zero_minimal.notebook.told import Told
+
+HOUSE = Path(__file__).parents[2]  # the checkout
+NAME = "assignment"  # of the module
+STEP = re.compile(r"step \d+: ")  # how the starter's errors begin
+AGAIN = "Mend it, save the file, and run this cell again."
+
+files: set[str] = set()  # those that were loaded: what stands in one is told by its line (standing.py)
+
+
+class Unreadable(Told):
+    """The learner's file is not there, or cannot be run."""
+
+
+def load(lesson: str) -> ModuleType:
+    """The learner's file, run anew, and with it the Python files beside it that it imports.
+
+    Raises: Unreadable, with file and line, if that fails.
+    """
+    file = file_of(lesson)
+    try:
+        source = importlib.util.decode_source(file.read_bytes())
+    except OSError as error:
+        raise Unreadable(f"{shown(file)} cannot be read ({error.strerror}): is the name of the lesson right?") from None
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise Unreadable(f"{shown(file)} is not text in UTF-8 ({error}). {AGAIN}") from None
+    _forget_those_beside(file)
+    module = sys.modules[NAME] = ModuleType(NAME)  # there, since dataclasses and pickle look for it
+    module.__file__ = str(file)
+    linecache.cache[str(file)] = len(source), None, source.splitlines(True), str(file)  # as it is now, for messages
+    files.add(str(file))
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # two changes within a second look alike there
+    try:
+        exec(compile(source, str(file), "exec", dont_inherit=True), module.__dict__)
+    except (Exception, SystemExit) as error:
+        raise Unreadable(f"{_where(error, file)}. {AGAIN}") from None
+    finally:
+        sys.dont_write_bytecode = before
+    return module
+
+
+def file_of(lesson: str) -> Path:
+    """The file that the learner fills in."""
+    named = os.environ.get("ZERO_ATTEMPT")
+    return (Path(named).expanduser() if named else HOUSE / "lessons" / lesson / "assignment.py").resolve()
+
+
+def shown(file: Path) -> str:
+    """A file's name in a message: from the top of the checkout, if it lies there."""
+    return str(file.relative_to(HOUSE)) if file.is_relative_to(HOUSE) else str(file)
+
+
+@contextlib.contextmanager
+def as_far_as_written() -> Iterator[None]:
+    """Context that ends, and says nothing, where the starter's "not written yet" does."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if not STEP.match(str(error)):  # not the starter's
+            raise
+
+
+def next_step(module: ModuleType) -> str:
+    """In a line, which functions of a loaded file are not written yet, and what to do; "" if nothing is missing."""
+    missing = sorted(_unwritten("".join(linecache.getlines(module.__file__))))
+    if not missing:
+        return ""
+    return (f"Not written yet: {', '.join(missing)}. Write {missing[0].partition(':')[0]} in "
+            f"{shown(Path(module.__file__))}, save it, and run the cells of this section again.")
+
+
+def _unwritten(source: str) -> list[str]:
+    """What the starter's errors say that are left in a file: "step 1: exchange"."""
+    raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
+    words = [ast.literal_eval(error.args[0]) for error in raised
+             if isinstance(error, ast.Call) and ast.unparse(error.func) == "NotImplementedError"
+             and error.args and isinstance(error.args[0], ast.Constant)]
+    return [word for word in words if isinstance(word, str) and STEP.match(word)]
+
+
+def _forget_those_beside(file: Path) -> None:
+    """What the file imports from its own folder is imported anew, too."""
+    folder = str(file.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    for name, module in list(sys.modules.items()):
+        origin = getattr(module, "__file__", None)
+        if "." not in name and origin and os.path.dirname(origin) == folder:
+            del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+def _where(error: BaseException, file: Path) -> str:
+    """File, line, and what is wrong there."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{shown(Path(error.filename))}, line {error.lineno}: {error.msg}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f"{shown(file)}, line {lines[-1] if lines else 1}: {type(error).__name__}: {error}".rstrip(": ")

@@ -1,0 +1,220 @@
+"""Record: what a learner has done so far, in one file at the top of the checkout: guesses, and points by step.
+
+    record.add_guess("03_gradients", "MB of gradients on rank 0?", 24, 12.3, unit="MB")
+    record.add_points("03_gradients", {2: 20}, of={1: 40, 2: 25, 3: 20, 4: 15})     # step 2 alone was looked at
+
+The file is .progress.json, which git ignores. ZERO_PROGRESS=FILE names another one, and ZERO_PROGRESS= keeps nothing.
+Nothing here fails for who calls it: where the file cannot be written, one line on stderr says so, once.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+HOUSE = Path(__file__).parents[2]  # the checkout
+NAME = ".progress.json"
+PATIENCE = 5.0  # seconds to wait while another process writes
+
+
+@dataclass
+class Guess:
+    """What was guessed before a run, and what the run measured."""
+
+    guess: float
+    measured: float
+    unit: str
+    at: str  # when: date and time, ISO 8601
+
+
+@dataclass
+class Mark:
+    """Points of a step, or of a whole lesson: the best so far and the last, each with its date and time."""
+
+    of: float
+    best: float
+    best_at: str
+    last: float
+    last_at: str
+
+
+@dataclass
+class Lesson:
+    """What has been done in one lesson."""
+
+    guesses: dict[str, list[Guess]] = field(default_factory=dict)  # by question, the first guess first
+    steps: dict[int, Mark] = field(default_factory=dict)
+    whole: Mark | None = None  # of grades that looked at every step
+
+
+def add_guess(lesson: str, question: str, guess: float, measured: float, unit: str = "") -> None:
+    """Keep a guess, in the unit of what was measured. The same guess again is no second one; nan and inf are none."""
+    new = Guess(float(guess), float(measured), unit, _now())
+
+    def add(lessons: dict[str, Lesson]) -> None:
+        made = lessons.setdefault(lesson, Lesson()).guesses.setdefault(question, [])
+        if not made or made[-1].guess != new.guess:
+            made.append(new)
+
+    if math.isfinite(new.guess) and math.isfinite(new.measured):
+        _change(add)
+
+
+def add_points(lesson: str, points: dict[int, float], of: dict[int, float]) -> None:
+    """Keep the points of a grade.
+
+    Args:
+        points: step: points, of the steps that were looked at.
+        of: step: its points at most, of all steps of the lesson.
+    """
+
+    def add(lessons: dict[str, Lesson]) -> None:
+        kept = lessons.setdefault(lesson, Lesson())
+        for step, earned in points.items():
+            kept.steps[step] = _marked(kept.steps.get(step), earned, of[step])
+        if points.keys() == of.keys():
+            kept.whole = _marked(kept.whole, sum(points.values()), sum(of.values()))
+
+    _change(add)
+
+
+def read() -> dict[str, Lesson]:
+    """What is kept, by lesson; {} if nothing is."""
+    file = place()
+    try:
+        if file is not None:
+            with _locked(file):
+                return _load(file)
+    except OSError as error:
+        _say_once(f"your progress cannot be read: {file} ({error.strerror or error})")
+    return {}
+
+
+def place() -> Path | None:
+    """The file, None if nothing is to be kept."""
+    named = os.environ.get("ZERO_PROGRESS")
+    if named is None:  # installed somewhere else there is no checkout
+        named = HOUSE / NAME if (HOUSE / "lessons").is_dir() else ""
+    file = Path(named).resolve() if named else None
+    if file and file.exists() and not file.is_file():  # os.replace would put a file in the place of /dev/null
+        return None
+    return file
+
+
+def _marked(before: Mark | None, points: float, of: float) -> Mark:
+    now = _now()
+    if before is None or before.of != of or points >= before.best:
+        return Mark(of, points, now, points, now)
+    return dataclasses.replace(before, last=points, last_at=now)
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+def _change(change: Callable[[dict[str, Lesson]], None]) -> None:
+    """Read what is kept, change it, write it; nobody else does so meanwhile."""
+    file = place()
+    if file is None:
+        return
+    try:
+        with _locked(file):
+            lessons = _load(file)
+            change(lessons)
+            _write(file, lessons)
+    except OSError as error:
+        _say_once(f"your progress is not kept: {file} cannot be written ({error.strerror or error})")
+
+
+def _write(file: Path, lessons: dict[str, Lesson]) -> None:
+    """Beside it first, then in its place at once: whoever reads finds the old or the new one, and each is whole."""
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    entries = {name: dataclasses.asdict(lesson) for name, lesson in lessons.items()}
+    try:
+        beside.write_text(json.dumps({"lessons": entries}, indent=1) + "\n")
+        os.replace(beside, file)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+
+
+def _load(file: Path) -> dict[str, Lesson]:
+    """Where it is broken it is set aside, not lost. Raises: OSError if it cannot be read."""
+    try:
+        return {name: _lesson(entry) for name, entry in json.loads(file.read_text())["lessons"].items()}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, AttributeError):  # UnicodeDecodeError too
+        number = 1
+        while (aside := file.with_name(f"{file.name}.broken-{number}")).exists():
+            number += 1
+        os.replace(file, aside)
+        print(f"{file.name} could not be read. It is kept as {aside.name}, and a new one begins.", file=sys.stderr)
+        return {}
+
+
+def _lesson(entry: dict) -> Lesson:
+    """Raises: ValueError, KeyError, TypeError or AttributeError if it is not what `_write` writes."""
+    lesson = Lesson(
+        {question: [Guess(**guess) for guess in made] for question, made in entry["guesses"].items()},
+        {int(step): Mark(**mark) for step, mark in entry["steps"].items()},
+        entry["whole"] and Mark(**entry["whole"]),
+    )
+    marks = [*lesson.steps.values(), *filter(None, [lesson.whole])]
+    guesses = [guess for made in lesson.guesses.values() for guess in made]
+    numbers = [number for mark in marks for number in (mark.of, mark.best, mark.last)]
+    if not all(map(math.isfinite, numbers + [number for guess in guesses for number in (guess.guess, guess.measured)])):
+        raise ValueError
+    for date in (date for mark in marks for date in (mark.best_at, mark.last_at)):
+        datetime.fromisoformat(date)
+    return lesson
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Context in which no other process changes the file. The lock is its folder's: the file itself is replaced.
+
+    Raises: OSError if it stays locked.
+    """
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        until = time.monotonic() + PATIENCE
+        while not _lock(folder):
+            if time.monotonic() > until:
+                raise OSError("another program holds it")
+            time.sleep(0.02)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a process forked meanwhile would hold it on
+        os.close(folder)
+
+
+def _lock(folder: int) -> bool:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: as good as it gets
+        return True
+    return True
+
+
+_said: set[str] = set()
+
+
+def _say_once(words: str) -> None:
+    if words not in _said:
+        _said.add(words)
+        print(words, file=sys.stderr, flush=True)
