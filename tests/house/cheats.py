@@ -112,6 +112,11 @@ IN_LESSON_3 = {
     "no traffic, and a full list": Wrong(
         1, KERNEL, r"add up to|as the kernel counts", GRADIENTS.bucket_complete(
             reduce=f"part.copy_(bucket.shard(whole, self.rank))\n{GRADIENTS.AT_ONCE}")),
+    "answers on the nursery's line": looks(  # a rank has one line to the judge: its own
+        r"it raised LookupError: no other line", "import os, socket", "def is_line(number):",
+        "    try: return socket.socket(fileno=os.dup(number)).family == socket.AF_UNIX",
+        "    except OSError: return False",
+        "if sum(map(is_line, range(3, 99))) < 2: raise LookupError('no other line')"),
 }
 IN_LESSON_0 = {
     "a collective past the dispatcher": gathers(

@@ -21,12 +21,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cheats
 from test_classroom import COLLECTIVES, GRADIENTS, messages, on_linux  # noqa: F401  (messages is a fixture)
 
-from zero_minimal.classroom import fence, results
+from zero_minimal.classroom import fence, judging, results
 from zero_minimal.classroom import grade as grader
 from zero_minimal.classroom.accounts import descendants, lives
-from zero_minimal.classroom.grade import Grades, Reported
+from zero_minimal.classroom.grades import Grades
+from zero_minimal.classroom.judging import Reported
 from zero_minimal.classroom.lessons import HOUSE
-from zero_minimal.classroom.submission import text_of
+from zero_minimal.classroom.submission import syntax_error, text_of
 
 fenced = pytest.mark.skipif(not fence.holds(), reason="needs a kernel that can fence a submission in")
 CHEATS = [pytest.param(lesson, cheat, id=name, marks=pytest.mark.thorough if number % 3 else ()) for lesson, all_of in (
@@ -113,7 +114,7 @@ def judged(lesson, file, only, what):
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
 def test_tests_go_on_when_the_judge_is_gone_or_stands_still(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(grader, "SILENCE", 60.0 if number == signal.SIGKILL else 30.0)
+    monkeypatch.setattr(judging, "SILENCE", 60.0 if number == signal.SIGKILL else 30.0)
     file = tmp_path / "mine.py"
     file.write_text(submissions.spliced(COLLECTIVES, {}))
     grades = judged(COLLECTIVES, file, "in_a_group", lambda judge: os.kill(judge, number))
@@ -145,7 +146,7 @@ def test_a_loop_costs_two_time_outs_a_step(tmp_path):
 def test_a_file_in_any_usual_encoding_is_read(tmp_path, data, says):
     (tmp_path / "mine.py").write_bytes(data)
     assert text_of(tmp_path / "mine.py") == says
-    assert grader._syntax_error(tmp_path / "mine.py") == ""
+    assert syntax_error(text_of(tmp_path / "mine.py")) == ""
 
 
 @on_linux

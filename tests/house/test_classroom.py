@@ -26,7 +26,7 @@ import conduct
 
 from zero_minimal.classroom import grade as grader
 from zero_minimal.classroom import plugin
-from zero_minimal.classroom.grade import Grades
+from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.classroom.submission import Submission

@@ -9,7 +9,7 @@ from torch import optim
 from toys import Recipe
 
 from zero_minimal.classroom import guard, messages
-from zero_minimal.classroom.grade import Grades
+from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.lessons import found
 from zero_minimal.foundations import ranks
 

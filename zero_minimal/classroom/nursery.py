@@ -42,7 +42,15 @@ def main(control: socket.socket, settings: dict) -> None:
             os._exit(0)
         request = json.loads(request)
         if "start" in request:
-            answer = _fork(request["start"], *descriptors)
+            answer = _fork(request["start"], control, *descriptors)
+        elif "lend" in request:
+            answer = os.fork()
+            if not answer:  # from now on for another judge alone
+                fence.end_with_parent()
+                control.close()
+                control = socket.socket(fileno=descriptors[0])
+                continue
+            os.close(descriptors[0])
         else:
             _, status = os.waitpid(request["ended"], 0)
             answer = os.waitstatus_to_exitcode(status)
@@ -65,12 +73,13 @@ def _get_ready() -> None:
     gc.freeze()
 
 
-def _fork(setup: dict, line: int, stacks: int) -> int:
+def _fork(setup: dict, control: socket.socket, line: int, stacks: int) -> int:
     process = os.fork()
     if process:
         os.close(line)
         os.close(stacks)
         return process
+    control.close()  # a submission could answer the judge through it
     try:
         _rank(setup, socket.socket(fileno=line), stacks)
     finally:
@@ -138,10 +147,11 @@ def _send(line: socket.socket, message: bytes) -> None:
 
 def receive(line: socket.socket) -> bytes:
     """One message. Raises: EOFError if the other side is gone."""
-    return _read(line, int.from_bytes(_read(line, LENGTH), "big"))
+    return read(line, int.from_bytes(read(line, LENGTH), "big"))
 
 
-def _read(line: socket.socket, count: int) -> bytes:
+def read(line: socket.socket, count: int) -> bytes:
+    """So many bytes. Raises: EOFError if the other side is gone."""
     parts = []
     while count:
         part = line.recv(min(count, 2**20))

@@ -8,6 +8,7 @@ import ast
 import json
 import os
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from zero_minimal.classroom import messages
 from zero_minimal.classroom.guard import guarded, unwritten
 from zero_minimal.classroom.lessons import UNWRITTEN, found
+from zero_minimal.classroom.serving import Request, Server
 from zero_minimal.classroom.starters import functions_of
 from zero_minimal.classroom.submission import Submission
 from zero_minimal.classroom.supervisor import Supervisor
@@ -29,8 +31,10 @@ def pytest_addoption(parser):
     group = parser.getgroup("grading")
     group.addoption("--submission", help="the learner's file")
     group.addoption("--lesson", help="its lesson")
+    group.addoption("--steps", help="the numbers of those that are looked at, with commas; default: all")
     group.addoption("--report", type=int, help="file descriptor to write results to")
     group.addoption("--seconds", type=float, help="time for all tests together")
+    group.addoption("--serve", type=int, help="instead of these two: a socket from which requests come (serving.py)")
 
 
 def pytest_configure(config):
@@ -41,9 +45,9 @@ def pytest_configure(config):
 class Runner:
     """What tests use as toys.run while a submission is graded: guarded in the ranks, never for long, nothing left."""
 
-    def __init__(self, submission: Submission, seconds: float):
+    def __init__(self, submission: Submission, seconds: float, supervisor: Supervisor | None = None):
         self.submission, self.until, self.patience = submission, time.monotonic() + seconds, PATIENCE
-        self.supervisor = Supervisor(submission.lesson, Path(submission.path))
+        self.supervisor = supervisor or Supervisor(submission.lesson, Path(submission.path))
 
     def install(self) -> None:
         """Into toys, where tests look. The secrets are what random numbers begin from: a rank knows its own alone."""
@@ -92,19 +96,40 @@ class Grading:
     yet, or two have run out of time at the same line, the others of the step are not run: they would say the same."""
 
     def __init__(self, config):
-        self.config, self.submission = config, config.submission
-        self.over = unwritten_steps(self.submission)  # step: the message of all its tests from now on
-        self.late, self.runner = Late(), None
-        self.reports = os.fdopen(config.option.report, "w", buffering=1)
+        self.config, self.runner, self.forked = config, None, False
 
     def pytest_collection_modifyitems(self, items):
-        graded = [item for item in items if item.get_closest_marker("step")]
-        items[:] = sorted(graded, key=lambda item: item.get_closest_marker("step").args[0])
+        steps = set((self.config.option.steps or "").split(",")) - {""}
+        graded = [item for item in items if item.get_closest_marker("step")
+                  and (not steps or str(_worth(item)["step"]) in steps)]
+        items[:] = sorted(graded, key=lambda item: _worth(item)["step"])
 
-    def pytest_collection_finish(self, session):
-        self._tell(tests=[{"test": item.nodeid, **_worth(item)} for item in session.items])
-        self.runner = Runner(self.submission, self.config.option.seconds)
-        self.runner.install()
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        if session.testsfailed:  # they could not be read: pytest says so
+            return
+        option, submission = self.config.option, self.config.submission
+        tests = [{"test": item.nodeid, **_worth(item)} for item in session.items]
+        if option.serve is None:
+            self._begin(option.report, Runner(submission, option.seconds))
+            self._tell(tests=tests)
+        else:
+            server = Server(socket.socket(fileno=option.serve), submission.lesson, Path(submission.path))
+            server.announce(tests)
+            self._do(server.serve(), session, server.places)  # in a process for this one request
+
+    def _do(self, request: Request, session, places: dict) -> None:
+        self.forked, items = True, {item.nodeid: item for item in session.items}
+        session.items[:] = [items[test] for test in request.tests]
+        path, lesson = Path(self.config.submission.path), self.config.submission.lesson
+        self.config.submission = Submission(path, lesson, request.source)
+        supervisor = Supervisor(lesson, path, places, request.nursery)
+        self._begin(request.reports, Runner(self.config.submission, request.seconds, supervisor))
+
+    def _begin(self, reports: int, runner: Runner) -> None:
+        self.reports, self.runner, self.late = os.fdopen(reports, "w", buffering=1), runner, Late()
+        self.over = unwritten_steps(runner.submission)  # step: the message of all its tests from now on
+        runner.install()
 
     def pytest_runtest_protocol(self, item):
         self._tell(begins=item.nodeid)
@@ -119,7 +144,7 @@ class Grading:
         report = yield
         if report.when == "call" or report.failed:
             hints = item.get_closest_marker("step").kwargs
-            message = "" if report.passed else in_words(call.excinfo.value, self.submission.path, hints)
+            message = "" if report.passed else in_words(call.excinfo.value, self.config.submission.path, hints)
             step = _worth(item)["step"]
             if UNWRITTEN in message or not report.passed and self.late.again(step, call.excinfo.value, message):
                 self.over.setdefault(step, message)
@@ -130,6 +155,8 @@ class Grading:
         if self.runner:  # else the tests could not even be read
             self.runner.close()
             self._tell(end=True)
+        if self.forked:  # what ends with a process of Python's is not this one's
+            os._exit(0)
 
     def _tell(self, **entries):
         self.reports.write(json.dumps(entries) + "\n")

@@ -28,9 +28,8 @@ def stage(lesson: Lesson, submission: Path, folder: Path) -> dict:
     for name in IN_RANKS:
         shutil.copy(lesson.tests.parents[1] / name, house / name)
     work.mkdir()
-    for file in helpers(submission):
-        shutil.copy(file, work / file.name)
     runs.mkdir()
+    bring_helpers(submission, work)
     folder.chmod(0o755)  # mkdtemp's are closed to all others, and ranks may be nobody's
     places = sys.prefix, sys.base_prefix, *site.getsitepackages(), site.getusersitepackages()
     python = sorted({os.path.realpath(path) for path in places if os.path.exists(path)})
@@ -43,6 +42,14 @@ def answers() -> list[str]:
     """Folders that hold the reference, or more: this checkout, and where else this package is installed."""
     installed = [os.path.join(path, PACKAGE.name) for path in sys.path]
     return sorted({os.path.realpath(path) for path in (HOUSE, *installed) if os.path.isdir(path)})
+
+
+def bring_helpers(submission: Path, work: Path) -> None:
+    """The files in `work` are those beside the submission, as they are now."""
+    for file in work.iterdir():
+        file.unlink()
+    for file in helpers(submission):
+        shutil.copy(file, work / file.name)
 
 
 def helpers(submission: Path) -> list[Path]:

@@ -4,6 +4,7 @@ import importlib.util
 import linecache
 import sys
 import types
+import warnings
 from pathlib import Path
 
 from zero_minimal.classroom.lessons import Lesson
@@ -12,22 +13,39 @@ NAME = "assignment"  # of the module
 
 
 def text_of(path: Path) -> str:
-    """A Python file's text. Editors may begin it with a byte-order mark, or write it in latin-1 without saying so."""
-    data = path.read_bytes()
+    """A Python file's text."""
+    return decoded(path.read_bytes())
+
+
+def decoded(data: bytes) -> str:
+    """The text of a Python file. Editors may begin it with a byte-order mark, or use latin-1 without saying so."""
     try:
         return importlib.util.decode_source(data)
     except (SyntaxError, UnicodeDecodeError):  # no encoding that it names, and not UTF-8
         return data.decode("latin-1").replace("\r\n", "\n")
 
 
+def syntax_error(text: str) -> str:
+    """Why it is not Python, in words; "" if it is."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # they are for who runs it
+            compile(text, NAME, "exec")
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        line = getattr(error, "lineno", None)
+        return f"the file is not Python{f', line {line}' if line else ''}: {getattr(error, 'msg', error)}"
+    return ""
+
+
 class Submission:
     """Stands in for what the tests look at: call it as the lesson's class, or use it as the lesson's module.
 
     It travels to the ranks as text. There the first use runs the file.
+
+    source: its text, if it has been read already.
     """
 
-    def __init__(self, path: Path, lesson: Lesson):
-        self.path, self.lesson, self.source = str(path), lesson, text_of(path)
+    def __init__(self, path: Path, lesson: Lesson, source: str | None = None):
+        self.path, self.lesson, self.source = str(path), lesson, text_of(path) if source is None else source
 
     def __call__(self, *args, **kwargs):
         return getattr(self, self.lesson.class_name)(*args, **kwargs)

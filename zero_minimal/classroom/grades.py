@@ -1,0 +1,115 @@
+"""Grades: what a lesson's checks found, as points and one message a step, and as results.json for Gradescope."""
+
+import textwrap
+
+from zero_minimal.classroom.lessons import LOOK_AT, UNWRITTEN, Lesson, Step
+
+INDENT = " " * 8
+
+
+class Grades:
+    """Points by step. A check may be several tests (worlds of 2 and of 3 ranks): it earns its points if all pass.
+
+    A step that has a function to be written still has 0 points, whatever passes without it, and one whose core has
+    failed only what lesson.toml leaves it.
+
+    steps: those that are looked at; all by default. `earlier`: those of them that were looked at in an earlier text.
+    """
+
+    def __init__(self, lesson: Lesson, steps: tuple[Step, ...] = ()):
+        self.lesson, self.results, self.steps = lesson, [], steps or lesson.steps
+        self.earlier: set[Step] = set()
+        self._said = ""  # the message shown last
+
+    def add(self, step: int, check: str, points: float, passed: bool, message: str = "") -> None:
+        self.results.append((step, check, points, passed, message))
+
+    def fail_all(self, message: str) -> None:
+        """No test could run, or none of them any more."""
+        for step in self.steps:
+            self.add(step.number, "", 0, False, message)
+
+    def forget(self, step: Step) -> None:
+        """It will be looked at again."""
+        self.results = [result for result in self.results if result[0] != step.number]
+
+    def first_failure(self, step: Step) -> str:
+        """The message of the first test that has failed so far, "" if none has."""
+        return next((message for number, *_, passed, message in self.results
+                     if number == step.number and not passed), "")
+
+    def of(self, step: Step) -> tuple[float, str]:
+        """Points of a step, and one message: that of the first test that failed."""
+        results = [result for result in self.results if result[0] == step.number]
+        unwritten = next((message for *_, passed, message in results if not passed and UNWRITTEN in message), "")
+        if unwritten:
+            return 0, unwritten
+        lost = {check for _, check, _, passed, _ in results if not passed}
+        earned = {check: points for _, check, points, _, _ in results if check not in lost}
+        message = self.first_failure(step)
+        most = min([most for check, most in step.core.items() if check in lost], default=step.points)
+        if sum(earned.values()) > most:
+            message += f"\nWhat this step is about is not reached: so it earns {most:g} points at most."
+        failed = {earlier: text for earlier, _, _, passed, text in self.results if not passed and earlier < step.number}
+        if message and failed and message not in failed.values():
+            if "had not come to an end" in message:
+                message = message.split(LOOK_AT)[0]  # it would look for the cause in this step
+            message += f"\nThis may come from step {min(failed)}: mend that first."
+        return min(most, sum(earned.values())), message
+
+    def is_right(self, step: Step) -> bool:
+        """Whether it has all its points."""
+        return self.of(step)[0] == step.points
+
+    @property
+    def score(self) -> float:
+        return sum(self.of(step)[0] for step in self.steps)
+
+    @property
+    def most(self) -> float:
+        return sum(step.points for step in self.steps)
+
+    @property
+    def left_out(self) -> str:
+        """Which steps were not looked at, in words; "" if all were."""
+        others = [step.number for step in self.lesson.steps if step not in self.steps]
+        return f"{numbered(others)} {'was' if len(others) == 1 else 'were'} not looked at" if others else ""
+
+    def show(self, step: Step) -> None:
+        points, message = self.of(step)
+        print(head(step, f"{points:3g} of {step.points:g}"), flush=True)
+        if message != self._said:  # what concerns all steps is said once
+            tell(message)
+        self._said = message
+
+
+def head(step: Step, points: str) -> str:
+    """The line that begins what is said of a step."""
+    return f"step {step.number}  {points}   {step.title}"
+
+
+def tell(message: str) -> None:
+    """Print a message below the line of its step."""
+    for line in message.splitlines():
+        print(textwrap.fill(line, 116, initial_indent=INDENT, subsequent_indent=INDENT), flush=True)
+
+
+def numbered(steps: list[int]) -> str:
+    """step 2; steps 2 and 3; steps 2, 3 and 5"""
+    *others, last = map(str, steps)
+    return f"steps {', '.join(others)} and {last}" if others else f"step {last}"
+
+
+def gradescope(grades: Grades, seconds: float) -> dict:
+    """results.json as Gradescope's autograder reads it: one test a step that was looked at."""
+    tests = []
+    for step in grades.steps:
+        points, message = grades.of(step)
+        tests.append({
+            "number": str(step.number), "name": step.title, "score": points, "max_score": step.points,
+            "status": "passed" if points == step.points else "failed", "output": message, "visibility": "visible",
+        })
+    earlier = sorted(step.number for step in grades.earlier)
+    notes = [grades.left_out, f"the points of {numbered(earlier)} are of an earlier text" if earlier else ""]
+    said = {"output": f"Not the whole of this file: {'; '.join(filter(None, notes))}."} if any(notes) else {}
+    return {"score": grades.score, "execution_time": round(seconds, 1), "visibility": "visible", **said, "tests": tests}

@@ -1,0 +1,210 @@
+"""Judging: the lesson's tests run in a process of their own, the judge, and what it finds comes through a pipe.
+
+The judge (plugin.py) names its tests and their points before a line of the submission runs, and each is taken once. The
+submission itself runs in ranks far below (nursery.py). Should the judge go down all the same, the test under way has
+failed, and another goes on.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from zero_minimal.classroom.accounts import end_all_below
+from zero_minimal.classroom.grades import Grades
+from zero_minimal.classroom.lessons import HOUSE, Lesson
+
+SECONDS = 120  # for a lesson
+EXTRA = 10.0  # seconds that the tests have after that, to say so themselves
+SILENCE = 60.0  # seconds after which a judge that reports nothing is taken for stopped
+
+
+def grade(lesson: Lesson, file: Path, grades: Grades, seconds: float = SECONDS, only: str = "", show=print) -> None:
+    """Run the lesson's tests against the file and fill `grades`. `show(step)` is called when a step is done.
+
+    Args: only: as pytest's -k takes it, to run some of the tests.
+    Raises: RuntimeError if the tests themselves cannot run.
+    """
+    until, reported, shown = time.monotonic() + seconds, Reported(lesson, grades, whole=not only), 0
+    for _ in reports(lambda done: Judge(grades, file, until, only, done), reported, until):
+        for step in grades.steps[shown:]:
+            if step.number < reported.step:
+                show(step)
+                shown += 1
+    for step in grades.steps[shown:]:
+        show(step)
+
+
+def reports(begin: Callable[[list[str]], AbstractContextManager], reported: "Reported",
+            until: float) -> Iterator[None]:
+    """Take in what judges report, one judge after the other, until all tests are done; after each line the caller may
+    look.
+
+    Args: begin(done): a judge for all tests but those in `done`.
+    Raises: RuntimeError if the tests themselves cannot run.
+    """
+    while not reported.ended:
+        with begin(reported.done) as judge:
+            for line in judge.lines():
+                if line:
+                    reported.take(line)
+                yield
+        if reported.ended:
+            break
+        if reported.under_way is None:
+            raise RuntimeError(f"the tests of lesson {reported.lesson.name} could not run:\n{judge.printed}")
+        reported.fail("the grader's own process was brought down while this test ran: a submission may not signal "
+                      "other processes, or take memory without end")
+        yield
+        if time.monotonic() > until:
+            reported.fail_the_rest("not looked at: the time for this lesson was used up before")
+            break
+
+
+class Reported:
+    """What judges have reported so far, checked: each test is known before it begins, and taken once.
+
+    whole: these are all tests of the steps that are looked at.
+    """
+
+    def __init__(self, lesson: Lesson, grades: Grades, whole: bool):
+        self.lesson, self.grades, self.whole = lesson, grades, whole
+        self.tests: dict[str, dict] = {}  # name: what it is worth
+        self.done: list[str] = []
+        self.failed: list[str] = []
+        self.under_way, self.step, self.ended = None, 1, False
+
+    def take(self, line: bytes) -> None:
+        """Raises: RuntimeError for a line that no judge writes."""
+        try:
+            report = json.loads(line)
+            if "tests" in report:
+                self._announced({entry.pop("test"): entry for entry in report["tests"]})
+            elif "begins" in report:
+                self.under_way = self._known(report["begins"])
+                self.step = self.tests[self.under_way]["step"]
+            elif "end" in report:
+                self.ended = True
+            else:
+                self._add(self._known(report["test"]), report["passed"] is True, str(report["message"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RuntimeError(f"what came through the grader's pipe is no report ({type(error).__name__}: {error}): "
+                               f"{line[:100]!r}") from None
+
+    def fail(self, message: str) -> None:
+        """The test under way has failed."""
+        self._add(self.under_way, False, message)
+
+    def fail_the_rest(self, message: str) -> None:
+        """Steps with tests that could not begin."""
+        for step in sorted({worth["step"] for test, worth in self.tests.items() if test not in self.done}):
+            self.grades.add(step, "", 0, False, message)
+
+    def _announced(self, tests: dict[str, dict]) -> None:
+        if not self.tests:
+            worth = {step.number: 0.0 for step in self.grades.steps}
+            for check in {(test["step"], test["check"], test["points"]) for test in tests.values()}:
+                worth[check[0]] += check[2]
+            if self.whole and worth != {step.number: step.points for step in self.grades.steps}:
+                raise ValueError(f"the tests of the steps are worth {worth}")
+            self.tests = tests
+
+    def _known(self, test: str) -> str:
+        if test not in self.tests or test in self.done:
+            raise ValueError("a test that is not known, or a second time")
+        return test
+
+    def _add(self, test: str, passed: bool, message: str) -> None:
+        worth = self.tests[test]
+        self.grades.add(worth["step"], worth["check"], worth["points"], passed, message)
+        self.done.append(test)
+        self.failed += [] if passed else [test]
+        self.under_way = None
+
+
+class Judge:
+    """Runs pytest with a pipe for its reports, in a session and with a folder of its own that end with it."""
+
+    def __init__(self, grades: Grades, file: Path, until: float, only: str, done: list[str]):
+        self.until = until + EXTRA
+        self.arguments = [
+            "--submission", str(file), "--lesson", grades.lesson.name, "--steps",
+            ",".join(str(step.number) for step in grades.steps), "--seconds", str(max(1.0, until - time.monotonic())),
+            *(["-k", only] if only else []), *(f"--deselect={test}" for test in done), "--report",
+        ]
+        self.tests = grades.lesson.tests
+
+    def __enter__(self):
+        self.reports, theirs = os.pipe()
+        self.process = Process(self.tests, [*self.arguments, str(theirs)], theirs)
+        os.close(theirs)
+        return self
+
+    def lines(self) -> Iterator[bytes]:
+        """What it reports, line by line, until it ends, stands still, or its time is over."""
+        yield from lines(self.reports, self.until)
+
+    def __exit__(self, *error):
+        os.close(self.reports)
+        self.printed = self.process.end(0 if any(error) else 2)
+
+
+def lines(pipe: int, until: float, tick: float = float("inf")) -> Iterator[bytes]:
+    """What comes through a pipe, line by line, until its other end is closed, nothing came for SILENCE, or `until`.
+
+    tick: after so many seconds without a line b"" is one.
+    """
+    rest, heard = b"", time.monotonic()
+    while True:
+        left = max(0.0, min(heard + SILENCE, until) - time.monotonic())
+        if select.select([pipe], [], [], min(left, tick))[0]:
+            received, heard = os.read(pipe, 2**16), time.monotonic()
+            if not received:
+                return
+            *whole, rest = (rest + received).split(b"\n")
+            yield from whole
+        elif left <= tick:
+            return
+        else:
+            yield b""
+
+
+class Process:
+    """pytest on a lesson's tests, with our plugin, in a session and with a folder of its own that end with it."""
+
+    def __init__(self, tests: Path, arguments: list[str], descriptor: int):
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.output = tempfile.TemporaryFile("ab+")  # who shortens it does not leave a hole
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", str(tests), "-q", "--rootdir", str(HOUSE), "-p", "no:cacheprovider",
+             "-p", "zero_minimal.classroom.plugin", *arguments],
+            cwd=HOUSE, pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": self.folder.name},
+        )
+
+    def printed(self) -> str:
+        """The end of what it wrote."""
+        self.output.seek(0)
+        return self.output.read().decode(errors="replace")[-3000:]
+
+    def end(self, patience: float = 0.0) -> str:
+        """End it, after so many seconds, and all below it; returns what it had printed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        end_all_below(self.process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.folder.cleanup()
+        printed = self.printed()
+        self.output.close()
+        return printed

@@ -1,0 +1,87 @@
+"""Standby: the grader's end of a judge that waits (serving.py): a grade with it begins at once."""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from zero_minimal.classroom.judging import EXTRA, SECONDS, Process, lines
+from zero_minimal.classroom.lessons import Lesson
+from zero_minimal.classroom.nursery import LENGTH
+
+START = 120.0  # seconds that it may take to import torch, twice, on a machine that has much else to do
+
+
+class Standby:
+    """A judge that waits. `tests` are those that it can begin with, and what each is worth. Close it."""
+
+    def __init__(self, lesson: Lesson, file: Path):
+        self.lesson = lesson
+        self.control, theirs = socket.socketpair()
+        self.process = Process(lesson.tests, ["--submission", str(file), "--lesson", lesson.name,
+                                              "--serve", str(theirs.fileno())], theirs.fileno())
+        theirs.close()
+        self.tests: dict[str, dict] = {}
+
+    def wait_until_ready(self) -> None:
+        """Raises: RuntimeError if the tests themselves cannot run."""
+        for line in lines(self.control.fileno(), time.monotonic() + START):
+            self.tests = {entry.pop("test"): entry for entry in json.loads(line)["tests"]}
+            return
+        raise RuntimeError(f"the tests of lesson {self.lesson.name} could not run:\n{self.process.printed()}")
+
+    def begin(self, source: str, tests: list[str], tick: float) -> "Run":
+        """These tests of this text of the file, in this order: a context with `lines()`, as a Judge is."""
+        return Run(self, source, tests, tick)
+
+    def ask(self, request: dict, *descriptors: int) -> None:
+        """Raises: RuntimeError if it is gone."""
+        message = json.dumps(request).encode()
+        try:
+            head = len(message).to_bytes(LENGTH, "big")
+            if descriptors:
+                socket.send_fds(self.control, [head], descriptors)
+            else:
+                self.control.sendall(head)
+            self.control.sendall(message)
+        except OSError:
+            raise RuntimeError(f"the grader's own process is gone:\n{self.process.printed()}") from None
+
+    def lives(self) -> bool:
+        return self.process.process.poll() is None
+
+    def close(self) -> None:
+        self.control.close()
+        self.process.end()
+
+
+class Run:
+    """One grade by a judge that waits. When the context is left it has ended, wherever it was."""
+
+    def __init__(self, standby: Standby, source: str, tests: list[str], tick: float):
+        self.standby, self.source, self.tests, self.tick = standby, source, tests, tick
+
+    def __enter__(self) -> "Run":
+        self.reports, theirs = os.pipe()
+        self.standby.process.output.truncate(0)
+        try:
+            self.standby.ask({"source": self.source, "tests": self.tests, "seconds": SECONDS}, theirs)
+        except RuntimeError:
+            os.close(self.reports)
+            raise
+        finally:
+            os.close(theirs)
+        return self
+
+    def lines(self) -> Iterator[bytes]:
+        """What it reports; b"" where nothing came for a tick."""
+        yield from lines(self.reports, time.monotonic() + SECONDS + EXTRA, self.tick)
+
+    def __exit__(self, *error) -> None:
+        os.close(self.reports)
+        with contextlib.suppress(RuntimeError):
+            self.standby.ask({})
+        self.printed = self.standby.process.printed()
