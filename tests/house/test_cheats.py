@@ -150,6 +150,7 @@ def test_a_file_in_any_usual_encoding_is_read(tmp_path, data, says):
 
 
 @on_linux
+@pytest.mark.thorough
 def test_a_file_beside_it_and_threads_may_help(tmp_path):
     """A helper file can be imported; what is sent from a thread counts as sent."""
     lesson = submissions.mistakes(COLLECTIVES)

@@ -1,6 +1,6 @@
 """The classroom: the grader names each mistake, and cannot be fooled or hung.
 
-Of the wrong submissions one runs for every second check, and one that hangs; all of them with pytest --thorough.
+Of the wrong submissions one runs for every third check, and one that hangs; all of them with pytest --thorough.
 """
 
 import atexit
@@ -43,8 +43,8 @@ def always(folder):
     slow_first = sorted(reversed(folder.WRONG.items()), key=lambda entry: not entry[1].hangs)
     of_each_check = {wrong.check: name for name, wrong in slow_first}
     one_that_hangs = next((name for name, wrong in folder.WRONG.items() if wrong.hangs), None)
-    of_every_second = [of_each_check[check] for check in sorted(of_each_check)][::2]
-    return getattr(folder, "SHORT", {*of_every_second, one_that_hangs} - {None})
+    of_every_third = [of_each_check[check] for check in sorted(of_each_check)][::3]
+    return getattr(folder, "SHORT", {*of_every_third, one_that_hangs} - {None})
 
 
 WRONG = [
@@ -52,9 +52,9 @@ WRONG = [
                  + [pytest.mark.thorough] * (name not in always(folder)))
     for lesson, folder in FOLDERS for name, wrong in folder.WRONG.items()
 ]
-# one of each lesson in the plain run
+RIGHT = [(lesson, name, text) for lesson in LESSONS.values() for name, text in submissions.right(lesson).items()]
 RIGHT = [pytest.param(lesson, text, id=f"{lesson.name}: {name}", marks=pytest.mark.thorough if number else ())
-         for lesson in LESSONS.values() for number, (name, text) in enumerate(submissions.right(lesson).items())]
+         for number, (lesson, name, text) in enumerate(RIGHT)]  # the first alone in the plain run
 
 
 # ------------------------------------------------------------------------------------------------- wrong and right ones

@@ -71,6 +71,7 @@ HANGS = """
     """
 
 
+@pytest.mark.thorough
 def test_a_test_that_hangs_fails_where_it_stands_and_the_others_run(tmp_path):
     file = written(tmp_path / "test_hangs.py", HANGS.format(notes=str(tmp_path)))
     code, output = pytest_on(file, "--timeout=1")
@@ -86,6 +87,7 @@ def test_a_test_that_hangs_fails_where_it_stands_and_the_others_run(tmp_path):
     assert not [note for note in notes if Path("/proc", note.stem).exists()], "ranks outlive the test"
 
 
+@pytest.mark.thorough
 def test_what_no_signal_reaches_ends_pytest_with_its_stack(tmp_path):
     file = written(tmp_path / "test_deaf.py", """
         import signal, time
