@@ -18,9 +18,8 @@ Scale = torch.Tensor | float | None  # what the update multiplies gradients with
 
 
 def master_of(shard: torch.Tensor) -> nn.Parameter:
-    """What the optimizer updates: the shard itself, in the same memory, or an fp32 copy if it is in
-    16 bit."""
-    return nn.Parameter(shard if shard.element_size() >= 4 else shard.float())
+    """What the optimizer updates in the place of a shard of 16 bits: an fp32 copy of it."""
+    return nn.Parameter(shard.float())
 
 
 def keep_changes(bucket: Bucket) -> None:
