@@ -35,14 +35,13 @@ def global_norm(
     sharded: bool = True, group=None,
 ) -> torch.Tensor:
     """Euclidean norm of the whole model's gradient, a 0-dim tensor, the same on every rank.
-
-    Shards add their squares, not their norms. `sharded=False`: every rank holds all of it already.
+    `sharded=False`: every rank holds all of it already.
     """
     real = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
     dtypes = [gradient.dtype for gradient in real]
     wide = functools.reduce(torch.promote_types, dtypes, torch.float32)  # fp32 at least
     norms = [torch.linalg.vector_norm(gradient.flatten(), dtype=wide) for gradient in real]
-    squares = torch.stack(norms).square().sum()
+    squares = torch.stack(norms).square().sum()  # shards add their squares, not their norms
     if sharded:
         collectives.all_reduce(squares, op="sum", group=group)
     norm = squares.sqrt()
