@@ -539,7 +539,8 @@ BLAME = "whole gradients, or copies of something, live in its memory"
 
 @pytest.mark.step(1, points=0)
 def test_the_kernel_counts_a_backward(stage_class):
-    assert_kernel_agrees(stage_class, 4, optim.SGD, PSI + PSI / 4, 2, BLAME)  # rank 0's parameters, and a reduce-scatter
+    # sent are rank 0's parameters, and a reduce-scatter
+    assert_kernel_agrees(stage_class, 4, optim.SGD, PSI + PSI / 4, 2, BLAME)
 
 
 @pytest.mark.step(2, points=0)
