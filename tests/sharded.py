@@ -308,7 +308,7 @@ def assert_stepped(results, mean, world_size, make=model):
             f"after step() rank {rank}'s parameters differ from rank 0's in {int(differ.sum())} of {psi} elements "
             f"(rank 0 changed {moved[0]}, rank {rank} {moved[rank]}): each rank updates the shard it owns, and must "
             "get the others' new parameters: after the update, and it must wait until they are there. "
-            f"{unlike(results, rank, differ, elements)}"
+            f"{repeated(results[rank], mean)}{unlike(results, rank, differ, elements)}"
         )
     used = results[0][0].double() - results[0][1].double()
     still = (used == 0) & (mean.abs() > 1e-4)
@@ -337,6 +337,16 @@ def narrowed(changed, one, other):
         if changed.sum() > 50 and fits[changed].float().mean() > differences.MOST:
             return str(dtype).removeprefix("torch.")
     return ""
+
+
+def repeated(result, mean):
+    """Words for elements that a step of SGD with lr 1 has moved two times too far, or more."""
+    clear = mean.abs() > 1e-3
+    times = ((result[0] - result[1]).double()[clear] / mean[clear]).round()
+    if not (times > 1).double().mean() > 0.2:
+        return ""
+    return (f"Many moved {times.min():.0f} to {times.max():.0f} times too far: was a shard updated more than once? "
+            "(optimizer.step() updates every parameter that has a .grad.) ")
 
 
 def unlike(results, rank, differ, elements):

@@ -19,6 +19,7 @@ from sharded import (
     LIMITS,
     LOOKS,
     PSI,
+    Given,
     Most,
     after_a_step,
     alike,
@@ -117,8 +118,8 @@ def assert_parts(parts, example, params, where="the model"):
     for rank, part in enumerate(parts):
         assert len(part) < psi or psi < padding, (
             f"the optimizer of rank {rank} was given all {len(part)} elements of {where}: then each of the "
-            f"{world_size} ranks has momentum and variance of everything. What is computed is the same, so no loss will tell; but "
-            f"P_os gives a rank the optimizer state of 1/{world_size}, {psi // world_size} elements"
+            f"{world_size} ranks has momentum and variance of everything. What is computed is the same, so no loss "
+            f"will tell; but P_os gives a rank the optimizer state of 1/{world_size}, {psi // world_size} elements"
         )
         assert part.isfinite().all(), (
             f"the optimizer of rank {rank} holds NaN: memory that nobody wrote to (torch.empty). Padding must be zeros"
@@ -138,7 +139,9 @@ def assert_parts(parts, example, params, where="the model"):
         f"others are on no rank, and would never be updated. N does not divide {psi}: where does the tail go?"
     )
     if not alike(together, torch.cat([wanted, wanted.new_zeros(len(together) - psi)]), 0):
-        elements = differences.Elements(example, trained=True)
+        elements = differences.Elements(example)
+        elements.params = [(name, param.shape) for name, param in example.named_parameters()
+                           if any(param is one for one in params)]
         pytest.fail(f"the optimizers of all ranks together must hold each element of {where} once: "
                     f"{differences.in_shards(parts, wanted, elements, 0)}")
 
@@ -210,8 +213,8 @@ def missing_later(stage_class):
 def test_a_missing_gradient_is_zero(stage_class):
     gradients = gradients_of(3, make=checks.Awkward, batch=checks.awkward_batch)
     assert_shards_hold(toys.run(missing_later, 3, stage_class), gradients, "the mean gradient of the second step, "
-                       "where one parameter got its gradient on rank 0 alone: it counts as zero on the others, whatever "
-                       "their memory held before", make=checks.Awkward)
+                       "where one parameter got its gradient on rank 0 alone: it counts as zero on the others, "
+                       "whatever their memory held before", make=checks.Awkward)
 
 
 @pytest.mark.step(2, points=4)
@@ -227,8 +230,8 @@ def test_backward_in_a_group(stage_class):
 
 
 def micro_batches(stage_class):
-    """Shards after three micro-batches, with no_sync around the first two, and after two without it; and what was sent
-    under no_sync."""
+    """Shards after three micro-batches, with no_sync around the first two, and after two without it; and what was
+    sent under no_sync."""
     shards, rank = [], dist.get_rank()
     zero = build(stage_class)
     with checks.Calls() as calls, zero.no_sync():
@@ -255,7 +258,14 @@ def test_micro_batches_add_up(stage_class):
         (range(2), "the mean gradient, summed over two micro-batches without no_sync(), so that each was reduced. (The "
                    "second must add to a mean that is there, and not average it again)"),
     )):
-        assert_shards_hold([shards[case] for shards, _ in results], gradients_of(2, steps=micros), what)
+        found = [shards[case] for shards, _ in results]
+        last = sum(gradients_of(2, steps=[micros[-1]])) / 2
+        together = torch.cat([flat(rank, own) for rank, own in enumerate(found)])
+        padded = torch.cat([last, last.new_zeros(max(0, len(together) - len(last)))])
+        assert len(padded) != len(together) or not alike(together, padded, 1e-5 * last.abs().max()), (
+            f"the shards must hold {what}. They hold the last micro-batch's gradient alone"
+        )
+        assert_shards_hold(found, gradients_of(2, steps=micros), what)
 
 
 # ------------------------------------------------------------------------------- step 3: update, and gather parameters
@@ -317,8 +327,8 @@ def test_optimizer_state_is_a_shard(stage_class):
         for when, size in zip(("first", "third"), lives, strict=True):
             assert size <= most_after_a_step(torch.float32, 4), (
                 f"after the {when} step of AdamW rank {rank} of 4 holds {size / elements:.1f} bytes a parameter, and "
-                "in fp32 P_os needs 4 + 4 + 8/N = 10: parameters and gradients whole, momentum and variance of its shard. "
-                f"zero.optimizer.state has {states[1] / elements:.1f} of them: what are the others?"
+                "in fp32 P_os needs 4 + 4 + 8/N = 10: parameters and gradients whole, momentum and variance of its "
+                f"shard. zero.optimizer.state has {states[1] / elements:.1f} of them: what are the others?"
             )
 
 
@@ -329,8 +339,8 @@ def test_a_step_sends_as_much_as_data_parallelism(stage_class):
     for rank, (_, sent, _) in enumerate(results):
         assert sent < 2.8 * share, (
             f"rank {rank} sent {in_words(sent)} in a whole step, {sent / share:.1f}Ψ(N−1)/N, and data parallelism "
-            f"sends 2Ψ(N−1)/N, {in_words(2 * share)}. An all-reduce of gradients and then an all-gather of parameters make "
-            "3: an all-reduce is a reduce-scatter and an all-gather already, and one of the two is enough"
+            f"sends 2Ψ(N−1)/N, {in_words(2 * share)}. An all-reduce of gradients and then an all-gather of parameters "
+            "make 3: an all-reduce is a reduce-scatter and an all-gather already, and one of the two is enough"
         )
     assert_sent(results, 2, "a whole step",
                 "a reduce-scatter of gradients and an all-gather of parameters, as much as data parallelism,")
@@ -435,6 +445,7 @@ def gathered_in_16_bits(stage_class):
     rank = dist.get_rank()
     zero = stage_class(toys.build(model, rank, torch.bfloat16), optim.SGD, lr=1e-3, bucket_bytes=BUCKET)
     zero.model(*toys.tokens(rank, 0)).backward()
+    zero.reduced_gradients()  # whoever reduces now, and not in backward
     with checks.Calls() as calls:
         zero.step()
     return calls.sent()
@@ -459,14 +470,32 @@ NARROW = {
         "is each group's master updated, from an fp32 copy of the gradient?"),
     "fp16 and a loss scale": (
         Recipe(optimizer=optim.SGD, options=dict(lr=3.0), dtype=torch.float16, scale=1024.0, steps=3),
-        "the loss was multiplied by 1024, and self.gradient_scale is 1/1024: multiply with it in fp32, in fp16 small "
-        "gradients become zero"),
+        "the loss was multiplied by 1024, and self.gradient_scale is 1/1024: the update multiplies with it"),
 }
 
 
-@pytest.mark.step(4, points=3)
+@pytest.mark.step(4, points=2)
 def test_trains_in_16_bits(stage_class):
     assert_trained_alike(trained, stage_class, 2, NARROW)
+
+
+def tiny_gradients(stage_class):
+    """Parameters that were 1, in fp16, after a step of lr 2^20 with the gradient 2^-10 and the scale 2^-16."""
+    zero = stage_class(Given().half(), optim.SGD, lr=2.0**20)
+    zero.model(torch.full((60,), 2.0**-10, dtype=torch.float16)).backward()
+    zero.gradient_scale = 2.0**-16
+    zero.step()
+    return torch.cat(toys.whole_parameters(zero)).double()
+
+
+@pytest.mark.step(4, points=1)
+def test_the_scale_is_applied_in_fp32(stage_class):
+    for rank, parameter in enumerate(toys.run(tiny_gradients, 2, stage_class)):
+        assert (parameter == 1 - 2.0**-6).all(), (
+            "fp16: the gradient is 2^-10, self.gradient_scale is 2^-16, and SGD with lr 2^20 must subtract 2^-6 "
+            f"from 1: rank {rank} has {parameter[0]:.6g}. The product is 2^-26, less than the smallest number of fp16: bring "
+            "the gradient to fp32 first, and multiply then"
+        )
 
 
 # ------------------------------------------------------------------------------- step 5: the global norm
