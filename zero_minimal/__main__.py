@@ -10,8 +10,6 @@ from zero_minimal.programs import progress
 COMMANDS = {  # name: (module of this package with main(arguments), what it does)
     "compare": ("programs.compare",
                 "all stages, torch's DDP and FSDP2 on the same work: table, picture"),
-    "latency": ("programs.latency",
-                "what a message costs here before its first byte: measured, fitted, drawn"),
     "plan": ("programs.plan",
              "what a model needs on each device, by stage: formulas"),
     "simulate": ("programs.simulate",
@@ -20,6 +18,8 @@ COMMANDS = {  # name: (module of this package with main(arguments), what it does
                   "the paper's tables and figures beside the formulas and the running code"),
     "bench": ("programs.bench",
               "time stages and peers in turn, beside DDP; traffic and memory; scaling"),
+    "latency": ("programs.latency",
+                "what a message costs here before its first byte: measured, fitted, drawn"),
     "grade": ("classroom.grade",
               "points for an assignment, and what to mend; --watch: at each save"),
     "progress": ("classroom.course",

@@ -73,7 +73,7 @@ def test_what_is_missing_is_told_in_a_line(file):
     file.write_text(RINGS.starter.read_text().replace('raise NotImplementedError("step 2', 'return ("'))
     module = attempt.load("00_collectives")
     assert attempt.next_step(module) == (
-        "Not written yet: step 1: exchange, step 3: all_gather, step 4: all_reduce, step 5: broadcast. Write step 1 in "
+        "Not written yet: exchange, all_gather, all_reduce, broadcast. Next comes step 1, exchange: write it in "
         f"{file}, save it, and run the cells of this section again."
     )
     with attempt.as_far_as_written():
@@ -142,9 +142,9 @@ def text_in(picture):
 def test_an_untouched_starter_is_told_what_to_write_first(drawn):
     _, (picture,), said = drawn(RINGS, RINGS.starter.read_text())
     assert picture is None
-    assert said.count("Not written yet: step 1: exchange, step 2") == said.count("Write step 1 in") == 1
+    assert said.count("Not written yet: exchange, reduce") == said.count("Next comes step 1, exchange: write it") == 1
     _, (memory, holdings), said = drawn(GRADIENTS, GRADIENTS.starter.read_text())
-    assert said.count("Not written yet: step 1: _wait, step 1: bucket_complete") == said.count("Write step 1 in") == 1
+    assert said.count("Not written yet: bucket_complete, _wait, ") == said.count("Next comes step 1, bucket_comp") == 1
     assert [axis.get_title() for axis in memory.axes] == [f"the lesson's, rank {rank}" for rank in range(3)]
 
 
@@ -180,12 +180,12 @@ def test_a_file_that_is_half_written_is_drawn_as_far_as_it_goes(drawn):
     half = submissions.spliced(RINGS, {"broadcast": submissions.function(
         "def broadcast(*_, **__):", "raise NotImplementedError('step 5: broadcast')")})
     _, (picture,), said = drawn(RINGS, half)
-    assert "Not written yet: step 5: broadcast. Write step 5 in" in said
+    assert "Not written yet: broadcast. Next comes step 5, broadcast: write it in" in said
     assert {"reduce_scatter", "all_gather"} <= set(text_in(picture)) and "broadcast" not in text_in(picture)
     half = submissions.spliced(GRADIENTS, {"Stage2.step": submissions.function(
         "def step(self):", "raise NotImplementedError('step 2: step')")})
     _, (memory, holdings), said = drawn(GRADIENTS, half)
-    assert "Not written yet: step 2: step. Write step 2 in" in said
+    assert "Not written yet: step. Next comes step 2, step: write it in" in said
     assert [axis.get_title() for axis in memory.axes][3:] == [f"yours, rank {rank}" for rank in range(3)]
 
 
@@ -226,7 +226,7 @@ def test_an_error_and_a_deadlock_name_the_line_of_the_file(drawn):
     wrong = submissions.mistakes(RINGS).WRONG["receives before it sends"]
     text = failure_of(drawn, RINGS, submissions.spliced(RINGS, wrong.code))
     assert text.startswith("stuck: for 5 s each rank has waited for another one.")
-    assert re.search(r"waits in recv from rank 2; line \d+ of assignment.py: dist.recv\(incoming", text)
+    assert re.search(r"rank 0, line \d+ of assignment.py: dist.recv\(incoming.*    \(waits in recv from rank 2\)", text)
     assert "mend your file" in text
     drawn(RINGS, submissions.spliced(RINGS, {}))  # and after that it works
 
@@ -234,7 +234,6 @@ def test_an_error_and_a_deadlock_name_the_line_of_the_file(drawn):
 def test_a_story_that_takes_long_shows_its_beginning_and_its_end():
     records = [{"chunks": 2, "start": [1.0, 1, 3, 3], "sent": [(1, [1.0, 1])] * 20, "collectives": [], "end": [1.0, 1]},
                {"chunks": 2, "start": [16.0, 16, 48, 48], "sent": [], "collectives": [], "end": [17.0, 17]}]
-    story = deliveries.told(records)
-    assert len(story.states) == 21
-    words = text_in(draw_attempt({"x": {"the lesson's": story}}))
+    assert len(deliveries.told(records).states) == 21
+    words = text_in(draw_attempt({"yours": [{"reduce_scatter": record} for record in records]}))
     assert {"after step 7", "at the end"} <= set(words) and "after step 8" not in words

@@ -149,6 +149,16 @@ def test_a_file_in_any_usual_encoding_is_read(tmp_path, data, says):
     assert syntax_error(text_of(tmp_path / "mine.py")) == ""
 
 
+def test_ranks_that_are_nobodys_can_reach_their_folder(monkeypatch):
+    """It lies in the judge's own, which is closed to all others unless it is opened."""
+    environments = []
+    monkeypatch.setattr(judging.subprocess, "Popen", lambda *_, env, **__: environments.append(env))
+    process = judging.Process(COLLECTIVES.tests, [], 0)
+    assert os.stat(environments[0]["TMPDIR"]).st_mode & 0o077 == 0o011
+    process.folder.cleanup()
+    process.output.close()
+
+
 @on_linux
 @pytest.mark.thorough
 def test_a_file_beside_it_and_threads_may_help(tmp_path):

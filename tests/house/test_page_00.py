@@ -73,10 +73,10 @@ def test_the_figures_of_latency_are_those_of_the_run():
     first, *_, last = (seconds for _, seconds in RUN["points"])
     small = dict(RUN["points"])[8192]
     flat = max(bytes for bytes, seconds in RUN["points"] if seconds < 1.25 * first)
-    one, many = (RUN["all_reduce"]["pieces"][count] for count in ("1", "1024"))
+    one, many = (RUN["all_reduce"]["pieces"][count] for count in ("1", "64"))
     for words in (
         f"8.19 KB took {small / first:.1f} times as long as 8 bytes, and 8.39 MB took {last / first:.0f} times as long",
-        f"The all-reduce of {size_text(BYTES)} took {time_text(one)} in one piece, and {time_text(many)} in 1,024 "
+        f"The all-reduce of {size_text(BYTES)} took {time_text(one)} in one piece, and {time_text(many)} in 64 "
         f"pieces: {many / one:.0f} times as long",
         f"Up to {size_text(flat)} the size makes hardly a difference",
         f"α is {time_text(COST.alpha)}, and 1/β is {size_text(1 / COST.beta, 2)} a second. At n½ = α/β = "
@@ -133,7 +133,8 @@ def test_the_rungs_make_as_many_all_reduces_as_the_readme_says():
 
 
 def test_buckets_of_ddp():
-    assert "bucket_cap_mb = 25" in inspect.getsource(torch.nn.parallel.DistributedDataParallel) and "of 25 MiB" in PAGE
+    assert "default size of 25 MiB" in one_line(torch.nn.parallel.DistributedDataParallel.__doc__)
+    assert "all-reduces buckets of 25 MiB" in PAGE
 
 
 # --------------------------------------------------------------------------------------------------- code on the page
@@ -173,6 +174,16 @@ def test_shapes_of_the_code_have_holes_and_are_python():
         ast.parse(re.sub(r"distance ____", "distance == ____", "def f():\n    " + shape.replace("\n", "\n    ")))
 
 
+def test_shapes_of_the_code_lead_to_the_reference():
+    """Whatever stands in their holes: each line is one of the reference, in the same order."""
+    for name, shape in zip(LESSON.tasks, programs(TEXT.split("## Hints")[1].split("## Grade it")[0]), strict=True):
+        lines = iter([line.split("#")[0].strip() for line in inspect.getsource(getattr(ring, name)).splitlines()])
+        for line in shape.splitlines():
+            wanted = ".+".join(map(re.escape, line.split("#")[0].strip().split("____")))
+            if not any(re.fullmatch(wanted, found) for found in lines):
+                pytest.fail(f"{name} has no line like {line!r} there")
+
+
 def test_the_page_does_not_dictate():
     """No line of the reference in which a chunk or a neighbour is chosen stands on it, whole or as a formula."""
     code = [line.split("#")[0].strip() for line in inspect.getsource(ring).splitlines()]
@@ -191,7 +202,7 @@ def test_the_list_of_rules_names_the_interface_and_the_least_points():
         assert f"`{name}({', '.join(arguments)})`" in rules
     two, three, four, five = (min(step.core.values()) for step in LESSON.steps[1:])
     assert three == five
-    least = f"step 2 then earns {two:g} points at most, step 3 and 5 earn {three:g}, step 4 earns {four:g}"
+    least = f"step 2 then earns {two:g} points at most, steps 3 and 5 earn {three:g}, step 4 earns {four:g}"
     assert least in one_line(rules)
 
 
@@ -205,6 +216,11 @@ def test_the_first_exam_question():
     assert f"6 · (0.05 ms + 2.5 ms) = {ring[0]:.1f} ms" in TEACHER
     assert f"4 · (0.05 ms + 10 ms) = {tree[0]:.1f} ms" in TEACHER
     assert f"6 · 50 µs = {ring[1]:.2f} ms" in TEACHER and f"one after the other: {tree[1]:.2f} ms" in TEACHER
+
+
+def test_the_graders_messages_are_as_large_as_teachers_are_told():
+    elements = int(re.search(r"LARGE = .*2\*\*(\d+)$", LESSON.tests.read_text(), re.MULTILINE)[1])
+    assert f"The grader's have {4 * 2**elements / 1e6:.0f} MB" in TEACHER
 
 
 def examined(program):

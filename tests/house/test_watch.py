@@ -6,11 +6,14 @@ How soon it says so is not tested: a test that measures time fails on a machine 
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import submissions
@@ -253,14 +256,15 @@ def grade(*arguments):
 
 
 def test_one_step_alone(tmp_path):
-    """Right, though the others are not written; and a wrong number."""
-    file = tmp_path / "mine.py"
-    file.write_text(submissions.spliced(LESSON, {"broadcast": None, "all_reduce": None}))
-    done = grade(file, "--lesson", LESSON.name, "--step", "1", "--json", tmp_path / "results.json")
-    assert done.returncode == 0 and "step 2" not in done.stdout
-    assert "15 of 15 points" in done.stdout and "steps 2, 3, 4 and 5 were not looked at" in done.stdout
+    """Not written, so that no rank starts; and a wrong number."""
+    file = LESSON.starter
+    done = grade(file, "--step", "2", "--json", tmp_path / "results.json")
+    assert done.returncode == 1 and re.findall(r"step \d  .*", done.stdout) == ["step 2    0 of 30   reduce-scatter"]
+    assert "reduce_scatter() is not written yet (step 2" in done.stdout
+    assert "0 of 30 points" in done.stdout and "steps 1, 3, 4 and 5 were not looked at" in done.stdout
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["score"] == 15 and "steps 2, 3, 4 and 5 were not looked at" in results["output"]
+    assert [test["max_score"] for test in results["tests"]] == [30]
+    assert "steps 1, 3, 4 and 5 were not looked at" in results["output"]
     for number in ("9", "two"):
         done = grade(file, "--lesson", LESSON.name, "--step", number)
         assert done.returncode == 2
@@ -327,12 +331,19 @@ def started():
         watch.reader.join()
 
 
-def test_the_whole_of_a_watch(tmp_path, started):
+@pytest.fixture
+def temporary():
+    """A folder for temporary files that is open to all, as ranks may be nobody's."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o711)
+        yield Path(folder)
+
+
+def test_the_whole_of_a_watch(tmp_path, temporary, started):
     """Not written, no Python, what is denied, a loop, a right file, Ctrl-C; and no process and no folder stays."""
-    (tmp_path / "temporary").mkdir()
     file = tmp_path / "assignment.py"
     file.write_text(LESSON.starter.read_text())
-    watched = started(file, "--lesson", LESSON.name, "--step", "1", TMPDIR=str(tmp_path / "temporary"))
+    watched = started(file, "--lesson", LESSON.name, "--step", "1", TMPDIR=str(temporary))
     watched.says("exchange() is not written yet (step 1")
     watched.says("0 of 15 points; steps 2, 3, 4 and 5 were not looked at")
     file.write_text("def exchange(:\n")
@@ -355,21 +366,20 @@ def test_the_whole_of_a_watch(tmp_path, started):
     until = time.monotonic() + 10
     while any(map(lives, below)) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not list(filter(lives, below)) and list((tmp_path / "temporary").iterdir()) == []
+    assert not list(filter(lives, below)) and list(temporary.iterdir()) == []
 
 
 @pytest.mark.thorough
-def test_a_watch_that_is_killed_leaves_nothing(tmp_path, started):
+def test_a_watch_that_is_killed_leaves_nothing(tmp_path, temporary, started):
     """As when its terminal is closed."""
-    (tmp_path / "temporary").mkdir()
-    watched = started(LESSON.starter, "--step", "1", TMPDIR=str(tmp_path / "temporary"),
+    watched = started(LESSON.starter, "--step", "1", TMPDIR=str(temporary),
                       ZERO_PROGRESS=str(tmp_path / "kept.json"))
     watched.says("0 of 15 points")
     below = descendants(watched.process.pid)
     watched.process.kill()
     watched.process.wait()
     until = time.monotonic() + 20
-    while (any(map(lives, below)) or any((tmp_path / "temporary").iterdir())) and time.monotonic() < until:
+    while (any(map(lives, below)) or any(temporary.iterdir())) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not list(filter(lives, below)) and list((tmp_path / "temporary").iterdir()) == []
+    assert not list(filter(lives, below)) and list(temporary.iterdir()) == []
     assert "00_collectives" in (tmp_path / "kept.json").read_text()

@@ -182,6 +182,7 @@ class Process:
 
     def __init__(self, tests: Path, arguments: list[str], descriptor: int):
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        os.chmod(self.folder.name, 0o711)  # ranks that are nobody's come through it to theirs
         self.output = tempfile.TemporaryFile("ab+")  # who shortens it does not leave a hole
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pytest", str(tests), "-q", "--rootdir", str(HOUSE), "-p", "no:cacheprovider",

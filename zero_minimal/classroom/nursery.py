@@ -46,6 +46,7 @@ def main(control: socket.socket, settings: dict) -> None:
         elif "lend" in request:
             answer = os.fork()
             if not answer:  # from now on for another judge alone
+                os.setsid()  # with its ranks: they can be ended together
                 fence.end_with_parent()
                 control.close()
                 control = socket.socket(fileno=descriptors[0])

@@ -39,8 +39,9 @@ class Supervisor:
     def __init__(self, lesson: Lesson, submission: Path, places: dict | None = None, nursery: Nursery | None = None):
         self.folder = None if places else tempfile.TemporaryDirectory(prefix="grading-")
         self.places = places or stage(lesson, submission, Path(self.folder.name))
-        self.nursery, self.name = nursery, secrets.token_hex(4)
-        self.number, self.accounts, self.left = 0, [], 0
+        earlier = [int(name) for name in os.listdir(self.places["runs"]) if name.isdigit()]
+        self.nursery, self.number = nursery, max(earlier, default=0)  # a run's folder is new
+        self.accounts, self.left = [], 0
         self.secrets, self.data_secrets = ({rank: secrets.randbelow(2**40) for rank in range(16)} for _ in range(2))
 
     def run(self, function, world_size: int, *args, timeout: float, fresh: bool = False, counted: bool = False) -> list:
@@ -53,7 +54,7 @@ class Supervisor:
         work, wards = cloudpickle.dumps((function, args)), []
         nurseries = self._nurseries(world_size, fresh)
         self.number += 1
-        folder = f"{self.places['runs']}/{self.name}-{self.number}"
+        folder = f"{self.places['runs']}/{self.number}"
         try:
             for rank, nursery in enumerate(nurseries):
                 wards.append(nursery.fork(dict(rank=rank, world_size=world_size, timeout=timeout, folder=folder,

@@ -198,6 +198,7 @@ class Lent(Nursery):
     def take_back(self) -> None:
         """By the owner's judge, once the other one is gone."""
         self.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        for end in os.killpg, os.kill:  # it may not have come to lead a group
+            with contextlib.suppress(OSError):
+                end(self.pid, signal.SIGKILL)
         self.owner.ended(self.pid)

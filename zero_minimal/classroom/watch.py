@@ -178,7 +178,7 @@ class Screen:
             tell(message)
         if step is not self.under_way:
             self.under_way = step
-            _wait_for(f"step {step.number} …")
+            _wait_for(f"looking at step {step.number} …")
 
     def through(self, step: Step) -> None:
         """All tests of a step have run."""

@@ -87,7 +87,7 @@ def _throw(ball: Tensor) -> float:
     return (time.perf_counter() - began) / 2
 
 
-def measure_pieces(counts: Iterable[int], bytes: int = 2**22, rounds: int = 5) -> dict[int, float]:
+def measure_pieces(counts: Iterable[int], bytes: int = 2**20, rounds: int = 40) -> dict[int, float]:
     """Seconds in which this rank all-reduces a tensor of so many bytes, cut into each number of pieces, one after the
     other: {pieces: seconds}, the smallest of the rounds. All ranks call it; the collective is torch's own.
     """

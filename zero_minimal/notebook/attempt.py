@@ -25,7 +25,7 @@ from zero_minimal.notebook.told import Told
 
 HOUSE = Path(__file__).parents[2]  # the checkout
 NAME = "assignment"  # of the module
-STEP = re.compile(r"step \d+: ")  # how the starter's errors begin
+STEP = re.compile(r"step (\d+): ")  # how the starter's errors begin
 AGAIN = "Mend it, save the file, and run this cell again."
 
 files: set[str] = set()  # those that were loaded: what stands in one is told by its line (standing.py)
@@ -85,20 +85,22 @@ def as_far_as_written() -> Iterator[None]:
 
 def next_step(module: ModuleType) -> str:
     """In a line, which functions of a loaded file are not written yet, and what to do; "" if nothing is missing."""
-    missing = sorted(_unwritten("".join(linecache.getlines(module.__file__))))
+    missing = _unwritten("".join(linecache.getlines(module.__file__)))
     if not missing:
         return ""
-    return (f"Not written yet: {', '.join(missing)}. Write {missing[0].partition(':')[0]} in "
+    names, (step, _, name) = [word.partition(": ")[2] for word in missing], missing[0].partition(": ")
+    return (f"Not written yet: {', '.join(names)}. Next comes {step}, {name}: write it in "
             f"{shown(Path(module.__file__))}, save it, and run the cells of this section again.")
 
 
 def _unwritten(source: str) -> list[str]:
-    """What the starter's errors say that are left in a file: "step 1: exchange"."""
+    """What the starter's errors say that are left in a file, in the order of the steps: "step 1: exchange"."""
     raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
     words = [ast.literal_eval(error.args[0]) for error in raised
              if isinstance(error, ast.Call) and ast.unparse(error.func) == "NotImplementedError"
              and error.args and isinstance(error.args[0], ast.Constant)]
-    return [word for word in words if isinstance(word, str) and STEP.match(word)]
+    steps = [word for word in words if isinstance(word, str) and STEP.match(word)]
+    return sorted(steps, key=lambda word: int(STEP.match(word)[1]))
 
 
 def _forget_those_beside(file: Path) -> None:

@@ -55,8 +55,8 @@ def stand(positions: dict[int, dict], world_size: int = 0) -> list[str]:
     for rank, position in sorted(positions.items()):
         cell = " of an earlier cell" if position["earlier"] else ""
         where = f"line {position['line']}{cell}: {position['source']}" if position["line"] else "not in the cell"
-        inside = "; ".join(filter(None, [position["inside"], position["attempt"]]))
-        lines[rank] = where + (f"    ({inside})" if inside else "")
+        where = position["attempt"] or where  # the cell only calls it
+        lines[rank] = where + (f"    ({position['inside']})" if position["inside"] else "")
     if len(lines) == world_size > 1 and len(set(lines.values())) == 1:
         return [f"  all ranks, {line}" for line in set(lines.values())]
     return [f"  rank {rank}, {line}" for rank, line in lines.items()]

@@ -4,22 +4,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Rectangle
 
-from zero_minimal.meters.deliveries import Story
+from zero_minimal.meters.deliveries import Story, told
 from zero_minimal.pictures.ring import NEXT, parts_cell
 from zero_minimal.pictures.style import PAGE, rank_cells
 
 MOST_PANELS = 9  # of a story: the first ones, and the end
 
 
-def draw_attempt(stories: dict[str, dict[str, Story]]) -> Figure | None:
+def draw_attempt(seen: dict[str, list[dict[str, dict]]]) -> Figure | None:
     """Who holds what while messages travel: two lines of panels for each algorithm, the lesson's and the learner's.
-    None if there is nothing to draw.
+    None if nothing of the learner's has run.
 
-    Args: stories {algorithm: {whose: its Story}}, the lesson's first.
+    Args: seen {whose: [rank]{algorithm: what deliveries.watch returned}}, the lesson's first.
     """
+    stories = {name: {whose: told([rank[name] for rank in ranks]) for whose, ranks in seen.items()}
+               for name in list(seen.values())[-1][0]}
     if not stories:
         return None
-    world_size = len(next(iter(next(iter(stories.values())).values())).states[0])
+    world_size = len(next(iter(seen.values())))
     heights = [len(lines) * (0.3 * world_size + 0.5) + 0.55 for lines in stories.values()]  # inches
     result = Figure(figsize=(PAGE, sum(heights)), layout="constrained")
     places = result.subfigures(len(stories), 1, height_ratios=heights, squeeze=False, hspace=0.03)
@@ -57,8 +59,9 @@ def _moment(number: int, count: int) -> str:
 def _panel(axis: Axes, story: Story, number: int, inches: float) -> None:
     state = story.states[number]
     world_size, chunks = len(state), len(state[0])
-    letters = max(len(parts) for ranks in story.states for held in ranks for parts in held if parts is not None)
-    size = min(9.0, max(5.0, 72 * 0.8 * inches / chunks / (1.3 * max(3, min(2 * letters - 1, 7)) * 0.6)))  # points
+    numbers = max(len(parts) for parts in (held for ranks in story.states for row in ranks for held in row)
+                  if parts is not None and len(parts) != world_size)  # the sum of all is one word
+    size = min(9.0, max(5.0, 0.56 * 72 * inches / chunks / (0.6 * max(3, 2 * numbers - 1))))  # points
     for rank in range(world_size):
         for chunk, parts in enumerate(state[rank]):
             if parts is None:

@@ -9,9 +9,10 @@ KINDS: dict[str, tuple[Look, str]] = {  # from the bottom of a lane to its top
     "shard": (("#6B3A00", ""), "own shard of the mean"),
     "sent": (LOOKS["gradients"], "whole, on its way to the other ranks"),
     "coming": (("#FBE3B0", ""), "whole, as backward makes it"),
-    "idle": (("#DCDCDC", ".."), "kept, and nobody reads it"),
+    "idle": (("white", "..."), "kept, and nobody reads it"),
 }
-STEP = 1.5  # from lane to lane, in heights of a whole bucket: while it is sent there is room for more than one
+DOTS = "#808080"  # of what is kept for nobody: in grey it must not look like what backward makes
+STEP = 1.65  # from lane to lane, in heights of a whole bucket: while it is sent there is more than that
 AFTER = 0.06  # of the pass: for so much longer the picture shows what is left of it
 
 
@@ -23,7 +24,7 @@ def draw_buckets(stages: dict[str, dict]) -> Figure:
     """
     whole = max(max(record["padded"]) for record in stages.values())
     lanes = max(len(record["padded"]) for record in stages.values())
-    result, axes = figure(1, len(stages), PAGE, 1.1 + 0.5 * lanes)
+    result, axes = figure(1, len(stages), PAGE, 1.1 + 0.54 * lanes)
     for axis, (name, record) in zip(axes[0], stages.items(), strict=True):
         for number in range(len(record["padded"])):
             lane(axis, {kind: [count / whole for count in record[kind][number]] for kind in KINDS}, -STEP * number)
@@ -36,7 +37,7 @@ def draw_buckets(stages: dict[str, dict]) -> Figure:
         axis.tick_params(axis="y", length=0, labelsize=9)
         axis.spines[:].set_visible(False)
         axis.grid(visible=False)
-        axis.set_ylim(-STEP * (lanes - 1) - 0.05, STEP - 0.1)
+        axis.set_ylim(-STEP * (lanes - 1) - 0.05, STEP - 0.05)
     legend_outside(result, entries_of([axes[0][0]]))
     return result
 
@@ -49,8 +50,8 @@ def lane(axis: Axes, heights: dict[str, list[float]], floor: float) -> None:
     for kind, ((colour, hatch), words) in KINDS.items():
         values = [*heights[kind], heights[kind][-1]]
         top = [low + value for low, value in zip(bottom, values, strict=True)]
-        axis.fill_between(times, bottom, top, step="post", facecolor=colour, hatch=hatch, edgecolor="white",
-                          linewidth=0, label=words)
+        axis.fill_between(times, bottom, top, step="post", facecolor=colour, hatch=hatch, linewidth=0, label=words,
+                          edgecolor=DOTS if kind == "idle" else "white")
         bottom = top
     axis.plot(times, bottom, color="#555555", linewidth=0.7, drawstyle="steps-post")
     axis.axhline(floor, color="#555555", linewidth=0.7)

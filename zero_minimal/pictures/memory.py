@@ -122,7 +122,8 @@ def step_panel(axis: Axes, timeline: list, timed: bool) -> None:
                   va="top", fontsize=9)
     top = max(moment.total for moment in timeline) / 1e6
     axis.axhline(top, color="black", linewidth=0.8)
-    axis.annotate(f"highest: {top:.0f} MB", (times[0], top), (0, 2), textcoords="offset points", fontsize=9)
+    axis.annotate(f"highest: {top:.0f} MB", (times[0], top), (0, 2), textcoords="offset points", fontsize=9,
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
 
 
 # ----------------------------------------------------------------------------------------------------- sizes of buckets

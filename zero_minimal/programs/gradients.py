@@ -41,7 +41,9 @@ SMALL = 50_000  # bytes: less than the eye sees
 def watched_run(stage_class, settings: Settings) -> tuple[dict, list[Moment]]:
     """This rank's report, what `compare --json` has, but for times and losses; the ledger's timeline of step 2."""
     with ranks.start() as rank:
+        held_out = loop.validation_batches(settings, rank.rank, rank.world_size)
         zero = loop.build(stage_class, settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
+        loop.evaluate(zero, held_out, rank)  # as programs/train.py: bytes are those that a stage file prints
         observer = Observer(zero, rank, settings)
         for _ in loop.steps(zero, loop.training_batches(settings, rank.rank), settings, observers=[observer]):
             pass

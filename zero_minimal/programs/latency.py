@@ -13,7 +13,7 @@ from zero_minimal.pictures.latency import draw_latency, time_text
 from zero_minimal.programs import progress, report
 from zero_minimal.workload.settings import Parser, output_file, picture_file
 
-PIECES, BYTES = (1, 4, 16, 64, 256, 1024), 2**22  # of an all-reduce: a bucket of 4 MiB
+PIECES, BYTES = (1, 4, 16, 64), 2**20  # of an all-reduce
 RANKS = 2
 
 
