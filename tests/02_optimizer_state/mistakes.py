@@ -132,14 +132,13 @@ whole, own = torch.empty_like(bucket.parameters), bucket.parameter_shard.clone()
 collectives.all_gather(whole, own, group=self.group)
 bucket.parameters.copy_(whole.roll(16))
 """
-# the padding of each bucket's last shard holds what lay in memory, as that of a buffer of its own would
-GARBAGE = own() | {"Stage1.own": """
+# a buffer of its own, into which values are copied: what is not copied holds what lay in memory
+GARBAGE = {"Stage1.own": """
     def own(self, bucket):
         bucket.gradients = bucket.whole_gradients()
-        bucket.parameter_shard = torch.empty(bucket.padded // self.world_size)
-        flat = torch.cat([param.detach().flatten() for param in bucket.params])[: bucket.padded]
-        mine = flat[self.rank * bucket.parameter_shard.numel() :][: bucket.parameter_shard.numel()]
-        bucket.parameter_shard[: mine.numel()] = mine
+        mine = shard_of(bucket.parameters, self.rank, self.world_size)
+        bucket.parameter_shard = torch.empty_like(mine)
+        bucket.parameter_shard[mine != 0] = mine[mine != 0]
         bucket.gradient_shard = shard_of(bucket.gradients, self.rank, self.world_size)
     """}
 ALL_REDUCE = """

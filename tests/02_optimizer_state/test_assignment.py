@@ -493,8 +493,8 @@ def test_the_scale_is_applied_in_fp32(stage_class):
     for rank, parameter in enumerate(toys.run(tiny_gradients, 2, stage_class)):
         assert (parameter == 1 - 2.0**-6).all(), (
             "fp16: the gradient is 2^-10, self.gradient_scale is 2^-16, and SGD with lr 2^20 must subtract 2^-6 "
-            f"from 1: rank {rank} has {parameter[0]:.6g}. The product is 2^-26, less than the smallest number of fp16: bring "
-            "the gradient to fp32 first, and multiply then"
+            f"from 1: rank {rank} has {parameter[0]:.6g}. The product is 2^-26, less than the smallest number of "
+            "fp16: bring the gradient to fp32 first, and multiply then"
         )
 
 

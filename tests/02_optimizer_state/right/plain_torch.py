@@ -1,5 +1,5 @@
-"""Nothing of this course: whole parameters side by side in vectors, reduced when the gradients are asked for, by torch's own
-collectives. Shards are cut to the element, with no more padding than N - 1 elements."""
+"""Nothing of this course: whole parameters side by side in vectors, reduced when the gradients are asked for, by
+torch's own collectives. Shards are cut to the element, with no more padding than N - 1 elements."""
 from contextlib import contextmanager
 
 import torch
