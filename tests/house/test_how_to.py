@@ -43,6 +43,19 @@ def test_the_sample_is_a_lesson(house):
     assert points == lesson.steps[0].points == 100
 
 
+@pytest.mark.parametrize("signature", [
+    "def global_norm(a, b):", "def global_norm(\n    a,\n    b=3,\n):",
+    "def global_norm(\n    a, b,\n) -> list[\n    int\n]:",
+    "def global_norm():  # no: argument", "def global_norm(\n    a, b,  # of: two\n):",
+])
+def test_a_starter_keeps_the_whole_signature(house, signature):
+    lesson = lessons.read(house / "lessons/98_norm/lesson.toml")
+    cut = starter(lesson, f"{signature}\n    # how\n    return a\n\n\nlast = 1\n")
+    assert cut.startswith(signature + "\n    # step 1: ") and cut.endswith('step 1: global_norm")\n\n\nlast = 1\n')
+    assert "how" not in cut and "return a" not in cut
+    compile(cut, "starter", "exec")
+
+
 @pytest.mark.thorough
 def test_the_sample_grades_its_right_and_wrong_ones(house):
     lesson = lessons.read(house / "lessons/98_norm/lesson.toml")

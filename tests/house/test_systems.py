@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from matplotlib.figure import Figure
 
 import zero_minimal
 from zero_minimal.classroom import accounts, fence
 from zero_minimal.foundations import interrupts, joining, ranks
 from zero_minimal.meters import timing, traffic
 from zero_minimal.pictures.benchmark import draw_speeds
+from zero_minimal.pictures.traffic import traffic_panel
 
 HOUSE = Path(__file__).parents[2]
 PROJECT = tomllib.loads((HOUSE / "pyproject.toml").read_text())["project"]
@@ -86,6 +88,10 @@ def test_a_picture_shows_no_bytes_that_nobody_counted():
     report = [{"seconds": [2.0, 2.0, 9.0], "wire_bytes": None}] * 3
     _, wire = draw_speeds([{"DDP": report}, {"DDP": report}]).axes
     assert [text.get_text() for text in wire.texts] == ["not known here"]
+    for counted, words in ((None, "crossed the loopback: not known here"), (1e6, "crossed the loopback")):
+        axis = Figure().subplots()
+        traffic_panel(axis, [{"traffic": {"sent_bytes": 1e6, "theory_bytes": 1e6, "wire_bytes": counted}}], [0])
+        assert words in [text.get_text() for text in axis.get_legend().get_texts()]
 
 
 def test_versions_and_licence_agree():

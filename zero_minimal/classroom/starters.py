@@ -20,7 +20,7 @@ def starter(lesson: Lesson, source: str) -> str:
         raise ValueError(f"{lesson.name}: the reference has no function {', '.join(missing)}")
     # from the last one up, so that the line numbers of the others stay right
     for name in sorted(lesson.tasks, key=lambda name: -functions[name].lineno):
-        first, last, indent = _body(functions[name])
+        first, last, indent = _body(functions[name], lines)
         lines[first - 1 : last] = _instead(name, *lesson.tasks[name], indent)
     return "\n".join(lines) + "\n"
 
@@ -36,18 +36,19 @@ def functions_of(tree: ast.Module) -> dict:
     return found
 
 
-def _body(function: ast.FunctionDef) -> tuple[int, int, int]:
+def _body(function: ast.FunctionDef, lines: list[str]) -> tuple[int, int, int]:
     """First and last line without the docstring, and the indentation. Comments before the first statement belong to
     it."""
     body = function.body
-    after = function.args if not ast.get_docstring(function) else body[0]
-    if after is body[0]:
-        first = body[0].end_lineno + 1
+    if ast.get_docstring(function):
+        head = body[0].end_lineno
     else:
-        first = max([function.lineno, *(arg.end_lineno for arg in ast.walk(function.args) if isinstance(arg, ast.arg))])
-        first = max(first, function.returns.end_lineno if function.returns else 0) + 1
-        first = min(first, body[0].lineno)
-    return first, body[-1].end_lineno, function.col_offset + 4
+        parts = [*(arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)), function.returns]
+        head = max([function.lineno, *(part.end_lineno for part in parts if part)])
+        while head < body[0].lineno - 1 and not lines[head - 1].partition("#")[0].rstrip().endswith(":"):
+            head += 1  # a signature may end in a line of its own
+        head = min(head, body[0].lineno - 1)
+    return head + 1, body[-1].end_lineno, function.col_offset + 4
 
 
 def _instead(name: str, number: int, task: str, indent: int) -> list[str]:

@@ -150,7 +150,7 @@ def _describe() -> Rank:
 def _speak_over_the_loopback() -> None:
     """All ranks are on this machine: so they find each other whatever it calls itself."""
     here = {name for _, name in socket.if_nameindex()}
-    for loopback in ("lo", "lo0"):  # on Linux; on macOS, where the machine's own name may lead nowhere
+    for loopback in ("lo", "lo0"):  # Linux's; that of macOS, whose own name may lead nowhere
         if loopback in here:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
