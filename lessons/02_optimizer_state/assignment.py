@@ -56,8 +56,7 @@ def global_norm(
     sharded: bool = True, group=None,
 ) -> torch.Tensor:
     """Euclidean norm of the whole model's gradient, a 0-dim tensor, the same on every rank.
-
-    Shards add their squares, not their norms. `sharded=False`: every rank holds all of it already.
+    `sharded=False`: every rank holds all of it already.
     """
     # step 5: the norm of gradient_scale (None: 1) times the gradient of which each rank of the
     # group has a shard; the same 0-dim tensor on every rank. (Not sharded: of these gradients

@@ -1,7 +1,8 @@
 """Lesson 2's assignment, P_os, in steps: what is owned, sent and computed, however it is written.
 
 The grader runs these tests against a learner's file, and shows the text of an assertion as the message. So each one
-names what went wrong and shows the evidence. In between, they run on the reference.
+names what went wrong and shows the evidence. In between, they run on the reference: what test_optimizer_state.py
+looks at in another way is thorough here. (A learner's file gets all of them.)
 """
 
 
@@ -207,6 +208,7 @@ def missing_later(stage_class):
     return shards_of(zero)
 
 
+@pytest.mark.thorough
 @pytest.mark.step(2, points=3, stuck="one parameter got a gradient on rank 0 alone, and one on no rank at all: each "
                   "rank must reduce all buckets in the same order all the same, with zero for what is missing",
                   raised="a parameter may get no gradient on a rank, and its .grad is None then: it counts as zero")
@@ -222,6 +224,7 @@ def test_backward_sends_a_reduce_scatter(stage_class):
     assert_sent(once(first_backward, 3, stage_class), 1, "backward", "a reduce-scatter of the gradients")
 
 
+@pytest.mark.thorough
 @pytest.mark.step(2, points=2, stuck=GROUP, left=GROUP, raised=GROUP)
 def test_backward_in_a_group(stage_class):
     first, _, second = toys.run(backward_in_a_group, 3, stage_class)
@@ -361,6 +364,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.step(3, points=3)
 def test_a_step_is_the_optimizers(stage_class):
     assert_trained_alike(one_step, stage_class, 2, RECIPES)
@@ -383,17 +387,20 @@ TRAINING = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.step(3, points=3, stuck="several steps, with layers that get a gradient in some steps only")
 def test_trains_as_one_process_would(stage_class):
     assert_trained_alike(trained, stage_class, 3, TRAINING)
 
 
+@pytest.mark.thorough
 @pytest.mark.step(3, points=1, stuck=GROUP, left=GROUP, raised=GROUP)
 def test_a_step_in_a_group(stage_class):
     first, _, second = toys.run(step_in_a_group, 3, stage_class)
     assert_stepped([first, second], sum(gradients_of(2, ranks=(0, 2))) / 2, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.step(3, points=1)
 def test_running_statistics_are_alike(stage_class):
     means = [means for means, _ in once(after_a_step, 2, stage_class)]
@@ -405,6 +412,7 @@ def test_running_statistics_are_alike(stage_class):
         assert not torch.equal(after, means[rank][0]), "after step() batch norm's running mean is as at the start"
 
 
+@pytest.mark.thorough
 @pytest.mark.step(3, points=1)
 def test_a_backward_after_step_is_refused(stage_class):
     for rank, (_, refused) in enumerate(once(after_a_step, 2, stage_class)):
@@ -428,6 +436,7 @@ def test_small_steps_in_bf16_add_up(stage_class):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.step(4, points=3)
 def test_masters_are_shards(stage_class):
     elements = sum(param.numel() for param in toys.build(model, 0).parameters())
@@ -451,6 +460,7 @@ def gathered_in_16_bits(stage_class):
     return calls.sent()
 
 
+@pytest.mark.thorough
 @pytest.mark.step(4, points=3)
 def test_parameters_travel_in_16_bits(stage_class):
     example = toys.build(model, 0, torch.bfloat16)
@@ -474,6 +484,7 @@ NARROW = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.step(4, points=2)
 def test_trains_in_16_bits(stage_class):
     assert_trained_alike(trained, stage_class, 2, NARROW)
@@ -488,6 +499,7 @@ def tiny_gradients(stage_class):
     return torch.cat(toys.whole_parameters(zero)).double()
 
 
+@pytest.mark.thorough
 @pytest.mark.step(4, points=1)
 def test_the_scale_is_applied_in_fp32(stage_class):
     for rank, parameter in enumerate(toys.run(tiny_gradients, 2, stage_class)):
@@ -501,6 +513,7 @@ def test_the_scale_is_applied_in_fp32(stage_class):
 # ------------------------------------------------------------------------------- step 5: the global norm
 
 
+@pytest.mark.thorough
 @pytest.mark.step(5, points=5, stuck=EVERYBODY)
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_clips_by_the_global_norm(stage_class, world_size):
@@ -520,6 +533,7 @@ def test_clips_by_the_global_norm(stage_class, world_size):
             )
 
 
+@pytest.mark.thorough
 @pytest.mark.step(5, points=1)
 def test_clipping_returns_a_tensor_and_leaves_the_gradients(stage_class):
     for rank, of_rank in enumerate(once(clipped, 2, stage_class)):
@@ -534,6 +548,7 @@ def test_clipping_returns_a_tensor_and_leaves_the_gradients(stage_class):
             )
 
 
+@pytest.mark.thorough
 @pytest.mark.step(5, points=1, stuck=GROUP, left=GROUP, raised=GROUP)
 def test_clips_in_a_group(stage_class):
     first, _, second = toys.run(clipped_in_a_group, 3, stage_class)
@@ -558,6 +573,7 @@ CLIPPED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.step(5, points=3)
 def test_trains_with_clipping(stage_class):
     results = toys.run(trained_with_norms, 2, stage_class, {name: recipe for name, (recipe, _) in CLIPPED.items()})
@@ -580,12 +596,14 @@ def test_trains_with_clipping(stage_class):
 BLAME = "optimizer state for everything, or a copy of something, lives in its memory"
 
 
+@pytest.mark.thorough
 @pytest.mark.step(2, points=0)
 def test_the_kernel_counts_a_backward(stage_class):
     # sent are rank 0's parameters, and a reduce-scatter
     assert_kernel_agrees(stage_class, 4, optim.SGD, 2 * PSI, 2, BLAME)
 
 
+@pytest.mark.thorough
 @pytest.mark.step(3, points=0)
 def test_the_kernel_counts_a_step(stage_class):
     assert_kernel_agrees(stage_class, 4, optim.AdamW, 2 * PSI + 2 * PSI / 4, 3, BLAME, steps=1)
