@@ -262,6 +262,13 @@ WRONG = {
         3, "test_trains_as_one_process_would",
         r"(?s)SGD with momentum, 3 steps: rank 0 has .* must be .*an optimizer whose state .* is empty in each step",
         step(begin="self.optimizer.state.clear()")),
+    "the optimizer that steps is not the one that schedulers see": Wrong(
+        3, "test_trains_as_one_process_would", r"(?s)a scheduler of the learning rate, 5 steps: .*learning rate of the",
+        over_shards(end="""
+            hidden.append(optimizer_class([{**entry} for entry in shards], **options))
+            return optimizer_class(shards, **options)
+            """) | update_shard(group="hidden[-1].param_groups[bucket.group_index]",
+                                update="update(hidden[-1], group, bucket.master, gradient)"), top="hidden = []\n"),
     "gathers from all ranks there are": Wrong(
         3, "test_a_step_in_a_group", r"(?s).*here group= is a group of ranks 0 and 2 of three",
         step(gather=GATHER.replace("group=self.group, ", "")), hangs=True),
