@@ -47,7 +47,7 @@ def printed(function, *args, **options):
 @pytest.mark.parametrize("answer, words", [
     ((), FIRST),
     ((...,), FIRST),
-    (("12",), "Write a number, such as 12.5, and not '12', and run this cell again."),
+    (("12",), "Write a number without quotes, such as 12.5, and not '12', and run this cell again."),
     ((float("nan"),), "Write a number, such as 12.5, and not nan, and run this cell again."),
     ((float("inf"),), "Write a number, such as 12.5, and not inf, and run this cell again."),
     ((True,), "Write a number, such as 12.5, and not True, and run this cell again."),

@@ -15,6 +15,7 @@ from zero_minimal.classroom import fence
 from zero_minimal.classroom.grades import Grades, gradescope
 from zero_minimal.classroom.judging import grade
 from zero_minimal.classroom.lessons import Lesson, Step, found
+from zero_minimal.classroom.report.writing import write
 from zero_minimal.classroom.submission import syntax_error, text_of
 from zero_minimal.classroom.watch import watch
 from zero_minimal.programs import record
@@ -83,6 +84,9 @@ def _hand_on(call: Call, grades: Grades, steps: tuple[Step, ...] | list[Step], s
     if call.file.resolve() == call.lesson.starter.resolve():
         record.add_points(call.lesson.name, {step.number: grades.of(step)[0] for step in steps},
                           {step.number: step.points for step in call.lesson.steps})
+    if call.options.html:  # last: it runs the file once more
+        write(call.options.html, call.lesson, call.file.resolve(), gradescope(grades, seconds)["tests"])
+        print(f"{call.options.html}: what your ranks did on one small run", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ the call
@@ -100,6 +104,8 @@ def _call(arguments: list[str], lessons: dict[str, Lesson]) -> Call:
     parser.add_argument("--watch", action="store_true", help="whenever the file is saved, grade again what is not "
                         "right yet; what is wrong first is told at once. Ctrl-C ends it (exit code 130)")
     parser.add_argument("--json", type=_writable, metavar="FILE", help="also write results.json for Gradescope")
+    parser.add_argument("--html", type=_writable, metavar="FILE",
+                        help="also write a page: what your ranks did on one small run, step by step")
     options = parser.parse_args(arguments)
     lesson = _lesson(parser, options, lessons)
     return Call(options, options.file, lesson, _step(parser, options, lesson))

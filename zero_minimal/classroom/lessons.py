@@ -10,6 +10,7 @@ tests/NN_name/test_assignment.py, where each test says which step it belongs to 
     class        what the tests use: this class of the file                            (default: the file as a module)
     forbidden    more modules that a submission may not import, see below                               (default: none)
     builds_on    lesson files that it may import all the same                                           (default: none)
+    report       what `grade --html` draws of a run: "messages" or "buckets", see report/__init__.py     (default: none)
     [[steps]]    title, points, and in [steps.tasks] "function" or "Class.method" = what must hold when it returns;
                  in [steps.core] check = the most that the step earns without it: what the lesson is about
 
@@ -25,6 +26,8 @@ from pathlib import Path
 HOUSE = Path(__file__).parents[2]  # the repository
 PACKAGE = HOUSE / "zero_minimal"
 FILE = "lesson.toml"
+
+DRAWN = ("messages", "buckets")  # kinds of runs that a report knows
 
 # words that messages are recognized by
 UNWRITTEN = "() is not written yet (step "
@@ -54,6 +57,7 @@ class Lesson:
     class_name: str  # "": the tests use the module
     forbidden: frozenset[str]  # modules that would do the learner's work
     steps: tuple[Step, ...]
+    report: str = ""  # one of DRAWN; "": none
 
     @property
     def name(self) -> str:
@@ -90,7 +94,10 @@ def read(file: Path) -> Lesson:
     for name in takes_in:
         if "." not in name:
             raise ValueError(f"{where}: takes_in must name definitions as \"package.module.name\", not {name!r}")
+    if (drawn := table.take("report", str, "")) not in ("", *DRAWN):
+        raise ValueError(f"{where}: report must be one of {', '.join(DRAWN)}, not {drawn!r}")
     lesson = Lesson(
+        report=drawn,
         folder=file.parent, title=table.take("title", str), world=table.take("world", str), reference=reference,
         takes_in=takes_in, class_name=table.take("class", str, ""),
         forbidden=(lesson_files() - set(table.texts("builds_on"))) | {reference, *table.texts("forbidden")},

@@ -53,7 +53,8 @@ def _number(given: list) -> float:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
     if isinstance(given[0], (str, bytes, bool)) or not math.isfinite(number):
-        raise NoGuess(f"Write a number, such as 12.5, and not {repr(given[0])[:60]}, and run this cell again.")
+        quotes = " without quotes" if isinstance(given[0], str) else ""
+        raise NoGuess(f"Write a number{quotes}, such as 12.5, and not {repr(given[0])[:60]}, and run this cell again.")
     return number
 
 

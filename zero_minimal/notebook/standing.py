@@ -71,14 +71,14 @@ def position(frames: traceback.StackSummary, cell: str) -> dict:
     if not own:
         return {"line": None, "source": "", "earlier": False, "inside": "", "attempt": ""}
     below = frames[frames.index(own[-1]) + 1 :]
+    theirs = [frame for frame in below if frame.filename in attempt.files]
+    below = below[below.index(theirs[-1]) + 1 :] if theirs else below
     ours = [frame for frame in below if Path(frame.filename).is_relative_to(PROJECT)
             and frame.filename not in PLUMBING and Path(frame.filename).parent != Path(__file__).parent]
-    theirs = [f"line {frame.lineno} of {Path(frame.filename).name}: {frame.line}" for frame in below
-              if frame.filename in attempt.files]
     return {
         "line": own[-1].lineno, "source": own[-1].line, "earlier": own[-1].filename != cell,
         "inside": f"in {ours[-1].name}, {Path(ours[-1].filename).name}" if ours else "",
-        "attempt": theirs[-1] if theirs else "",
+        "attempt": f"line {theirs[-1].lineno} of {Path(theirs[-1].filename).name}: {theirs[-1].line}" if theirs else "",
     }
 
 
