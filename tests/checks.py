@@ -203,9 +203,13 @@ class Calls(TorchDispatchMode):
 
     def sent(self) -> float:
         """Bytes that a ring sends for these calls, the mean over the ranks where a collective has a root."""
-        world_size = dist.get_world_size()
-        rounds = {"send": world_size / (world_size - 1), "recv": 0, "all_reduce": 2} if world_size > 1 else {}
-        return sum(rounds.get(call.name, 1) * call.bytes * (world_size - 1) / world_size for call in self.made)
+        return sum(sent_for(call, dist.get_world_size()) for call in self.made)
+
+
+def sent_for(call: Call, world_size: int) -> float:
+    """Bytes that a ring sends for a Call."""
+    rounds = {"send": world_size / (world_size - 1), "recv": 0, "all_reduce": 2} if world_size > 1 else {}
+    return rounds.get(call.name, 1) * call.bytes * (world_size - 1) / world_size
 
 
 _listening: list = []  # Calls that are open

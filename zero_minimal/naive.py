@@ -46,12 +46,23 @@ class Naive:
             raise ValueError("the naive way keeps no fp32 masters, so 16-bit parameters would lose "
                              "small updates: use Stage0")
         self.model, self.group = model, group
-        for tensor in [*model.parameters(), *model.buffers()]:
-            collectives.broadcast(tensor.data, group=group)  # all start alike
+        self.start_alike()
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.optimizer = optimizer_class(self.params, **optimizer_options)
         self.averaged = False
         self.guards = []  # hooks on the parameters, as long as gradients are averaged
+
+    def start_alike(self) -> None:
+        """Every rank begins with rank 0's model, whatever values its own had."""
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            collectives.broadcast(tensor.data, group=self.group)
+
+    def average(self) -> None:
+        """Each .grad becomes its mean over the ranks."""
+        for param in self.params:
+            if param.grad is None:  # on another rank there may be one
+                param.grad = torch.zeros_like(param)
+            collectives.all_reduce(param.grad, op="avg", group=self.group)
 
     def no_sync(self) -> nullcontext:
         """Context for the micro-batches before the last: gradients add up in .grad anyway."""
@@ -61,11 +72,9 @@ class Naive:
         """The gradients, averaged over the ranks. A backward pass after this, and before
         zero_grad(), would add what nobody averages: it raises RuntimeError."""
         if not self.averaged:
-            for param in self.params:
-                if param.grad is None:  # on another rank there may be one
-                    param.grad = torch.zeros_like(param)
-                collectives.all_reduce(param.grad, op="avg", group=self.group)
-                self.guards.append(param.register_post_accumulate_grad_hook(_too_late))
+            self.average()
+            self.guards = [param.register_post_accumulate_grad_hook(_too_late)
+                           for param in self.params]
             self.averaged = True
         return [param.grad for param in self.params]
 

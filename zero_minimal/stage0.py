@@ -12,7 +12,7 @@ Communication plan, a step; what each rank sends:
 Not counted, since small: running statistics (batch norm) at each step, and an order of the buckets
 once.
 
-Read naive.py first, which trains the same in fp32. What is new here lies in foundations/:
+naive.py trains the same in fp32, without these, which lie in foundations/:
     buckets       many gradients in one message         layout.py
     overlap       messages travel during backward       backward.py
     fp32 masters  so that 16-bit parameters can train   precision.py, optimizers.py

@@ -89,6 +89,7 @@ def test_a_lesson_is_read(tmp_path):
     ("points = 60", "points = true", r", step 2: points must be a number, not True$"),
     ('"Stage2.zero_grad" =', '"Stage2.zero_grad" = 1 #', r", step 2, tasks: Stage2.zero_grad must be text, not 1$"),
     ("[steps.tasks]\n\"Stage2.z", "#", r", step 2: tasks is missing \(a table\)$"),
+    ("points = 60", 'points = 60\nquiet = ["Stage2.step"]', r", step 2: quiet names Stage2.step, which is none of"),
     (RIGHT[RIGHT.index("\n[[steps]]"):], "steps = [1]", r", step 1 must be a table, not 1$"),
     (RIGHT[RIGHT.index("\n[[steps]]"):], "", r": steps is missing \(a list\)$"),
 ])
@@ -106,7 +107,8 @@ def test_a_wrong_file_is_named_with_its_key(tmp_path, old, new, says):
 def test_starters_hold_no_answer(lesson):
     """What is to be written is gone: only the docstring, what must hold, and the error that names the step are left."""
     source, starter = references.reference(lesson), lesson.starter.read_text()
-    assert starter.count("raise NotImplementedError") == len(lesson.tasks)
+    assert starter.count("raise NotImplementedError") == len(set(lesson.tasks) - lesson.quiet)
+    assert starter.count("...  # until step ") == len(lesson.quiet)
     gone = set(map(str.strip, source.splitlines())) - set(map(str.strip, starter.splitlines()))
     assert 30 <= len(gone) <= 80, "lines that a learner writes"
     compile(starter, "starter", "exec")

@@ -141,10 +141,10 @@ def test_buckets_of_ddp():
 
 
 def test_the_time_is_honest():
-    """A hundred words a minute, for who reads in a second language and thinks; hints are opened later."""
+    """Sixty words a minute, for who reads in a second language, predicts and thinks; hints are opened later."""
     minutes, lines = map(int, re.search(r"hours: (\d+) minutes to read, .* to write about (\d+) lines", PAGE).groups())
     told = TEXT.split("## Hints")[0]
-    assert minutes == pytest.approx(len(told.split()) / 100, rel=0.25)
+    assert minutes == pytest.approx(len(told.split()) / 60, rel=0.25)
     bodies = [ast.parse(inspect.getsource(getattr(ring, name))).body[0].body[1:] for name in LESSON.tasks]
     code = sum(len(ast.unparse(body).splitlines()) for body in bodies)
     assert lines == pytest.approx(code, abs=4)

@@ -12,7 +12,9 @@ tests/NN_name/test_assignment.py, where each test says which step it belongs to 
     builds_on    lesson files that it may import all the same                                           (default: none)
     report       what `grade --html` draws of a run: "messages" or "buckets", see report/__init__.py     (default: none)
     [[steps]]    title, points, and in [steps.tasks] "function" or "Class.method" = what must hold when it returns;
-                 in [steps.core] check = the most that the step earns without it: what the lesson is about
+                 in [steps.core] check = the most that the step earns without it: what the lesson is about;
+                 quiet: those of its functions that do nothing until they are written, so that earlier steps can call
+                 them                                                                                   (default: none)
 
 A submission may import neither the reference nor any lesson file zero_minimal/*.py, and so nothing that imports these.
 Of another module that the lesson takes definitions in from, it may use all but these.
@@ -43,6 +45,7 @@ class Step:
     points: float
     tasks: dict[str, str]  # "Class.method" or "function": a comment in the starter
     core: dict[str, float]  # check: the most that the step earns if it fails
+    quiet: frozenset[str] = frozenset()  # functions that raise nothing in the starter
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +78,11 @@ class Lesson:
     def tasks(self) -> dict[str, tuple[int, str]]:
         """function: (number of its step, what must hold)."""
         return {name: (step.number, task) for step in self.steps for name, task in step.tasks.items()}
+
+    @property
+    def quiet(self) -> frozenset[str]:
+        """The functions that do nothing until they are written."""
+        return frozenset().union(*(step.quiet for step in self.steps))
 
 
 @functools.cache
@@ -117,12 +125,16 @@ def lesson_files() -> frozenset[str]:
 def _step(table: "Table", number: int) -> Step:
     title, points, tasks = table.take("title", str), table.take("points", (int, float)), table.take("tasks", dict)
     core = Table(dict(table.take("core", dict, {})), f"{table.where}, core")
+    quiet = frozenset(table.texts("quiet"))
     table.end()
     if points <= 0:
         raise ValueError(f"{table.where}: points must be above 0, not {points}")
     texts = Table(dict(tasks), f"{table.where}, tasks")
     tasks = {name: " ".join(texts.take(name, str).split()) for name in tasks}
-    return Step(number, title, points, tasks, {name: core.take(name, (int, float)) for name in list(core.entries)})
+    for name in sorted(quiet - set(tasks)):
+        raise ValueError(f"{table.where}: quiet names {name}, which is none of its tasks")
+    most = {name: core.take(name, (int, float)) for name in list(core.entries)}
+    return Step(number, title, points, tasks, most, quiet)
 
 
 KINDS = {str: "text", list: "a list", dict: "a table", (int, float): "a number"}

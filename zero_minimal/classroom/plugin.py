@@ -191,7 +191,7 @@ def unwritten_steps(submission: Submission) -> dict[int, str]:
 
 def _is_hole(function) -> bool:
     body = [line for line in function.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))]
-    return len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplementedError" in ast.dump(body[0])
+    return not body or len(body) == 1 and isinstance(body[0], ast.Raise) and "NotImplementedError" in ast.dump(body[0])
 
 
 def _worth(item) -> dict:

@@ -1,7 +1,7 @@
 """python -m zero_minimal starters: write lessons/*/assignment.py anew, from the reference.
 
 A starter is the reference in one file, with the bodies taken out that its lesson is about. Signatures and docstrings
-stay; in place of a body stands what must hold when the function returns, and an error that names the step.
+stay; in place of a body stands what must hold when the function returns, and an error that names the step, or `...`.
 """
 
 import ast
@@ -21,7 +21,7 @@ def starter(lesson: Lesson, source: str) -> str:
     # from the last one up, so that the line numbers of the others stay right
     for name in sorted(lesson.tasks, key=lambda name: -functions[name].lineno):
         first, last, indent = _body(functions[name], lines)
-        lines[first - 1 : last] = _instead(name, *lesson.tasks[name], indent)
+        lines[first - 1 : last] = _instead(name, *lesson.tasks[name], indent, name in lesson.quiet)
     return "\n".join(lines) + "\n"
 
 
@@ -51,11 +51,12 @@ def _body(function: ast.FunctionDef, lines: list[str]) -> tuple[int, int, int]:
     return head + 1, body[-1].end_lineno, function.col_offset + 4
 
 
-def _instead(name: str, number: int, task: str, indent: int) -> list[str]:
-    margin = " " * indent
+def _instead(name: str, number: int, task: str, indent: int, quiet: bool) -> list[str]:
+    margin, own = " " * indent, name.split(".")[-1]
     comment = textwrap.wrap(f"step {number}: {task}", WIDTH, initial_indent=margin + "# ",
                             subsequent_indent=margin + "# ")
-    return [*comment, f'{margin}raise NotImplementedError("step {number}: {name.split(".")[-1]}")']
+    hole = f"...  # until step {number} nothing happens here"
+    return [*comment, margin + (hole if quiet else f'raise NotImplementedError("step {number}: {own}")')]
 
 
 def main(arguments: list[str]) -> None:

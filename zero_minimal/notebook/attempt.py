@@ -26,6 +26,7 @@ from zero_minimal.notebook.told import Told
 HOUSE = Path(__file__).parents[2]  # the checkout
 NAME = "assignment"  # of the module
 STEP = re.compile(r"step (\d+): ")  # how the starter's errors begin
+QUIET = re.compile(r"^ *\.\.\.  # until (step \d+) ")  # and what stands in their place where nothing is raised
 AGAIN = "Mend it, save the file, and run this cell again."
 
 files: set[str] = set()  # those that were loaded: what stands in one is told by its line (standing.py)
@@ -95,11 +96,15 @@ def next_step(module: ModuleType) -> str:
 
 def _unwritten(source: str) -> list[str]:
     """What the starter's errors say that are left in a file, in the order of the steps: "step 1: exchange"."""
-    raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
+    tree, lines = ast.parse(source), source.splitlines()
+    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
     words = [ast.literal_eval(error.args[0]) for error in raised
              if isinstance(error, ast.Call) and ast.unparse(error.func) == "NotImplementedError"
              and error.args and isinstance(error.args[0], ast.Constant)]
     steps = [word for word in words if isinstance(word, str) and STEP.match(word)]
+    for node in ast.walk(tree):  # what does nothing until it is written: `...`, and the step beside it
+        if isinstance(node, ast.FunctionDef) and (quiet := QUIET.search(lines[node.body[-1].lineno - 1])):
+            steps.append(f"{quiet[1]}: {node.name}")
     return sorted(steps, key=lambda word: int(STEP.match(word)[1]))
 
 

@@ -1,0 +1,343 @@
+"""Data parallelism: every rank holds everything, and works on its own batch. ZeRO starts here
+(section 3 of the paper).
+
+Memory a rank, for Ψ parameters:
+    fp32     4Ψ parameters + 4Ψ gradients + 8Ψ Adam's momentum and variance
+    16 bit   2Ψ            + 2Ψ           + 12Ψ, of which 4Ψ are the fp32 master parameters
+
+Communication plan, a step; what each rank sends:
+    start      broadcast rank 0's parameters, once
+    backward   all-reduce each bucket of gradients as soon as it is complete     2Ψ(N−1)/N elements
+    step       every rank makes the same update: nothing is sent
+Not counted, since small: running statistics (batch norm) at each step, and an order of the buckets
+once.
+
+naive.py trains the same in fp32, without these, which lie in foundations/:
+    buckets       many gradients in one message         layout.py
+    overlap       messages travel during backward       backward.py
+    fp32 masters  so that 16-bit parameters can train   precision.py, optimizers.py
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from zero_minimal.foundations import (
+    collectives,
+    handed_over,
+    optimizers,
+    ownership,
+    precision,
+    saved_state,
+)
+from zero_minimal.foundations.backward import Hooks
+from zero_minimal.foundations.layout import Bucket
+from zero_minimal.foundations.passes import Passes
+from zero_minimal.foundations.set_up import set_up
+from zero_minimal.foundations.ties import Tie
+
+
+def _too_late(param):
+    raise RuntimeError("call zero.zero_grad() before the next backward(): the gradients were "
+                       "averaged already")
+
+
+class Naive:
+    """Data parallelism over the ranks of `group`, for a model in fp32.
+
+    Args:
+        model: any nn.Module, built alike on every rank; all take rank 0's values.
+        optimizer_class: a torch optimizer; `optimizer_options` go to it (lr=3e-4, …).
+        bucket_bytes: taken as at the stages, and not used: there are no buckets.
+    .grad is this rank's own until step() or clip_grad_norm_() averages it.
+    Raises: ValueError for parameters of less than 32 bits.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer_class: type, *, group=None,
+        bucket_bytes: int | None = None, **optimizer_options,
+    ):
+        if any(param.element_size() < 4 for param in model.parameters()):
+            raise ValueError("the naive way keeps no fp32 masters, so 16-bit parameters would lose "
+                             "small updates: use Stage0")
+        self.model, self.group = model, group
+        self.start_alike()
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        self.optimizer = optimizer_class(self.params, **optimizer_options)
+        self.averaged = False
+        self.guards = []  # hooks on the parameters, as long as gradients are averaged
+
+    def start_alike(self) -> None:
+        """Every rank begins with rank 0's model, whatever values its own had."""
+        # step 1: all of this rank's model is as on rank 0 of the group.
+        raise NotImplementedError("step 1: start_alike")
+
+    def average(self) -> None:
+        """Each .grad becomes its mean over the ranks."""
+        # step 1: each of self.params has the ranks' mean gradient in .grad, on every rank.
+        raise NotImplementedError("step 1: average")
+
+    def no_sync(self) -> nullcontext:
+        """Context for the micro-batches before the last: gradients add up in .grad anyway."""
+        return nullcontext()
+
+    def reduced_gradients(self) -> list[torch.Tensor]:
+        """The gradients, averaged over the ranks. A backward pass after this, and before
+        zero_grad(), would add what nobody averages: it raises RuntimeError."""
+        if not self.averaged:
+            self.average()
+            self.guards = [param.register_post_accumulate_grad_hook(_too_late)
+                           for param in self.params]
+            self.averaged = True
+        return [param.grad for param in self.params]
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down to this norm, if theirs is larger. Returns theirs, a 0-dim
+        tensor."""
+        self.reduced_gradients()
+        return nn.utils.clip_grad_norm_(self.params, max_norm)
+
+    def step(self) -> None:
+        """Make the update; on every rank alike, since the gradients are."""
+        self.reduced_gradients()
+        self.optimizer.step()
+        ownership.broadcast_statistics(self.model, self.group)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.optimizer.zero_grad()
+        for guard in self.guards:
+            guard.remove()
+        self.averaged, self.guards = False, []
+
+
+class Backward(Passes):
+    """Counts the gradients of each of stage.buckets as they come, and calls the stage's Hooks.
+
+    by_turns: do not hand over a bucket with its last gradient: turns.Turns says when (stage 3).
+    """
+
+    def __init__(self, stage: Hooks, by_turns: bool = False):
+        # stage.buckets stays in the planned order, self.buckets comes into the agreed one
+        self.buckets, self.by_turns = list(stage.buckets), by_turns
+        self._ordered = by_turns  # self.buckets is in its final order
+        self._buckets_of: dict[nn.Parameter, list[Bucket]] = {}
+        for bucket in self.buckets:
+            for param in bucket.params:
+                self._buckets_of.setdefault(param, []).append(bucket)
+        flats = {param: buckets[0].flat for param, buckets in self._buckets_of.items()}
+        super().__init__(stage, flats)
+        self._reset()
+        self._listen()
+
+    def _reset(self) -> None:
+        # of each bucket not yet handed over, in order: the parameters whose gradient has not come
+        self._waits_for = {bucket: set(bucket.params) for bucket in self.buckets}
+        self._completed: list[Bucket] = []  # in the order in which they became complete
+
+    # a gradient's way: autograd calls _gradient, which counts, and hands over what is complete
+
+    def _listen(self) -> None:
+        """Let autograd call _gradient(param) in every pass, as soon as param.grad is there."""
+        # step 3: autograd calls self._gradient, through a Tie, for each parameter of
+        # self._buckets_of.
+        ...  # until step 3 nothing happens here
+
+    def _gradient(self, param: nn.Parameter) -> None:
+        """A parameter's gradient has come."""
+        # step 3: the stage was told (self._arrived); under accumulate() that is all. Else the
+        # parameter's buckets no longer wait for it, those that wait for nothing are in
+        # self._completed, and self._hand_over_complete was called.
+        raise NotImplementedError("step 3: _gradient")
+
+    def _arrived(self, param: nn.Parameter) -> None:
+        """Tell the stage. Raises: RuntimeError if a bucket of this parameter is gone."""
+        buckets = self._buckets_of[param]
+        ownership.check_place(param, buckets[0].parameters)
+        self.stage.gradient_arrived(param, buckets[0].flat)
+        counts = [param in self._waits_for.get(bucket, ()) for bucket in buckets]
+        if not self.accumulating and not all(counts):
+            raise RuntimeError(
+                f"a gradient of shape {tuple(param.shape)} came after its bucket was handed over. "
+                "If it was the parameter's second one in this pass: torch.utils.checkpoint around "
+                "a module used several times needs use_reentrant=False, and "
+                "activation_partitioning.checkpoint cannot be around it"
+            )
+
+    def _hand_over_complete(self) -> None:
+        """Hand over the buckets whose turn has come."""
+        # step 3: no bucket that could go is left; on every rank they went in the order of
+        # self._waits_for. (Not with self.by_turns: then another one hands over.)
+        raise NotImplementedError("step 3: _hand_over_complete")
+
+    def hand_over(self, bucket: Bucket) -> None:
+        """Give a bucket to the stage. A second call in the same pass does nothing."""
+        if bucket in self._waits_for:
+            del self._waits_for[bucket]
+            bucket.moment = f"backward {self.passes + 1} of step {self.steps + 1}"
+            later = self._waits_for.keys()
+            done = [param for param in bucket.params if later.isdisjoint(self._buckets_of[param])]
+            self.stage.bucket_complete(bucket, done)
+
+    # the end of a pass
+
+    def finish(self) -> None:
+        """Hand over what is left: when a pass ends, or when the reduced gradients are asked for (in
+        step(), say) and no pass on this rank has handed over."""
+        ownership.check_owner(self.stage.model)
+        self._hand_over_rest()
+        self.reduced, self.running = True, False
+        self.passes += 1
+        if not self._ordered:
+            self._agree_on_order()
+        self._reset()
+        self.stage.backward_ends()
+        self.left.leave()
+
+    def _hand_over_rest(self) -> None:
+        """Hand over all buckets that are left, in order."""
+        # step 2: every bucket of self._waits_for was handed over, and before it the stage was told
+        # (gradient_arrived) of gradients that were there already.
+        raise NotImplementedError("step 2: _hand_over_rest")
+
+    def _agree_on_order(self) -> None:
+        """Take rank 0's order of completion for all passes to come. It costs one all-gather of
+        numbers, once."""
+        self._ordered = True
+        incomplete = [bucket for bucket in self.buckets if bucket not in self._completed]
+        seen = [self.buckets.index(bucket) for bucket in [*self._completed, *incomplete]]
+        of_rank_0 = ownership.numbers_of_all_ranks(seen, self.stage.group)[0]
+        self.buckets = [self.buckets[index] for index in of_rank_0]
+
+    # what a stage calls besides
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Context in which backward passes hand over nothing: gradients add up in .grad."""
+        # step 5: a context: inside of it self.accumulating is True, after it, whatever happens,
+        # False.
+        raise NotImplementedError("step 5: accumulate")
+
+    def forget(self) -> None:
+        """zero_grad(): start afresh."""
+        super().forget()
+        self._reset()
+
+
+class Stage0(Hooks):
+    """Data parallelism over the ranks of `group`.
+
+    Args:
+        model: any nn.Module, built alike on every rank; all take rank 0's values. It stays yours:
+            call it as before.
+        optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4,
+            fused=True, …).
+        bucket_bytes: gradients are reduced in buckets of about this size; None: as few as can be.
+        param_groups: as torch.optim takes them; by default all parameters of the model.
+    A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
+    rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
+    After backward .grad holds the average of all ranks; clip with clip_grad_norm_().
+    Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
+        element-wise; TypeError for what is no module, no optimizer class or no option of it;
+        RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer_class: type, *, group=None,
+        bucket_bytes: int | None = 4 * 2**20, param_groups=None, **optimizer_options,
+    ):
+        set_up(
+            self, model, optimizer_class, optimizer_options,
+            group=group, bucket_bytes=bucket_bytes, param_groups=param_groups,
+        )
+        self.backward = Backward(self)
+        self.reducing = None  # the all-reduce under way, if any
+
+    def own(self, bucket):
+        """A rank keeps all of every bucket (foundations/set_up.py calls this at the start)."""
+        bucket.gradients = bucket.whole_gradients()  # [padded]
+        bucket.parameter_shard, bucket.gradient_shard = bucket.parameters, bucket.gradients
+
+    # during backward: foundations/backward.py calls these
+
+    def gradient_arrived(self, param, flat):
+        flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
+
+    def bucket_complete(self, bucket, done):
+        # step 2: bucket.gradients become their mean over the ranks (step 4: are on their way to it,
+        # and self.reducing says so).
+        raise NotImplementedError("step 2: bucket_complete")
+
+    def _wait(self):
+        # step 4: what is under way, if anything, has arrived: self.reducing is None. (And
+        # bucket_complete uses it.)
+        ...  # until step 4 nothing happens here
+
+    def backward_ends(self):
+        self._wait()
+        for bucket in self.buckets:
+            bucket.show_gradients()
+
+    def no_sync(self) -> AbstractContextManager:
+        """Context for the micro-batches before the last: gradients add up here, nothing is sent."""
+        return self.backward.accumulate()
+
+    # after backward
+
+    def reduced_gradients(self) -> list[torch.Tensor]:
+        """What the update reads: the averaged gradient of each bucket, [padded]."""
+        self.backward.complete()
+        return [bucket.gradient_shard for bucket in self.buckets]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Let step() scale the gradients down to this global norm, if theirs is larger. Returns
+        theirs, a 0-dim tensor. Only gradient_scale changes: the gradients stay as they are."""
+        gradients = self.reduced_gradients()
+        norm = precision.global_norm(gradients, self.gradient_scale, sharded=False)
+        self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
+        return norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters; on every rank alike, since the gradients are."""
+        self.reduced_gradients()
+        for bucket in self.buckets:
+            optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
+        ownership.broadcast_statistics(self.model, self.group)
+        self.backward.spent = True
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        # step 5: nothing is under way, no .grad and no gradient_scale is left, and self.backward
+        # starts afresh (forget).
+        raise NotImplementedError("step 5: zero_grad")
+
+    # state
+
+    def state_dict(self) -> dict:
+        """This rank's training state, for a restart with the same number of ranks."""
+        return saved_state.shard_state(self)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
+        saved_state.load_shards(self, state)
+
+    @contextmanager
+    def gather_parameters(self) -> Iterator[None]:
+        """Context in which every parameter is whole: here it always is. All ranks must enter it.
+        Edits are kept: make them alike on all ranks, else RuntimeError."""
+        try:
+            yield
+            ownership.check_alike(self.model, self.group)
+        finally:
+            for bucket in self.buckets:
+                precision.keep_changes(bucket)
+
+
+if __name__ == "__main__":
+    from zero_minimal.programs.train import main
+
+    main(Stage0)

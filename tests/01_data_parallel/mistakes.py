@@ -1,0 +1,265 @@
+"""Lesson 1: what goes wrong with gradients that leave early.
+
+Each of the functions below gives the text of one that is right, or that differs in the parts that are named.
+"""
+
+from submissions import Wrong, function
+
+
+def start_alike(tensors="[*self.model.parameters(), *self.model.buffers()]", group="group=self.group"):
+    return {"Naive.start_alike": function("def start_alike(self):", function(
+        f"for tensor in {tensors}:", f"collectives.broadcast(tensor.data, {group})"))}
+
+
+def average(missing="param.grad = torch.zeros_like(param)", op="avg", group="group=self.group", end=""):
+    return {"Naive.average": function("def average(self):", function(
+        "for param in self.params:", function("if param.grad is None:", missing),
+        f"collectives.all_reduce(param.grad, op='{op}', {group})", end))}
+
+
+REDUCE = "self.reducing = collectives.all_reduce(bucket.gradients, op='avg', group=self.group, async_op=True)"
+
+
+def bucket_complete(begin="self._wait()", missing="bucket.zero_missing()", reduce=REDUCE):
+    return {"Stage0.bucket_complete": function(
+        "def bucket_complete(self, bucket, done):", begin, missing, reduce)}
+
+
+def wait(body="if self.reducing:\n    self.reducing.wait()\n    self.reducing = None"):
+    return {"Stage0._wait": function("def _wait(self):", body)}
+
+
+def rest(old="self.stage.gradient_arrived(param, bucket.flat)", give="self.hand_over(bucket)",
+         buckets="[*self._waits_for]"):
+    return {"Backward._hand_over_rest": function("def _hand_over_rest(self):", function(
+        f"for bucket in {buckets}:", function("for param in self._waits_for[bucket]:", function(
+            "if handed_over.has_gradient(param):", old)), give))}
+
+
+def listen(register="param.register_post_accumulate_grad_hook(Tie(Backward._gradient, self))", begin=""):
+    return {"Backward._listen": function("def _listen(self):", begin, function(
+        "for param in self._buckets_of:", register))}
+
+
+COUNT = """
+for bucket in self._buckets_of[param]:
+    self._waits_for[bucket] -= {param}
+    if not self._waits_for[bucket]:
+        self._completed.append(bucket)
+"""
+
+
+def gradient(begin="self._arrived(param)", count=COUNT, end="self._hand_over_complete()"):
+    return {"Backward._gradient": function(
+        "def _gradient(self, param):", begin, "if self.accumulating:\n    return", count, end)}
+
+
+HEAD = """
+while self._waits_for:
+    bucket = [*self._waits_for][0]
+    if self._waits_for[bucket]:
+        break
+    self.hand_over(bucket)
+"""
+
+
+def hand_over_complete(body=HEAD):
+    return {"Backward._hand_over_complete": function("def _hand_over_complete(self):", body)}
+
+
+def accumulate(inside="self.accumulating = True", after="self.accumulating = False"):
+    return {"Backward.accumulate": "@contextmanager\n" + function(
+        "def accumulate(self):", inside, "try:\n    yield", function("finally:", after))}
+
+
+def zero_grad(begin="self._wait()", forget="self.backward.forget()", scale="self.gradient_scale = None",
+              drop="param.grad = None"):
+    return {"Stage0.zero_grad": function("def zero_grad(self):", begin, forget, scale,
+                                         function("for param in self.model.parameters():", drop))}
+
+
+# what counts a parameter once for each module that holds it
+VISITS = listen(begin="""
+    modules = self.stage.model.modules()
+    found = [id(param) for module in modules for param in module._parameters.values()]
+    self.visits = {param: found.count(id(param)) for param in self._buckets_of}
+    """) | gradient(count="""
+    self.visits[param] -= 1
+    if self.visits[param] == 0:
+        for bucket in self._buckets_of[param]:
+            self._waits_for[bucket].discard(param)
+    """)
+ONE_BY_ONE = """
+for param in bucket.params:
+    place = bucket._place(bucket.gradients, param)
+    collectives.all_reduce(place, op="avg", group=self.group)
+"""
+BLOCKING = "collectives.all_reduce(bucket.gradients, op='avg', group=self.group)"
+
+WRONG = {
+    "each rank keeps the values that it began with": Wrong(
+        1, "test_all_start_from_rank_0", r"rank 1 has another frozen, first.weight and \d more than rank 0",
+        start_alike(tensors="()"), 2),
+    "buffers stay each rank's own": Wrong(
+        1, "test_all_start_from_rank_0", r"rank 1 has another norm.running_mean than rank 0: .* rank 0's, buffers$",
+        start_alike(tensors="self.model.parameters()"), 2),
+    "what is frozen stays each rank's own": Wrong(
+        1, "test_all_start_from_rank_0", r"rank 1 has another frozen than rank 0: .* also those that are not trained",
+        start_alike(tensors="[*filter(lambda p: p.requires_grad, self.model.parameters()), *self.model.buffers()]"), 2),
+    "the sum, the naive way": Wrong(
+        1, "test_afterwards_each_gradient_is_the_mean", r"the sum of the ranks' gradients, not .* 3 times too large",
+        average(op="sum"), 3),
+    "averaged twice, the naive way": Wrong(
+        1, "test_afterwards_each_gradient_is_the_mean", r"averaged twice: they are 3 times too small",
+        average(end="param.grad /= torch.distributed.get_world_size(self.group)"), 3),
+    "who has no gradient takes no part": Wrong(
+        1, "test_afterwards_each_gradient_is_the_mean", r"(?s)To look at: one parameter got a gradient on rank 0 alone",
+        average(missing="continue"), 2, True),
+    "a parameter always has a gradient": Wrong(
+        1, "test_afterwards_each_gradient_is_the_mean", r"(?s)it raised \w+.*To look at: .*counts as zero",
+        average(missing="pass"), 2, True),
+    "the mean of the mean": Wrong(
+        1, "test_each_gradient_is_sent_once", r"Naive sent .* on rank 0 of 3 .* is each one averaged, once",
+        average(end="collectives.all_reduce(param.grad, op='avg', group=self.group)")),
+    "broadcasts to all ranks there are": Wrong(
+        1, "test_the_naive_way_in_a_group", r"(?s)group= is a group of ranks 1 and 2 of three", start_alike(group=""),
+        hangs=True),
+    "the sum of a bucket": Wrong(
+        2, "test_every_gradient_is_the_mean", r"the sum of the ranks' gradients, not their mean: 3 times too large",
+        bucket_complete(reduce=REDUCE.replace("avg", "sum")), 3),
+    "divided, and then averaged": Wrong(
+        2, "test_every_gradient_is_the_mean", r"averaged twice: they are 3 times too small",
+        bucket_complete(missing="bucket.zero_missing()\nbucket.gradients /= self.world_size"), 3),
+    "a copy is averaged, and nobody puts it back": Wrong(
+        2, "test_every_gradient_is_the_mean", r"rank 0 holds its own gradients: .* the result was not put back",
+        bucket_complete(reduce=REDUCE.replace("bucket.gradients", "bucket.gradients.clone()")), 2),
+    "a message for each parameter": Wrong(
+        2, "test_many_gradients_in_one_message", r"rank 0 sent \d+ messages for 4\d gradients, .* as 8 all-reduces",
+        bucket_complete(reduce=ONE_BY_ONE)),
+    "each bucket twice": Wrong(
+        2, "test_a_backward_sends_what_an_all_reduce_does", r"rank 0 of 3 sent .* is a bucket sent more than once",
+        bucket_complete(missing="bucket.zero_missing()\n" + BLOCKING)),
+    "everybody takes rank 0's gradients": Wrong(
+        2, "test_every_gradient_is_the_mean", r"rank 0 holds its own gradients: the other ranks' were never added",
+        bucket_complete(reduce="collectives.broadcast(bucket.gradients, group=self.group)"), 2),
+    "rank 0 alone gets the mean": Wrong(
+        2, "test_every_gradient_is_the_mean", r"rank 1 holds its own gradients: the other ranks' were never added",
+        bucket_complete(reduce="collectives.reduce(bucket.gradients, 0, op='avg', group=self.group)"), 2),
+    "everybody gets all gradients, and averages alone": Wrong(
+        2, "test_a_backward_sends_what_an_all_reduce_does", r"rank 0 of 3 sent .* or whole to every rank",
+        bucket_complete(reduce="""
+            everybody = bucket.gradients.new_empty(self.world_size, bucket.padded)
+            collectives.all_gather(everybody.view(-1), bucket.gradients, group=self.group)
+            bucket.gradients.copy_(everybody.mean(0))
+            """)),
+    "buckets go by the order of hashes": Wrong(
+        2, "test_ranks_with_other_hash_seeds_agree", r"(?s)each rank is a Python of its own, as with torchrun",
+        listen(register="pass") | rest(buckets="sorted(self._waits_for, key=lambda bucket: hash(bucket.name))"),
+        hangs=True),
+    "incomplete buckets stay": Wrong(
+        2, "test_a_missing_gradient_is_zero", r"(?s)one parameter got (its|a) gradient on rank 0 alone",
+        rest(give="if not self._waits_for[bucket]:\n    self.hand_over(bucket)"), 2, True),
+    "asks each .grad for its largest element": Wrong(
+        2, "test_a_missing_gradient_is_zero", r"(?s)it raised AttributeError: 'NoneType'.*To look at: .*counts as zero",
+        bucket_complete(begin="self._wait()\nlargest = max(param.grad.abs().max() for param in bucket.params)"), 2),
+    "all ranks there are": Wrong(
+        2, "test_a_backward_in_a_group", r"(?s)group= is a group of ranks 1 and 2 of three",
+        bucket_complete(reduce=REDUCE.replace("group=self.group, ", "")), hangs=True),
+    "nobody listens": Wrong(
+        3, "test_reductions_begin_during_backward", r"rank 0 sent nothing before its last gradient had come: \d+ mess",
+        listen(register="pass")),
+    "waits for all parameters of the model": Wrong(
+        3, "test_reductions_begin_during_backward", r"rank 0 sent nothing before its last gradient had come",
+        gradient(end="if not any(self._waits_for.values()):\n    self._hand_over_complete()")),
+    "leaves when almost all is there": Wrong(
+        3, "test_reductions_begin_during_backward", r"0 bytes had begun to leave when half of its gradients had come",
+        gradient(end="if len(self._completed) >= len(self.buckets) - 2:\n    self._hand_over_complete()")),
+    "a tensor's hook, which comes before .grad": Wrong(
+        3, "test_gradients_that_leave_early_are_the_mean",
+        r"(?s)it raised AttributeError: 'NoneType' object.*To look at: is .grad there when your hook is called",
+        listen(register="""
+            hook = Tie(lambda backward, own, _: backward._gradient(own), self, param)
+            param.register_hook(hook)
+            """), 2),
+    "leaves with the parameter that was registered last": Wrong(
+        3, "test_gradients_that_leave_early_are_the_mean", r"came after its bucket was handed over",
+        gradient(count="""
+            for bucket in self._buckets_of[param]:
+                if param is bucket.params[0]:
+                    self.hand_over(bucket)
+            """, end=""), 2),
+    "counts one too few": Wrong(
+        3, "test_gradients_that_leave_early_are_the_mean", r"came after its bucket was handed over",
+        hand_over_complete(HEAD.replace("if self._waits_for[bucket]:", "if len(self._waits_for[bucket]) > 1:")), 3),
+    "the order in which they become complete here": Wrong(
+        3, "test_ranks_hand_over_in_one_order", r"(?s)each rank goes through the branches in another order",
+        hand_over_complete("""
+            for bucket, missing in [*self._waits_for.items()]:
+                if not missing:
+                    self.hand_over(bucket)
+            """), 3, True),
+    "counts a tied weight for each module": Wrong(
+        3, "test_a_tied_weight_counts_once_and_a_frozen_one_never",
+        r"sent nothing before its last gradient.* the last two layers share their weight", VISITS),
+    "waits at once": Wrong(
+        4, "test_autograd_goes_on_meanwhile", r"rank 0 stood still each time .*: of 2\d messages none was under way",
+        bucket_complete(reduce=BLOCKING)),
+    "starts, and waits in the next line": Wrong(
+        4, "test_autograd_goes_on_meanwhile", r"rank 0 stood still each time until it came",
+        bucket_complete(reduce=REDUCE + "\nself._wait()")),
+    "nobody waits": Wrong(
+        4, "test_all_has_arrived_when_backward_ends", r"(?s)To look at: every all-reduce that was started must be",
+        wait("self.reducing = None"), hangs=True),
+    "the last one is not waited for": Wrong(
+        4, "test_all_has_arrived_when_backward_ends", r"has not the mean gradients of two .* was each all-reduce wai",
+        wait("pass") | bucket_complete(begin="if self.reducing:\n    self.reducing.wait()"), hangs=True),
+    "a micro-batch leaves all the same": Wrong(
+        5, "test_micro_batches_are_sent_once", r"under no_sync\(\) rank 0 sent \d+.\d kB in 2 micro-batches",
+        accumulate(inside="pass")),
+    "no_sync never ends": Wrong(
+        5, "test_micro_batches_are_sent_once", r"rank 0 sent 0 bytes in the backward of the last micro-batch",
+        accumulate(after="pass")),
+    "no_sync lasts when an error leaves it": Wrong(
+        5, "test_an_error_ends_no_sync_too", r"The next backward sent 0 bytes on rank 0, and .* must leave there",
+        {"Backward.accumulate": "@contextmanager\n" + function(
+            "def accumulate(self):", "self.accumulating = True", "yield", "self.accumulating = False")}),
+    "earlier micro-batches are halved": Wrong(
+        5, "test_micro_batches_add_up", r"has not the ranks' mean of 3 micro-batches' sum",
+        {"Stage0.gradient_arrived": """
+            def gradient_arrived(self, param, flat):
+                flat.keep_gradient(param)
+                if self.backward.accumulating:
+                    param.grad /= 2
+            """}),
+    "old gradients stay": Wrong(
+        5, "test_the_second_step_starts_afresh", r"the sum of both steps': zero_grad\(\) left the first one's",
+        zero_grad(drop="pass")),
+    "zero_grad does not tell backward": Wrong(
+        5, "test_the_second_step_starts_afresh", r"call zero.zero_grad\(\) after zero.step\(\)", zero_grad(forget="")),
+    "listens once more in each step": Wrong(
+        5, "test_the_second_step_starts_afresh", r"came after its bucket was handed over",
+        zero_grad(forget="self.backward.forget()\nself.backward._listen()")),
+    "an old gradient stands in for a missing one": Wrong(
+        5, "test_trains_as_one_process_would", r"rank 0 has other parameters than one process .* counts as one whose",
+        bucket_complete(missing="")),
+    "clipping stays for the next step": Wrong(
+        5, "test_trains_as_one_process_would", r"three micro-batches a step, and clipping, 3 steps: rank 0 has other",
+        zero_grad(scale="")),
+}
+# what the plain run plays too
+SHORT = {
+    "buffers stay each rank's own", "the sum, the naive way", "the mean of the mean", "a message for each parameter",
+    "a copy is averaged, and nobody puts it back", "each bucket twice", "nobody listens",
+    "counts a tied weight for each module", "a tensor's hook, which comes before .grad", "waits at once",
+    "a micro-batch leaves all the same", "old gradients stay", "the order in which they become complete here",
+}
+
+RIGHT = {
+    "the parts of these mistakes": (
+        start_alike() | average() | bucket_complete() | wait() | rest() | listen() | gradient() | hand_over_complete()
+        | accumulate() | zero_grad()),
+    "all under way at once": bucket_complete(begin="", reduce="""
+        work = collectives.all_reduce(bucket.gradients, op='avg', group=self.group, async_op=True)
+        self.reducing = [*(self.reducing or []), work]
+        """) | wait("for work in self.reducing or []:\n    work.wait()\nself.reducing = None"),
+}

@@ -1,0 +1,654 @@
+"""Lesson 1's assignment, data parallelism, in steps: what is computed, sent and when, however it is written.
+
+The grader runs these tests against a learner's file, and shows the text of an assertion as the message. So each one
+names what went wrong and shows the evidence. In between, they run on the reference.
+"""
+
+import contextlib
+import functools
+import time
+
+import checks
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from checks import in_words, once
+from torch import nn, optim
+from toys import Recipe
+
+worlds = pytest.mark.parametrize("world_size", (2, 3))
+
+
+@pytest.fixture
+def stage_class(assignment):
+    """The class under test; stage_class.Naive is the naive way of the same file."""
+    return assignment
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """What is computed here to compare with is small: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------------------------------------------------- the models
+
+LAYERS, WIDTH = 12, 40
+LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes, also of a bucket where this model is used
+
+
+def wide():
+    return toys.MLP(*[WIDTH] * (LAYERS + 1))
+
+
+def wide_numbers(rank, step):
+    return toys.numbers(rank, step, WIDTH, WIDTH, batch=2)
+
+
+class Normed(nn.Module):
+    """A batch norm, whose buffers differ from rank to rank before a stage has it; and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        nn.init.normal_(self.norm.running_mean)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, x, y):
+        return (self.last(self.norm(self.first(x))) + self.frozen - y).square().mean()
+
+
+class Crossroads(nn.Module):
+    """Branches of one size, through which each rank goes in another order; one is left out on rank 1."""
+
+    def __init__(self, branches=6):
+        super().__init__()
+        self.first = nn.Linear(7, 11)
+        self.branches = nn.ModuleList(nn.Linear(11, 11) for _ in range(branches))
+        self.last = nn.Linear(11, 3)
+
+    def forward(self, x, y, turn):
+        order = [*range(len(self.branches))]
+        order = order[2 * turn :] + order[: 2 * turn]
+        x = self.first(x)
+        for place in order:
+            x = x if turn == 1 and place == 0 else torch.tanh(self.branches[place](x))
+        return (self.last(x) - y).square().mean()
+
+
+ROAD = 4 * (11 * 11 + 11)
+
+
+def crossroads_batch(rank, step):
+    return *toys.numbers(rank, step), rank
+
+
+class Caught(nn.Module):
+    """Deep, and awkward at its end, where backward begins: a weight that is used twice, and a frozen bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers[-1].weight = self.layers[-2].weight
+        self.layers[-2].bias.requires_grad_(False)
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x - y).square().mean()
+
+
+# ------------------------------------------------------------------------------------- what one process would compute
+
+
+def own_gradients(ranks, make, batch, steps=(0,)):
+    """For each of the ranks {name: its gradient of these batches, summed, in fp64}. A missing one is zero."""
+    found = []
+    for rank in ranks:
+        whole = toys.build(make, ranks[0], torch.float64)
+        for step in steps:
+            whole(*(part.double() if isinstance(part, torch.Tensor) and part.is_floating_point() else part
+                    for part in batch(rank, step))).backward()
+        found.append({name: torch.zeros_like(param) if param.grad is None else param.grad
+                      for name, param in whole.named_parameters() if param.requires_grad})
+    return found
+
+
+def assert_mean(ranks, found, make, batch, steps=(0,), what="the mean of the ranks' gradients", hint=""):
+    """What each of the ranks found, [rank] {name: gradient}, is the mean."""
+    own = own_gradients(ranks, make, batch, steps)
+    count = len(own)
+    mean = {name: sum(gradients[name] for gradients in own) / count for name in own[0]}
+    bound = 1e-5 * max(gradient.abs().max() for gradient in mean.values())
+
+    def alike(one, other, times=1.0):
+        return all(bool(((one[name].double() - times * other[name]).abs() <= bound * max(1.0, times)).all())
+                   for name in mean)
+
+    for rank, gradients in zip(ranks, found, strict=True):
+        missing = [name for name in mean if gradients.get(name) is None]
+        assert not missing, (
+            f"on rank {rank} .grad of {in_a_list(missing)} is None after backward and reduced_gradients(), and {what} "
+            f"must be there: a parameter without a gradient counts as one whose gradient is zero{hint}"
+        )
+        odd = [name for name in mean if not gradients[name].isfinite().all()]
+        assert not odd, (
+            f"on rank {rank} the gradient of {in_a_list(odd)} holds NaN: memory that nobody wrote to, or that was read "
+            f"before its all-reduce had arrived (wait){hint}"
+        )
+        if alike(gradients, mean):
+            continue
+        assert not alike(gradients, mean, count), (
+            f"rank {rank} holds the sum of the ranks' gradients, not their mean: {count} times too large"
+        )
+        assert not alike(gradients, mean, 1 / count), (
+            f"on rank {rank} the gradients were averaged twice: they are {count} times too small"
+        )
+        assert not alike(gradients, own[ranks.index(rank)]), (
+            f"rank {rank} holds its own gradients: the other ranks' were never added, or the result was not put back "
+            f"into .grad{hint}"
+        )
+        wrong = [name for name in mean if ((gradients[name].double() - mean[name]).abs() > bound).any()]
+        pytest.fail(f"rank {rank} has not {what}: {len(wrong)} of {len(mean)} parameters are wrong. "
+                    f"{example(wrong[0], gradients, mean, own, ranks, bound)}{hint}")
+
+
+def in_a_list(names):
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def example(name, gradients, mean, own, ranks, bound):
+    """One element that is wrong, and what it looks like."""
+    is_wrong = (gradients[name].double() - mean[name]).abs() > bound
+    place = tuple(int(index) for index in is_wrong.nonzero()[0])
+    here, wanted = gradients[name][place].item(), mean[name][place].item()
+    words = f"For example {name}{list(place)} is {here:.4g} and must be {wanted:.4g}"
+    if not gradients[name].any():
+        return words + f": all of {name} is zero, as if it had left before its gradient came, or not at all"
+    for rank, theirs in zip(ranks, own, strict=True):
+        if abs(here - theirs[name][place]) <= bound:
+            return words + f": that is the gradient of rank {rank} alone"
+        if abs(here * len(own) - theirs[name][place]) <= bound:
+            return words + f": only rank {rank}'s gradient is in it"
+    return words
+
+
+def gradients(zero):
+    """{name: .grad}, reduced, of what is trained."""
+    zero.reduced_gradients()
+    return {name: None if param.grad is None else param.grad.detach().clone()
+            for name, param in zero.model.named_parameters() if param.requires_grad}
+
+
+def build(stage_class, make, optimizer=optim.SGD, **options):
+    options = {"lr": 1.0, "bucket_bytes": LAYER} | options
+    return stage_class(toys.build(make, dist.get_rank()), optimizer, **options)
+
+
+# ------------------------------------------------------------------------------------------------ step 1: the naive way
+
+
+def naive_start(stage_class):
+    """The names of what differs from rank 0's model, for each kind of model; and a batch's gradients."""
+    rank, states = dist.get_rank(), []
+    for make in (Normed, checks.Awkward):
+        states.append(dict(stage_class.Naive(toys.build(make, rank), optim.SGD, lr=1.0).model.state_dict()))
+    return states
+
+
+@pytest.mark.step(1, points=4)
+@worlds
+def test_all_start_from_rank_0(stage_class, world_size):
+    assert_starts(toys.run(naive_start, world_size, stage_class), range(world_size))
+
+
+def assert_starts(found, ranks):
+    first = ranks[0]
+    wanted = [toys.build(make, first).state_dict() for make in (Normed, checks.Awkward)]
+    for rank, states in zip(ranks, found, strict=True):
+        for state, right in zip(states, wanted, strict=True):
+            off = [name for name in right if not torch.equal(state[name], right[name])]
+            buffers = [name for name in off if "running" in name or "batches" in name]
+            kind = "buffers" if off and off == buffers else "parameters and buffers, also those that are not trained"
+            assert not off, (
+                f"when Naive is made, rank {rank} has another {in_a_list(off)} than rank {first}: each rank began with "
+                f"values of its own, and all must take rank {first}'s, {kind}"
+            )
+
+
+def naive_backward(stage_class):
+    """{name: gradient} of an awkward model. Of another one bytes sent before backward had ended, and in all."""
+    rank = dist.get_rank()
+    zero, large = build(stage_class.Naive, checks.Awkward), build(stage_class.Naive, wide)
+    zero.model(*checks.awkward_batch(rank, 0)).backward()
+    found = gradients(zero)
+    with checks.Calls() as calls:
+        large.model(*wide_numbers(rank, 0)).backward()
+        early = calls.sent()
+        large.reduced_gradients()
+    return found, early, calls.sent()
+
+
+ALL_TAKE_PART = ("one parameter got a gradient on rank 0 alone, and one on no rank at all: every rank must take part "
+                 "in every collective all the same, with zeros for what is missing")
+NONE_THERE = "a parameter may get no gradient on a rank, and its .grad is None then: it counts as zero"
+
+
+@pytest.mark.step(1, points=5, stuck=ALL_TAKE_PART, left=ALL_TAKE_PART, raised=NONE_THERE)
+@worlds
+def test_afterwards_each_gradient_is_the_mean(stage_class, world_size):
+    found = [found for found, *_ in once(naive_backward, world_size, stage_class)]
+    assert_mean(list(range(world_size)), found, checks.Awkward, checks.awkward_batch)
+
+
+@pytest.mark.step(1, points=3, stuck=ALL_TAKE_PART, left=ALL_TAKE_PART, raised=NONE_THERE)
+def test_each_gradient_is_sent_once(stage_class):
+    psi = LAYERS * LAYER
+    for rank, (_, early, sent) in enumerate(once(naive_backward, 3, stage_class)):
+        assert early == 0, (
+            f"Naive sent {in_words(early)} on rank {rank} before backward had ended: the naive way averages afterwards"
+        )
+        share = 2 * psi * 2 / 3
+        assert 0.98 * share <= sent <= 1.05 * share, (
+            f"Naive sent {in_words(sent)} on rank {rank} of 3 to average gradients of {in_words(psi)}, and all-reduces "
+            f"of them send 2Ψ(N−1)/N, {in_words(share)}: is each one averaged, once?"
+        )
+
+
+def naive_in_a_group(stage_class):
+    group, rank = dist.new_group([1, 2]), dist.get_rank()
+    if rank == 0:
+        return None
+    zero = stage_class.Naive(toys.build(Normed, rank), optim.SGD, lr=1.0, group=group)
+    return [dict(zero.model.state_dict()), dict(
+        stage_class.Naive(toys.build(checks.Awkward, rank), optim.SGD, lr=1.0, group=group).model.state_dict())]
+
+
+GROUP = ("here group= is a group of ranks 1 and 2 of three, and rank 0 has no part in it: is group=self.group passed "
+         "to every call?")
+
+
+@pytest.mark.step(1, points=3, stuck=GROUP, left=GROUP, raised=GROUP)
+def test_the_naive_way_in_a_group(stage_class):
+    _, *found = toys.run(naive_in_a_group, 3, stage_class)
+    assert_starts(found, (1, 2))
+
+
+# ---------------------------------------------------------------------- steps 2 to 4: one backward, watched closely
+
+
+def watched(stage_class, make, batch, bucket_bytes, late=0.0, more=()):
+    """One backward. {name: gradient}; what was sent, as [bytes, when] a message; when gradients came, as seconds. A
+    rank other than 0 sends each message `late` seconds late. New memory comes filled with NaN. `more`: batches that
+    follow in passes of their own, and whose gradients are added."""
+    torch.use_deterministic_algorithms(True)
+    rank, world_size, came = dist.get_rank(), dist.get_world_size(), []
+    zero = build(stage_class, make, bucket_bytes=bucket_bytes)
+    for param in zero.model.parameters():
+        if param.requires_grad:
+            param.register_hook(lambda gradient: came.append(time.monotonic()))
+    with checks.Calls(pause=late if rank else 0.0) as calls:
+        loss = zero.model(*batch(rank, 0))
+        loss.backward()
+        found, first = gradients(zero), len(came)
+        made = list(calls.made)
+        for step in more:
+            zero.model(*batch(rank, step)).backward()
+            found = gradients(zero)
+    sent = [[checks.sent_for(call, world_size), call.at] for call in made]
+    return found, [message for message in sent if message[0] > 0], came[:first]
+
+
+def small_buckets(stage_class):
+    return watched(stage_class, toys.Transformer, toys.tokens, 4096)
+
+
+def layer_by_layer(stage_class):
+    return watched(stage_class, wide, wide_numbers, LAYER)
+
+
+@pytest.mark.step(2, points=6)
+@worlds
+def test_every_gradient_is_the_mean(stage_class, world_size):
+    found = [found for found, *_ in once(small_buckets, world_size, stage_class)]
+    assert_mean(list(range(world_size)), found, toys.Transformer, toys.tokens)
+
+
+@pytest.mark.step(2, points=4)
+def test_many_gradients_in_one_message(stage_class):
+    model = toys.build(toys.Transformer, 0)
+    params, psi = len(list(model.parameters())), sum(param.nbytes for param in model.parameters())
+    buckets = -(-psi // 4096)
+    for rank, (_, sent, _) in enumerate(once(small_buckets, 2, stage_class)):
+        assert len(sent) <= 2 * (buckets + 3), (
+            f"rank {rank} sent {len(sent)} messages for {params} gradients, {in_words(psi)} in all. In buckets of 4096 "
+            f"bytes they travel as {buckets} all-reduces, of at most two messages each with 2 ranks: put the gradients "
+            "of a bucket side by side, and send them as one"
+        )
+
+
+@pytest.mark.step(2, points=3)
+@worlds
+def test_a_backward_sends_what_an_all_reduce_does(stage_class, world_size):
+    model = toys.build(toys.Transformer, 0)
+    psi = sum(param.nbytes for param in model.parameters())
+    share = 2 * psi * (world_size - 1) / world_size
+    padding = 8 * checks.most_padding(model, world_size)
+    for rank, (_, messages, _) in enumerate(once(small_buckets, world_size, stage_class)):
+        sent = sum(size for size, _ in messages)
+        assert 0.98 * share <= sent <= 1.02 * share + padding, (
+            f"rank {rank} of {world_size} sent {in_words(sent)} in backward, and an all-reduce of its gradients, "
+            f"{in_words(psi)}, sends 2Ψ(N−1)/N = {in_words(share)}: "
+            + ("something is not reduced" if sent < share else
+               "is a bucket sent more than once, or whole to every rank?")
+        )
+
+
+def awkward(stage_class):
+    return watched(stage_class, checks.Awkward, checks.awkward_batch, 100)
+
+
+@pytest.mark.step(2, points=4, stuck=ALL_TAKE_PART, left=ALL_TAKE_PART, raised=NONE_THERE)
+@worlds
+def test_a_missing_gradient_is_zero(stage_class, world_size):
+    found = [found for found, *_ in once(awkward, world_size, stage_class)]
+    assert_mean(list(range(world_size)), found, checks.Awkward, checks.awkward_batch,
+                hint=". Here one parameter got its gradient on rank 0 alone, which counts as zero on the others, and "
+                     "one on no rank")
+
+
+def stage_in_a_group(stage_class):
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    zero = build(stage_class, wide, group=group)
+    zero.model(*wide_numbers(dist.get_rank(), 0)).backward()
+    return gradients(zero)
+
+
+@pytest.mark.step(2, points=2, stuck=GROUP, left=GROUP, raised=GROUP)
+def test_a_backward_in_a_group(stage_class):
+    _, *found = toys.run(stage_in_a_group, 3, stage_class)
+    assert_mean([1, 2], found, wide, wide_numbers)
+
+
+def on_fresh_ranks(stage_class):
+    zero = build(stage_class, wide)
+    zero.model(*wide_numbers(dist.get_rank(), 0)).backward()
+    return gradients(zero)
+
+
+FRESH = ("here each rank is a Python of its own, as with torchrun, with another hash seed: what comes out of a set, or "
+         "is sorted by hash() or id(), has another order on each rank. Go through lists and dicts")
+
+
+@pytest.mark.step(2, points=1, stuck=FRESH, left=FRESH, raised=FRESH)
+def test_ranks_with_other_hash_seeds_agree(stage_class):
+    assert_mean([0, 1], toys.run(on_fresh_ranks, 2, stage_class, fresh=True), wide, wide_numbers, hint=f". {FRESH}")
+
+
+# ------------------------------------------------------------------------------------------- step 3: during backward
+
+
+def assert_leaves_early(results, hint):
+    """Of what is sent an eighth has begun to leave when half of the gradients have come, a third when the last comes.
+    (Where all-reduces are in two halves, and many may be under way, the second halves may leave later.)"""
+    for rank, (_, messages, came) in enumerate(results):
+        total = sum(size for size, _ in messages)
+        half, early = (sum(size for size, at in messages if at < moment)
+                       for moment in (came[len(came) // 2], max(came)))
+        assert early > 0, (
+            f"rank {rank} sent nothing before its last gradient had come: {len(messages)} messages, "
+            f"{in_words(total)}, waited until backward was over{hint}"
+        )
+        assert half >= total / 8 and early >= total / 3, (
+            f"of {in_words(total)} that rank {rank} sends, {in_words(half)} had begun to leave when half of its "
+            f"gradients had come, and {in_words(early)} when the last one came: a bucket leaves as soon as the last of "
+            f"its own gradients is there{hint}"
+        )
+
+
+@pytest.mark.step(3, points=8)
+def test_reductions_begin_during_backward(stage_class):
+    hint = f". The model has {LAYERS} layers, and a bucket holds one"
+    assert_leaves_early(once(layer_by_layer, 2, stage_class), hint)
+
+
+@pytest.mark.step(3, points=7, raised="is .grad there when your hook is called, and is the parameter's bucket still "
+                  "there? Its bucket may go when the last of its gradients is in .grad")
+@worlds
+def test_gradients_that_leave_early_are_the_mean(stage_class, world_size):
+    results = once(layer_by_layer, world_size, stage_class)
+    assert_mean(list(range(world_size)), [found for found, *_ in results], wide, wide_numbers,
+                hint=". Did its bucket leave before all its gradients were in .grad, or twice?")
+    assert_leaves_early(results, "")
+
+
+def crossroads(stage_class):
+    return watched(stage_class, Crossroads, crossroads_batch, ROAD)
+
+
+OTHER_ORDER = ("here each rank goes through the branches in another order, so that buckets become complete in another "
+               "order on each: all ranks must hand over the same bucket next, also if another one is complete")
+
+
+@pytest.mark.step(3, points=8, stuck=OTHER_ORDER, left=OTHER_ORDER, raised=OTHER_ORDER)
+@worlds
+def test_ranks_hand_over_in_one_order(stage_class, world_size):
+    results = once(crossroads, world_size, stage_class)
+    assert_mean(list(range(world_size)), [found for found, *_ in results], Crossroads, crossroads_batch,
+                hint=f".\n    To look at: {OTHER_ORDER}")
+    early = [size for _, messages, came in results for size, at in messages if at < max(came)]
+    assert early, ("no rank sent anything before its last gradient had come, not even the bucket of the last layer, "
+                   "which is complete first on all of them")
+
+
+def caught(stage_class):
+    return watched(stage_class, Caught, wide_numbers, LAYER)
+
+
+@pytest.mark.step(3, points=7)
+def test_a_tied_weight_counts_once_and_a_frozen_one_never(stage_class):
+    results = once(caught, 2, stage_class)
+    hint = (". Here the last two layers share their weight, and one of their biases is frozen: autograd tells of such "
+            "a weight once, and of a frozen parameter never")
+    assert_mean([0, 1], [found for found, *_ in results], Caught, wide_numbers, hint=hint)
+    assert_leaves_early(results, hint)
+
+
+# ----------------------------------------------------------------------------- step 4: autograd goes on meanwhile
+
+LATE = 0.03  # seconds
+
+
+def with_a_late_rank(stage_class):
+    return watched(stage_class, wide, wide_numbers, LAYER, LATE, more=[1])
+
+
+WAITED_FOR = ("every all-reduce that was started must be waited for, before the next one starts or when backward ends: "
+              "on gloo its second half is sent in wait()")
+
+
+def overlapped(results):
+    """How many of rank 0's messages had gradients of rank 0 come between their start and the moment at which rank 1
+    began to send its own: a rank that waits at once cannot go on before that. And how many there are."""
+    (_, ours, came), (_, theirs, _) = results
+    pairs = list(zip(ours, theirs, strict=False))
+    return sum(any(start < at < other for at in came) for (_, start), (_, other) in pairs), len(pairs)
+
+
+def assert_overlaps(results):
+    count, of = overlapped(results)
+    assert count > 0, (
+        f"rank 1 sends each message {1000 * LATE:.0f} ms late, and rank 0 stood still each time until it came: of {of} "
+        "messages none was under way while rank 0 got another gradient. Start the all-reduce of a bucket "
+        "(async_op=True), go back to autograd, and wait later"
+    )
+    assert count >= LAYERS / 3, (
+        f"rank 1 sends each message {1000 * LATE:.0f} ms late. Of {of} messages {count} were under way while rank 0 "
+        f"got another gradient, and about {LAYERS - 1} could be: one a bucket"
+    )
+
+
+@pytest.mark.step(4, points=10, stuck=WAITED_FOR, left=WAITED_FOR)
+def test_autograd_goes_on_meanwhile(stage_class):
+    assert_overlaps(once(with_a_late_rank, 2, stage_class))
+
+
+@pytest.mark.step(4, points=10, stuck=WAITED_FOR, left=WAITED_FOR)
+def test_all_has_arrived_when_backward_ends(stage_class):
+    results = once(with_a_late_rank, 2, stage_class)
+    assert_mean([0, 1], [found for found, *_ in results], wide, wide_numbers, (0, 1), "the mean gradients of two "
+                "backward passes, added", ". Here rank 1 sends late: was each all-reduce waited for, the last one too, "
+                "before its result was read or its bucket changed?")
+    assert_overlaps(results)
+
+
+# ------------------------------------------------------------------------------------ step 5: accumulation, second step
+
+MICROS = 3
+
+
+def accumulated(stage_class):
+    """Bytes sent up to the end of each of three micro-batches' backward, and in all; {name: gradient}. Then both
+    without no_sync(), which an error has left before: bytes of each backward."""
+    rank, found = dist.get_rank(), []
+    zero, sent = build(stage_class, wide), []
+    with checks.Calls() as calls:
+        for micro in range(MICROS):
+            with zero.no_sync() if micro + 1 < MICROS else contextlib.nullcontext():
+                zero.model(*wide_numbers(rank, micro)).backward()
+            sent.append(calls.sent())
+        found.append(gradients(zero))
+        sent.append(calls.sent())
+    zero = build(stage_class, wide)
+    with contextlib.suppress(ZeroDivisionError), zero.no_sync():
+        raise ZeroDivisionError
+    for micro in range(MICROS):
+        with checks.Calls() as calls:
+            zero.model(*wide_numbers(rank, micro)).backward()
+        sent.append(calls.sent())
+    found.append(gradients(zero))
+    return sent, *found
+
+
+@pytest.mark.step(5, points=5)
+def test_micro_batches_are_sent_once(stage_class):
+    psi = sum(param.nbytes for param in toys.build(wide, 0).parameters())
+    share = 2 * psi / 2
+    for rank, (sent, *_) in enumerate(once(accumulated, 2, stage_class)):
+        *_, quiet, last, total = sent[: MICROS + 1]
+        assert quiet == 0, (
+            f"under no_sync() rank {rank} sent {in_words(quiet)} in {MICROS - 1} micro-batches: there gradients add "
+            "up on each rank, and the last micro-batch sends their sum, once"
+        )
+        assert last >= share / 2, (
+            f"rank {rank} sent {in_words(last)} in the backward of the last micro-batch, which is not under "
+            f"no_sync(): {in_words(share)} must leave there. What has no_sync() left behind?"
+        )
+        assert total <= 1.05 * share + 8 * checks.most_padding(wide(), 2), (
+            f"for {MICROS} micro-batches rank {rank} sent {in_words(total)}, and {in_words(share)} are enough"
+        )
+
+
+@pytest.mark.step(5, points=1)
+def test_an_error_ends_no_sync_too(stage_class):
+    psi = sum(param.nbytes for param in toys.build(wide, 0).parameters())
+    for rank, (sent, *_) in enumerate(once(accumulated, 2, stage_class)):
+        after = sent[MICROS + 1]
+        assert after >= psi / 2, (
+            f"an error was raised under no_sync(), and caught outside of it. The next backward sent {in_words(after)} "
+            f"on rank {rank}, and {in_words(psi)} must leave there: a context ends also when an error leaves it"
+        )
+
+
+@pytest.mark.step(5, points=2)
+def test_micro_batches_add_up(stage_class):
+    for place, words in ((1, "under no_sync()"), (2, "without no_sync()")):
+        assert_mean([0, 1], [result[place] for result in once(accumulated, 2, stage_class)], wide, wide_numbers,
+                    steps=range(MICROS), what=f"the ranks' mean of {MICROS} micro-batches' sum, {words}")
+
+
+def three_steps(stage_class):
+    """Gradients and bytes sent of the second and the fourth step; the third one's batch was dropped."""
+    rank, found, sent = dist.get_rank(), [], []
+    zero = build(stage_class, wide, lr=0.0)  # parameters stay, so gradients are known
+    for step in range(4):
+        with checks.Calls() as calls:
+            zero.model(*wide_numbers(rank, step)).backward()
+        found.append(gradients(zero))
+        sent.append(calls.sent())
+        if step != 2:
+            zero.step()
+        zero.zero_grad()
+    left = sum(param.grad is not None and bool(param.grad.any()) for param in zero.model.parameters())
+    return found[1], found[3], sent, left
+
+
+@pytest.mark.step(5, points=3, stuck="this is the second step: what was counted or kept in the first one must start "
+                  "afresh")
+def test_the_second_step_starts_afresh(stage_class):
+    results = once(three_steps, 2, stage_class)
+    for rank, (second, _, _, _) in enumerate(results):
+        both = own_gradients([0, 1], wide, wide_numbers, (0, 1))
+        total = {name: sum(gradients[name] for gradients in both) / 2 for name in both[0]}
+        stale = all(second[name] is not None and torch.allclose(second[name].double(), total[name], atol=1e-5)
+                    for name in total)
+        assert not stale, (
+            f"rank {rank}'s gradient of the second step is the sum of both steps': zero_grad() left the first one's"
+        )
+    for place, step, what in ((0, 1, "the second step's mean gradient"), (
+            1, 3, "the last step's mean gradient, where the batch before was dropped (zero_grad() without step())")):
+        assert_mean([0, 1], [result[place] for result in results], wide, wide_numbers, (step,), what)
+    for rank, (_, _, sent, left) in enumerate(results):
+        assert sent[3] <= 1.05 * sent[1], (
+            f"rank {rank} sent {in_words(sent[1])} in the second step's backward and {in_words(sent[3])} in the "
+            "fourth's: what is added in each step, a hook for example, and stays?"
+        )
+        assert not left, f"after zero_grad() {left} parameters of rank {rank} still have a gradient"
+
+
+TRAINING = {
+    "SGD with momentum": (Recipe(optimizer=optim.SGD, options=dict(lr=0.3, momentum=0.9), steps=3),
+                          "does each step begin without old gradients?"),
+    "frozen, tied and unused parameters": (checks.RECIPES["frozen, tied and unused parameters"],
+                                           "a parameter without a gradient counts as one whose gradient is zero"),
+    "three micro-batches a step, and clipping": (
+        Recipe(options=checks.ADAM, accumulate=3, clip=0.1, steps=3),
+        "do micro-batches add up, and does clipping end with zero_grad()?"),
+    "layers that are left out in turn": (checks.RECIPES["another order in each step"],
+                                         "a layer without gradient counts as one whose gradient is zero"),
+}
+
+
+def trained(stage_class, recipes):
+    """{recipe: all parameters after training with it}"""
+    return {name: toys.train(stage_class, recipe).parameters for name, recipe in recipes.items()}
+
+
+@functools.cache
+def in_one_process(name, world_size):
+    recipe, _ = TRAINING[name]
+    return toys.plain(recipe, world_size), toys.plain(recipe, world_size, torch.float64)
+
+
+@pytest.mark.step(5, points=4, stuck="several steps, with layers that get a gradient in some steps only")
+def test_trains_as_one_process_would(stage_class):
+    ranks = toys.run(trained, 3, stage_class, {name: recipe for name, (recipe, _) in TRAINING.items()})
+    for name, (recipe, hint) in TRAINING.items():
+        plain, exact = in_one_process(name, 3)
+        moved = toys.distance(exact.parameters, list(toys.build(recipe.make, 0).parameters()))
+        # 4: a sum may run in any order; and clipping may divide by the norm, or as torch does by a little more
+        rounding = 4 * toys.distance(plain.parameters, exact.parameters) + 1e-5 * moved
+        assert rounding < 0.1 * moved, "a bound as large as this would let mistakes through"
+        for rank, found in enumerate(ranks):
+            off = toys.distance(found[name], plain.parameters)
+            assert off <= rounding, (
+                f"{name}, {recipe.steps} steps: rank {rank} has other parameters than one process that trains on all "
+                f"data, off by {off:.2g}, where training moved them by {moved:.2g}. "
+                f"{hint[0].upper()}{hint[1:]}"
+            )

@@ -1,0 +1,95 @@
+"""Passes: where a backward pass begins, where it ends, and what may not come between.
+
+    model's output ── the pass begins ──► first gradient … last gradient ── autograd calls _end
+
+A model may be called inside of torch.utils.checkpoint, or have its gradients asked for in several
+passes, and a pass may fail half-way. What backward.py does between begin and end is free of that.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+
+from zero_minimal.foundations import handed_over
+from zero_minimal.foundations.layout import Flat
+from zero_minimal.foundations.outputs import tensors_in
+from zero_minimal.foundations.ties import Tie
+
+
+class Passes:
+    """Follows the backward passes of stage.model. Its heir says in finish() what is done at the end
+    of one that is not under accumulate().
+
+    flats: where each trained parameter lies; None for an assignment's own kind of bucket.
+    """
+
+    def __init__(self, stage, flats: dict[nn.Parameter, Flat | None]):
+        # weakly, since the stage holds this object: so both go as soon as the user drops the stage
+        self.stage = weakref.proxy(stage)
+        self.reduced = False  # every bucket was handed over since the last pass began
+        self.running = False  # a backward pass is under way
+        self.spent = False  # step() has used the gradients, and zero_grad() was not called since
+        self.steps, self.passes = 0, 0  # step() calls; passes that handed over since
+        self.accumulating = False  # passes hand over nothing
+        self._task: int | None = None  # autograd's number for the pass under way
+        self.left = handed_over.Left(self.stage, flats)
+        stage.model.register_forward_pre_hook(Tie(Passes._before_forward, self))
+        stage.model.register_forward_hook(Tie(Passes._watch_output, self))
+        for param in flats:
+            # before autograd adds anything to .grad
+            param.register_hook(Tie(lambda passes, _: passes._begin(), self))
+
+    def complete(self) -> None:
+        """Called before anybody reads the reduced gradients. Raises: RuntimeError if the user has
+        put something else in the place of a gradient that is reduced already."""
+        self.left.look()
+        if not self.reduced:
+            self.finish()
+
+    def forget(self) -> None:
+        """zero_grad(), perhaps after a backward pass that failed half-way: start afresh."""
+        self.left.forget()
+        self.steps, self.passes = self.steps + self.spent, 0
+        self.reduced = self.running = self.spent = False
+
+    def _before_forward(self, *_) -> None:
+        torch.clear_autocast_cache()  # a cast that it kept would lead backward into an older graph
+        self.left.look()
+        self.left.put_aside()
+
+    def _watch_output(self, module, inputs, output) -> None:
+        self.left.come_back()
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(Tie(Passes._begin_at_output, self))
+
+    def _begin_at_output(self, *_) -> None:
+        if self.running and self._task != torch._C._current_graph_task_id():
+            raise RuntimeError(
+                "a backward pass begins while another one has not ended. If that one failed, call "
+                "zero.zero_grad() first; if torch.utils.checkpoint is around the whole model, it "
+                "needs use_reentrant=False"
+            )
+        self._begin()
+
+    def _begin(self) -> None:
+        if self.running:
+            return
+        self.left.look()
+        if self.spent:
+            raise RuntimeError("call zero.zero_grad() after zero.step()")
+        self.left.take_away()
+        self.running, self._task = True, torch._C._current_graph_task_id()
+        self.stage.backward_begins()
+        self.reduced = False
+        # Autograd runs _end at the end of the pass in which it is queued. A reentrant checkpoint
+        # runs a pass of its own inside the user's, and the first gradient may come from there:
+        # queued then, _end would run too early. So _watch_output queues it at the model's output,
+        # where the user's pass begins.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self.running = False
+        if not self.accumulating:
+            self.finish()
