@@ -20,7 +20,14 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives, optimizers, ownership, precision, saved_state
+from zero_minimal.foundations import (
+    collectives,
+    layout,
+    optimizers,
+    ownership,
+    precision,
+    saved_state,
+)
 from zero_minimal.foundations.backward import Backward, Hooks
 from zero_minimal.foundations.set_up import set_up
 
@@ -50,6 +57,9 @@ class Stage1(Hooks):
         set_up(
             self, model, optimizer_class, optimizer_options,
             group=group, bucket_bytes=bucket_bytes, param_groups=param_groups,
+            # what makes shards, and an optimizer that sees them alone
+            padded_size=layout.padded_size, master_of=precision.master_of,
+            over_shards=optimizers.over_shards,
         )
         self.backward = Backward(self)
         self.reducing = None  # the reduce-scatter under way, if any
@@ -58,8 +68,9 @@ class Stage1(Hooks):
         """A rank updates a shard of every bucket, and keeps optimizer state for that alone
         (foundations/set_up.py calls this at the start)."""
         bucket.gradients = bucket.whole_gradients()  # [padded]
-        bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank)  # [padded / N]
-        bucket.gradient_shard = bucket.shard(bucket.gradients, self.rank)  # [padded / N]
+        mine = self.rank, self.world_size
+        bucket.parameter_shard = layout.shard_of(bucket.parameters, *mine)  # [padded / N]
+        bucket.gradient_shard = layout.shard_of(bucket.gradients, *mine)  # [padded / N]
 
     # during backward: foundations/backward.py calls these
 

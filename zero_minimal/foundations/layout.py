@@ -18,24 +18,38 @@ of a tensor differently.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 ALIGNMENT = 16  # elements
+PaddedSize = Callable[[int, int], int]
+
+
+def padded_size(elements: int, world_size: int) -> int:
+    """How long a vector is that has room for so many elements, and can be cut into world_size
+    shards of equal size, each a multiple of ALIGNMENT."""
+    shard = -(-elements // (world_size * ALIGNMENT)) * ALIGNMENT
+    return world_size * shard
+
+
+def shard_of(whole: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """A rank's shard, [padded / N], of a vector [padded]: a view, in the same memory."""
+    return whole.view(world_size, -1)[rank]
 
 
 class Flat:
     """Parameters of one optimizer group, dtype and device, side by side in a tensor [size]."""
 
-    def __init__(self, params: list[nn.Parameter], world_size: int):
+    def __init__(self, params: list[nn.Parameter], world_size: int, padded_size: PaddedSize):
         self.offsets, end = {}, 0
         for param in params:
             self.offsets[param] = end
             end = _round_up(end + param.numel(), ALIGNMENT)
-        self.size = _round_up(max(end, 1), world_size * ALIGNMENT)
+        self.size = padded_size(max(end, 1), world_size)
+        _check_padded(self.size, max(end, 1), world_size)
         self.dtype = params[0].dtype
         self.gradients: torch.Tensor | None = None  # [size] whole, at stages 0 and 1
         self._nothing: torch.Tensor | None = None
@@ -125,7 +139,7 @@ class Bucket:
 
     def shard(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """A rank's shard of a tensor [padded]: a view, [padded / N]."""
-        return tensor.view(self.world_size, -1)[rank]
+        return shard_of(tensor, rank, self.world_size)
 
     def fuse_gradients(self, whole: torch.Tensor) -> None:
         """Copy the pieces of .grad that lie in this bucket side by side into `whole`, [padded].
@@ -163,7 +177,7 @@ class Bucket:
 
 def pack(
     params: Iterable[nn.Parameter], groups: list[dict], world_size: int,
-    bucket_bytes: int | None, name: str = "",
+    bucket_bytes: int | None, name: str = "", padded_size: PaddedSize = padded_size,
 ) -> list[Bucket]:
     """Plan buckets of bucket_bytes (None: as large as their flat), in the order in which backward
     fills them. Parameters of different optimizer groups, dtypes or devices lie in different flats.
@@ -172,6 +186,7 @@ def pack(
         params: in the order of forward; backward finishes them the other way round.
         groups: the optimizer's. A parameter of no group is not trained: its bucket has
             group_index -1.
+        padded_size: how long flats and buckets are.
     Raises: ValueError if bucket_bytes is less than 1, TypeError if it is no number.
     """
     if not isinstance(bucket_bytes, (int, float, type(None))):
@@ -185,9 +200,10 @@ def pack(
         alike.setdefault((group_of.get(param, -1), param.dtype, param.device), []).append(param)
     buckets = []
     for (group_index, dtype, _), members in alike.items():
-        flat = Flat(members, world_size)
+        flat = Flat(members, world_size, padded_size)
         elements = flat.size if bucket_bytes is None else math.ceil(bucket_bytes / dtype.itemsize)
-        size = _round_up(elements, world_size * ALIGNMENT)
+        size = padded_size(elements, world_size)
+        _check_padded(size, elements, world_size)
         for start in range(0, flat.size, size):
             padded = min(size, flat.size - start)
             buckets.append(Bucket(flat, start, padded, world_size, group_index, name))
@@ -225,6 +241,12 @@ def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     if torch.strided is not one.layout or torch.strided is not other.layout:
         return False  # sparse tensors have no storage of their own
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _check_padded(size: int, elements: int, world_size: int) -> None:
+    if size < elements or size % world_size:
+        raise ValueError(f"padded_size({elements}, {world_size}) is {size}: it must be a multiple "
+                         f"of {world_size}, and not less than {elements}")
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -6,6 +6,9 @@ RMSprop and Adagrad are; LBFGS, Adafactor, Muon and LAMB are not: they look at n
 matrices.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -75,15 +78,23 @@ def check_groups(optimizer_class: type[Optimizer], options: dict, groups: list[d
     optimizer_class(samples, **options)
 
 
-def on_shards(
-    optimizer_class: type[Optimizer], options: dict, groups: list[dict], buckets: list[Bucket],
-    model: nn.Module,
+def over_shards(
+    optimizer_class: type[Optimizer], options: dict, groups: list[dict], buckets: list[Bucket]
 ) -> Optimizer:
-    """The user's optimizer over this rank's shards, with the user's param_groups and options.
-    A parameter that was frozen or unfrozen in the meantime is refused when it steps."""
+    """The user's optimizer, with the user's options and groups, in which this rank's shards stand
+    in the place of the parameters."""
     shards = [{**group, "params": [b.master for b in buckets if b.group_index == index]}
               for index, group in enumerate(groups)]
-    optimizer = optimizer_class(shards, **options)
+    return optimizer_class(shards, **options)
+
+
+def on_shards(
+    optimizer_class: type[Optimizer], options: dict, groups: list[dict], buckets: list[Bucket],
+    model: nn.Module, over_shards: Callable = over_shards,
+) -> Optimizer:
+    """What over_shards() makes. It refuses what only a stage can do, and to step if a parameter was
+    frozen or unfrozen in the meantime."""
+    optimizer = over_shards(optimizer_class, options, groups, buckets)
 
     def refuse(optimizer, *_):
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -103,6 +114,27 @@ def on_shards(
     return optimizer
 
 
+def changes_parameters(update: Callable) -> Callable:
+    """Decorator of a function(optimizer, bucket, …) that updates a bucket's shard. Before, what a
+    user edited in the model goes into the fp32 master; afterwards autograd is told.
+
+    The parameters change where autograd does not see it. With this, a backward pass through an
+    older graph is an error, as in plain torch, and autocast does not go on with copies that it has
+    kept.
+    """
+
+    @functools.wraps(update)
+    def told(optimizer, bucket, *args, **kwargs):
+        precision.keep_changes(bucket)
+        update(optimizer, bucket, *args, **kwargs)
+        for param in bucket.params:
+            torch.autograd.graph.increment_version(param)
+        torch.clear_autocast_cache()
+
+    return told
+
+
+@changes_parameters
 def update_shard(
     optimizer: Optimizer, bucket: Bucket, gradient_scale: precision.Scale = None
 ) -> None:
@@ -112,18 +144,12 @@ def update_shard(
     parameters' dtype. `gradient_scale` (clipping, loss scale), a number or a 0-dim tensor,
     multiplies the gradient; bucket.gradient_shard itself stays as it is.
     """
-    precision.keep_changes(bucket)  # of a user who edited the model
     gradient = bucket.gradient_shard.to(bucket.master.dtype)
     if gradient_scale is not None:
         gradient = gradient * gradient_scale
     update(optimizer, optimizer.param_groups[bucket.group_index], bucket.master, gradient)
     if bucket.master.dtype != bucket.dtype:
         bucket.parameter_shard.copy_(bucket.master.data)
-    # the parameters change where autograd does not see it. A backward pass through an older graph
-    # is an error now, as in plain torch; and autocast must not go on with copies that it has kept
-    for param in bucket.params:
-        torch.autograd.graph.increment_version(param)
-    torch.clear_autocast_cache()
 
 
 def update(optimizer: Optimizer, group: dict, param: nn.Parameter, gradient: Tensor) -> None:

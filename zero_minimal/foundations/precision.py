@@ -18,9 +18,8 @@ Scale = torch.Tensor | float | None  # what the update multiplies gradients with
 
 
 def master_of(shard: torch.Tensor) -> nn.Parameter:
-    """What the optimizer updates: the shard itself, in the same memory, or an fp32 copy if it is in
-    16 bit."""
-    return nn.Parameter(shard if shard.element_size() >= 4 else shard.float())
+    """What the optimizer updates in the place of a shard of 16 bits: an fp32 copy of it."""
+    return nn.Parameter(shard.float())
 
 
 def keep_changes(bucket: Bucket) -> None:
@@ -36,14 +35,13 @@ def global_norm(
     sharded: bool = True, group=None,
 ) -> torch.Tensor:
     """Euclidean norm of the whole model's gradient, a 0-dim tensor, the same on every rank.
-
-    Shards add their squares, not their norms. `sharded=False`: every rank holds all of it already.
+    `sharded=False`: every rank holds all of it already.
     """
     real = [torch.view_as_real(each) if each.is_complex() else each for each in gradients]
     dtypes = [gradient.dtype for gradient in real]
     wide = functools.reduce(torch.promote_types, dtypes, torch.float32)  # fp32 at least
     norms = [torch.linalg.vector_norm(gradient.flatten(), dtype=wide) for gradient in real]
-    squares = torch.stack(norms).square().sum()
+    squares = torch.stack(norms).square().sum()  # shards add their squares, not their norms
     if sharded:
         collectives.all_reduce(squares, op="sum", group=group)
     norm = squares.sqrt()

@@ -14,7 +14,7 @@ whole model.
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 from torch import nn
@@ -27,6 +27,8 @@ from zero_minimal.foundations.units import Unit, give_back
 def set_up(
     stage, model: nn.Module, optimizer_class: type, optimizer_options: dict, *,
     group, bucket_bytes: int | None, param_groups, units: list[Unit] | None = None,
+    padded_size: Callable = layout.padded_size, master_of: Callable = precision.master_of,
+    over_shards: Callable = optimizers.over_shards,
 ) -> None:
     """Give a stage its
 
@@ -41,6 +43,8 @@ def set_up(
         bucket_bytes: the size of a bucket; not used with units.
         units: each becomes one bucket (or several, if its parameters differ in dtype, device or
             optimizer group).
+        padded_size, master_of, over_shards: functions that do what those of layout, precision and
+            optimizers do. Stage 1, which introduces them, names them.
     Raises: what ownership.parameter_groups, optimizers.check_element_wise, optimizers.check_groups,
         meta.check, layout.pack, ownership.adopt and meta.materialise raise.
     """
@@ -56,7 +60,9 @@ def set_up(
     parts = units or [Unit("", model, ownership.trained(model, groups))]
     for part in parts:
         size = None if units else bucket_bytes
-        part.buckets = layout.pack(part.params, groups, stage.world_size, size, part.name)
+        part.buckets = layout.pack(
+            part.params, groups, stage.world_size, size, part.name, padded_size
+        )
     # backward comes to the last part of the model first
     model_number = _next_model(group)
     stage.all_buckets = [bucket for part in reversed(parts) for bucket in part.buckets]
@@ -75,10 +81,12 @@ def set_up(
                 collectives.broadcast(bucket.parameters, group=group, of=bucket)
                 stage.own(bucket)  # sets bucket.parameter_shard; at stages 0 and 1 gradients too
                 if bucket.trained:
-                    bucket.master = precision.master_of(bucket.parameter_shard)
+                    own = bucket.parameter_shard
+                    narrow = own.element_size() < 4
+                    bucket.master = master_of(own) if narrow else nn.Parameter(own)
         ownership.broadcast_rest(model, stage.all_buckets, group)
         stage.optimizer = optimizers.on_shards(
-            optimizer_class, optimizer_options, groups, stage.buckets, model
+            optimizer_class, optimizer_options, groups, stage.buckets, model, over_shards
         )
     drop = weakref.WeakMethod(stage.zero_grad)
     stage.optimizer.zero_grad = lambda set_to_none=True: drop()()
