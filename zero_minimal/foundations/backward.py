@@ -108,8 +108,11 @@ class Backward:
 
     def complete(self) -> None:
         """Called before anybody reads the reduced gradients. Raises: RuntimeError if the user has
-        put something else in the place of a gradient that is reduced already."""
+        put something else in the place of a gradient that is reduced already, or of a parameter."""
         self.left.look()
+        if not self.by_turns:  # at stage 3 turns.py knows where they are
+            for param, buckets in self._buckets_of.items():
+                ownership.check_place(param, buckets[0].parameters)
         if not self.reduced:
             self.finish()
 
@@ -211,6 +214,12 @@ class Backward:
         self.left.look()
         if self.spent:
             raise RuntimeError("call zero.zero_grad() after zero.step()")
+        if self.reduced and self.stage.gradient_scale is not None:
+            raise RuntimeError("the gradients were clipped or unscaled already, and what step() "
+                               "will multiply them with does not hold for those of another "
+                               "backward pass: call zero.clip_grad_norm_() and scaler.unscale_() "
+                               "once, after the last micro-batch; or drop the gradients with "
+                               "zero.zero_grad(), also after a step that the scaler has skipped")
         self.left.take_away()
         self.running, self._task = True, torch._C._current_graph_task_id()
         self.stage.backward_begins()

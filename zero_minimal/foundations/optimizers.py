@@ -16,9 +16,11 @@ from zero_minimal.foundations.layout import Bucket
 STEPS = 32  # of the trial: some optimizers begin like SGD, and look at whole matrices later
 
 
-def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
+def check_element_wise(
+    optimizer_class: type[Optimizer], options: dict, group: dict | None = None
+) -> None:
     """Try the optimizer on a small matrix, whole and in two halves that step by themselves: both
-    must agree.
+    must agree. `group`: options of a single group of parameters.
 
     Raises: TypeError for an optimizer that is not a class, or options it does not take; ValueError
         if the halves go another way than the whole, or if it cannot step without a closure or on a
@@ -29,7 +31,7 @@ def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
     if not isinstance(optimizer_class, type):
         raise TypeError("give the optimizer's class and its options: "
                         "Stage2(model, torch.optim.AdamW, lr=3e-4)")
-    name = optimizer_class.__name__
+    name, group = optimizer_class.__name__, group or {}
     refusal = (f"{name} is not element-wise, so it cannot update a shard: use AdamW, Adam, SGD or "
                "another that is")
     generator = torch.Generator().manual_seed(0)
@@ -39,13 +41,15 @@ def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
     whole = nn.Parameter(start.clone())
     halves = [nn.Parameter(half.clone()) for half in start.view(-1).split(16)]
     try:
-        optimizer_class([nn.Parameter(start.clone())], **options)  # the user's options, as they are
+        # the user's options, as they are
+        optimizer_class([group | {"params": [nn.Parameter(start.clone())]}], **options)
     except TypeError as error:
         raise TypeError(f"{name} does not take these options: {error}") from None
-    visible = options | {"lr": 0.1} if "lr" in options else options  # tiny steps would hide it
+    # tiny steps would hide it
+    visible, group = ({**each, "lr": 0.1} if "lr" in each else each for each in (options, group))
     try:
-        on_whole = optimizer_class([whole], **visible)
-        on_halves = optimizer_class(halves, **visible)
+        on_whole = optimizer_class([group | {"params": [whole]}], **visible)
+        on_halves = optimizer_class([group | {"params": halves}], **visible)
         for gradient in gradients:
             whole.grad = gradient.clone()
             on_whole.step()
@@ -61,11 +65,16 @@ def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
 
 def check_groups(optimizer_class: type[Optimizer], options: dict, groups: list[dict]) -> None:
     """Make the optimizer with the user's groups, over a few elements of each dtype and device. It
-    raises what it will raise over the shards, but now the model is still as it was."""
+    raises what it will raise over the shards, but now the model is still as it was. Try the options
+    of each group, too: one of them may make it look at whole matrices."""
     if not values.present():
         return
-    samples = []
+    samples, tried = [], {repr({"lr": 0})}
     for group in groups:
+        own = {name: value for name, value in group.items() if name != "params"}
+        if (kind := repr({**own, "lr": 0})) not in tried:
+            check_element_wise(optimizer_class, options, own)
+            tried.add(kind)
         kinds = {(torch.float32 if param.element_size() < 4 else param.dtype,
                   torch.get_default_device() if param.is_meta else param.device)
                  for param in group["params"]}
@@ -80,7 +89,8 @@ def on_shards(
     model: nn.Module,
 ) -> Optimizer:
     """The user's optimizer over this rank's shards, with the user's param_groups and options.
-    A parameter that was frozen or unfrozen in the meantime is refused when it steps."""
+    A parameter that was frozen or unfrozen in the meantime is refused when it steps. The user's
+    step hooks run once for each bucket (see update)."""
     shards = [{**group, "params": [b.master for b in buckets if b.group_index == index]}
               for index, group in enumerate(groups)]
     optimizer = optimizer_class(shards, **options)
@@ -119,8 +129,13 @@ def update_shard(
     update(optimizer, optimizer.param_groups[bucket.group_index], bucket.master, gradient)
     if bucket.master.dtype != bucket.dtype:
         bucket.parameter_shard.copy_(bucket.master.data)
-    # the parameters change where autograd does not see it. A backward pass through an older graph
-    # is an error now, as in plain torch; and autocast must not go on with copies that it has kept
+    tell_autograd(bucket)
+
+
+def tell_autograd(bucket: Bucket) -> None:
+    """The parameters have changed where autograd does not see it. A backward pass through an older
+    graph is an error now, as in plain torch; and autocast must not go on with copies that it has
+    kept."""
     for param in bucket.params:
         torch.autograd.graph.increment_version(param)
     torch.clear_autocast_cache()

@@ -21,6 +21,7 @@ from torch import nn
 
 from zero_minimal.foundations import collectives, layout, meta, optimizers, ownership, precision
 from zero_minimal.foundations.released import is_released
+from zero_minimal.foundations.saved_state import refuse_other_shards
 from zero_minimal.foundations.units import Unit, give_back
 
 
@@ -42,9 +43,10 @@ def set_up(
         units: each becomes one bucket (or several, if its parameters differ in dtype, device or
             optimizer group).
     Raises: what ownership.parameter_groups, optimizers.check_element_wise, optimizers.check_groups,
-        meta.check, layout.pack, ownership.adopt and meta.materialise raise.
+        ownership.check_member, meta.check, layout.pack, ownership.adopt and meta.materialise raise.
     """
     groups = ownership.parameter_groups(model, param_groups)
+    ownership.check_member(group)
     ownership.check_forward(model)
     optimizers.check_element_wise(optimizer_class, optimizer_options)
     optimizers.check_groups(optimizer_class, optimizer_options, groups)
@@ -80,6 +82,7 @@ def set_up(
         stage.optimizer = optimizers.on_shards(
             optimizer_class, optimizer_options, groups, stage.buckets, model
         )
+    refuse_other_shards(stage)
     drop = weakref.WeakMethod(stage.zero_grad)
     stage.optimizer.zero_grad = lambda set_to_none=True: drop()()
     stage.gradient_scale: precision.Scale = None
