@@ -266,3 +266,40 @@ def outside_the_group(stage):
 @by_stage
 def test_a_rank_outside_the_group(stage):
     assert "this rank, 0 of the world, is not in group=" in refused(outside_the_group, stage, world_size=3)
+
+
+def rates_that_differ(stage, scheduled):
+    zero = wrap(stage)
+    plateau = optim.lr_scheduler.ReduceLROnPlateau(zero.optimizer, patience=0, factor=0.5)
+    for step in range(3):
+        loss = loss_of(zero, step)
+        loss.backward()
+        zero.step()
+        zero.zero_grad()
+        if scheduled:
+            plateau.step(step if dist.get_rank() else -step)
+        else:
+            zero.optimizer.param_groups[0]["lr"] = 0.1 / (1 + dist.get_rank())
+
+
+@by_world
+@by_stage
+def test_learning_rates_that_differ(stage, world_size):
+    for scheduled in (True, False):
+        words = refused(rates_that_differ, stage, scheduled, world_size=world_size)
+        assert "the learning rates differ" in words and "collectives.all_reduce(loss)" in words
+
+
+def equal_rates_under_long_names():
+    model = nn.ModuleDict({"a_name_of_a_module_that_is_long" * 8: nn.Linear(4, 4)})
+    model.forward = lambda x: next(iter(model.values()))(x)
+    zero = toys.STAGES[3](model, optim.SGD, lr=1 / 3, units=list(model.values()))
+    for _ in range(2):
+        zero.model(torch.ones(1, 4)).sum().backward()
+        zero.step()
+        zero.zero_grad()
+
+
+@by_world
+def test_a_note_that_is_too_long(world_size):
+    toys.run(equal_rates_under_long_names, world_size)

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from zero_minimal.foundations import handed_over, ownership
+from zero_minimal.foundations import handed_over, optimizers, ownership
 from zero_minimal.foundations.layout import Bucket, Flat
 from zero_minimal.foundations.outputs import tensors_in
 from zero_minimal.foundations.ties import Tie
@@ -181,7 +181,8 @@ class Backward:
         """Give a bucket to the stage. A second call in the same pass does nothing."""
         if bucket in self._waits_for:
             del self._waits_for[bucket]
-            bucket.moment = f"backward {self.passes + 1} of step {self.steps + 1}"
+            rate = optimizers.rate_of(self.stage, bucket)  # which must be alike on all ranks too
+            bucket.moment = f"backward {self.passes + 1} of step {self.steps + 1}{rate}"
             later = self._waits_for.keys()
             done = [param for param in bucket.params if later.isdisjoint(self._buckets_of[param])]
             self.stage.bucket_complete(bucket, done)

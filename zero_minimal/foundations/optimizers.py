@@ -113,6 +113,13 @@ def on_shards(
     return optimizer
 
 
+def rate_of(stage, bucket) -> str:
+    """In words, with which learning rate a bucket will be updated. Nothing if it is a tensor: to
+    read it may take a wait for the GPU."""
+    rate = stage.optimizer.param_groups[bucket.group_index].get("lr")
+    return f" with lr {rate}" if isinstance(rate, (int, float)) else ""
+
+
 def update_shard(
     optimizer: Optimizer, bucket: Bucket, gradient_scale: precision.Scale = None
 ) -> None:
