@@ -176,7 +176,7 @@ class Backward(Passes):
         """Give a bucket to the stage. A second call in the same pass does nothing."""
         if bucket in self._waits_for:
             del self._waits_for[bucket]
-            bucket.moment = f"backward {self.passes + 1} of step {self.steps + 1}"
+            bucket.moment = self.moment_of(bucket)
             later = self._waits_for.keys()
             done = [param for param in bucket.params if later.isdisjoint(self._buckets_of[param])]
             self.stage.bucket_complete(bucket, done)

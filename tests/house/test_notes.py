@@ -215,6 +215,6 @@ def train_on_uneven_data():
 
 def test_uneven_data_can_be_trained_on_together():
     assert toys.run(train_on_uneven_data, 3) == [
-        (3, []), *((3, [f"rank {rank} stops with {2 * rank} of its batches unread, since another rank has none left"])
+        (3, []), *((3, [f"rank {rank} stops after 3 batches with others unread, since another rank has none left"])
                    for rank in (1, 2)),
     ]

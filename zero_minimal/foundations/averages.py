@@ -43,6 +43,9 @@ class Average:
         """Context in which the averages stand in place of the weights. All ranks must enter it.
         Raises: RuntimeError if step() was called inside, since that is undone."""
         state, steps = self.zero.state_dict(), self._steps()
+        params = tuple(param for bucket in self.zero.all_buckets for param in bucket.params)
+        # at the end they are as before, and a graph from before may be used
+        kept = torch.autograd._unsafe_preserve_version_counter(params)
         weights = [shard.clone() for shard in state["shards"]]
         means = dict(zip(self.zero.buckets, self.shards, strict=True))
         pairs = zip(self.zero.all_buckets, weights, strict=True)
@@ -54,7 +57,8 @@ class Average:
                 raise RuntimeError("the averages are for evaluation: call zero.step() outside "
                                    "in_place()")
         finally:
-            self.zero.load_state_dict(state | {"shards": weights})
+            with kept:
+                self.zero.load_state_dict(state | {"shards": weights})
 
     def _steps(self) -> int:
         return self.zero.backward.steps + self.zero.backward.spent

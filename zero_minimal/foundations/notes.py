@@ -13,6 +13,7 @@ to its end sends a last note, so that nobody waits for it.
 NCCL has its own check: set TORCH_DISTRIBUTED_DEBUG=DETAIL before the ranks start.
 """
 
+import re
 import weakref
 import zlib
 
@@ -40,7 +41,7 @@ class Notes:
     """
 
     def __init__(self, words: str, group=None):
-        self.words, self.group = words, group
+        self.words, self.group = words.encode()[:LENGTH].decode(errors="replace").rstrip(), group
         self.arriving, self.leaving, self.sent = {}, [], False
 
     def tag(self) -> int:
@@ -86,6 +87,10 @@ class Notes:
         if words == FINISHED:
             return (f"{there} has finished, and rank {here} waits for it in {self.words}: give all "
                     "ranks the same number of batches (uneven.together stops them together)")
+        if _but_for_rates(words) == _but_for_rates(self.words):
+            return (f"the learning rates differ: rank {here} is in {self.words}; {there} is in "
+                    f"{words}. Set the same on all ranks: a scheduler that looks at the loss needs "
+                    "its mean over the ranks, collectives.all_reduce(loss)")
         return (f"the ranks are not in the same collective: rank {here} is in {self.words}; "
                 f"{there} is in {words}. All ranks must run the same number of forward and "
                 "backward passes, with no_sync() around the same ones, and the same modules in "
@@ -100,6 +105,10 @@ def say_goodbye() -> None:
         for _, name in _others(group):
             _last_notes.append(dist.isend(_written(FINISHED), name, group=group, tag=TAG))
     _groups.clear()
+
+
+def _but_for_rates(words: str) -> str:
+    return re.sub(r" with lr [^ ,]+", "", words)
 
 
 def _written(words: str) -> torch.Tensor:

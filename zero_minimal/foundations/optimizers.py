@@ -19,9 +19,11 @@ from zero_minimal.foundations.layout import Bucket
 STEPS = 32  # of the trial: some optimizers begin like SGD, and look at whole matrices later
 
 
-def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
+def check_element_wise(
+    optimizer_class: type[Optimizer], options: dict, group: dict | None = None
+) -> None:
     """Try the optimizer on a small matrix, whole and in two halves that step by themselves: both
-    must agree.
+    must agree. `group`: options of a single group of parameters.
 
     Raises: TypeError for an optimizer that is not a class, or options it does not take; ValueError
         if the halves go another way than the whole, or if it cannot step without a closure or on a
@@ -32,7 +34,7 @@ def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
     if not isinstance(optimizer_class, type):
         raise TypeError("give the optimizer's class and its options: "
                         "Stage2(model, torch.optim.AdamW, lr=3e-4)")
-    name = optimizer_class.__name__
+    name, group = optimizer_class.__name__, group or {}
     refusal = (f"{name} is not element-wise, so it cannot update a shard: use AdamW, Adam, SGD or "
                "another that is")
     generator = torch.Generator().manual_seed(0)
@@ -42,13 +44,15 @@ def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
     whole = nn.Parameter(start.clone())
     halves = [nn.Parameter(half.clone()) for half in start.view(-1).split(16)]
     try:
-        optimizer_class([nn.Parameter(start.clone())], **options)  # the user's options, as they are
+        # the user's options, as they are
+        optimizer_class([group | {"params": [nn.Parameter(start.clone())]}], **options)
     except TypeError as error:
         raise TypeError(f"{name} does not take these options: {error}") from None
-    visible = options | {"lr": 0.1} if "lr" in options else options  # tiny steps would hide it
+    # tiny steps would hide it
+    visible, group = ({**each, "lr": 0.1} if "lr" in each else each for each in (options, group))
     try:
-        on_whole = optimizer_class([whole], **visible)
-        on_halves = optimizer_class(halves, **visible)
+        on_whole = optimizer_class([group | {"params": [whole]}], **visible)
+        on_halves = optimizer_class([group | {"params": halves}], **visible)
         for gradient in gradients:
             whole.grad = gradient.clone()
             on_whole.step()
@@ -64,11 +68,16 @@ def check_element_wise(optimizer_class: type[Optimizer], options: dict) -> None:
 
 def check_groups(optimizer_class: type[Optimizer], options: dict, groups: list[dict]) -> None:
     """Make the optimizer with the user's groups, over a few elements of each dtype and device. It
-    raises what it will raise over the shards, but now the model is still as it was."""
+    raises what it will raise over the shards, but now the model is still as it was. Try the options
+    of each group, too: one of them may make it look at whole matrices."""
     if not values.present():
         return
-    samples = []
+    samples, tried = [], {repr({"lr": 0})}
     for group in groups:
+        own = {name: value for name, value in group.items() if name != "params"}
+        if (kind := repr({**own, "lr": 0})) not in tried:
+            check_element_wise(optimizer_class, options, own)
+            tried.add(kind)
         kinds = {(torch.float32 if param.element_size() < 4 else param.dtype,
                   torch.get_default_device() if param.is_meta else param.device)
                  for param in group["params"]}
@@ -93,7 +102,7 @@ def on_shards(
     model: nn.Module, over_shards: Callable = over_shards,
 ) -> Optimizer:
     """What over_shards() makes. It refuses what only a stage can do, and to step if a parameter was
-    frozen or unfrozen in the meantime."""
+    frozen or unfrozen in the meantime. The user's step hooks run once for each bucket."""
     optimizer = over_shards(optimizer_class, options, groups, buckets)
 
     def refuse(optimizer, *_):
@@ -114,22 +123,31 @@ def on_shards(
     return optimizer
 
 
+def rate_of(stage, bucket) -> str:
+    """In words, with which learning rate a bucket will be updated. Nothing if it is a tensor: to
+    read it may take a wait for the GPU."""
+    rate = stage.optimizer.param_groups[bucket.group_index].get("lr")
+    return f" with lr {rate}" if isinstance(rate, (int, float)) else ""
+
+
+def tell_autograd(bucket: Bucket) -> None:
+    """The parameters have changed where autograd does not see it. A backward pass through an older
+    graph is an error now, as in plain torch; and autocast must not go on with copies that it has
+    kept."""
+    for param in bucket.params:
+        torch.autograd.graph.increment_version(param)
+    torch.clear_autocast_cache()
+
+
 def changes_parameters(update: Callable) -> Callable:
     """Decorator of a function(optimizer, bucket, …) that updates a bucket's shard. Before, what a
-    user edited in the model goes into the fp32 master; afterwards autograd is told.
-
-    The parameters change where autograd does not see it. With this, a backward pass through an
-    older graph is an error, as in plain torch, and autocast does not go on with copies that it has
-    kept.
-    """
+    user edited in the model goes into the fp32 master; afterwards autograd is told."""
 
     @functools.wraps(update)
     def told(optimizer, bucket, *args, **kwargs):
         precision.keep_changes(bucket)
         update(optimizer, bucket, *args, **kwargs)
-        for param in bucket.params:
-            torch.autograd.graph.increment_version(param)
-        torch.clear_autocast_cache()
+        tell_autograd(bucket)
 
     return told
 

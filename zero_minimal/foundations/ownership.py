@@ -77,6 +77,13 @@ def _refuse_odd(kind: str, name: str, tensor: torch.Tensor) -> None:
                          "changed any more: build the model outside of it")
 
 
+def check_member(group=None) -> None:
+    """Raise RuntimeError if this rank is none of the group's."""
+    if dist.get_rank(group) < 0:
+        raise RuntimeError(f"this rank, {dist.get_rank()} of the world, is not in group=: wrap the "
+                           "model on the ranks of the group alone")
+
+
 def check_forward(model: nn.Module) -> None:
     """Raise ValueError if the model's forward changes its parameters: on each rank by its own
     batch, so that ranks would drift apart."""
@@ -214,7 +221,8 @@ def check_place(param: nn.Parameter, parameters: torch.Tensor) -> None:
     if not same_storage(param, parameters):
         raise RuntimeError(
             f"a parameter of shape {tuple(param.shape)} is not where its stage put it. It was "
-            "moved or replaced after wrapping (model.to, load_state_dict(assign=True)): do that "
-            "before. Or, at stage 3, it was used outside the forward of its unit, where it reads "
-            "as NaN: name a module around that use in units="
+            "moved or replaced after wrapping (model.to, load_state_dict(assign=True), param.data "
+            "= …): do that before, and change values in place, param.data.copy_(…). Or, at stage "
+            "3, it was used outside the forward of its unit, where it reads as NaN: name a module "
+            "around that use in units="
         )

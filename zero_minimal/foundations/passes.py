@@ -11,8 +11,8 @@ import weakref
 import torch
 from torch import nn
 
-from zero_minimal.foundations import handed_over
-from zero_minimal.foundations.layout import Flat
+from zero_minimal.foundations import handed_over, optimizers, ownership
+from zero_minimal.foundations.layout import Bucket, Flat
 from zero_minimal.foundations.outputs import tensors_in
 from zero_minimal.foundations.ties import Tie
 
@@ -23,6 +23,8 @@ class Passes:
 
     flats: where each trained parameter lies; None for an assignment's own kind of bucket.
     """
+
+    by_turns = False  # stage 3's
 
     def __init__(self, stage, flats: dict[nn.Parameter, Flat | None]):
         # weakly, since the stage holds this object: so both go as soon as the user drops the stage
@@ -42,8 +44,12 @@ class Passes:
 
     def complete(self) -> None:
         """Called before anybody reads the reduced gradients. Raises: RuntimeError if the user has
-        put something else in the place of a gradient that is reduced already."""
+        put something else in the place of a gradient that is reduced already, or of a parameter."""
         self.left.look()
+        if not self.by_turns:  # at stage 3 turns.py knows where they are
+            for bucket in self.stage.buckets:
+                for param in bucket.params:
+                    ownership.check_place(param, bucket.parameters)
         if not self.reduced:
             self.finish()
 
@@ -52,6 +58,12 @@ class Passes:
         self.left.forget()
         self.steps, self.passes = self.steps + self.spent, 0
         self.reduced = self.running = self.spent = False
+
+    def moment_of(self, bucket: Bucket) -> str:
+        """Of training, in words, and with which learning rate the bucket will be updated: both must
+        be alike on all ranks."""
+        rate = optimizers.rate_of(self.stage, bucket)
+        return f"backward {self.passes + 1} of step {self.steps + 1}{rate}"
 
     def _before_forward(self, *_) -> None:
         torch.clear_autocast_cache()  # a cast that it kept would lead backward into an older graph
@@ -79,6 +91,12 @@ class Passes:
         self.left.look()
         if self.spent:
             raise RuntimeError("call zero.zero_grad() after zero.step()")
+        if self.reduced and self.stage.gradient_scale is not None:
+            raise RuntimeError("the gradients were clipped or unscaled already, and what step() "
+                               "will multiply them with does not hold for those of another "
+                               "backward pass: call zero.clip_grad_norm_() and scaler.unscale_() "
+                               "once, after the last micro-batch; or drop the gradients with "
+                               "zero.zero_grad(), also after a step that the scaler has skipped")
         self.left.take_away()
         self.running, self._task = True, torch._C._current_graph_task_id()
         self.stage.backward_begins()

@@ -7,6 +7,7 @@ optimizer state.
 """
 
 import functools
+import weakref
 
 import torch
 from torch import nn
@@ -75,6 +76,9 @@ class LossScaler:
         zero.clip_grad_norm_(1.0)
         scaler.step(zero)                # False if the step was skipped
         scaler.update()
+
+    Of several stages (a GAN's, say) each has its own unscale_() and step(), and then one update()
+    is for all: an overflow in any halves the scale.
     """
 
     def __init__(
@@ -83,7 +87,11 @@ class LossScaler:
     ):
         self.scale_value, self.growth_interval = float(initial_scale), growth_interval
         self.groups = groups
-        self._good_steps, self._overflow, self._unscaled = 0, False, False
+        self._good_steps = 0
+        # since the last update(): stages whose gradients the update will divide, and of those that
+        # came as far as step() whether a gradient had overflowed
+        self._unscaled = weakref.WeakSet()
+        self._overflows = weakref.WeakKeyDictionary()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward() on."""
@@ -91,11 +99,17 @@ class LossScaler:
 
     def unscale_(self, zero) -> None:
         """Let the next update divide the gradients, in fp32: in fp16 small ones would vanish. Only
-        zero.gradient_scale changes here."""
-        if not self._unscaled:
-            inverse, before = 1.0 / self.scale_value, zero.gradient_scale
+        zero.gradient_scale changes here, once however often it is asked for. Raises: RuntimeError
+        after step(), until update()."""
+        if zero in self._overflows:
+            raise RuntimeError("step() was called already for this stage since the last update(): "
+                               "call scaler.update() after it, once for all stages, and before "
+                               "the next loss is scaled")
+        before = zero.gradient_scale
+        if before is None or zero not in self._unscaled:  # None: after zero_grad(), a new batch
+            inverse = 1.0 / self.scale_value
             zero.gradient_scale = inverse if before is None else before * inverse
-            self._unscaled = True
+            self._unscaled.add(zero)
 
     def step(self, zero) -> bool:
         """zero.step(), unless a gradient is infinite or NaN on any rank. Whether it was taken."""
@@ -105,26 +119,28 @@ class LossScaler:
         # this rank sees its own shards only, and all must decide alike
         for group in self.groups or [zero.group]:
             collectives.all_reduce(overflow, op="max", group=group)
-        self._overflow = bool(overflow)
-        if not self._overflow:
+        self._overflows[zero] = skipped = bool(overflow)
+        if not skipped:
             zero.step()
-        return not self._overflow
+        return not skipped
 
     def update(self) -> None:
-        """Choose the scale of the next step. Raises: RuntimeError, on all ranks alike, if none is
-        small enough."""
-        if self._overflow and self.scale_value <= SMALLEST_SCALE:
+        """Choose the scale of the next step; without a step() since the last update() it stays.
+        Raises: RuntimeError, on all ranks alike, if none is small enough."""
+        stepped, overflow = bool(self._overflows), any(self._overflows.values())
+        self._unscaled.clear()
+        self._overflows.clear()
+        if overflow and self.scale_value <= SMALLEST_SCALE:
             raise RuntimeError(f"gradients are infinite or NaN even at a loss scale of "
                                f"{self.scale_value:g}, so the loss itself is, or a part of the "
                                "model: look for it with torch.autograd.detect_anomaly(), lower the "
                                "learning rate, or train in bf16, which needs no loss scale")
-        if self._overflow:
+        if overflow:
             self.scale_value, self._good_steps = self.scale_value / 2, 0
-        else:
+        elif stepped:
             self._good_steps += 1
             if self._good_steps % self.growth_interval == 0:
                 self.scale_value *= 2
-        self._unscaled = False
 
     def state_dict(self) -> dict:
         return {"scale": self.scale_value, "good_steps": self._good_steps}

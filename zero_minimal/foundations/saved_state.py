@@ -5,6 +5,8 @@ import itertools
 import torch
 import torch.distributed as dist
 
+from zero_minimal.foundations import optimizers
+
 
 def shard_state(stage) -> dict:
     """What a rank must save: its shards (the fp32 masters where there are any), optimizer state,
@@ -44,10 +46,32 @@ def load_shards(stage, state: dict) -> None:
         if bucket.trained:
             bucket.master.copy_(shard)
         bucket.parameter_shard.copy_(shard)
+        optimizers.tell_autograd(bucket)
     for name, buffer in stage.model.named_buffers():
         buffer.copy_(state["buffers"][name])
     for name, param in expected["frozen"].items():
         param.copy_(state["frozen"][name])
+
+
+def refuse_other_shards(stage) -> None:
+    """Let stage.optimizer.state_dict() say whose it is, and load_state_dict() refuse another rank's:
+    it would fit, and momentum would go on with what belongs to other elements."""
+    shards = [bucket.parameter_shard for bucket in stage.buckets]
+    if all(shard is bucket.parameters for shard, bucket in zip(shards, stage.buckets, strict=True)):
+        return  # stage 0: they are alike on all ranks
+    own = f"rank {stage.rank} of {stage.world_size}"
+
+    def say(optimizer, state):
+        state["shards_of"] = own
+
+    def look(optimizer, state):
+        if (whose := state.get("shards_of", own)) != own:
+            raise ValueError(f"this optimizer state belongs to the shards of {whose}, and is loaded "
+                             f"on {own}: on every rank save its own zero.state_dict(), and give it "
+                             "to zero.load_state_dict() there")
+
+    stage.optimizer.register_state_dict_post_hook(say)
+    stage.optimizer.register_load_state_dict_pre_hook(look)
 
 
 def _facts(stage) -> dict:

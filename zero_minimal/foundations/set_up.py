@@ -21,6 +21,7 @@ from torch import nn
 
 from zero_minimal.foundations import collectives, layout, meta, optimizers, ownership, precision
 from zero_minimal.foundations.released import is_released
+from zero_minimal.foundations.saved_state import refuse_other_shards
 from zero_minimal.foundations.units import Unit, give_back
 
 
@@ -46,9 +47,10 @@ def set_up(
         padded_size, master_of, over_shards: functions that do what those of layout, precision and
             optimizers do. Stage 1, which introduces them, names them.
     Raises: what ownership.parameter_groups, optimizers.check_element_wise, optimizers.check_groups,
-        meta.check, layout.pack, ownership.adopt and meta.materialise raise.
+        ownership.check_member, meta.check, layout.pack, ownership.adopt and meta.materialise raise.
     """
     groups = ownership.parameter_groups(model, param_groups)
+    ownership.check_member(group)
     ownership.check_forward(model)
     optimizers.check_element_wise(optimizer_class, optimizer_options)
     optimizers.check_groups(optimizer_class, optimizer_options, groups)
@@ -88,6 +90,7 @@ def set_up(
         stage.optimizer = optimizers.on_shards(
             optimizer_class, optimizer_options, groups, stage.buckets, model, over_shards
         )
+    refuse_other_shards(stage)
     drop = weakref.WeakMethod(stage.zero_grad)
     stage.optimizer.zero_grad = lambda set_to_none=True: drop()()
     stage.gradient_scale: precision.Scale = None

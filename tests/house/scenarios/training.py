@@ -249,7 +249,7 @@ def uneven_together(me):
     model = Chain()
     zero = me.wrap(model, SGD, **MOMENTUM)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says how many are unread
+        warnings.simplefilter("ignore")  # it says that some are unread
         for step in me.together(range(3 + me.rank)):
             loss = squares(model, me, step)
             loss.backward()
