@@ -303,3 +303,39 @@ def equal_rates_under_long_names():
 @by_world
 def test_a_note_that_is_too_long(world_size):
     toys.run(equal_rates_under_long_names, world_size)
+
+
+def change_gradients(stage, how):
+    model = Coder()
+
+    def change(param):
+        param.grad.mul_(0.1)
+
+    if how == "before":
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(change)
+    zero = wrap(stage, model=model)
+    for param in model.parameters():
+        if how == "after":
+            param.register_post_accumulate_grad_hook(change)
+        elif how == "on its way":
+            param.register_hook(lambda gradient: gradient * 0.1)
+    loss_of(zero).backward()
+    zero.step()
+    return weights(zero)
+
+
+@by_stage
+def test_a_hook_after_each_gradient(stage):
+    words = refused(change_gradients, stage, "after")
+    assert "Register it before you wrap the model; or" in words and "param.register_hook(" in words
+
+
+def seeded(stage, how):
+    torch.manual_seed(0)
+    return change_gradients(stage, how)
+
+
+@by_stage
+def test_what_it_says_does_the_same(stage):
+    assert torch.equal(*(toys.run(seeded, 2, stage, how)[0] for how in ("before", "on its way")))

@@ -96,6 +96,7 @@ class Backward:
             # before autograd adds anything to .grad
             param.register_hook(Tie(lambda backward, _: backward._begin(), self))
             param.register_post_accumulate_grad_hook(Tie(Backward._gradient, self))
+        self._hooks = {param: len(param._post_accumulate_grad_hooks) for param in self._buckets_of}
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -200,6 +201,21 @@ class Backward:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(Tie(Backward._begin_at_output, self))
 
+    def _check_hooks(self) -> None:
+        """Raise RuntimeError if the user has hooks behind ours: they come when a gradient may be on
+        its way or gone."""
+        for param, known in self._hooks.items():
+            hooks = param._post_accumulate_grad_hooks
+            if len(hooks) > known:
+                added = list(hooks.values())[known:]
+                if not all(isinstance(hook, Tie) for hook in added):  # observers of this package
+                    raise RuntimeError(
+                        f"{ownership.name_of(param)} got a post-accumulate-grad hook after "
+                        "wrapping: it would see only some of the gradients, as others are on their "
+                        "way by then. Register it before you wrap the model; or change a gradient "
+                        "on its way: param.register_hook(lambda gradient: …)"
+                    )
+
     def _begin_at_output(self, *_) -> None:
         if self.running and self._task != torch._C._current_graph_task_id():
             raise RuntimeError(
@@ -221,6 +237,7 @@ class Backward:
                                "backward pass: call zero.clip_grad_norm_() and scaler.unscale_() "
                                "once, after the last micro-batch; or drop the gradients with "
                                "zero.zero_grad(), also after a step that the scaler has skipped")
+        self._check_hooks()
         self.left.take_away()
         self.running, self._task = True, torch._C._current_graph_task_id()
         self.stage.backward_begins()

@@ -12,6 +12,7 @@ import contextlib
 from zero_minimal.foundations import collectives
 from zero_minimal.foundations.gradient_memory import Reduction
 from zero_minimal.foundations.handed_over import has_gradient
+from zero_minimal.foundations.ties import Tie
 
 KINDS = (
     "coming",  # gradients that this rank has computed, not yet on their way
@@ -39,7 +40,8 @@ class Lanes:
         with contextlib.ExitStack() as undo:
             undo.enter_context(collectives.heard_by(self._hear))
             for param in params:  # the stage's own hooks are older, so that this one sees what they have done
-                undo.callback(param.register_post_accumulate_grad_hook(lambda _: self._look()).remove)
+                look = Tie(lambda meter, _: meter._look(), self)
+                undo.callback(param.register_post_accumulate_grad_hook(look).remove)
             self._look()
             self._undo = undo.pop_all()
         return self
