@@ -54,8 +54,8 @@ def load_shards(stage, state: dict) -> None:
 
 
 def refuse_other_shards(stage) -> None:
-    """Let stage.optimizer.state_dict() say whose it is, and load_state_dict() refuse another rank's:
-    it would fit, and momentum would go on with what belongs to other elements."""
+    """Let stage.optimizer.state_dict() say whose it is, and load_state_dict() refuse another
+    rank's: it would fit, and momentum would go on with what belongs to other elements."""
     shards = [bucket.parameter_shard for bucket in stage.buckets]
     if all(shard is bucket.parameters for shard, bucket in zip(shards, stage.buckets, strict=True)):
         return  # stage 0: they are alike on all ranks
@@ -66,9 +66,9 @@ def refuse_other_shards(stage) -> None:
 
     def look(optimizer, state):
         if (whose := state.get("shards_of", own)) != own:
-            raise ValueError(f"this optimizer state belongs to the shards of {whose}, and is loaded "
-                             f"on {own}: on every rank save its own zero.state_dict(), and give it "
-                             "to zero.load_state_dict() there")
+            raise ValueError(f"this optimizer state belongs to the shards of {whose}, and is "
+                             f"loaded on {own}: on every rank save its own zero.state_dict(), and "
+                             "give it to zero.load_state_dict() there")
 
     stage.optimizer.register_state_dict_post_hook(say)
     stage.optimizer.register_load_state_dict_pre_hook(look)
