@@ -162,18 +162,20 @@ _CALLS = {
     "broadcast": "broadcast", "scatter": "scatter", "gather": "gather", "reduce": "reduce", "barrier": "barrier",
     "send": "send", "recv": "recv",
 }
-Call = namedtuple("Call", "name bytes peer at")  # at: time.monotonic(), the same clock on all ranks
+# at: time.monotonic(), the same clock on all ranks; numbers: a copy of a message, if that was asked for
+Call = namedtuple("Call", "name bytes peer at numbers", defaults=(None,))
 
 
 class Calls(TorchDispatchMode):
     """Lists in `made` what this rank asks torch.distributed for, however it is called: what it sends does not depend on
     what a backend makes of it. `bytes` are those of the message, or of a collective's whole vector; `peer` is the
     other rank of a message, in its group. `pause`: seconds to wait before anything is sent. `look` is called then.
+    `copies`: keep the numbers of what is sent.
     """
 
-    def __init__(self, pause=0.0, look=None):
+    def __init__(self, pause=0.0, look=None, copies=False):
         super().__init__()
-        self.made, self.pause, self.look = [], pause, look or (lambda: None)
+        self.made, self.pause, self.look, self.copies = [], pause, look or (lambda: None), copies
 
     def __enter__(self):
         _listening.append(self)
@@ -199,7 +201,8 @@ class Calls(TorchDispatchMode):
             if name != "recv":
                 time.sleep(self.pause)
                 self.look()
-            self.made.append(Call(name, size, peer, time.monotonic()))
+            numbers = args[0][0].detach().clone() if self.copies and name == "send" else None
+            self.made.append(Call(name, size, peer, time.monotonic(), numbers))
 
     def sent(self) -> float:
         """Bytes that a ring sends for these calls, the mean over the ranks where a collective has a root."""

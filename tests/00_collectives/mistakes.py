@@ -55,7 +55,8 @@ WRONG = {
                  receive=f"dist.recv(incoming, {RIGHT_ONE}, group=group)"), 3),
     "waits for its send before it receives": Wrong(
         1, "test_neighbours_exchange",
-        r"(?s)ranks 0, 1 and 2 waited in send, at line \d+ of assignment.py \(exchange\): dist.send.*isend",
+        r"(?s)ranks 0, 1 and 2 waited in send, at line \d+ of assignment.py \(exchange\): dist.send.*"
+        r"To look at: these ranks wait in send: who receives\?$",
         exchange(send=f"dist.send(outgoing, {RIGHT_ONE}, group=group)", wait=""), 3, True),
     "receives before it sends": Wrong(
         1, "test_neighbours_exchange", r"ranks 0, 1 and 2 waited in recv, at line \d+ of assignment.py \(exchange\)",
@@ -83,7 +84,7 @@ WRONG = {
             again.wait()
             """)),
     "takes ranks of a group for ranks of the world": Wrong(
-        1, "test_exchange_in_a_group", r"send and receive take global ranks, and _global\(\) gives them",
+        1, "test_exchange_in_a_group", r"only ranks 1 and 2 form the group.* here 1 and 2: use _global\(\)",
         exchange(send="sending = dist.isend(outgoing, (rank + 1) % world_size, group=group)",
                  receive="dist.recv(incoming, (rank - 1) % world_size, group=group)")),
     "loops for ever in its file": Wrong(
@@ -97,12 +98,12 @@ WRONG = {
         1, "test_neighbours_exchange", r"it calls torch's own barrier",
         exchange(wait="sending.wait()\ndist.barrier()"), 3),
     "sends in two messages": Wrong(
-        1, "test_an_exchange_is_one_message", r"rank 0 of 3 sent 2 messages in exchange, and 1 are right, of 1048576 b",
+        1, "test_an_exchange_is_one_message", r"rank 0 of 3 sent 2 messages in exchange, and 1 is right, of 1048576 b",
         exchange(send=f"sendings = [dist.isend(part, {RIGHT_ONE}, group=group) for part in outgoing.chunk(2)]",
                  receive=f"for part in incoming.chunk(2):\n    dist.recv(part, {LEFT_ONE}, group=group)",
                  wait="for sending in sendings:\n    sending.wait()")),
     "takes it that the ranks of a group are neighbours": Wrong(
-        1, "test_exchange_in_a_group", r"(?s)a group of ranks 1 and 2.*_global\(\) gives them",
+        1, "test_exchange_in_a_group", r"only ranks 0 and 2 form the group.* here 0 and 2: use _global\(\)",
         exchange(send="first = dist.get_rank() - rank\n"
                       "sending = dist.isend(outgoing, first + (rank + 1) % world_size, group=group)",
                  receive="dist.recv(incoming, first + (rank - 1) % world_size, group=group)"), hangs=True),
@@ -112,7 +113,9 @@ WRONG = {
         reduce_scatter(ranks="rank, world_size = dist.get_rank(), dist.get_world_size(group)")),
     "ends on the right neighbour's chunk": Wrong(
         2, "test_reduce_scatter_gives_this_ranks_part_of_the_sum",
-        r"rank 0 of 3 returned part 1, summed over all ranks",
+        r"(?s)rank 0 of 3 returned chunk 1 with the sum of ranks 0, 1 and 2; it must return chunk 0 with the sum of "
+        r"ranks 0, 1 and 2\.\n    In step 1 it sent chunk 0 with the numbers of rank 0 alone\.\n    In step 2 it sent "
+        r"chunk 2 with the sum of ranks 0 and 2\.\n    To look at: your table of .Whose turn",
         reduce_scatter(outgoing="chunks[(rank - step) % world_size]",
                        add="chunks[(rank - step - 1) % world_size] += incoming",
                        result="chunks[(rank + 1) % world_size]"), 3),
@@ -120,11 +123,38 @@ WRONG = {
         2, "test_reduce_scatter_gives_this_ranks_part_of_the_sum", r"divided by 3 \(the mean, not the sum\)",
         reduce_scatter(result="chunks[rank] / world_size"), 3),
     "writes over instead of adding": Wrong(
-        2, "test_reduce_scatter_gives_this_ranks_part_of_the_sum", r"part 0, of rank \d alone",
+        2, "test_reduce_scatter_gives_this_ranks_part_of_the_sum",
+        r"returned chunk 0 with the numbers of rank 1 alone(?s:.*)In step 2 it sent chunk 1 with the numbers of rank 2",
         reduce_scatter(add="chunks[(rank - step - 2) % world_size] = incoming"), 3),
     "stops a step too early": Wrong(
-        2, "test_reduce_scatter_gives_this_ranks_part_of_the_sum", r"part \d, of rank \d alone",
+        2, "test_reduce_scatter_gives_this_ranks_part_of_the_sum",
+        r"returned chunk 0 with the numbers of rank 0 alone(?s:.*)\n    After that it sent nothing: 3 ranks take 2 s",
         reduce_scatter(steps="world_size - 2"), 3),
+    "begins with its own chunk": Wrong(
+        2, "test_reduce_scatter_gives_this_ranks_part_of_the_sum",
+        r"returned chunk 0 with the numbers of rank 0 alone; it must return chunk 0 with the sum of ranks 0, 1 and 2\."
+        r"\n    In step 1 it sent chunk 0 with the numbers of rank 0 alone",
+        reduce_scatter(outgoing="chunks[(rank - step) % world_size]",
+                       add="chunks[(rank - step - 1) % world_size] += incoming"), 3),
+    "adds to the chunk that it has sent": Wrong(
+        2, "test_reduce_scatter_gives_this_ranks_part_of_the_sum",
+        r"In step 2 it sent chunk 1 with the numbers of rank 0 alone(?s:.*)To look at: your table",
+        reduce_scatter(add="chunks[(rank - step - 1) % world_size] += incoming"), 3),
+    "adds to the chunk before": Wrong(
+        2, "test_reduce_scatter_gives_this_ranks_part_of_the_sum", r"which are different chunks",
+        reduce_scatter(add="chunks[(rank - step - 3) % world_size] += incoming"), 3),
+    "counts the steps the other way": Wrong(
+        2, "test_reduce_scatter_gives_this_ranks_part_of_the_sum",
+        r"rank 0 of 3 returned (?s:.*)In step 1 it sent chunk 1 with the numbers of rank 0 alone\.\n    In step 2 it",
+        reduce_scatter(outgoing="chunks[(rank + step + 1) % world_size]",
+                       add="chunks[(rank + step + 2) % world_size] += incoming"), 3),
+    "returns the chunk that it had first": Wrong(
+        2, "test_reduce_scatter_gives_this_ranks_part_of_the_sum",
+        r"returned chunk 2 with the numbers of rank 0 alone; .*\n    To look at: what it sent is right. Which chunk",
+        reduce_scatter(result="chunks[rank - 1]"), 3),
+    "returns numbers of fp64": Wrong(
+        2, "test_reduce_scatter_gives_this_ranks_part_of_the_sum", r"gave numbers of torch.float64 on rank 0",
+        reduce_scatter(result="chunks[rank].double()"), 3),
     "sums into the caller's tensor": Wrong(
         2, "test_reduce_scatter_leaves_its_input", r"changed its input",
         reduce_scatter(start="tensor.view(world_size, -1)")),
@@ -183,8 +213,14 @@ WRONG = {
         3, "test_all_gather_gives_all_parts_in_order", r"parts of ranks \?",
         all_gather(own="", outgoing="chunks[(rank - step) % world_size] if step else part"), 3),
     "passes on its own part only": Wrong(
-        3, "test_all_gather_gives_all_parts_in_order", r"gave the parts of ranks 0, 2, 2",
+        3, "test_all_gather_gives_all_parts_in_order", 
+        r"gave the parts of ranks 0, 2, 2(?s:.*)In step 2 it sent the part of rank 0\.$",
         all_gather(outgoing="part"), 3),
+    "passes on what has not come yet": Wrong(
+        3, "test_all_gather_gives_all_parts_in_order",
+        r"\(\? is nobody's\)(?s:.*)\n    In step 1 rank 0 sent a place of its result that nothing had been received",
+        all_gather(outgoing="chunks[(rank - step - 1) % world_size]",
+                   arriving="chunks[(rank - step - 2) % world_size]"), 3),
     "returns a matrix": Wrong(
         3, "test_all_gather_gives_all_parts_in_order", r"returned \[3, 35\] on rank 0", all_gather(result="chunks"), 3),
     "sends its part to everyone": Wrong(
@@ -242,8 +278,20 @@ WRONG = {
         4, "test_all_reduce_sends_twice_a_reduce_scatter", r"rank 0 of 3 sent 808 bytes in all_reduce of 101 elements",
         all_reduce(result="all_gather(reduce_scatter(padded, group), group) if len(padded) == tensor.numel() or "
                           "tensor.numel() < 101 else all_gather(tensor, group).view(world_size, -1).sum(0)")),
+    "pads where nothing is needed": Wrong(
+        4, "test_all_reduce_pads_no_more_than_it_must",
+        r"all_reduce of 420 elements over 3 ranks: by what rank 0 sent, the tensor was padded to 423. 3 divides 420,",
+        all_reduce(size="tensor.numel() + world_size - tensor.numel() % world_size"), 3),
+    "pads by N more than it must": Wrong(
+        4, "test_all_reduce_pads_no_more_than_it_must",
+        r"padded to 105. 102 is the next number that 3 divides",
+        all_reduce(size="tensor.numel() + world_size + -tensor.numel() % world_size if tensor.numel() % world_size "
+                        "else tensor.numel()"), 3),
+    "pads to many times its size": Wrong(
+        4, "test_all_reduce_sends_twice_a_reduce_scatter", r"sent 4480 bytes in all_reduce of 420 elements, in 4 mes",
+        all_reduce(size="2 * tensor.numel() + -2 * tensor.numel() % world_size"), 3),
     "sums into its input": Wrong(
-        4, "test_all_reduce_gives_the_sum_of_any_size", r"all_reduce of 1 elements changed its input on rank 0 of 3",
+        4, "test_all_reduce_gives_the_sum_of_any_size", r"all_reduce of 1 element changed its input on rank 0 of 3",
         all_reduce(result="tensor.copy_(all_gather(reduce_scatter(padded, group), group)[: tensor.numel()]).clone()"),
         3),
     "sums into the same memory each time": Wrong(
@@ -282,7 +330,7 @@ WRONG = {
                     sends.append(dist.isend(chunk, _global(other, group), group=group))
             """)),
     "broadcasts in one piece": Wrong(
-        5, "test_broadcast_is_a_pipeline", r"the root sent 1 messages", broadcast(chunks="[tensor]")),
+        5, "test_broadcast_is_a_pipeline", r"the root sent 1 message:", broadcast(chunks="[tensor]")),
     "receives all before it sends": Wrong(
         5, "test_broadcast_is_a_pipeline", r"passed nothing on before the root had sent its last chunk",
         broadcast(again="for chunk in tensor.chunk(chunk_count):")),
@@ -290,6 +338,19 @@ WRONG = {
         5, "test_broadcast_copies_the_roots_tensor",
         r"(?s)rank.* waited in recv.*To look at: a send that nobody waits for may be dropped",
         broadcast(send=f"dist.isend(chunk, {RIGHT_ONE}, group=group)"), 3, True),
+    "sends to the last rank of the world, whoever is the root": Wrong(
+        5, "test_broadcast_copies_the_roots_tensor",
+        r"(?s)rank 0 waited in recv.*\n    To look at: the root was rank 1 of 2\. Which rank should send to the one "
+        r"that waits\? Who is the last rank of the ring when the root is not rank 0\?$",
+        broadcast(send=f"dist.send(chunk, {RIGHT_ONE}, group=group)", sends_on="rank != world_size - 1"), 2, True),
+    "begins to send to the last rank of the world": Wrong(
+        5, "test_broadcast_copies_the_roots_tensor", r"To look at: the root was rank 1 of 2\.",
+        broadcast(sends_on="rank != world_size - 1"), 2, True),
+    "cuts off the rest": Wrong(
+        5, "test_broadcast_copies_the_roots_tensor",
+        r"holds 9 of the root's 10 elements \(chunk_count=3\)\. The last 1 of 10 elements did not arrive: 3 does not",
+        broadcast(chunks="[tensor[i * size : (i + 1) * size] for size in [len(tensor) // chunk_count] "
+                         "for i in range(chunk_count)]"), 2),
     "broadcasts by torch's own collective": Wrong(
         5, "test_broadcast_copies_the_roots_tensor", r"it calls torch's own broadcast", {"broadcast": """
             def broadcast(tensor, root=0, group=None, chunk_count=4):
@@ -312,7 +373,8 @@ WRONG = {
             chunk.copy_(room)
             """, send=f"sends.append(dist.isend(chunk.float(), {RIGHT_ONE}, group=group))"), 3),
     "the last rank sends too": Wrong(
-        5, "test_broadcast_copies_the_roots_tensor", r"(?s)at line \d+ of assignment.py \(broadcast\).*must not send",
+        5, "test_broadcast_copies_the_roots_tensor",
+        r"(?s)at line \d+ of assignment.py \(broadcast\).*rank 0 of 3\. The last rank of the ring must not send",
         broadcast(sends_on="world_size > 1"), 3, True),
     "returns nothing": Wrong(
         5, "test_broadcast_returns_its_tensor", r"did not return the tensor .* end with return tensor",

@@ -108,12 +108,26 @@ def test_only_the_starters_own_holes_are_unwritten():
         assert raised(text).startswith("a branch is not finished: line ") and "(step ," not in raised(text)
 
 
-@pytest.mark.parametrize("places, hint", [
-    ("    ranks 0, 1 and 2 waited in recv, at line 3 of a.py (broadcast): dist.recv(chunk, 0)", "dropped"),
-    ("    rank 2 waited at line 5 of a.py (broadcast): send.wait()\n    ranks 0 and 1 had returned", "the last rank"),
-    ("    rank 2 waited in send, at line 5 of a.py (broadcast): dist.send(chunk, 0)", "the last rank"),
+RECEIVES = "    ranks 0, 1 and 2 waited in recv, at line 3 of a.py (broadcast): dist.recv(chunk, 0)"
+
+
+@pytest.mark.parametrize("places, line, hint", [
+    (RECEIVES, "dist.isend(chunk, 1)", "may be dropped"),
+    (RECEIVES, "sends = [dist.isend(chunk, 1)]", "may be dropped"),  # nothing waits
+    (RECEIVES, "for _ in chunk: last = dist.isend(chunk, 1)\n    last.wait()", "may be dropped"),
+    (RECEIVES, "dist.isend(chunk, 1).wait()", "who sends"),
+    (RECEIVES, "for send in [dist.isend(chunk, 1)]: send.wait()", "who sends"),
+    (RECEIVES, "dist.send(chunk, 1)", "who sends"),
+    (RECEIVES, "(", "who sends"),  # saved meanwhile, and no Python any more
+    ("    rank 2 waited at line 5 of a.py (broadcast): send.wait()\n    rank 0 had returned", "", "who receives"),
+    ("    rank 2 waited in send, at line 5 of a.py (broadcast): dist.send(chunk, 0)", "", "who receives"),
+    (f"{RECEIVES}\n    rank 3 waited in send, at line 5 of a.py (broadcast): dist.send(chunk, 0)", "", "for whom"),
 ])
-def test_a_dropped_send_is_told_from_one_too_many(places, hint):
-    hints = {"stuck": "the last rank must not send", "unsent": "it may be dropped"}
-    assert hint in messages.hint(TimeoutError(), f"the ranks had not come to an end\n{places}", hints)
+def test_a_hint_fits_what_waits_and_what_is_written(tmp_path, places, line, hint):
+    other = "def exchange():\n    dist.isend(0, 1)\n"
+    (tmp_path / "a.py").write_text(f"{other}def broadcast(chunk):\n    {line or 'pass'}\n")
+    hints = {"points": 7, "stuck": "for whom?", "unsent": "who sends?", "unheard": "who receives?",
+             "dropped": "an isend may be dropped"}
+    words = f"the ranks had not come to an end\n{places}"
+    assert hint in messages.hint(TimeoutError(), words, hints, str(tmp_path / "a.py"))
 

@@ -1,5 +1,7 @@
 """`python -m zero_minimal progress`: every lesson of the course on one screen, and what is next."""
 
+import json
+import re
 import subprocess
 import sys
 
@@ -62,6 +64,28 @@ def test_points_guesses_and_what_is_next(file, capsys):
     assert "step 2, 30 points: last 10, " in whole and "best 30, " in whole
     assert "guessed 16 MB (1 more), measured 24 MB: 1.5 times too little" in whole
     assert "guessed 6, measured 6: near" in whole
+
+
+def test_the_best_is_never_below_the_last(file, capsys):
+    """A grade of one step, or a watch, changes the points of some steps only."""
+
+    def last_and_best():
+        line = next(line for line in shown(capsys).splitlines() if line.startswith("00"))
+        return [int(number) for number in re.findall(r"(\d+), \d+ \w+", line)]
+
+    earned(COLLECTIVES, step_1=15)
+    assert last_and_best() == [15, 15]
+    full(COLLECTIVES, step_2=8, step_3=0, step_4=0, step_5=0)
+    assert last_and_best() == [23, 23]
+    earned(COLLECTIVES, step_2=30)
+    earned(COLLECTIVES, step_3=20, step_4=15)
+    assert last_and_best() == [80, 80]
+    earned(COLLECTIVES, step_4=0)
+    assert last_and_best() == [65, 80]
+    kept = json.loads(file.read_text())
+    kept["lessons"][COLLECTIVES.name]["together"] = None  # a file of before
+    file.write_text(json.dumps(kept))
+    assert last_and_best() == [65, 65]
 
 
 def test_what_is_next_when_one_lesson_is_done_and_when_all_are(file, capsys):

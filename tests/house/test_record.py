@@ -30,7 +30,7 @@ def test_guesses_are_kept_in_the_order_made(file):
 
 
 def test_the_best_and_the_last_points_are_kept(file, monkeypatch):
-    of, days = {1: 40, 2: 25}, iter(f"2026-11-{day}T10:00:00+00:00" for day in range(10, 20))
+    of, days = {1: 40, 2: 25}, iter(f"2026-11-{day}T10:00:00+00:00" for day in range(10, 30))
     monkeypatch.setattr(record, "_now", lambda: next(days))
     record.add_points("03_gradients", {1: 40, 2: 0}, of)
     record.add_points("03_gradients", {1: 12, 2: 0}, of)
@@ -40,8 +40,20 @@ def test_the_best_and_the_last_points_are_kept(file, monkeypatch):
     assert (one.best, one.last, two.best, two.last) == (40, 12, 25, 25)
     assert one.best_at < one.last_at < two.last_at
     assert (kept.whole.best, kept.whole.last, kept.whole.of) == (40, 12, 65)  # the step alone is no whole grade
+    assert (kept.together.best, kept.together.last, kept.together.of) == (40, 37, 65)  # of both, the last of each
     record.add_points("03_gradients", {1: 10}, {1: 50, 2: 25})  # another course: its points are others
     assert record.read()["03_gradients"].steps[1].best == 10
+
+
+def test_a_file_of_before_is_read(file):
+    """It says nothing of points added up."""
+    record.add_points("a lesson", {1: 10}, {1: 10})
+    kept = json.loads(file.read_text())
+    del kept["lessons"]["a lesson"]["together"]
+    file.write_text(json.dumps(kept))
+    assert record.read()["a lesson"].whole.best == 10 and record.read()["a lesson"].together is None
+    record.add_points("a lesson", {1: 5}, {1: 10})
+    assert record.read()["a lesson"].whole.best == 10
 
 
 def test_who_write_at_once_lose_nothing(file):

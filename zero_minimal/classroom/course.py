@@ -36,6 +36,19 @@ class Entry:
         return {number: self.done.steps[number] for number in numbers if number in self.done.steps}
 
     @property
+    def last(self) -> tuple[float, str]:
+        """The points that the steps had last, added up, and when the latest of them came."""
+        return (sum(mark.last for mark in self.marks.values()),
+                max((mark.last_at for mark in self.marks.values()), default=""))
+
+    @property
+    def best(self) -> tuple[float, str]:
+        """The most points that there have been at one time, and when. Never below the last: a grade of one step, or a
+        watch, can raise that too."""
+        sums = [(mark.best, mark.best_at) for mark in (self.done.whole, self.done.together) if mark]
+        return max([*sums, self.last], key=lambda each: each[0])
+
+    @property
     def touched(self) -> str:
         """When something was done in it last; "" if never."""
         guesses = [made[-1].at for made in self.done.guesses.values()]
@@ -85,10 +98,8 @@ def overview(entries: list[Entry]) -> list[str]:
         if not entry.lesson:
             lines.append(_line(name, _without_points(entry)))
             continue
-        marks, whole = entry.marks, entry.done.whole
-        last = _points(sum(mark.last for mark in marks.values()), max(mark.last_at for mark in marks.values())
-                       ) if marks else NONE
-        best = _points(whole.best, whole.best_at) if whole else NONE
+        marks = entry.marks
+        last, best = (_points(*entry.last), _points(*entry.best)) if marks else (NONE, NONE)
         first = [made[0] for made in entry.done.guesses.values()]
         guesses = f"{sum(map(is_near, first))} of {len(first)}" if first else NONE
         lines.append(_line(name, " ".join(_mark(marks.get(step.number)) for step in entry.lesson.steps), last, best,

@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
         return 3
     call = _call(arguments, lessons)
     grades = Grades(call.lesson, (call.step,) if call.step else ())
-    seconds = " (about 20 s)" if not call.step and not call.options.watch else ""
+    seconds = " (up to a minute)" if not call.step and not call.options.watch else ""
     print(f"{call.file}: lesson {call.lesson.name}, {call.lesson.world}{seconds}\n", flush=True)
     if not fence.holds():
         print("This system cannot fence a submission in (Linux 5.13 can): grade nobody's file but your own.\n")

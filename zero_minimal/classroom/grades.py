@@ -98,7 +98,9 @@ def tell(message: str) -> None:
 
 
 def numbered(steps: list[int]) -> str:
-    """step 2; steps 2 and 3; steps 2, 3 and 5"""
+    """step 2; steps 2 and 3; steps 2, 3 and 5; steps 1 to 4"""
+    if len(steps) > 2 and steps == list(range(steps[0], steps[-1] + 1)):
+        return f"steps {steps[0]} to {steps[-1]}"
     *others, last = map(str, steps)
     return f"steps {', '.join(others)} and {last}" if others else f"step {last}"
 

@@ -1,5 +1,6 @@
 """Messages: what became of the ranks, told to a learner. Which rank waited in which collective, at which line."""
 
+import ast
 import linecache
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from zero_minimal.foundations.ranks import RankError
 _RANK = re.compile(r"^rank (\d+) stands here", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _SENDS = re.compile(r" waited .*\bsend")
+_INSIDE = re.compile(r" at line \d+ of \S+ \((\w+)\): ")  # the function where a rank stood
 _WAITS = re.compile(r"\b(wait|recv|send|synchronize)\(")  # in C: the stack has no frame of it
 _GLOO = re.compile(r"\[[^\]\[]*\.(?:cc|h):\d+\] *")  # where gloo's own source says so
 AT = "stood"  # a rank that computes
@@ -65,21 +67,68 @@ def listed(ranks) -> str:
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
-def hint(error: Exception, words: str, hints: dict) -> str:
-    """What to look at, if one of a test's hints fits: `left` when ranks wait to receive from one that has returned,
-    `unsent` when they wait to receive, and none to send, `stuck` when they wait for each other, or failed because of
-    another, `raised` when the file's own line raised."""
+def hint(error: Exception, words: str, hints: dict, path: str) -> str:
+    """What to look at, if one of a test's hints fits:
+
+    left      ranks wait to receive from one that has returned
+    dropped   ranks wait to receive, none to send, and a function where they wait drops what isend returns
+    unsent    ranks wait to receive, and none to send
+    unheard   ranks wait to send, and none to receive
+    stuck     they wait for each other, or failed because of another
+    raised    the file's own line raised
+
+    One that speaks of isend is not for a function that calls none.
+    """
     if isinstance(error, TimeoutError):
         loops, waits, sends = f" {AT} " in words, " waited " in words, _SENDS.search(words)
-        left = "had returned" in words and not sends and "left" in hints
-        unsent = " waited in recv" in words and not sends and "unsent" in hints
-        found = "" if loops or not waits else "left" if left else "unsent" if unsent else "stuck"
+        functions = _functions(path, set(_INSIDE.findall(words)))
+        only_receive = " waited in recv" in words and not sends
+        fitting = {"left": "had returned" in words and not sends,
+                   "dropped": only_receive and any(map(_drops, functions)),
+                   "unsent": only_receive, "unheard": sends and " waited in recv" not in words}
+        hints = {name: text for name, text in hints.items()
+                 if "isend" not in str(text) or any(map(_isends, functions))}
+        fits = [name for name, it_does in fitting.items() if it_does and name in hints]
+        found = "" if loops or not waits else (*fits, "stuck")[0]
     elif Mismatch.__name__ in words:
         found = "left" if "has finished" in words and "left" in hints else "stuck"
     else:
         found = "stuck" if any(sign in words for sign in LOST) else "raised" if "it raised" in words else ""
     text = hints.get(found, "")
     return f"{LOOK_AT}{text}{'' if text.endswith('?') else '.'}" if text else ""
+
+
+def _functions(path: str, names: set[str]) -> list[ast.FunctionDef]:
+    """The functions of these names in a file."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except SyntaxError:  # saved meanwhile
+        return []
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
+
+
+def _isends(function: ast.AST) -> bool:
+    return any("isend" in (getattr(node, "attr", ""), getattr(node, "id", "")) for node in ast.walk(function))
+
+
+def _drops(function: ast.FunctionDef) -> bool:
+    """Whether it calls isend, and does not keep what that returns, or waits for nothing."""
+    alone = [node.value for node in ast.walk(function) if isinstance(node, ast.Expr)]
+    dropped = any(isinstance(call, ast.Call) and _isends(call.func) and getattr(call.func, "attr", "") != "wait"
+                  for call in alone)
+    waits = any(getattr(node, "attr", "") == "wait" for node in ast.walk(function))
+    return dropped or _isends(function) and not waits or any(map(_overwrites, ast.walk(function)))
+
+
+def _overwrites(loop: ast.AST) -> bool:
+    """Whether each turn of a loop gives one name to what isend returns, and does nothing with it."""
+    if not isinstance(loop, (ast.For, ast.While)):
+        return False
+    inside = list(ast.walk(loop))
+    used = {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    kept = [node.targets[0] for node in inside if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+            and _isends(node.value.func)]
+    return any(isinstance(name, ast.Name) and name.id not in used for name in kept)
 
 
 def brief(words: str) -> str:

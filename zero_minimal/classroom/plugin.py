@@ -84,10 +84,10 @@ class Runner:
 
 
 def in_words(error: BaseException, path: str, hints: dict) -> str:
-    """A test's failure as a message for the learner; `hints` are those of its mark."""
+    """A test's failure as a message for the learner; `hints` are those of its mark, `error.hints` those of one run."""
     if isinstance(error, (ranks.RankError, TimeoutError)):
         words = messages.of_failure(error, path)
-        return messages.brief(words) + messages.hint(error, words, hints)
+        return messages.brief(words) + messages.hint(error, words, hints | getattr(error, "hints", {}), path)
     return str(error).split("\nassert ")[0].strip() or type(error).__name__
 
 

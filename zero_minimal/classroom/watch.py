@@ -86,7 +86,7 @@ class Watch:
         if all(map(self._is_right, self.grades.steps)):
             again = [step for step in self.grades.steps if self.looked[step.number] != saved.digest]
             if again and wrong:
-                _say(f"now once more {numbered([step.number for step in again])}: right before, but in another text")
+                _say(f"checking {numbered([step.number for step in again])} again, because the file has changed")
             if again and not self._through(saved, again):
                 return
         self._sum_up()

@@ -32,10 +32,21 @@ from zero_minimal.notebook.told import Told
 HOURS = 24 * 3600  # a group's own time limit: the notebook has a better one
 
 names = {"torch": torch, "dist": dist, "collectives": collectives}  # what every cell finds
-with contextlib.suppress(ImportError):  # a teacher may withhold it: it solves lesson 00
+try:
     from zero_minimal.foundations import ring
+except ImportError:  # a teacher may withhold it: it solves lesson 00
 
-    names["ring"] = ring
+    class Withheld:
+        """Stands in for `ring`: whoever asks it for something is told."""
+
+        def __getattr__(self, name: str):
+            if name.startswith("__"):  # Python's own: it may be printed
+                raise AttributeError(name)
+            raise Told(f"ring.{name} is not in this copy of the course, since it solves the lesson: read on, this cell "
+                       "cannot be run.")
+
+    ring = Withheld()
+names["ring"] = ring
 _here: dict = {}  # folder, rank, world_size, device
 _running: list[str] = []  # the cell that runs, if one does
 _changes = threading.Lock()  # of _running: a cell does not end while it is being cut or interrupted

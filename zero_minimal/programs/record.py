@@ -53,6 +53,7 @@ class Lesson:
     guesses: dict[str, list[Guess]] = field(default_factory=dict)  # by question, the first guess first
     steps: dict[int, Mark] = field(default_factory=dict)
     whole: Mark | None = None  # of grades that looked at every step
+    together: Mark | None = None  # the last points of all steps added up, whichever grade each is of
 
 
 def add_guess(lesson: str, question: str, guess: float, measured: float, unit: str = "") -> None:
@@ -82,6 +83,8 @@ def add_points(lesson: str, points: dict[int, float], of: dict[int, float]) -> N
             kept.steps[step] = _marked(kept.steps.get(step), earned, of[step])
         if points.keys() == of.keys():
             kept.whole = _marked(kept.whole, sum(points.values()), sum(of.values()))
+        last = sum(kept.steps[step].last for step in of if step in kept.steps)
+        kept.together = _marked(kept.together, last, sum(of.values()))
 
     _change(add)
 
@@ -170,8 +173,9 @@ def _lesson(entry: dict) -> Lesson:
         {question: [Guess(**guess) for guess in made] for question, made in entry["guesses"].items()},
         {int(step): Mark(**mark) for step, mark in entry["steps"].items()},
         entry["whole"] and Mark(**entry["whole"]),
+        Mark(**entry["together"]) if entry.get("together") else None,  # a file of before has none
     )
-    marks = [*lesson.steps.values(), *filter(None, [lesson.whole])]
+    marks = [*lesson.steps.values(), *filter(None, [lesson.whole, lesson.together])]
     guesses = [guess for made in lesson.guesses.values() for guess in made]
     numbers = [number for mark in marks for number in (mark.of, mark.best, mark.last)]
     if not all(map(math.isfinite, numbers + [number for guess in guesses for number in (guess.guess, guess.measured)])):
