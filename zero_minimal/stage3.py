@@ -118,6 +118,8 @@ class Stage3(Hooks):
     def _release(self, unit):
         self._arrive(unit)
         for bucket in unit.buckets:
+            if unit.whole:  # what the user has changed in place stays changed
+                bucket.parameter_shard.copy_(bucket.shard(bucket.parameters, self.rank))
             self._free(bucket)
         unit.whole = False
 
@@ -134,6 +136,8 @@ class Stage3(Hooks):
             raise RuntimeError("leave gather_parameters() first")
         for unit in self.units:
             self._release(unit)
+        for bucket in self.buckets:
+            precision.keep_changes(bucket)
 
     def unit_turn(self, unit, following):
         # for a layer inside a block, unit.around is [root, block]: they are at work too

@@ -94,7 +94,7 @@ class Backward:
         stage.model.register_forward_hook(Tie(Backward._watch_output, self))
         for param in self._buckets_of:
             # before autograd adds anything to .grad
-            param.register_hook(Tie(lambda backward, _: backward._begin(), self))
+            param.register_hook(Tie(lambda backward, _: backward.begin(), self))
             param.register_post_accumulate_grad_hook(Tie(Backward._gradient, self))
 
     @contextlib.contextmanager
@@ -203,9 +203,10 @@ class Backward:
                 "zero.zero_grad() first; if torch.utils.checkpoint is around the whole model, it "
                 "needs use_reentrant=False"
             )
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """A pass begins, unless one is under way: backward has come to something of this model."""
         if self.running:
             return
         self.left.look()
