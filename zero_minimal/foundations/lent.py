@@ -1,5 +1,6 @@
-"""Lent: what a parameter is at stage 3 while it is whole, but its unit's forward does not run. Say
-in the forward of the model after a block's turn, in a forward hook, or in the training loop.
+"""Lent: what a parameter is at stage 3 while it is whole, but its unit's forward does not run: in
+the forward of the model after a block's turn, in a forward hook of the block, or in the training
+loop.
 
 A unit's own operations are followed by turns.py: backward meets the unit's output first, and
 gathers it. A penalty on a weight (its L1 norm, say) lies outside, and its operations save the
@@ -8,6 +9,9 @@ from a view of it, is watched: each such operation is a small call of the unit, 
 backward. And a view that is kept says so when it is read after the parameter is released; its
 memory is gone then.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -26,13 +30,11 @@ class _Followed:
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not all(issubclass(kind, (_Followed, nn.Parameter)) for kind in types) or any(
-                issubclass(kind, released.Released) for kind in types):
-            return NotImplemented  # it is for the other class to say what happens
-        with torch._C.DisableTorchFunctionSubclass():
-            if function in released.ALLOWED:
+        if function in released.ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-            used = [value for value in _arguments(args, kwargs) if isinstance(value, _Followed)]
+        used = [value for value in _arguments(args, kwargs) if isinstance(value, _Followed)]
+        with _plain(used):
             for value in used:
                 if value.numel() and not value.untyped_storage().nbytes():
                     raise RuntimeError(
@@ -79,6 +81,19 @@ def take_back(params: list[nn.Parameter]) -> None:
             param.__class__ = nn.Parameter
 
 
+@contextmanager
+def _plain(values: list[torch.Tensor]) -> Iterator[None]:
+    """Context in which they are what torch knows."""
+    kinds = [type(value) for value in values]
+    for value, kind in zip(values, kinds, strict=True):
+        value.__class__ = nn.Parameter if kind is Lent else torch.Tensor
+    try:
+        yield
+    finally:
+        for value, kind in zip(values, kinds, strict=True):
+            value.__class__ = kind
+
+
 def _arguments(args: tuple, kwargs: dict):
     for value in [*args, *kwargs.values()]:
         if isinstance(value, (tuple, list)):
@@ -88,6 +103,7 @@ def _arguments(args: tuple, kwargs: dict):
 
 
 def _follow(used: list, results: list[torch.Tensor], before: int) -> None:
+    """Tell of the nodes that an operation has made since number `before`; follow views, too."""
     ties = {vars(value).get("_zero_used") for value in used} - {None}
     for tensor in results:
         if type(tensor) is torch.Tensor and any(same_storage(tensor, each) for each in used):
