@@ -60,7 +60,10 @@ class Stage3(Hooks):
     After backward only reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_().
     A parameter can be read from its unit's turn until the turn of another one; the root's until
     step() or the end of an evaluation. Then it keeps its shape, and reading it is an error:
-    `gather_parameters()` shows it.
+    `gather_parameters()` shows it. While it can be read, a loss may be computed from it (an L1
+    penalty, say), and edits in place are kept if all ranks make them alike, which is not checked
+    here. Keep a .clone() of what you read, not a view: one taken in the forward of the unit itself,
+    where operations are not followed, cannot say that its memory is gone.
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
         element-wise; TypeError for what is no module, no optimizer class or no option of it;
         RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
@@ -118,6 +121,8 @@ class Stage3(Hooks):
     def _release(self, unit):
         self._arrive(unit)
         for bucket in unit.buckets:
+            if unit.whole:  # what the user has changed in place stays changed
+                bucket.parameter_shard.copy_(bucket.shard(bucket.parameters, self.rank))
             self._free(bucket)
         unit.whole = False
 
@@ -134,6 +139,8 @@ class Stage3(Hooks):
             raise RuntimeError("leave gather_parameters() first")
         for unit in self.units:
             self._release(unit)
+        for bucket in self.buckets:
+            precision.keep_changes(bucket)
 
     def unit_turn(self, unit, following):
         # for a layer inside a block, unit.around is [root, block]: they are at work too

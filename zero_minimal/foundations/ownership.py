@@ -220,9 +220,10 @@ def check_place(param: nn.Parameter, parameters: torch.Tensor) -> None:
     """Raise RuntimeError if a parameter no longer lies in `parameters`, which its stage updates."""
     if not same_storage(param, parameters):
         raise RuntimeError(
-            f"a parameter of shape {tuple(param.shape)} is not where its stage put it. It was "
-            "moved or replaced after wrapping (model.to, load_state_dict(assign=True), param.data "
-            "= …): do that before, and change values in place, param.data.copy_(…). Or, at stage "
-            "3, it was used outside the forward of its unit, where it reads as NaN: name a module "
-            "around that use in units="
+            f"{name_of(param)}, of shape {tuple(param.shape)}, is not where its stage put it. It "
+            "was moved or replaced after wrapping (model.to, load_state_dict(assign=True), "
+            "param.data = …): do that before, and change values in place, param.data.copy_(…). Or, "
+            "at stage 3, this gradient comes from something that was computed inside "
+            "gather_parameters(), or inside a unit that does not return it: compute it after that "
+            "unit's turn, or return it"
         )

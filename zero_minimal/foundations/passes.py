@@ -40,7 +40,7 @@ class Passes:
         stage.model.register_forward_hook(Tie(Passes._watch_output, self))
         for param in flats:
             # before autograd adds anything to .grad
-            param.register_hook(Tie(lambda passes, _: passes._begin(), self))
+            param.register_hook(Tie(lambda passes, _: passes.begin(), self))
 
     def complete(self) -> None:
         """Called before anybody reads the reduced gradients. Raises: RuntimeError if the user has
@@ -83,9 +83,10 @@ class Passes:
                 "zero.zero_grad() first; if torch.utils.checkpoint is around the whole model, it "
                 "needs use_reentrant=False"
             )
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """A pass begins, unless one is under way: backward has come to something of this model."""
         if self.running:
             return
         self.left.look()

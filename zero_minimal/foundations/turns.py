@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from zero_minimal.foundations import lent
 from zero_minimal.foundations.layout import same_storage
 from zero_minimal.foundations.outputs import tensors_in
 from zero_minimal.foundations.released import refuse_left_behind
@@ -35,7 +36,8 @@ class Turns:
     How is backward followed? Through hooks on the grad_fn of each tensor that a unit returns, or a
     module with parameters inside it, or that such a module keeps in an attribute. On its way to a
     parameter backward meets one of these nodes first, also if it comes from an auxiliary loss. The
-    turn is that of the innermost unit that ran when the node was made.
+    turn is that of the innermost unit that ran when the node was made. What is computed from a
+    parameter while its unit does not run is watched by itself (lent.py).
 
     When is backward done with a unit? Autograd numbers the nodes of its graph as forward makes
     them, and backward goes through them from the highest number down. So when it comes to a node,
@@ -130,6 +132,7 @@ class Turns:
                 self._watch(tensor.grad_fn, lambda number: at_work if number >= began else None)
             return
         self._under_way.pop()
+        self._lend(unit)
         if output is None and sys.exc_info()[1] is not None:
             return  # forward has failed: what is under way may never arrive
         self._refuse_parameters(unit, returned)
@@ -177,7 +180,37 @@ class Turns:
                         self.stage.backward.hand_over(bucket)
         self._turn(unit)
 
+    def _lend(self, unit: Unit) -> None:
+        """Lend the parameters that can be read and whose unit is not at work (lent.py)."""
+        at_work = {one for _, called, _ in self._under_way for one in (called, *called.around)}
+        for one in (unit, *unit.around):
+            if one in at_work:
+                lent.take_back(one.params)
+            elif one.whole:
+                lent.lend(one.params, Tie(Turns._used, self, one))
+
+    def _used(self, unit: Unit, node, began: int) -> None:
+        """Autograd has recorded an operation on a lent parameter: a small call of its unit."""
+        if "watched" in node.metadata:
+            return
+        number = node._sequence_nr()
+        self._first_call.setdefault(unit, began)
+        self._calls.append((began, _next_number(), unit, weakref.ref(self._pass)))
+        node.metadata["watched"] = self._pass
+        node.register_prehook(Tie(
+            lambda turns, unit, *_: turns._before_lent(unit, number), self, unit,
+            left=refuse_backward,
+        ))
+
+    def _before_lent(self, unit: Unit, number: int) -> None:
+        self.stage.backward.begin()  # in a penalty, backward comes here before the model's output
+        self._before_backward(unit, number)
+
     def _turn(self, unit: Unit) -> None:
+        self._take_turn(unit)
+        self._lend(unit)
+
+    def _take_turn(self, unit: Unit) -> None:
         if unit.whole and self._now[-1:] == [unit]:
             return  # it is its turn already
         turn = len(self._now)
