@@ -34,7 +34,12 @@ from zero_minimal.foundations.gradient_memory import GradientMemory, Reduction
 from zero_minimal.foundations.released import release, restore
 from zero_minimal.foundations.set_up import set_up
 from zero_minimal.foundations.turns import Turns
-from zero_minimal.foundations.units import find_units, refuse_state_dict, whole_parameters
+from zero_minimal.foundations.units import (
+    find_units,
+    refuse_nested_tensors,
+    refuse_state_dict,
+    whole_parameters,
+)
 
 
 class Stage3(Hooks):
@@ -86,6 +91,7 @@ class Stage3(Hooks):
         self.backward = Backward(self, by_turns=True)
         self.turns = Turns(self)  # after Backward, whose hook on the model's output runs first
         refuse_state_dict(self)
+        refuse_nested_tensors(self)
 
     def own(self, bucket):
         """A rank keeps a shard of every bucket, and of its parameters nothing else

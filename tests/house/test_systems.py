@@ -46,7 +46,8 @@ def no_linux(monkeypatch):
         monkeypatch.delattr(os, name, raising=False)
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo0"), (2, "en0")])
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is put back: a rank chooses it itself
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
 def test_what_only_linux_tells_is_not_known_elsewhere(no_linux):

@@ -135,3 +135,22 @@ def refuse_state_dict(stage) -> None:
     for module in stage.model.modules():
         module.register_state_dict_pre_hook(tie)
         module.register_load_state_dict_pre_hook(tie)
+
+
+def refuse_nested_tensors(stage) -> None:
+    """Let each nn.TransformerEncoder of stage.model refuse what it would answer differently here.
+    In evaluation it looks at its first layer's parameters: released, they turn off a fast path that
+    leaves zeros where the padding is."""
+
+    def refuse(stage, module, args, kwargs):
+        padding = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
+        plain = module.training or torch.is_grad_enabled() or stage.shown
+        if padding is not None and module.use_nested_tensor and not plain:
+            raise RuntimeError("at stage 3 an evaluation with src_key_padding_mask would not put "
+                               "zeros where the padding is, as nested tensors do: build "
+                               "nn.TransformerEncoder(…, enable_nested_tensor=False), or evaluate "
+                               "under `with zero.gather_parameters():`, on all ranks")
+
+    for module in stage.model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.register_forward_pre_hook(Tie(refuse, stage), with_kwargs=True)

@@ -55,7 +55,7 @@ def starts(rows: Sequence[Sequence[int]], row: int, column: int) -> bool:
 
 def draw_small_steps(runs: dict[str, list[float]], every: int = 1) -> Figure:
     """A parameter through many small updates, a line for each run. runs: {name: its value after each `every` steps}."""
-    result, axes = figure(1, 1, 0.7 * PAGE, 3.0)
+    result, axes = figure(1, 1, PAGE, 3.6)
     axis = axes[0][0]
     for number, (name, values) in enumerate(runs.items()):
         steps = [every * place for place in range(len(values))]

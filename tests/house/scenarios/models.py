@@ -393,7 +393,7 @@ def transformer_encoder(me):
     train(me, nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False), loss=padded)
 
 
-@scenario()
+@scenario(refused={"stage3": "enable_nested_tensor=False"})
 def transformer_encoder_with_nested_tensors(me):
     import warnings
 
@@ -402,8 +402,7 @@ def transformer_encoder_with_nested_tensors(me):
     train(me, nn.TransformerEncoder(layer, 2), loss=padded)
 
 
-@scenario(mend="stage 3: a released parameter turns torch's fast path off, which leaves zeros where the padding is",
-          or_refused="enable_nested_tensor=False")
+@scenario(refused={"stage3": "enable_nested_tensor=False"})
 def what_nested_tensors_put_in_place_of_padding(me):
     import warnings
 
