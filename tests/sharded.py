@@ -410,7 +410,7 @@ _plain: dict = {}
 
 def in_one_process(recipe, world_size):
     """What a plain loop over all ranks' data gives, in the recipe's precision and in fp64; computed once."""
-    key = repr(recipe), world_size
+    key = repr(recipe), world_size, *toys.secrets.values()  # each grader's random numbers are its own
     if key not in _plain:
         _plain[key] = toys.plain(recipe, world_size), toys.plain(recipe, world_size, torch.float64)
     return _plain[key]
