@@ -221,6 +221,7 @@ def test_a_syntax_error_names_file_and_line(drawn):
     assert "Traceback" not in text and len(text.splitlines()) == 3
 
 
+@pytest.mark.thorough
 def test_an_error_and_a_deadlock_name_the_line_of_the_file(drawn):
     bad = submissions.spliced(RINGS, {"all_gather": "def all_gather(part, group=None):\n    return part.view(-3)\n"})
     assert re.search(r"line \d+ of assignment.py: return part.view\(-3\)", failure_of(drawn, RINGS, bad))

@@ -183,6 +183,7 @@ def test_starters_are_those_of_the_repository(house):
     assert 'raise NotImplementedError("step 1: global_norm")' in (house / "lessons/99_norms/assignment.py").read_text()
 
 
+@pytest.mark.thorough
 def test_a_new_folder_is_a_lesson(house, tmp_path):
     command(house, "starters")
     code, printed = command(house, "grade", "lessons/99_norms/assignment.py")

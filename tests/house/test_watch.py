@@ -256,6 +256,7 @@ def grade(*arguments):
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
+@pytest.mark.thorough
 def test_one_step_alone(tmp_path):
     """Not written, so that no rank starts; and a wrong number."""
     file = LESSON.starter
@@ -340,6 +341,7 @@ def temporary():
         yield Path(folder)
 
 
+@pytest.mark.thorough
 def test_the_whole_of_a_watch(tmp_path, temporary, started):
     """Not written, no Python, what is denied, a loop, a right file, Ctrl-C; and no process and no folder stays."""
     file = tmp_path / "assignment.py"
