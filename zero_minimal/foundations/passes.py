@@ -94,7 +94,7 @@ class Passes:
             raise RuntimeError("call zero.zero_grad() after zero.step()")
         if self.reduced and self.stage.gradient_scale is not None:
             raise RuntimeError("the gradients were clipped or unscaled already, and what step() "
-                               "will multiply them with does not hold for those of another "
+                               "multiplies them with, gradient_scale, does not hold for another "
                                "backward pass: call zero.clip_grad_norm_() and scaler.unscale_() "
                                "once, after the last micro-batch; or drop the gradients with "
                                "zero.zero_grad(), also after a step that the scaler has skipped")
