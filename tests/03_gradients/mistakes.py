@@ -416,7 +416,7 @@ WRONG = {
             optimizers.update(self.optimizer, group, bucket.master, gradient)
             """)),
     "clipping lasts for ever": Wrong(
-        4, "test_trains_with_clipping", r"what step\(\) multiplies them with, gradient_scale, does not hold for another",
+        4, "test_trains_with_clipping", r"what step\(\) multiplies them with, gradient_scale, does not hold",
         zero_grad(scale="")),
     "the norm of the own shards": Wrong(
         4, "test_clips_by_the_global_norm", r"it is the norm of this rank's shards alone",
