@@ -5,5 +5,5 @@ import sys
 __version__ = "0.1.0"
 
 if sys.platform == "win32":
-    raise ImportError("Windows has no fork(), which the ranks are started with: run this inside WSL, the Linux that "
-                      "comes with Windows (wsl --install), as the README says")
+    raise ImportError("Windows has no fork(), which the ranks are started with: run this inside "
+                      "WSL, the Linux that comes with Windows (wsl --install), as the README says")

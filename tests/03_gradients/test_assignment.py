@@ -14,6 +14,12 @@ import torch
 import torch.distributed as dist
 import toys
 from checks import in_words, once
+from clipping import (
+    assert_clipping_leaves_the_gradients,
+    assert_clips_by_the_global_norm,
+    assert_clips_in_a_group,
+    assert_trains_with_clipping,
+)
 from sharded import (
     BUCKET,
     EVERYBODY,
@@ -22,16 +28,13 @@ from sharded import (
     GROUP,
     LAYER,
     LAYERS,
-    LIMITS,
     LOOKS,
     PSI,
     SPARE,
     Most,
     after_a_step,
     alike,
-    assert_as_in_one_process,
     assert_kernel_agrees,
-    assert_norm,
     assert_overflow_is_shared,
     assert_sent,
     assert_shards_hold,
@@ -40,13 +43,10 @@ from sharded import (
     awkward_backward,
     backward_in_a_group,
     build,
-    clipped,
-    clipped_in_a_group,
     first_backward,
     first_step,
     flat,
     gradients_of,
-    in_one_process,
     model,
     nearest,
     one_step,
@@ -58,7 +58,6 @@ from sharded import (
     small_updates,
     step_in_a_group,
     trained,
-    trained_with_norms,
     wide,
     wide_numbers,
 )
@@ -446,75 +445,22 @@ def test_trains_as_one_process_would(stage_class):
 @pytest.mark.step(4, points=5, stuck=EVERYBODY)
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_clips_by_the_global_norm(stage_class, world_size):
-    true = (sum(gradients_of(world_size)) / world_size).norm().item()
-    results = once(clipped, world_size, stage_class)
-    for case, max_norm in enumerate(LIMITS):
-        local = [flat(rank, of_rank[case][3]).norm().item() for rank, of_rank in enumerate(results)]
-        for rank, of_rank in enumerate(results):
-            norm, _, change, *_ = of_rank[case]
-            assert_norm(norm, true, local, max_norm, rank)
-            size = min(max_norm, true)
-            assert change == pytest.approx(size, rel=1e-3), (
-                f"after clip_grad_norm_({max_norm:g}) step() of SGD with lr 1 moved rank {rank}'s parameters by "
-                f"{change:.4g}, and it must be {size:.4g}: "
-                + ("a smaller norm than max_norm must be left alone" if max_norm > true else
-                   "clipping scales the gradient that the update uses, all of it alike")
-            )
+    assert_clips_by_the_global_norm(stage_class, world_size)
 
 
 @pytest.mark.step(4, points=1)
 def test_clipping_returns_a_tensor_and_leaves_the_gradients(stage_class):
-    for rank, of_rank in enumerate(once(clipped, 2, stage_class)):
-        for (_, shape, _, before, after), max_norm in zip(of_rank, LIMITS, strict=True):
-            assert torch.equal(flat(rank, before), flat(rank, after)), (
-                f"clip_grad_norm_({max_norm:g}) changed the gradients in rank {rank}'s shards: it changes "
-                "self.gradient_scale alone, and step() multiplies with that"
-            )
-            assert shape == [], (
-                f"clip_grad_norm_ returned {'no tensor' if shape is None else f'a tensor of shape {shape}'} on rank "
-                f"{rank}: the norm is a 0-dim tensor, as torch's own clip_grad_norm_ returns it"
-            )
+    assert_clipping_leaves_the_gradients(stage_class)
 
 
 @pytest.mark.step(4, points=2, stuck=GROUP, left=GROUP, raised=GROUP)
 def test_clips_in_a_group(stage_class):
-    first, _, second = toys.run(clipped_in_a_group, 3, stage_class)
-    true = (sum(gradients_of(2, ranks=(0, 2))) / 2).norm().item()
-    local = [flat(0, first[1]).norm().item(), flat(2, second[1]).norm().item()]
-    for place, (norm, _) in enumerate((first, second)):
-        assert_norm(norm, true, local, 0.1, place)
-
-
-CLIPPED = {
-    "training with clipping": (Recipe(options=checks.ADAM, clip=0.1, accumulate=2),
-                               "does one step's clipping end with zero_grad()?"),
-    "clipping with frozen, tied and unused parameters": (
-        Recipe(make=checks.Awkward, batch=checks.awkward_batch, optimizer=optim.SGD, options=dict(lr=0.3), clip=0.1,
-               bucket_bytes=100, steps=3),
-        "each element counts once, also of a parameter that the model uses twice"),
-    "fp16, a loss scale, and clipping": (
-        Recipe(optimizer=optim.SGD, options=dict(lr=3.0), dtype=torch.float16, scale=1024.0, clip=0.1, accumulate=2,
-               steps=3),
-        "the loss was multiplied by 1024, and self.gradient_scale is 1/1024 when clip_grad_norm_ is called: the norm "
-        "is that of the gradient times this scale, and clipping multiplies the scale"),
-}
+    assert_clips_in_a_group(stage_class)
 
 
 @pytest.mark.step(4, points=4)
 def test_trains_with_clipping(stage_class):
-    results = toys.run(trained_with_norms, 2, stage_class, {name: recipe for name, (recipe, _) in CLIPPED.items()})
-    for name, (recipe, hint) in CLIPPED.items():
-        plain, _ = in_one_process(recipe, 2)
-        near = 1e-4 if recipe.dtype.itemsize == 4 else 2**-7
-        for rank, found in enumerate(results):
-            norms, _ = found[name]
-            first = norms[0], plain.norms[0]  # later ones follow from the parameters
-            assert first[0] == pytest.approx(first[1], rel=near), (
-                f"{name}: clip_grad_norm_ returned {first[0]:.4g} on rank {rank} in the first step, and the gradient's "
-                f"norm is {first[1]:.4g}. {hint[0].upper()}{hint[1:]}"
-            )
-    assert_as_in_one_process([{name: parameters for name, (_, parameters) in found.items()} for found in results], 2,
-                             CLIPPED)
+    assert_trains_with_clipping(stage_class)
 
 
 @pytest.mark.step(4, points=3, stuck="one gradient is infinite, and one rank alone sees it in its shard: all ranks "

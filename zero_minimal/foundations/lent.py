@@ -54,7 +54,7 @@ class _Followed:
             return repr(self.detach().clone())
 
 
-class Lent(_Followed, nn.Parameter):
+class Lent(_Followed, released.Watched, nn.Parameter):
     """A parameter that is whole while its unit's forward does not run."""
 
     def __deepcopy__(self, memo):  # a plain one

@@ -31,7 +31,11 @@ ALLOWED |= {torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__, torch
 ALLOWED |= {torch.is_floating_point, torch.is_complex}
 
 
-class Released(nn.Parameter):
+class Watched:
+    """Base of the classes that a parameter has here for a time, in place of nn.Parameter."""
+
+
+class Released(Watched, nn.Parameter):
     """A parameter whose memory is gone for now."""
 
     @classmethod
@@ -97,6 +101,6 @@ def refuse_left_behind(module: nn.Module, *_) -> None:
 
 def restore(param: nn.Parameter, data: torch.Tensor) -> None:
     """Let it point to its values again."""
-    if type(param) is not nn.Parameter and type(param).__module__.startswith(__package__):
+    if isinstance(param, Watched):
         param.__class__ = nn.Parameter
     param.data = data

@@ -60,18 +60,8 @@ def set_up(
 
     # without units= the whole model is a single one, which bucket_bytes cuts into buckets
     parts = units or [Unit("", model, ownership.trained(model, groups))]
-    for part in parts:
-        size = None if units else bucket_bytes
-        part.buckets = layout.pack(
-            part.params, groups, stage.world_size, size, part.name, padded_size
-        )
-    # backward comes to the last part of the model first
-    model_number = _next_model(group)
-    stage.all_buckets = [bucket for part in reversed(parts) for bucket in part.buckets]
-    for number, bucket in enumerate(stage.all_buckets):
-        bucket.name = bucket.name or ("the root unit" if units else f"bucket {number}")
-        bucket.model = model_number
-    stage.buckets = [bucket for bucket in stage.all_buckets if bucket.trained]
+    size, nameless = (None, "the root unit") if units else (bucket_bytes, "bucket {}")
+    _plan_buckets(stage, parts, groups, size, padded_size, nameless)
     ownership.adopt(stage, model, stage.all_buckets, group)
 
     with _whole_if_it_fails(stage), meta.back_if_it_fails(model):
@@ -95,6 +85,25 @@ def set_up(
     stage.optimizer.zero_grad = lambda set_to_none=True: drop()()
     stage.gradient_scale: precision.Scale = None
     ownership.mark(stage, model)  # last: a wrap that fails leaves the model free
+
+
+def _plan_buckets(
+    stage, parts: list[Unit], groups: list[dict], bucket_bytes: int | None, padded_size: Callable,
+    nameless: str,
+) -> None:
+    """Give a stage its buckets, in the order in which backward completes them, with names.
+    `nameless`: how one is called whose part has no name, with its number for {}."""
+    for part in parts:
+        part.buckets = layout.pack(
+            part.params, groups, stage.world_size, bucket_bytes, part.name, padded_size
+        )
+    # backward comes to the last part of the model first
+    stage.all_buckets = [bucket for part in reversed(parts) for bucket in part.buckets]
+    stage.buckets = [bucket for bucket in stage.all_buckets if bucket.trained]
+    model_number = _next_model(stage.group)
+    for number, bucket in enumerate(stage.all_buckets):
+        bucket.name = bucket.name or nameless.format(number)
+        bucket.model = model_number
 
 
 _models = weakref.WeakKeyDictionary()  # process group → how many models were wrapped over it

@@ -1,0 +1,92 @@
+"""Clipping of sharded stages: what lessons 02 and 03 ask of clip_grad_norm_."""
+
+import checks
+import pytest
+import torch
+import toys
+from checks import once
+from sharded import (
+    LIMITS,
+    assert_as_in_one_process,
+    assert_norm,
+    clipped,
+    clipped_in_a_group,
+    flat,
+    gradients_of,
+    in_one_process,
+    trained_with_norms,
+)
+from torch import optim
+from toys import Recipe
+
+CLIPPED = {
+    "training with clipping": (Recipe(options=checks.ADAM, clip=0.1, accumulate=2),
+                               "does one step's clipping end with zero_grad()?"),
+    "clipping with frozen, tied and unused parameters": (
+        Recipe(make=checks.Awkward, batch=checks.awkward_batch, optimizer=optim.SGD, options=dict(lr=0.3), clip=0.1,
+               bucket_bytes=100, steps=3),
+        "each element counts once, also of a parameter that the model uses twice"),
+    "fp16, a loss scale, and clipping": (
+        Recipe(optimizer=optim.SGD, options=dict(lr=3.0), dtype=torch.float16, scale=1024.0, clip=0.1, accumulate=2,
+               steps=3),
+        "the loss was multiplied by 1024, and self.gradient_scale is 1/1024 when clip_grad_norm_ is called: the norm "
+        "is that of the gradient times this scale, and clipping multiplies the scale"),
+}
+
+
+def assert_clips_by_the_global_norm(stage_class, world_size):
+    """Those clip_grad_norm_ returned, and what step() did then."""
+    true = (sum(gradients_of(world_size)) / world_size).norm().item()
+    results = once(clipped, world_size, stage_class)
+    for case, max_norm in enumerate(LIMITS):
+        local = [flat(rank, of_rank[case][3]).norm().item() for rank, of_rank in enumerate(results)]
+        for rank, of_rank in enumerate(results):
+            norm, _, change, *_ = of_rank[case]
+            assert_norm(norm, true, local, max_norm, rank)
+            size = min(max_norm, true)
+            assert change == pytest.approx(size, rel=1e-3), (
+                f"after clip_grad_norm_({max_norm:g}) step() of SGD with lr 1 moved rank {rank}'s parameters by "
+                f"{change:.4g}, and it must be {size:.4g}: "
+                + ("a smaller norm than max_norm must be left alone" if max_norm > true else
+                   "clipping scales the gradient that the update uses, all of it alike")
+            )
+
+
+def assert_clipping_leaves_the_gradients(stage_class):
+    """It returns a 0-dim tensor, and the shards stay as they are."""
+    for rank, of_rank in enumerate(once(clipped, 2, stage_class)):
+        for (_, shape, _, before, after), max_norm in zip(of_rank, LIMITS, strict=True):
+            assert torch.equal(flat(rank, before), flat(rank, after)), (
+                f"clip_grad_norm_({max_norm:g}) changed the gradients in rank {rank}'s shards: it changes "
+                "self.gradient_scale alone, and step() multiplies with that"
+            )
+            assert shape == [], (
+                f"clip_grad_norm_ returned {'no tensor' if shape is None else f'a tensor of shape {shape}'} on rank "
+                f"{rank}: the norm is a 0-dim tensor, as torch's own clip_grad_norm_ returns it"
+            )
+
+
+def assert_clips_in_a_group(stage_class):
+    """Ranks 0 and 2 of three."""
+    first, _, second = toys.run(clipped_in_a_group, 3, stage_class)
+    true = (sum(gradients_of(2, ranks=(0, 2))) / 2).norm().item()
+    local = [flat(0, first[1]).norm().item(), flat(2, second[1]).norm().item()]
+    for place, (norm, _) in enumerate((first, second)):
+        assert_norm(norm, true, local, 0.1, place)
+
+
+def assert_trains_with_clipping(stage_class):
+    """As one process does, in fp32 and in fp16 with a loss scale."""
+    results = toys.run(trained_with_norms, 2, stage_class, {name: recipe for name, (recipe, _) in CLIPPED.items()})
+    for name, (recipe, hint) in CLIPPED.items():
+        plain, _ = in_one_process(recipe, 2)
+        near = 1e-4 if recipe.dtype.itemsize == 4 else 2**-7
+        for rank, found in enumerate(results):
+            norms, _ = found[name]
+            first = norms[0], plain.norms[0]  # later ones follow from the parameters
+            assert first[0] == pytest.approx(first[1], rel=near), (
+                f"{name}: clip_grad_norm_ returned {first[0]:.4g} on rank {rank} in the first step, and the gradient's "
+                f"norm is {first[1]:.4g}. {hint[0].upper()}{hint[1:]}"
+            )
+    assert_as_in_one_process([{name: parameters for name, (_, parameters) in found.items()} for found in results], 2,
+                             CLIPPED)
