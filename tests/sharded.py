@@ -386,8 +386,8 @@ def step_in_a_group(stage_class):
 
 
 NO_BACKWARD = ("here step() is called where no backward ran: first on rank 1 alone, then on both ranks. Gradients "
-               "count as zero there, and the rank takes part in all reductions all the same: what does step() call that "
-               "ends backward also where none ran (self.reduced_gradients())?")
+               "count as zero there, and the rank takes part in all reductions all the same: what does step() call "
+               "that ends backward also where none ran (self.reduced_gradients())?")
 
 
 def step_without_backward(stage_class):
