@@ -196,11 +196,12 @@ def test_without_the_lessons_ring_the_attempt_is_drawn_alone(drawn):
     world.run("from zero_minimal.notebook.told import Withheld\nkept, ring = ring, Withheld('ring')")
     try:
         _, (picture,), said = drawn(RINGS, submissions.spliced(RINGS, {}))
-        with pytest.raises(notebook.CellError, match="ring.all_gather is not in this copy of the course"):
+        with pytest.raises(notebook.CellError, match="ring.all_gather is not in this copy of the course") as failed:
             world.run("ring.all_gather(torch.ones(1))")
         _, (nothing,), _ = drawn(RINGS, RINGS.starter.read_text())
     finally:
         world.run("ring = kept")
+    assert "mend" not in str(failed.value)
     words = text_in(picture)
     assert "yours" in words and "the lesson's" not in words and set(deliveries.ALGORITHMS) <= set(words)
     assert sum("The lesson's own is not in this copy of the course" in word for word in words) == 3
