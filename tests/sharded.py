@@ -496,18 +496,8 @@ def second_step(stage_class):
     """The gradient shards of the second step's backward, and those after a third one that was dropped."""
     zero, rank, shards = build(stage_class, lr=0.0), dist.get_rank(), []  # parameters stay, so gradients are known
     for step in range(4):
-        loss = zero.model(*toys.tokens(rank, step))
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            if not step or "zero_grad()" not in str(error):
-                raise
-            # an error that tells the user to do what was done
-            raise AssertionError(
-                "zero_grad() was called before this backward, and it was refused as if it had not been "
-                f"({error}): what step() has set and backward has counted must start afresh in zero_grad() "
-                "(self.backward.forget())"
-            ) from None
+        with checks.after_zero_grad():
+            zero.model(*toys.tokens(rank, step)).backward()
         shards.append(shards_of(zero))
         if step != 2:
             zero.step()
