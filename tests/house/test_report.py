@@ -102,6 +102,12 @@ OPENS = {
         "a micro-batch leaves all the same": ("Step 2: first micro-batch", "At its end", "and 0 are expected"),
         "old gradients stay": ("Step 2: second micro-batch", "At its end", "still has the gradient of step 1 in it"),
     },
+    "02_optimizer_state": {
+        "the sum instead of the mean": ("Step 1: backward", "At its end", "3 times too large: the sum"),
+        "an all-reduce, and the shard of it": ("Step 1: backward", "Layer 12", "sends twice what"),
+        "no all-gather after the update": ("Step 1: update", "", "has sent 0 bytes in this phase, and 3,176 are"),
+        "the norm of the own shards": ("Step 2: clipping", "", "the norm of this rank's shards alone"),
+    },
     "03_gradients": {
         "P_os in disguise: whole gradients until backward ends": (
             "Step 1: backward", "Layer . gradient", "whole gradients pile up"),
