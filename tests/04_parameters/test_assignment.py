@@ -523,7 +523,7 @@ def test_backward_prefetches(stage_class):
     assert_not_waited_for(begun, "the second backward pass")
 
 
-DEEP = 24
+DEEP = 16
 deep = functools.partial(Tower, DEEP)
 
 
