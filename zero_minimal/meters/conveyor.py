@@ -34,7 +34,8 @@ class Conveyor:
     record: {"units": names, the root first, "whole": [unit] bytes of it, "ranks": how many share it, "turns": [moment]
     of ["forward" | "backward" | "evaluation" | "end", number of the unit at work or None], "states": [unit][moment] of
     STATES, "reducing": [moment] number of the unit whose gradients are on their way or None, "bytes": [moment] of
-    parameters, this rank's shards apart}. The last moment is the end of the watching.
+    parameters, this rank's shards apart}. The last moment is the end of the watching, if
+    no error ends it.
     """
 
     def __init__(self, zero):
@@ -56,7 +57,11 @@ class Conveyor:
 
     def __exit__(self, *error):
         with self._undo:
-            self._look("end", None)
+            if not error[0]:
+                self._look("end", None)
+            else:  # a stage that is half written has left something under way: it would meet later messages
+                for pending in [pending for unit in self.units for pending in unit.gathering]:
+                    pending.wait()
 
     def _hear(self, moment: str, call: collectives.Call) -> None:
         if call.name == "all_gather" and moment == "start":
@@ -69,10 +74,11 @@ class Conveyor:
         self._look("backward" if self.zero.backward.running else forward, self.units.index(unit))
 
     def _look(self, phase: str, at_work: int | None) -> None:
-        shards = sum(bucket.parameter_shard.nbytes for bucket in self.zero.all_buckets)
+        shards = [bucket.parameter_shard for bucket in self.zero.all_buckets]
         reducing = getattr(self.zero.reducing, "bucket", None)
         self.record["turns"].append([phase, at_work])
-        self.record["bytes"].append(self.ledger.states()["parameters"] - shards)
+        self.record["bytes"].append(self.ledger.states()["parameters"] - sum(
+            shard.nbytes for shard in shards if shard is not None))
         self.record["reducing"].append(next(
             (number for number, unit in enumerate(self.units) if reducing in unit.buckets), None))
         for unit, states in zip(self.units, self.record["states"], strict=True):

@@ -41,14 +41,22 @@ def draw_conveyor(records: dict[str, dict]) -> Figure:
     result = Figure(figsize=(PAGE, sum(heights) + 0.4), layout="constrained")
     axes = result.subplots(len(heights), 1, height_ratios=heights)
     highest = max(max(record["bytes"]) for record in records.values())
+    longest = max(_places(record)[-1] for record in records.values())
     for (title, record), belt, memory in zip(records.items(), axes[::2], axes[1::2], strict=True):
         places = _places(record)
         _belt(belt, record, places)
         belt.set_title(title, fontsize=11, pad=20)
         _memory(memory, record, places, highest)
+        for axis in (belt, memory):
+            axis.set_xlim(-0.6, longest + 0.6)
+            axis.tick_params(length=0, labelsize=9)
+            axis.grid(visible=False)
+            axis.spines[:].set_visible(False)
     seen = {state for record in records.values() for line in record["states"] for state in line}
     if any(number is not None for record in records.values() for number in record["reducing"]):
         seen.add("gradients")
+    if any(any(_lost(record)) for record in records.values()):
+        seen.add("idle")
     legend_outside(result, {words: Patch(facecolor=colour, hatch=hatch, edgecolor=HATCH.get(kind, "white"), linewidth=0)
                             for kind, ((colour, hatch), words) in LOOK_OF.items() if kind in seen}, columns=2)
     return result
@@ -79,7 +87,6 @@ def _belt(axis: Axes, record: dict, places: list[float]) -> None:
     axis.set_yticks(range(len(record["units"])), record["units"])
     axis.set_ylim(len(record["units"]) - 0.45, -0.55)
     axis.set_xticks([])
-    _plain(axis, places)
 
 
 def _cell(axis: Axes, place: float, unit: int, floor: float, top: float, kind: str) -> None:
@@ -100,24 +107,27 @@ def _phases(axis: Axes, record: dict, places: list[float]) -> None:
 
 def _memory(axis: Axes, record: dict, places: list[float], highest: float) -> None:
     heights = [count / 1e6 for count in record["bytes"]]
-    bars(axis, places, heights, LOOKS["parameters"], width=1.0)
+    lost = [count / 1e6 for count in _lost(record)]
+    known = [height - rest for height, rest in zip(heights, lost, strict=True)]
+    bars(axis, places, known, LOOKS["parameters"], width=1.0)
+    for bar in bars(axis, places, lost, LOOK_OF["idle"][0], width=1.0, bottom=known) if any(lost) else ():
+        bar.set_edgecolor(HATCH["idle"])
     words_above(axis, places, heights, [f"{height:.2f}" if height else "0" for height in heights], gap=2, fontsize=9)
     axis.set_ylim(0, 1.25 * highest / 1e6)
     axis.set_ylabel("MB whole", fontsize=9)
     axis.set_xticks(places, [_short(record["units"], number) for _, number in record["turns"]], fontsize=9)
     axis.set_xlabel("whose turn it is (●)", fontsize=9)
-    _plain(axis, places)
+
+
+def _lost(record: dict) -> list[int]:
+    """Bytes at each moment of storages that belong to no unit that is here: somebody still refers to them."""
+    units = [[size if state != "shard" else 0 for state in states]
+             for size, states in zip(record["whole"], record["states"], strict=True)]
+    return [max(0, count - sum(here)) for count, here in zip(record["bytes"], zip(*units, strict=True), strict=True)]
 
 
 def _short(units: list[str], number: int | None) -> str:
     return "" if number is None else units[number].rpartition(".")[2]
-
-
-def _plain(axis: Axes, places: list[float]) -> None:
-    axis.set_xlim(places[0] - 0.6, places[-1] + 0.6)
-    axis.tick_params(length=0, labelsize=9)
-    axis.grid(visible=False)
-    axis.spines[:].set_visible(False)
 
 
 # ---------------------------------------------------------------------------------------- kept from forward to backward
@@ -130,15 +140,17 @@ def draw_kept(ways: dict[str, list[dict]], others: dict[str, dict]) -> Figure:
     """
     result, axes = figure(1, 1, PAGE, 4.4)
     axis = axes[0][0]
+    named: set = set()
     entries = [*ways.items(), *((name, [row]) for name, row in others.items())]
     for number, (name, rows) in enumerate(entries):
-        sent, peaks = ([row[key] / 1e6 for row in rows] for key in ("sent", "peak"))
-        axis.plot(sent, peaks, label=name, color=STAGE_COLOURS[3 - number], marker=MARKERS[number], markersize=8,
-                  linestyle="-" if len(rows) > 1 else "", linewidth=1.5)
-        for row, x, y in zip(rows, sent, peaks, strict=True):
-            if name in ways and (number == 0 or y != ways[entries[0][0]][row["kept"]]["peak"] / 1e6):
-                axis.annotate(f"{row['kept']}", (x, y), (0, 8 if number == 0 else -16), textcoords="offset points",
+        places = [(row["sent"] / 1e6, row["peak"] / 1e6) for row in rows]
+        axis.plot(*zip(*places, strict=True), label=name, color=STAGE_COLOURS[3 - number], marker=MARKERS[number],
+                  markersize=8, linestyle="-" if len(rows) > 1 else "", linewidth=1.5)
+        for row, place in zip(rows, places, strict=True):
+            if name in ways and place not in named:
+                axis.annotate(f"{row['kept']}", place, (0, -16 if number else 8), textcoords="offset points",
                               ha="center", fontsize=9)
+                named.add(place)
     axis.set_xlabel("MB that a rank sends in a step")
     axis.set_ylabel("MB at the highest moment")
     axis.grid(axis="x", **GRID)
