@@ -193,6 +193,9 @@ def first_forward(stage_class, make=Tower, groups=None):
     return loss.item(), calls.sent()
 
 
+PLACES = "do all shards come to the places they were cut from, in rank order, and had they arrived?"
+
+
 def loss_of(make, rank, step=0, change=None, batch=numbers, **options):
     """What rank 0's model gives on a rank's batch. `change`: is done to it before."""
     whole = toys.build(make, 0, torch.float64)
@@ -202,7 +205,7 @@ def loss_of(make, rank, step=0, change=None, batch=numbers, **options):
     return whole(*(part.double() for part in batch(rank, step)), **options).item()
 
 
-def assert_losses(losses, wanted, what="the first forward"):
+def assert_losses(losses, wanted, what="the first forward", look=PLACES):
     for rank, (loss, right) in enumerate(zip(losses, wanted, strict=True)):
         assert loss == loss, (
             f"in {what} rank {rank}'s loss is NaN: it computed with memory that was freed, or that nobody has filled "
@@ -210,7 +213,7 @@ def assert_losses(losses, wanted, what="the first forward"):
         )
         assert loss == pytest.approx(right, rel=1e-4), (
             f"in {what} rank {rank}'s loss is {loss:.6g}, and {right:.6g} is right: it computed with other parameters. "
-            "Do all shards come to the places they were cut from, in rank order, and had they arrived?"
+            f"To look at: {look}"
         )
 
 
@@ -285,21 +288,27 @@ def assert_in_turn(seen, rank, ahead):
         assert not also, (
             f"in {kind}, while blocks.{place} works, rank {rank} has {listed(also)} whole, too. Besides the root only "
             "the unit at work and the next one may be here: unit_turn frees what is not needed any more, and gathers "
-            "nothing that comes later"
+            "nothing that comes later" + (". " + DONE) * (ahead < 0)
         )
 
 
-def assert_memory_follows(seen, rank, ahead):
+DONE = ("Backward is done with it: was it not freed, or was it prefetched in the order of forward? `following` is what "
+        "comes next in this pass")
+SAVED = (
+    "Autograd has saved views of these parameters for backward. Who drops a reference, or sets param.data, frees "
+    "nothing "
+    "as long as there is another reference: the storage itself must go"
+)
+
+
+def assert_memory_follows(seen, rank, ahead, why=SAVED):
     """And of the others no memory is left, whoever refers to it."""
     for kind, place, _, alive in seen:
         others = {other: size for other, size in enumerate(alive)
                   if other not in {place, place + ahead} and size > 0.1 * BLOCK}
         assert not others, (
             f"in {kind}, while blocks.{place} works, rank {rank} still has memory of {listed(others)}, "
-            f"{in_words(sum(others.values()))}, though nobody can read it. Autograd has saved views of these "
-            "parameters "
-            "for backward. Who drops a reference, or sets param.data, frees nothing as long as there is another "
-            "reference: the storage itself must go"
+            f"{in_words(sum(others.values()))}, though nobody can read it. {why}"
         )
 
 
@@ -383,7 +392,7 @@ def left_out(stage_class):
     with checks.poisoned_memory(), checks.Calls(pause=0.005 * rank):
         for step, skip in enumerate(ORDERS):
             sight.kind = f"forward pass {step + 1}, where " + ("no block is" if skip is None else f"blocks.{skip} is")
-            sight.kind += " left out,"
+            sight.kind += " left out"
             losses.append(zero.model(*numbers(rank, step), skip=skip).item())
     return sight.seen, losses
 
@@ -393,7 +402,9 @@ def left_out(stage_class):
 def test_a_unit_that_was_expected_in_vain(stage_class):
     ranks = toys.run(left_out, 2, stage_class)
     for rank, (seen, _) in enumerate(ranks):
-        assert_memory_follows([look for look in seen if look[1] not in (1, 3)], rank, +1)
+        assert_memory_follows([look for look in seen if look[1] not in (1, 3)], rank, +1, "The unit was on its way, "
+                                                                                          "and "
+                              "its turn did not come: unit_turn frees what is on its way too, once it has arrived")
     for step, skip in enumerate(ORDERS):
         wanted = [loss_of(Tower, rank, step, skip=skip) for rank in range(2)]
         assert_losses([losses[step] for _, losses in ranks], wanted,
@@ -423,8 +434,8 @@ def test_what_is_changed_in_place_stays(stage_class):
     for step in range(2):
         wanted = [loss_of(Tower, rank, step, change=lambda whole: edit(whole.blocks[1])) for rank in range(2)]
         assert_losses([losses[step] for losses in ranks], wanted, f"forward pass {step + 1}, where parameters of "
-                                                                  "blocks.1 "
-                      "were changed in place at its turn in pass 1 (they go back into the shards when it is freed)")
+                      "blocks.1 were changed in place at its turn in pass 1,", "what was changed goes back into the "
+                      "shards when the unit is freed")
 
 
 # ------------------------------------------------------- step 4: backward, where gradients become shards, unit by unit
@@ -437,12 +448,27 @@ def test_shards_hold_the_mean_gradient(stage_class, world_size):
     assert_shards_hold(shards, gradients_of(world_size))
 
 
+def without_a_block(rank, step):
+    return *numbers(rank, step), 2
+
+
+def shards_without_a_block(stage_class):
+    zero, rank = build(stage_class, Tower), dist.get_rank()
+    zero.model(*without_a_block(rank, 0)).backward()
+    return shards_of(zero)
+
+
 @pytest.mark.step(4, points=2, stuck="one parameter got a gradient on rank 0 alone, and one on no rank at all: each "
                   "rank must reduce all buckets in the same order all the same, with zero for what is missing",
                   raised="a parameter may get no gradient on a rank, and its .grad is None then: it counts as zero")
 def test_a_missing_gradient_is_zero(stage_class):
+    gradients = gradients_of(3, make=Tower, batch=without_a_block)
+    assert_shards_hold(toys.run(shards_without_a_block, 3, stage_class), gradients, "the mean gradient, where a block "
+                                                                                    "was "
+                       "left out, so that its gradient is zero", make=Tower)
     gradients = gradients_of(3, make=checks.Awkward, batch=checks.awkward_batch)
-    assert_shards_hold(once(awkward_backward, 3, stage_class), gradients, "the mean gradient, where one parameter got "
+    assert_shards_hold(toys.run(awkward_backward, 3, stage_class), gradients, "the mean gradient, where one parameter "
+                                                                              "got "
                        "its gradient on rank 0 alone, which counts as zero on the others", make=checks.Awkward)
 
 
@@ -463,7 +489,9 @@ def test_backward_frees_units_too(stage_class):
     for rank, seen in enumerate(once(backwards_seen, 2, stage_class)):
         assert [place for _, place, *_ in seen] == list(reversed(range(BLOCKS)))
         assert_in_turn(seen, rank, -1)
-        assert_memory_follows(seen, rank, -1)
+        assert_memory_follows(seen, rank, -1, "Backward is done with it: was its memory not freed, or was it "
+                                              "prefetched "
+                              "in the order of forward? `following` is what comes next in this pass")
 
 
 def frozen():
@@ -495,7 +523,7 @@ def test_backward_prefetches(stage_class):
     assert_not_waited_for(begun, "the second backward pass")
 
 
-DEEP = 24
+DEEP = 16
 deep = functools.partial(Tower, DEEP)
 
 
@@ -741,7 +769,7 @@ def test_an_evaluation_leaves_nothing_whole(stage_class):
     for number, step in enumerate((8, 9)):
         assert_losses([found[number][0] for found in ranks],
                       [loss_of(Tower, rank, step, change=stepped) for rank in range(2)],
-                      f"evaluation {number + 1} after a step")
+                      f"evaluation {number + 1} after a step", "does it gather the updated shards?")
         for rank, found in enumerate(ranks):
             _, whole, more = found[number]
             assert not whole and more <= 0.2 * BLOCK, (
@@ -772,7 +800,8 @@ def shown(stage_class):
             zero.model.first.weight.mul_(3)
             raise KeyError
     except KeyError:
-        found["undone"] = loss()
+        found["error"] = "came out"
+    found["undone"] = loss()
     try:
         found["outside"] = [value.clone() for value in zero.model.state_dict().values()]
     except RuntimeError:
@@ -786,7 +815,8 @@ def shown(stage_class):
     return found
 
 
-@pytest.mark.step(5, points=2, stuck="all ranks must enter gather_parameters(), and leave it, in the same way")
+@pytest.mark.step(5, points=2, stuck="all ranks must enter gather_parameters(), and leave it, in the same way",
+                  raised="inside gather_parameters() every parameter is whole, and outside it is released")
 def test_all_is_whole_inside_gather_parameters(stage_class):
     ranks = toys.run(shown, 2, stage_class)
     wanted = [value.detach() for value in toys.build(Tower, 0).parameters()]
@@ -801,15 +831,19 @@ def test_all_is_whole_inside_gather_parameters(stage_class):
             f"after gather_parameters() {len(found['whole'])} parameters are still whole on rank {rank}, "
             f"{found['whole'][0]} first"
         )
+        assert "error" in found, (
+            f"rank {rank}: an error inside gather_parameters() did not come out of it: nobody would hear of it"
+        )
         assert found["unlike"] == "refused", (
             f"inside gather_parameters() the ranks made different edits, and rank {rank} went on without a word: it "
             "must "
             "be a RuntimeError (ownership.check_alike), or each shard holds something else"
         )
-    for key, words in (("edited", "the forward after an edit inside gather_parameters(), made alike on all ranks,"),
-                       ("undone", "the forward after gather_parameters() ended with an error, which undoes edits,")):
-        assert_losses([found[key] for found in ranks],
-                      [loss_of(Tower, rank, change=lambda whole: edit(whole.blocks[1])) for rank in range(2)], words)
+    edits = [loss_of(Tower, rank, change=lambda whole: edit(whole.blocks[1])) for rank in range(2)]
+    assert_losses([found["edited"] for found in ranks], edits, "the forward after an edit inside gather_parameters(), "
+                  "made alike on all ranks,", "edits are kept: the shards take them over")
+    assert_losses([found["undone"] for found in ranks], edits, "the forward after gather_parameters() ended with an "
+                  "error", "an error undoes what was edited inside: one rank may have had it alone")
 
 
 TRAINING = {
