@@ -239,7 +239,7 @@ WRONG = {
         r"while blocks.1 works, rank 0 still has memory of blocks.0, 13.\d kB, though nobody can read it", DROPPED),
     "a unit that was whole is not gathered again": Wrong(
         3, "test_a_second_forward_computes_the_same_model",
-        r"a tensor whose memory was freed: .*, or is it taken for whole though it was freed",
+        r"(?s)a tensor whose memory was freed: .*To look at: a unit that was freed must be gathered again",
         _release(end="")),
     "nothing is prefetched": Wrong(
         3, "test_the_next_unit_is_on_its_way",
@@ -264,7 +264,8 @@ WRONG = {
         r"where blocks.2 is left out, while blocks.4 works, rank 0 still has memory of blocks.2",
         unit_turn(free=FREE_OTHERS.replace("(other.whole or other.gathering)", "other.whole"))),
     "a unit is freed while it is on its way": Wrong(
-        3, "test_a_unit_that_was_expected_in_vain", r"memory was freed|SIGSEGV|NaN|it computed with other|To look at",
+        3, "test_a_unit_that_was_expected_in_vain", r"memory was freed|SIGSEGV|NaN|it computed with other|leaves a "
+                                                     "gather that nobody waits for",
         _release(begin="unit.gathering = []"), hangs=True),
     "changes in place are lost": Wrong(
         3, "test_what_is_changed_in_place_stays", r"forward pass 2, where parameters of blocks.1 were changed in place",
@@ -296,7 +297,8 @@ WRONG = {
         4, "test_a_missing_gradient_is_zero", r"(?s)it raised AttributeError: 'NoneType'.*To look at: .*counts as zero",
         bucket_complete(begin="self._wait()\nlargest = max(param.grad.abs().max() for param in bucket.params)")),
     "backward does not gather": Wrong(
-        4, "test_shards_hold_the_mean_gradient", r"SIGSEGV|is released|memory",
+        4, "test_shards_hold_the_mean_gradient",
+        r"(?s)it used a tensor whose memory was freed.*To look at: backward reads a unit's parameters again",
         unit_turn(begin="if self.backward.running:\n    return"), 2),
     "backward frees nothing": Wrong(
         4, "test_backward_frees_units_too",
@@ -359,6 +361,12 @@ WRONG = {
     "updates twice": Wrong(
         5, "test_every_shard_is_updated", r"moved parameters 2 times too far: was the update made more than once\?",
         step(update=UPDATE + "\n" + UPDATE), 3),
+    "weights decay by hand, where they are not any more": Wrong(
+        5, "test_every_shard_is_updated",
+        r"rank \d is gone in the middle of the test: it was killed by SIGSEGV at line \d+ of "
+         "assignment.py "
+        r"\(step\): bucket.parameters.mul_\(0.99\)\n    To look at: does it use memory that is gone\?",
+        step(update="bucket.parameters.mul_(0.99)\n" + UPDATE), 2),
     "shows what all ranks there are hold": Wrong(
         5, "test_a_step_in_a_group", r"(?s).*here group= is a group of ranks 0 and 2 of three",
         gather_parameters(whole="whole_parameters(self.all_buckets, self.rank)"), hangs=True),

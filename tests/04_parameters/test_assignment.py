@@ -328,7 +328,9 @@ def test_its_memory_goes_though_autograd_saved_it(stage_class):
         )
 
 
-@pytest.mark.step(3, points=2, raised=UNITS)
+@pytest.mark.step(3, points=2, raised="a unit that was freed must be gathered again for its next turn: does anything "
+                                      "still "
+                  "take it for whole, unit.whole for example?")
 def test_a_second_forward_computes_the_same_model(stage_class):
     for step in range(2):
         losses = [found[step] for *_, found in once(forwards_seen, 2, stage_class)]
@@ -398,7 +400,9 @@ def left_out(stage_class):
 
 
 @pytest.mark.step(3, points=2, raised="a unit may be on its way in vain, since its turn does not come: it is freed all "
-                  "the same, but not before it has arrived", stuck="a unit is on its way, and its turn does not come")
+                  "the same, but not before it has arrived", stuck="a unit is on its way, and its turn does not come: "
+                                                                   "who frees it before it has arrived "
+                  "leaves a gather that nobody waits for")
 def test_a_unit_that_was_expected_in_vain(stage_class):
     ranks = toys.run(left_out, 2, stage_class)
     for rank, (seen, _) in enumerate(ranks):
@@ -441,7 +445,9 @@ def test_what_is_changed_in_place_stays(stage_class):
 # ------------------------------------------------------- step 4: backward, where gradients become shards, unit by unit
 
 
-@pytest.mark.step(4, points=5)
+@pytest.mark.step(4, points=5, raised="backward reads a unit's parameters again, so unit_turn gathers in backward, "
+                                      "too; and "
+                  "gradients stay in memory until their reduction has ended")
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_shards_hold_the_mean_gradient(stage_class, world_size):
     shards = [shards for shards, *_ in once(first_backward, world_size, stage_class)]
