@@ -552,6 +552,7 @@ def limits(world_size):
     return shards + (2 + 5) * BLOCK, shards + 2 * BLOCK
 
 
+@pytest.mark.thorough
 @pytest.mark.step(4, points=3)
 def test_whole_gradients_do_not_pile_up(stage_class):
     psi = sum(param.nbytes for param in deep().parameters())
@@ -700,6 +701,7 @@ def _elements():
     return sum(param.numel() for param in model().parameters())
 
 
+@pytest.mark.thorough
 @pytest.mark.step(5, points=2)
 def test_holds_shards_alone_after_a_step(stage_class):
     for rank, found in enumerate(once(held, 4, stage_class)):
@@ -867,6 +869,7 @@ TRAINING = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.step(5, points=2, stuck="several steps, with layers that get a gradient in some steps only", raised=UNITS)
 def test_trains_as_one_process_would(stage_class):
     assert_trained_alike(trained, stage_class, 3, TRAINING)
@@ -915,11 +918,13 @@ def assert_kernel_agrees(stage_class, steps, held, room, least):
     assert_accounts(accounts, SIZE, held, room, least, BLAME)
 
 
+@pytest.mark.thorough
 @pytest.mark.step(3, points=0)
 def test_the_kernel_counts_forwards(stage_class):
     assert_kernel_agrees(stage_class, 0, SIZE / 4, 3 * EACH + 6e6, 2 * SIZE * 3)  # held: a shard; sent: two all-gathers
 
 
+@pytest.mark.thorough
 @pytest.mark.step(5, points=0)
 def test_the_kernel_counts_steps(stage_class):
     # held: 16/N bytes a parameter; sent: two all-gathers and a reduce-scatter a step, and an evaluation
