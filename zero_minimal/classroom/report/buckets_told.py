@@ -16,6 +16,7 @@ ABOUT = (f"The class was used once more, on {RANKS} ranks: {len(SIZES)} layers, 
 LEGEND = ("Backward goes from the last layer to the first. A bucket is what one reduce-scatter carries, a shard what a "
           "rank keeps of it. Memory is that of the step's highest moment. 'Expected' follows from the formulas of the "
           "stage, and from the same training in one process.")
+LEGEND_OF_UNITS = " Layers 1 and 2 are one unit, which is gathered as a whole; each other layer is one by itself."
 REDUCES, GATHERS = ("reduce_scatter", "all_reduce", "reduce"), ("all_gather", "broadcast")
 
 
@@ -38,7 +39,7 @@ def tell(lesson: Lesson, runs: list[Recorded]) -> Story:
         title = "Not written yet" if UNWRITTEN in run.ended else "It stops here"
         parts[-1].steps.append(Step(title, departures=[run.ended]))
     _carry_on([step for part in parts for step in part.steps])
-    return Story(ABOUT, LEGEND, parts)
+    return Story(ABOUT, LEGEND + (LEGEND_OF_UNITS if rules.stage == 3 else ""), parts)
 
 
 def _carry_on(steps: list[Step]) -> None:
@@ -173,6 +174,8 @@ def _shards_in_words(shards: list, batches: tuple[int, ...]) -> str:
 def _expected(phase: Phase, rules: Rules, is_end: bool) -> str:
     if not is_end:
         most = f"gradients of at most {rules.gradients(phase.ends, True):,.0f} bytes"
+        if rules.stage == 3:
+            most = f"one unit can be read, and the next one is on its way; {most}"
         return most if phase.ends in ("backward", "micro") else WORDS[phase.ends][rules.stage]
     told, bounds = [], rules.sent(phase.ends)
     if bounds:
