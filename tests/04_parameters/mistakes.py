@@ -156,8 +156,8 @@ HOARD = {"Stage3.copies": "copies = ()"} | _release(
 
 WRONG = {
     "parameters are never released": Wrong(
-        1, "test_a_rank_keeps_its_shard_alone", r"rank 0 holds \d+.\d kB, and its shard is \d+.\d kB. What still "
-                                                 "refers",
+        1, "test_a_rank_keeps_its_shard_alone",
+        r"rank 0 holds \d+.\d kB, and its shard is \d+.\d kB. What still refers",
         own(free=""), 2),
     "the shard is a view, and keeps the whole": Wrong(
         1, "test_a_rank_keeps_its_shard_alone", r"A shard that is a view keeps all of its storage",
@@ -172,8 +172,8 @@ WRONG = {
         1, "test_to_read_a_released_parameter_is_an_error",
         r"first.weight points to memory that has been freed.*a segmentation fault", _free(release="")),
     "a released parameter is NaN, without a word": Wrong(
-        1, "test_to_read_a_released_parameter_is_an_error", r"the sum of \|first.weight\| is nan before any unit's "
-                                                             "turn",
+        1, "test_to_read_a_released_parameter_is_an_error",
+        r"the sum of \|first.weight\| is nan before any unit's turn",
         _free(release="for param in bucket.params:\n    param.data = bucket.flat.placeholder(param)")),
     "a released parameter is empty": Wrong(
         1, "test_to_read_a_released_parameter_is_an_error", r"the sum of \|first.weight\| is 0 before any unit's turn",
@@ -201,8 +201,8 @@ WRONG = {
             {AT_ONCE}
             """), 2),
     "parameters still point to the placeholder": Wrong(
-        2, "test_each_unit_is_whole_at_its_turn", r"(?s)parameter 'first.weight' is released.*To look at: each unit "
-                                                   "must",
+        2, "test_each_unit_is_whole_at_its_turn",
+        r"(?s)parameter 'first.weight' is released.*To look at: each unit must",
         _arrive(restore="pass"), 2),
     "units around are forgotten": Wrong(
         2, "test_units_inside_a_unit", r"(?s)is released.*so must the units around it \(unit.around\)",
@@ -239,7 +239,7 @@ WRONG = {
         r"while blocks.1 works, rank 0 still has memory of blocks.0, 13.\d kB, though nobody can read it", DROPPED),
     "a unit that was whole is not gathered again": Wrong(
         3, "test_a_second_forward_computes_the_same_model",
-        r"a tensor whose memory was freed: .*, or is it taken for whole though it was freed",
+        r"(?s)a tensor whose memory was freed: .*To look at: a unit that was freed must be gathered again",
         _release(end="")),
     "nothing is prefetched": Wrong(
         3, "test_the_next_unit_is_on_its_way",
@@ -264,7 +264,8 @@ WRONG = {
         r"where blocks.2 is left out, while blocks.4 works, rank 0 still has memory of blocks.2",
         unit_turn(free=FREE_OTHERS.replace("(other.whole or other.gathering)", "other.whole"))),
     "a unit is freed while it is on its way": Wrong(
-        3, "test_a_unit_that_was_expected_in_vain", r"memory was freed|SIGSEGV|NaN|it computed with other|To look at",
+        3, "test_a_unit_that_was_expected_in_vain",
+        r"memory was freed|SIGSEGV|NaN|it computed with other|leaves a gather that nobody waits for",
         _release(begin="unit.gathering = []"), hangs=True),
     "changes in place are lost": Wrong(
         3, "test_what_is_changed_in_place_stays", r"forward pass 2, where parameters of blocks.1 were changed in place",
@@ -296,7 +297,8 @@ WRONG = {
         4, "test_a_missing_gradient_is_zero", r"(?s)it raised AttributeError: 'NoneType'.*To look at: .*counts as zero",
         bucket_complete(begin="self._wait()\nlargest = max(param.grad.abs().max() for param in bucket.params)")),
     "backward does not gather": Wrong(
-        4, "test_shards_hold_the_mean_gradient", r"SIGSEGV|is released|memory",
+        4, "test_shards_hold_the_mean_gradient",
+        r"(?s)it used a tensor whose memory was freed.*To look at: backward reads a unit's parameters again",
         unit_turn(begin="if self.backward.running:\n    return"), 2),
     "backward frees nothing": Wrong(
         4, "test_backward_frees_units_too",
@@ -344,8 +346,8 @@ WRONG = {
         4, "test_backward_in_a_group", r"(?s).*here group= is a group of ranks 0 and 2 of three", bucket_complete(
             reduce="pending = collectives.reduce_scatter(part, whole, op=op, async_op=True)"), hangs=True),
     "a unit is freed after each forward, also after that of its recomputation": Wrong(
-        4, "test_recomputation_and_dropout", r"with recomputation .* rank 0 of 2 sent 160.\d kB, .* gathered once more "
-                                              "for its",
+        4, "test_recomputation_and_dropout",
+        r"with recomputation .* rank 0 of 2 sent 160.\d kB, .* gathered once more for its",
         made_at_the_start("""
             for unit in self.units[1:]:
                 unit.module.register_forward_hook(lambda *_, unit=unit: self._release(unit), always_call=True)
@@ -359,6 +361,11 @@ WRONG = {
     "updates twice": Wrong(
         5, "test_every_shard_is_updated", r"moved parameters 2 times too far: was the update made more than once\?",
         step(update=UPDATE + "\n" + UPDATE), 3),
+    "weights decay by hand, where they are not any more": Wrong(
+        5, "test_every_shard_is_updated",
+        r"rank \d is gone in the middle of the test: it was killed by SIGSEGV at line \d+ of assignment.py "
+        r"\(step\): bucket.parameters.mul_\(0.99\)\n    To look at: does it use memory that is gone\?",
+        step(update="bucket.parameters.mul_(0.99)\n" + UPDATE), 2),
     "shows what all ranks there are hold": Wrong(
         5, "test_a_step_in_a_group", r"(?s).*here group= is a group of ranks 0 and 2 of three",
         gather_parameters(whole="whole_parameters(self.all_buckets, self.rank)"), hangs=True),
@@ -380,8 +387,8 @@ WRONG = {
         r"after evaluation 1 .* rank 0 still has \d+.\d kB more than before, and \d+ parameters are whole",
         evaluation_done("pass")),
     "gather_parameters shows placeholders": Wrong(
-        5, "test_all_is_whole_inside_gather_parameters", r"inside of gather_parameters\(\) holds other values|is "
-                                                          "released",
+        5, "test_all_is_whole_inside_gather_parameters",
+        r"(?s)is released.*To look at: inside gather_parameters\(\) every parameter is whole",
         gather_parameters(whole="nullcontext()", alike="")),
     "gather_parameters leaves all whole": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"after gather_parameters\(\) \d+ parameters are still whole",
@@ -400,8 +407,8 @@ WRONG = {
                 units.give_back(buckets, group)
             """}),
     "an error inside gather_parameters is swallowed": Wrong(
-        5, "test_all_is_whole_inside_gather_parameters", r"an error inside gather_parameters\(\) did not come out of "
-                                                          "it",
+        5, "test_all_is_whole_inside_gather_parameters",
+        r"an error inside gather_parameters\(\) did not come out of it",
         {"Stage3.gather_parameters": gather_parameters()["Stage3.gather_parameters"].replace(
             "finally:", "except KeyError:\n        pass\n    finally:")}),
     "the optimizer forgets": Wrong(

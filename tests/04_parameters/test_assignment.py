@@ -228,8 +228,7 @@ def test_each_unit_is_whole_at_its_turn(stage_class, world_size):
 def test_units_inside_a_unit(stage_class):
     losses = [loss for loss, _ in toys.run(first_forward, 2, stage_class, Nested)]
     assert_losses(losses, [loss_of(Nested, rank) for rank in range(2)], "the first forward of a model whose blocks "
-                                                                        "hold "
-                  "a module list of their own (they work around its elements)")
+                  "hold a module list of their own (they work around its elements)")
 
 
 @pytest.mark.step(2, points=2, raised="a unit has several buckets if its parameters differ in optimizer group or dtype")
@@ -328,7 +327,9 @@ def test_its_memory_goes_though_autograd_saved_it(stage_class):
         )
 
 
-@pytest.mark.step(3, points=2, raised=UNITS)
+@pytest.mark.step(3, points=2, raised="a unit that was freed must be gathered again for its next turn: does anything "
+                                      "still "
+                  "take it for whole, unit.whole for example?")
 def test_a_second_forward_computes_the_same_model(stage_class):
     for step in range(2):
         losses = [found[step] for *_, found in once(forwards_seen, 2, stage_class)]
@@ -398,13 +399,14 @@ def left_out(stage_class):
 
 
 @pytest.mark.step(3, points=2, raised="a unit may be on its way in vain, since its turn does not come: it is freed all "
-                  "the same, but not before it has arrived", stuck="a unit is on its way, and its turn does not come")
+                  "the same, but not before it has arrived", stuck="a unit is on its way, and its turn does not come: "
+                  "who frees it before it has arrived leaves a gather that nobody waits for")
 def test_a_unit_that_was_expected_in_vain(stage_class):
     ranks = toys.run(left_out, 2, stage_class)
     for rank, (seen, _) in enumerate(ranks):
-        assert_memory_follows([look for look in seen if look[1] not in (1, 3)], rank, +1, "The unit was on its way, "
-                                                                                          "and "
-                              "its turn did not come: unit_turn frees what is on its way too, once it has arrived")
+        looks = [look for look in seen if look[1] not in (1, 3)]  # their next one is left out in some passes
+        assert_memory_follows(looks, rank, +1, "The unit was on its way, and its turn did not come: unit_turn frees "
+                              "what is on its way too, once it has arrived")
     for step, skip in enumerate(ORDERS):
         wanted = [loss_of(Tower, rank, step, skip=skip) for rank in range(2)]
         assert_losses([losses[step] for _, losses in ranks], wanted,
@@ -441,7 +443,9 @@ def test_what_is_changed_in_place_stays(stage_class):
 # ------------------------------------------------------- step 4: backward, where gradients become shards, unit by unit
 
 
-@pytest.mark.step(4, points=5)
+@pytest.mark.step(4, points=5, raised="backward reads a unit's parameters again, so unit_turn gathers in backward, "
+                                      "too; and "
+                  "gradients stay in memory until their reduction has ended")
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_shards_hold_the_mean_gradient(stage_class, world_size):
     shards = [shards for shards, *_ in once(first_backward, world_size, stage_class)]
@@ -464,12 +468,10 @@ def shards_without_a_block(stage_class):
 def test_a_missing_gradient_is_zero(stage_class):
     gradients = gradients_of(3, make=Tower, batch=without_a_block)
     assert_shards_hold(toys.run(shards_without_a_block, 3, stage_class), gradients, "the mean gradient, where a block "
-                                                                                    "was "
-                       "left out, so that its gradient is zero", make=Tower)
+                       "was left out, so that its gradient is zero", make=Tower)
     gradients = gradients_of(3, make=checks.Awkward, batch=checks.awkward_batch)
     assert_shards_hold(toys.run(awkward_backward, 3, stage_class), gradients, "the mean gradient, where one parameter "
-                                                                              "got "
-                       "its gradient on rank 0 alone, which counts as zero on the others", make=checks.Awkward)
+                       "got its gradient on rank 0 alone, which counts as zero on the others", make=checks.Awkward)
 
 
 def backwards_seen(stage_class):
@@ -489,9 +491,7 @@ def test_backward_frees_units_too(stage_class):
     for rank, seen in enumerate(once(backwards_seen, 2, stage_class)):
         assert [place for _, place, *_ in seen] == list(reversed(range(BLOCKS)))
         assert_in_turn(seen, rank, -1)
-        assert_memory_follows(seen, rank, -1, "Backward is done with it: was its memory not freed, or was it "
-                                              "prefetched "
-                              "in the order of forward? `following` is what comes next in this pass")
+        assert_memory_follows(seen, rank, -1, DONE)
 
 
 def frozen():

@@ -5,6 +5,7 @@ import json
 import checks
 import pytest
 from matplotlib.image import imread
+from thorough import sample
 
 from zero_minimal import __main__ as program
 from zero_minimal.foundations import ranks
@@ -85,7 +86,7 @@ def run(stage_class, settings):
 OPTIONS = [{}, {"clip": 0.5, "accumulate": 2}, {"clip": 0.5, "dtype": "bf16"}, {"dtype": "fp16"}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", sample(OPTIONS, [{"clip": 0.5, "accumulate": 2}]), ids=str)
 def test_every_peer_learns_what_stage_0_learns(options):
     settings = Settings(**SMALL, steps=6, **options)
     expected = ranks.run(run, 2, Stage0, settings, device="cpu")[0]

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from matplotlib.colors import to_hex
+from thorough import sample
 
 from zero_minimal.meters.allocator import MIB, fails, find_capacity
 from zero_minimal.meters.memory import Event
@@ -151,9 +152,9 @@ GRID = {
 }
 
 
-@pytest.mark.parametrize("flags", GRID.values(), ids=GRID)
-def test_any_sizes_have_an_answer(flags, tmp_path, capsys):
-    fragmentation.main([*flags.split(), f"--picture={tmp_path / 'map.png'}"])
+@pytest.mark.parametrize("name", sample(GRID, [name for name in GRID if name != "deep"]))
+def test_any_sizes_have_an_answer(name, tmp_path, capsys):
+    fragmentation.main([*GRID[name].split(), f"--picture={tmp_path / 'map.png'}"])
     said = capsys.readouterr().out
     assert "least capacity that is enough" in said and "the same to the bit" in said
     assert ("M_D saves nothing" in said) != ("do not fit" in said)

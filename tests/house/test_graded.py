@@ -51,6 +51,7 @@ def names():
     return hash("a"), list({"a", "b", "c", "d", "e"})
 
 
+@pytest.mark.thorough
 def test_fresh_ranks_have_other_hashes():
     forked = ranks.run(names, 2, device="cpu")
     assert forked[0] == forked[1]

@@ -60,7 +60,7 @@ def twenty_steps(world_size, name):
 
 by_world_and_recipe = pytest.mark.parametrize("world_size, name", sample(
     itertools.product(WORLDS, BIT_FOR_BIT),
-    [(2, "transformer"), (3, "gpt"), (4, "transformer, one bucket")],
+    [(2, "transformer"), (3, "gpt")],
 ))
 
 
@@ -202,7 +202,7 @@ states_on = functools.cache(functools.partial(toys.run, model_states))
 
 @by_stage
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
-@by_world
+@pytest.mark.parametrize("world_size", sample(WORLDS, [3]))
 def test_model_states_equal_the_formula_to_the_byte(world_size, dtype, stage):
     for rank in states_on(world_size):
         states, elements, padding, buckets, seen = rank[stage, dtype]
@@ -255,7 +255,7 @@ def peaks(shape, steps=2):
     return elements, found
 
 
-@pytest.mark.parametrize("shape", sample(SHAPES, ("default", "mlp")))
+@pytest.mark.parametrize("shape", sample(SHAPES, ["mlp"]))
 def test_peak_memory_falls_from_stage_to_stage(shape):
     for elements, moments in toys.run(peaks, 2, shape):
         assert elements > 5_000_000 or shape == "default"
@@ -369,8 +369,9 @@ def traffic(dtype=torch.float32, accumulate=1, make=toys.Transformer):
     return found
 
 
-@pytest.mark.parametrize("dtype, accumulate", [(torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 3)], ids=str)
-@by_world
+@pytest.mark.parametrize("world_size, dtype, accumulate", sample(
+    itertools.product(WORLDS, (torch.float32, torch.bfloat16), (1, 3)),
+    [(2, torch.float32, 3), (3, torch.bfloat16, 1)]), ids=str)
 def test_sent_bytes_equal_the_formula(world_size, dtype, accumulate):
     """Psi here is in bytes and padded; (N-1)/N of it is what a ring sends for one reduce-scatter or all-gather."""
     for rank in toys.run(traffic, world_size, dtype, accumulate):
@@ -453,7 +454,7 @@ def edited(dtype):
     return found
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", sample((torch.float32, torch.bfloat16), [torch.bfloat16]), ids=str)
 def test_gather_parameters_shows_rank_0s_values_and_keeps_edits(dtype):
     initial = [param.detach() for param in toys.build(toys.Transformer, 0, dtype).parameters()]
     after = [*initial[:-1], torch.full_like(initial[-1], 0.125)]  # the head comes last

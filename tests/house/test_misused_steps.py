@@ -1,6 +1,7 @@
 """Steps that a PyTorch user writes out of habit: each of these went wrong silently. It is right now, or refused."""
 
 import itertools
+import re
 import warnings
 
 import pytest
@@ -288,6 +289,23 @@ def test_learning_rates_that_differ(stage, world_size):
     for scheduled in (True, False):
         words = refused(rates_that_differ, stage, scheduled, world_size=world_size)
         assert "the learning rates differ" in words and "collectives.all_reduce(loss)" in words
+
+
+def clipped_on_one_rank():
+    zero = wrap(0)
+    for step in range(2):
+        loss_of(zero, step).backward()
+        if not dist.get_rank():
+            zero.clip_grad_norm_(0.01)
+        zero.step()
+        zero.zero_grad()
+
+
+@by_world
+def test_clipping_on_one_rank_alone(world_size):
+    """At stage 0, where clipping sends nothing."""
+    words = refused(clipped_on_one_rank, world_size=world_size)
+    assert re.search(r"rank 0 called clip_grad_norm_\(\) .* and rank [12] did not.*print what it returns on one", words)
 
 
 def equal_rates_under_long_names():

@@ -286,7 +286,8 @@ def test_collectives_on_fewer_ranks(monkeypatch, ranks):
         world.stop()
 
 
-@pytest.mark.parametrize("ranks", sample((3, 4), [3]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks", (3, 4))
 def test_gradients_on_more_ranks(monkeypatch, ranks):
     names = run_notebook("03_gradients.ipynb", monkeypatch, ranks, ("Settings()", "Settings(layers=2, hidden=48)"))
     world = names["world"]

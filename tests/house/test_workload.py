@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from thorough import sample
 
 from zero_minimal.foundations import ranks
 from zero_minimal.paper import formulas
@@ -209,7 +210,7 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("stage_class", [Stage0, Stage1, Stage2, Stage3])
+@pytest.mark.parametrize("stage_class", sample([Stage0, Stage1, Stage2, Stage3], [Stage3]))
 def test_a_run_reports_what_it_measured(stage_class):
     report = ranks.run(run, 3, stage_class, Settings(**SMALL, steps=9), device="cpu")[2]
     stage, elements = int(stage_class.__name__[-1]), report["parameters"]
@@ -233,7 +234,7 @@ def test_ranks_report_the_same_losses():
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage_class", [Stage1, Stage3])
+@pytest.mark.parametrize("stage_class", sample([Stage1, Stage3], [Stage3]))
 def test_sixteen_bits_train(stage_class, dtype):
     settings = Settings(**SMALL, steps=12, dtype=dtype, clip=1.0, accumulate=2, recompute=True)
     report = ranks.run(run, 2, stage_class, settings, device="cpu")[0]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 LENGTH = 192  # bytes of a note
 TAG = 2**30  # of notes; those of data are below it
 FINISHED = "finished"
+SCALED = ", after a clipped or unscaled one"  # of a step: at stage 0 clipping alone sends nothing
 
 _groups: dict = {}  # the groups in which notes were sent
 _open = weakref.WeakKeyDictionary()  # group: those that nobody has checked, the oldest first
@@ -91,6 +92,11 @@ class Notes:
             return (f"the learning rates differ: rank {here} is in {self.words}; {there} is in "
                     f"{words}. Set the same on all ranks: a scheduler that looks at the loss needs "
                     "its mean over the ranks, collectives.all_reduce(loss)")
+        if words.replace(SCALED, "") == self.words.replace(SCALED, ""):
+            clipped, other = (there, f"rank {here}") if SCALED in words else (f"rank {here}", there)
+            return (f"{clipped} called clip_grad_norm_() or unscale_() before the last step(), and "
+                    f"{other} did not, so their parameters differ now: call it on all ranks, and "
+                    "print what it returns on one")
         return (f"the ranks are not in the same collective: rank {here} is in {self.words}; "
                 f"{there} is in {words}. All ranks must run the same number of forward and "
                 "backward passes, with no_sync() around the same ones, and the same modules in "

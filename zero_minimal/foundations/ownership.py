@@ -4,6 +4,7 @@ Here are the checks that it is so, and what keeps equal on all ranks whatever no
 this file `groups` and `param_groups` are the optimizer's, a single `group` argument is of ranks.)
 """
 
+import itertools
 import zlib
 from collections.abc import Iterable
 
@@ -23,8 +24,8 @@ def parameter_groups(model: nn.Module, param_groups: Iterable | None = None) -> 
     Frozen parameters are left out.
 
     Raises: TypeError if `model` is not a module; RuntimeError if there are no ranks; ValueError for
-        a model that has a stage already or nothing to train, a parameter of another model, or one
-        that stands in two groups.
+        a model that has a stage already or nothing to train, two parameters over the same memory,
+        a parameter of another model, or one that stands in two groups.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a stage takes an nn.Module, and was given a {type(model).__name__}")
@@ -41,6 +42,7 @@ def parameter_groups(model: nn.Module, param_groups: Iterable | None = None) -> 
         _refuse_odd("parameter", name, param)
     for name, buffer in model.named_buffers():
         _refuse_odd("buffer", name, buffer)
+    _refuse_shared_memory(model)
     given = list(model.parameters() if param_groups is None else param_groups)
     if given and not isinstance(given[0], dict):
         given = [{"params": given}]
@@ -75,6 +77,21 @@ def _refuse_odd(kind: str, name: str, tensor: torch.Tensor) -> None:
     if tensor.is_inference():
         raise ValueError(f"{kind} {name!r} was made under torch.inference_mode(), and cannot be "
                          "changed any more: build the model outside of it")
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Raise ValueError if a parameter that is trained lies in the same memory as another tensor of
+    the model: each would get memory of its own, and from then on other values."""
+    named = [("parameter", *each) for each in model.named_parameters()]
+    named += [("buffer", *each) for each in model.named_buffers()]
+    places = sorted((tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.itemsize,
+                     tensor.nbytes, tensor.requires_grad, f"{kind} {name!r}")
+                    for kind, name, tensor in named if tensor.numel() and tensor.is_contiguous())
+    for (storage, begin, size, trained, words), other in itertools.pairwise(places):
+        if other[0] == storage and other[1] < begin + size and (trained or other[3]):
+            raise ValueError(f"{words} and {other[4]} share memory, and here each would get its "
+                             "own, and other values in training: make them one parameter "
+                             "(head.weight = embedding.weight), or clone() one of them")
 
 
 def check_member(group=None) -> None:

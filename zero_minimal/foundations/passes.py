@@ -11,7 +11,7 @@ import weakref
 import torch
 from torch import nn
 
-from zero_minimal.foundations import handed_over, optimizers, ownership
+from zero_minimal.foundations import handed_over, notes, optimizers, ownership
 from zero_minimal.foundations.layout import Bucket, Flat
 from zero_minimal.foundations.outputs import tensors_in
 from zero_minimal.foundations.ties import Tie
@@ -32,6 +32,7 @@ class Passes:
         self.reduced = False  # every bucket was handed over since the last pass began
         self.running = False  # a backward pass is under way
         self.spent = False  # step() has used the gradients, and zero_grad() was not called since
+        self.scaled = False  # the last step() scaled them, since they were clipped or unscaled
         self.steps, self.passes = 0, 0  # step() calls; passes that handed over since
         self.accumulating = False  # passes hand over nothing
         self._task: int | None = None  # autograd's number for the pass under way
@@ -56,14 +57,16 @@ class Passes:
     def forget(self) -> None:
         """zero_grad(), perhaps after a backward pass that failed half-way: start afresh."""
         self.left.forget()
+        self.scaled = self.spent and self.stage.gradient_scale is not None
         self.steps, self.passes = self.steps + self.spent, 0
         self.reduced = self.running = self.spent = False
 
     def moment_of(self, bucket: Bucket) -> str:
-        """Of training, in words, and with which learning rate the bucket will be updated: both must
-        be alike on all ranks."""
+        """Of training, in words, what the last step() did, and with which learning rate the bucket
+        will be updated: all must be alike on all ranks."""
+        last = notes.SCALED if self.scaled else ""
         rate = optimizers.rate_of(self.stage, bucket)
-        return f"backward {self.passes + 1} of step {self.steps + 1}{rate}"
+        return f"backward {self.passes + 1} of step {self.steps + 1}{last}{rate}"
 
     def _before_forward(self, *_) -> None:
         torch.clear_autocast_cache()  # a cast that it kept would lead backward into an older graph
