@@ -313,7 +313,7 @@ WRONG = {
         unit_turn(prefetch=PREFETCH.replace("following:", "following and not self.backward.running:"))),
     "backward prefetches in the order of forward": Wrong(
         4, "test_backward_frees_units_too",
-        r"while blocks.4 works, rank 0 has blocks.5 whole, too.* was it prefetched in the order of the other pass\?",
+        r"while blocks.4 works, rank 0 has blocks.5 whole, too.* was it prefetched in the order of forward\?",
         unit_turn(begin="""
             if following:
                 following = [*self.units, None][self.units.index(unit) + 1]

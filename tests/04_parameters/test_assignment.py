@@ -287,12 +287,12 @@ def assert_in_turn(seen, rank, ahead):
         assert not also, (
             f"in {kind}, while blocks.{place} works, rank {rank} has {listed(also)} whole, too. Besides the root only "
             "the unit at work and the next one may be here: unit_turn frees what is not needed any more, and gathers "
-            "nothing that comes later" + (". " + DONE) * (place - ahead in also)
+            "nothing that comes later" + (". " + DONE) * (ahead < 0 and place - ahead in also)
         )
 
 
-DONE = ("The pass is done with it: was it not freed, or was it prefetched in the order of the other pass? `following` is "
-        "what comes next in this one")
+DONE = ("Backward is done with it: was it not freed, or was it prefetched in the order of forward? `following` is what "
+        "comes next in this pass")
 SAVED = (
     "Autograd has saved views of these parameters for backward. Who drops a reference, or sets param.data, frees "
     "nothing "
