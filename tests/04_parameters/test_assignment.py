@@ -295,8 +295,7 @@ DONE = ("Backward is done with it: was it not freed, or was it prefetched in the
         "comes next in this pass")
 SAVED = (
     "Autograd has saved views of these parameters for backward. Who drops a reference, or sets param.data, frees "
-    "nothing "
-    "as long as there is another reference: the storage itself must go"
+    "nothing as long as there is another reference: the storage itself must go"
 )
 
 
