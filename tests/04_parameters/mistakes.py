@@ -210,6 +210,10 @@ WRONG = {
     "a unit has one bucket": Wrong(
         2, "test_units_of_several_buckets", r"(?s)is released.*To look at: a unit has several buckets",
         _gather(buckets="unit.buckets[:1]") | _arrive(buckets="unit.buckets[:1]")),
+    "ranks gather a unit's buckets in another order": Wrong(
+        2, "test_units_of_several_buckets",
+        r"Mismatch: the ranks are not in the same collective: rank 0 is in all_gather of the root unit in forward",
+        _gather(buckets="unit.buckets[:: 1 - 2 * self.rank]", gather=GATHER.replace("group=", "of=bucket, group="))),
     "gathers from all ranks there are": Wrong(
         2, "test_a_forward_in_a_group", r"(?s).*here group= is a group of ranks 0 and 2 of three",
         _gather(gather=GATHER.replace("group=self.group, ", "")), hangs=True),

@@ -336,7 +336,7 @@ def test_a_second_forward_computes_the_same_model(stage_class):
         assert_losses(losses, [loss_of(Tower, rank, step) for rank in range(2)], f"forward pass {step + 1}")
 
 
-PAUSE = 0.04  # seconds that rank 1 waits before it sends anything
+PAUSE, TRIES = 0.04, 3  # seconds that rank 1 waits before it sends anything
 
 
 def forwards_marked(stage_class):
@@ -359,16 +359,18 @@ def assert_prefetched(begun, rank, when):
     )
 
 
-def assert_not_waited_for(begun, when):
-    """Rank 0 computes a block before rank 1, who is late, has sent anything of the next one: so it does not wait."""
-    (_, *_), ours, theirs = begun[0][0], begun[0], begun[1]
-    early = sum(moment < sent for (_, moment, _), (_, _, sent) in zip(ours, theirs, strict=True))
-    assert early > len(ours) / 2, (
+def assert_not_waited_for(function, stage_class, when):
+    """Rank 0 computes a block before rank 1, who is late, has sent anything of the next one: so it does not wait. Once
+    a rank may be late because the machine is busy; who waits is late every time."""
+    for _ in range(TRIES):
+        ours, theirs = toys.run(function, 2, stage_class)
+        early = sum(moment < sent for (_, moment, _), (_, _, sent) in zip(ours, theirs, strict=True))
+        if early > len(ours) / 2:
+            return
+    pytest.fail(
         f"in {when} rank 1 sends {1000 * PAUSE:.0f} ms late, and in {len(ours) - early} of {len(ours)} turns rank 0 "
-        "did "
-        "not begin to compute before it had what rank 1 sent for the *next* unit: the prefetch is waited for at once, "
-        "so "
-        "nothing overlaps. Start it in one turn, and wait for it in the next"
+        "did not begin to compute before it had what rank 1 sent for the next unit: the prefetch is waited for at once, "
+        "so nothing overlaps. Start it in one turn, and wait for it in the next"
     )
 
 
@@ -380,7 +382,7 @@ def test_the_next_unit_is_on_its_way(stage_class):
 
 @pytest.mark.step(3, points=3)
 def test_nobody_waits_for_the_next_unit(stage_class):
-    assert_not_waited_for(once(forwards_marked, 2, stage_class), "the second forward pass")
+    assert_not_waited_for(forwards_marked, stage_class, "the second forward pass")
 
 
 ORDERS = (None, 2, None, 4, 4)  # which block is left out in each pass
@@ -517,10 +519,9 @@ def backwards_marked(stage_class):
 
 @pytest.mark.step(4, points=2)
 def test_backward_prefetches(stage_class):
-    begun = toys.run(backwards_marked, 2, stage_class)
-    for rank, found in enumerate(begun):
-        assert_prefetched(found, rank, "the second backward pass")
-    assert_not_waited_for(begun, "the second backward pass")
+    for rank, begun in enumerate(toys.run(backwards_marked, 2, stage_class)):
+        assert_prefetched(begun, rank, "the second backward pass")
+    assert_not_waited_for(backwards_marked, stage_class, "the second backward pass")
 
 
 DEEP = 16
@@ -552,6 +553,7 @@ def limits(world_size):
     return shards + (2 + 5) * BLOCK, shards + 2 * BLOCK
 
 
+@pytest.mark.thorough
 @pytest.mark.step(4, points=3)
 def test_whole_gradients_do_not_pile_up(stage_class):
     psi = sum(param.nbytes for param in deep().parameters())
@@ -700,6 +702,7 @@ def _elements():
     return sum(param.numel() for param in model().parameters())
 
 
+@pytest.mark.thorough
 @pytest.mark.step(5, points=2)
 def test_holds_shards_alone_after_a_step(stage_class):
     for rank, found in enumerate(once(held, 4, stage_class)):
@@ -867,6 +870,7 @@ TRAINING = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.step(5, points=2, stuck="several steps, with layers that get a gradient in some steps only", raised=UNITS)
 def test_trains_as_one_process_would(stage_class):
     assert_trained_alike(trained, stage_class, 3, TRAINING)
@@ -915,11 +919,13 @@ def assert_kernel_agrees(stage_class, steps, held, room, least):
     assert_accounts(accounts, SIZE, held, room, least, BLAME)
 
 
+@pytest.mark.thorough
 @pytest.mark.step(3, points=0)
 def test_the_kernel_counts_forwards(stage_class):
     assert_kernel_agrees(stage_class, 0, SIZE / 4, 3 * EACH + 6e6, 2 * SIZE * 3)  # held: a shard; sent: two all-gathers
 
 
+@pytest.mark.thorough
 @pytest.mark.step(5, points=0)
 def test_the_kernel_counts_steps(stage_class):
     # held: 16/N bytes a parameter; sent: two all-gathers and a reduce-scatter a step, and an evaluation
