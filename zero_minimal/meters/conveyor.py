@@ -71,7 +71,7 @@ class Conveyor:
     def _hear(self, moment: str, call: collectives.Call) -> None:
         if call.name == "all_gather" and moment == "start":
             self._under_way.append(call)
-        elif call.name == "all_gather" and moment == "end":
+        elif moment == "end" and call in self._under_way:
             self._under_way.remove(call)
 
     def _turn(self, unit: Unit) -> None:
