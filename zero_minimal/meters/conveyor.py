@@ -13,12 +13,14 @@ forgotten to free counts until it is gone.
 import contextlib
 
 import torch
+import torch.distributed as dist
 
 from zero_minimal.foundations import collectives
 from zero_minimal.foundations.layout import same_storage
 from zero_minimal.foundations.released import is_released
 from zero_minimal.foundations.units import Unit
 from zero_minimal.meters.memory import Ledger
+from zero_minimal.meters.owners import OF_A_BUCKET
 
 STATES = (
     "shard",  # this rank's part, and nothing else
@@ -40,10 +42,13 @@ class Conveyor:
 
     def __init__(self, zero):
         self.zero, self.units, self.ledger = zero, list(zero.units), Ledger()
+        self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        self._known = all(hasattr(bucket, name) for bucket in self.buckets for name in OF_A_BUCKET)
         sizes = [sum(bucket.padded * bucket.dtype.itemsize for bucket in unit.buckets) for unit in self.units]
         self.record: dict = {
-            "units": [unit.name or "root" for unit in self.units], "whole": sizes, "ranks": zero.world_size,
-            "turns": [], "states": [[] for _ in self.units], "reducing": [], "bytes": []}
+            "units": [unit.name or "root" for unit in self.units], "whole": sizes,
+            "ranks": dist.get_world_size(zero.group), "turns": [], "states": [[] for _ in self.units], "reducing": [],
+            "bytes": []}
         self._under_way: list[collectives.Call] = []
 
     def __enter__(self):
@@ -66,7 +71,7 @@ class Conveyor:
     def _hear(self, moment: str, call: collectives.Call) -> None:
         if call.name == "all_gather" and moment == "start":
             self._under_way.append(call)
-        elif call.name == "all_gather" and moment == "end":
+        elif moment == "end" and call in self._under_way:
             self._under_way.remove(call)
 
     def _turn(self, unit: Unit) -> None:
@@ -74,8 +79,9 @@ class Conveyor:
         self._look("backward" if self.zero.backward.running else forward, self.units.index(unit))
 
     def _look(self, phase: str, at_work: int | None) -> None:
-        shards = [bucket.parameter_shard for bucket in self.zero.all_buckets]
-        reducing = getattr(self.zero.reducing, "bucket", None)
+        # of buckets of somebody's own kind the ledger takes shards for the optimizer's
+        shards = [bucket.parameter_shard for bucket in self.buckets] if self._known else []
+        reducing = getattr(getattr(self.zero, "reducing", None), "bucket", None)
         self.record["turns"].append([phase, at_work])
         self.record["bytes"].append(self.ledger.states()["parameters"] - sum(
             shard.nbytes for shard in shards if shard is not None))
@@ -90,4 +96,6 @@ class Conveyor:
         wholes = [bucket.parameters for bucket in unit.buckets if bucket.parameters is not None]
         if any(same_storage(whole, tensor) for call in self._under_way for tensor in call.tensors for whole in wholes):
             return "coming"
-        return "idle" if any(whole.untyped_storage().nbytes() for whole in wholes) else "shard"
+        if not any(whole.untyped_storage().nbytes() for whole in wholes):
+            return "shard"
+        return "idle" if self._known else "coming"  # by collectives that are not ours

@@ -16,8 +16,8 @@ from zero_minimal.classroom.report.recorder import Recorder, finite, values_of
 from zero_minimal.foundations import collectives
 from zero_minimal.foundations.released import is_released
 from zero_minimal.meters.memory import Ledger
+from zero_minimal.meters.owners import OF_A_BUCKET
 
-KNOWN = ("gradients", "gradient_shard", "parameters", "parameter_shard")  # by meters/owners.py, of a bucket
 PAUSE = 0.003  # seconds by which each rank is slower than the one before: who does not wait reads too early
 
 
@@ -84,7 +84,7 @@ def watch(name: str, submission) -> None:
         watched.note("empty")
         zero = submission(small_model.build(rank), optim.Adam, bucket_bytes=small_model.BUCKET, lr=small_model.LR,
                           eps=small_model.EPS)
-        if all(hasattr(bucket, name) for bucket in getattr(zero, "buckets", ()) for name in KNOWN):
+        if all(hasattr(bucket, name) for bucket in getattr(zero, "buckets", ()) for name in OF_A_BUCKET):
             ledger.watch(zero)
         else:
             watched.buckets = list(zero.buckets)
