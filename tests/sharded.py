@@ -1,4 +1,4 @@
-"""Sharded stages: what the checks of lessons 02 and 03 have in common. Runs in a rank, and what is found in them later.
+"""Sharded stages: what the checks of lessons 02 to 04 have in common. Runs in a rank, and what is found in them later.
 
 Functions that run in a rank take the class under test, and know of it what a user does. They travel to the ranks by
 value, as those of the test files do: this file is not there.
@@ -225,6 +225,26 @@ def sixteen_bits(stage_class):
 
 def nearest(values, wanted):
     return values[(values - wanted).abs().argmin()].item()
+
+
+def assert_added_in_32(ranks):
+    """Of the shards of three ranks (sixteen_bits)."""
+    for case, (dtype, kinds) in enumerate(GIVEN.items()):
+        together = torch.cat([flat(rank, shards[case]) for rank, shards in enumerate(ranks)])
+        name = str(dtype).removeprefix("torch.")
+        assert together.isfinite().all(), (
+            f"gradients of {name}: some are 60000 on each of three ranks, and the shards hold inf in place of the "
+            "mean: their sum is too large for fp16. Sums run in fp32, and the result is rounded once"
+        )
+        for first, other, words in kinds:
+            mean = ((first + 2 * other) / 3)
+            rounded = torch.tensor(mean, dtype=torch.float32).to(dtype).item()
+            right = int((together.to(dtype).double() == rounded).sum())
+            assert right == 60 // len(kinds), (
+                f"gradients of {name}: rank 0 has {first:.6g} and ranks 1 and 2 have {other:.6g}, so that the mean is "
+                f"{rounded:.6g}, and the shards hold {nearest(together, mean):.6g}: {words}. Sums run in fp32, and the "
+                "result is rounded once"
+            )
 
 
 def with_a_group(stage_class):
@@ -664,18 +684,24 @@ def assert_kernel_agrees(stage_class, world_size, optimizer, held, volume, blame
     what is likely if more is held."""
     results, accounts = toys.run_counted(trained_large, world_size, stage_class, optimizer, micros, steps)
     assert_sums(results, world_size, optimizer, micros, steps)
+    assert_accounts(accounts, PSI, held, ROOM, volume * PSI * (world_size - 1), blame)
+
+
+def assert_accounts(accounts, psi, held, room, least, blame):
+    """What the kernel counted of a model of `psi` bytes: each rank held no more than `held` and some `room`; together
+    they sent the `least` that has to be sent, and no more than twice that."""
+    told = f"a model of {in_words(psi)} on {len(accounts)} ranks"
     for rank, account in enumerate(accounts):
-        assert account.held is None or account.held <= held + ROOM, (
-            f"a model of {in_words(PSI)} on {world_size} ranks: rank {rank} holds up to {in_words(account.held)}, as "
-            f"the kernel counts, and what it needs is {in_words(held)} and some open buckets: {blame}"
+        assert account.held is None or account.held <= held + room, (
+            f"{told}: rank {rank} holds up to {in_words(account.held)}, as the kernel counts, and what it needs is "
+            f"{in_words(held)} and some open buckets: {blame}"
         )
     if accounts and accounts[0].sent is not None:
-        sent, least = sum(account.sent for account in accounts), volume * PSI * (world_size - 1)
+        sent = sum(account.sent for account in accounts)
         assert sent >= 0.98 * least, (
-            f"a model of {in_words(PSI)} on {world_size} ranks: they send {in_words(sent)}, as the kernel counts, and "
-            f"what has to be sent is {in_words(least)}: something is not reduced, or not gathered"
+            f"{told}: they send {in_words(sent)}, as the kernel counts, and what has to be sent is {in_words(least)}: "
+            "something is not reduced, or not gathered"
         )
         assert sent <= 2 * least, (
-            f"a model of {in_words(PSI)} on {world_size} ranks: they send {in_words(sent)}, as the kernel counts, and "
-            f"what has to be sent is {in_words(least)}"
+            f"{told}: they send {in_words(sent)}, as the kernel counts, and what has to be sent is {in_words(least)}"
         )

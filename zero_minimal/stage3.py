@@ -133,11 +133,12 @@ class Stage3(Hooks):
         unit.whole = False
 
     def _free(self, bucket):
-        """Free the parameters. Autograd has saved views of their storage, so dropping our own
-        reference would free nothing: the storage itself shrinks to 0 bytes, and is filled again
-        before backward reads it."""
+        """Free the parameters of a bucket."""
         for param in bucket.params:
             release(param, bucket.flat.placeholder(param))
+        # autograd has saved views of their storage, so dropping our own reference would free
+        # nothing: the storage itself shrinks to 0 bytes, and is filled again before backward reads
+        # it
         collectives.free(bucket.parameters)
 
     def _release_all(self):

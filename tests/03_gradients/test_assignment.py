@@ -24,7 +24,6 @@ from sharded import (
     BUCKET,
     EVERYBODY,
     FRESH,
-    GIVEN,
     GROUP,
     LAYER,
     LAYERS,
@@ -35,6 +34,7 @@ from sharded import (
     Most,
     after_a_step,
     alike,
+    assert_added_in_32,
     assert_kernel_agrees,
     assert_overflow_is_shared,
     assert_sent,
@@ -50,7 +50,6 @@ from sharded import (
     flat,
     gradients_of,
     model,
-    nearest,
     one_step,
     overflow,
     second_step,
@@ -158,23 +157,7 @@ def test_backward_sends_a_reduce_scatter(stage_class):
 
 @pytest.mark.step(1, points=4)
 def test_gradients_of_16_bits_are_added_in_32(stage_class):
-    ranks = toys.run(sixteen_bits, 3, stage_class)
-    for case, (dtype, kinds) in enumerate(GIVEN.items()):
-        together = torch.cat([flat(rank, shards[case]) for rank, shards in enumerate(ranks)])
-        name = str(dtype).removeprefix("torch.")
-        assert together.isfinite().all(), (
-            f"gradients of {name}: some are 60000 on each of three ranks, and the shards hold inf in place of the "
-            "mean: their sum is too large for fp16. Sums run in fp32, and the result is rounded once"
-        )
-        for first, other, words in kinds:
-            mean = ((first + 2 * other) / 3)
-            rounded = torch.tensor(mean, dtype=torch.float32).to(dtype).item()
-            right = int((together.to(dtype).double() == rounded).sum())
-            assert right == 60 // len(kinds), (
-                f"gradients of {name}: rank 0 has {first:.6g} and ranks 1 and 2 have {other:.6g}, so that the mean is "
-                f"{rounded:.6g}, and the shards hold {nearest(together, mean):.6g}: {words}. Sums run in fp32, and the "
-                "result is rounded once"
-            )
+    assert_added_in_32(toys.run(sixteen_bits, 3, stage_class))
 
 
 @pytest.mark.step(1, points=3, stuck=GROUP, left=GROUP, raised=GROUP)

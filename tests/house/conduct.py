@@ -46,7 +46,8 @@ WRONG = {
         r"rank 1 is gone in the middle of the test: it ended with exit code 0",
         in_step("import os; os._exit(0)", rank=1)),
     "crashes": caught(
-        r"rank 1 is gone in the middle of the test: it was killed by SIGSEGV\n    To look at: .* view of a freed",
+        r"rank 1 is gone in the middle of the test: it was killed by SIGSEGV at line \d+ of "
+        r"assignment.py \(step\): .*raise_signal.*\n    To look at: .* view of a freed",
         in_step("import signal; signal.raise_signal(signal.SIGSEGV)", rank=1)),
     "calls sys.exit": caught(
         r"rank 1: it ended the program: sys.exit\(0\)", in_step("raise SystemExit(0)", rank=1)),

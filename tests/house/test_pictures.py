@@ -12,7 +12,7 @@ from zero_minimal.pictures import style
 from zero_minimal.pictures.benchmark import draw_benchmark
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
 from zero_minimal.pictures.ring import draw_ring, meaning
-from zero_minimal.programs import gradients
+from zero_minimal.programs import gradients, parameters
 from zero_minimal.programs.compare import agreement
 
 HOUSE = Path(__file__).parents[2]
@@ -42,11 +42,17 @@ def of_gradients(name):
     return gradients.pictures(json.loads((LESSONS / "03_gradients/measured.json").read_text()))[name]
 
 
+def of_parameters(name):
+    return parameters.pictures(json.loads((LESSONS / "04_parameters/measured.json").read_text()))[name]
+
+
 DRAWN = {
     "benchmark": lambda: draw_benchmark(recorded("bench")),
     "buckets": lambda: of_gradients("buckets.png"),
     "memory of a step": lambda: of_gradients("gradients.png"),
     "comparison": lambda: draw_comparison(recorded("compare"), agreement(recorded("compare"))),
+    "conveyor": lambda: of_parameters("conveyor.png"),
+    "blocks kept": lambda: of_parameters("kept.png"),
     "configs": lambda: draw_configs(recorded("configs")),
     "ring": a_ring,
 }

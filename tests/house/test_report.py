@@ -128,13 +128,38 @@ OPENS = {
         "the norm of the own shards": ("Step 2: clipping", "", "the norm of this rank's shards alone"),
         "the scale is not used": ("Step 2: update", "At its end", "the gradient was not clipped"),
     },
+    "04_parameters": {
+        "parameters are never released": ("The stage is made", "At its end", "can still read layers 1, 2, .*: shards"),
+        "the shard is a view, and keeps the whole": (
+            "The stage is made", "At its end", "bytes of parameters between its steps, .* but its memory is there"),
+        "the shard goes with the whole": ("The stage is made", "It stops here", "SIGSEGV"),
+        "units stay whole once they are": (
+            "Step 1: backward", "Forward comes to layer 3", "can read layers 1 and 2, too, in forward, while layer 3"),
+        "the whole model is gathered at once": (
+            "Step 1: backward", "Forward comes to layers 1 and 2", "can read layers 4, 5, .* and 12, too"),
+        "nothing is prefetched": (
+            "Step 2: first micro-batch", "Forward comes to layers 1 and 2", "has not begun to gather layer 3, in forw"),
+        "the prefetch is waited for at once": (
+            "Step 2: first micro-batch", "Forward comes to layers 1 and 2", "can read layer 3 already, .* has waited"),
+        "shards come to their neighbour's place": ("Step 2: update", "Step 2: update", "not what one process would"),
+        "backward frees nothing": (
+            "Step 1: backward", "Layer 11's", "can read layer 12, too, in backward, while layer 11 works"),
+        "only forward prefetches": (
+            "Step 2: first micro-batch", "Layer 12's", "has not begun to gather layer 11, in backward"),
+        "all is freed between forward and backward": (
+            "Step 1: backward", "At its end", "has sent 11,136 bytes .* all-gather 22 times"),
+        "whole gradients until backward ends": ("Step 1: backward", "Layer 3's", "whole gradients pile up"),
+        "the first unit is forgotten": ("Step 1: update", "Step 1: update", "it did not move"),
+        "units stay whole after a step": ("Step 1: update", "", "can still read layers 1 and 2 when step.. is over"),
+        "step gathers the parameters, as stage 2 does": ("Step 1: update", "", "sent 3,712 bytes .*, and 0 are expect"),
+    },
 }
 CASES = [(lesson, name) for lesson, cases in OPENS.items() for name in cases]
 
 
 @pytest.mark.parametrize("lesson, name", sample(CASES, [
     ("00_collectives", "writes over instead of adding"), ("01_data_parallel", "waits at once"),
-    ("03_gradients", "the shard is overwritten")]))
+    ("03_gradients", "the shard is overwritten"), ("04_parameters", "units stay whole once they are")]))
 def test_a_wrong_one_opens_at_its_mistake(told, lesson, name):
     wrong = submissions.mistakes(LESSONS[lesson]).WRONG[name]
     part, step, sentence = opens(told(LESSONS[lesson], submissions.spliced(LESSONS[lesson], wrong.code, wrong.top)))

@@ -17,6 +17,7 @@ _INSIDE = re.compile(r" at line \d+ of \S+ \((\w+)\): ")  # the function where a
 _WAITS = re.compile(r"\b(wait|recv|send|synchronize)\(")  # in C: the stack has no frame of it
 _GLOO = re.compile(r"\[[^\]\[]*\.(?:cc|h):\d+\] *")  # where gloo's own source says so
 AT = "stood"  # a rank that computes
+DIED_AT = "\nit died here (innermost first):\n"  # between what ended a rank, and its stack
 LOST = ("gloo", "is not part of group", "Connection")  # signs that a rank failed because of another
 _LATE = re.compile(r"^after (\S+) s rank ([\d, ]+) of (\d+) had not finished")
 
@@ -30,8 +31,10 @@ def of_failure(error: Exception, path: str) -> str:
             words = str(error.__cause__)
             return words if UNWRITTEN in words else f"rank {error.rank}: {words}"
         words = str(error).split("failed:\n", 1)[-1].split("\n(after it")[0].strip()
+        words, _, stack = words.partition(DIED_AT)
         if "\n" in words:  # a traceback of ours: the rank could not even begin, or end
             words = words.splitlines()[-1]
+        words += _when(_FRAME.findall(stack), path)
         if "SIGABRT" in words:
             words += (". gloo ends a rank when a message is larger than expected: do all ranks call the same "
                       "collectives in the same order, with the same sizes?")
@@ -39,6 +42,20 @@ def of_failure(error: Exception, path: str) -> str:
             words += f"{LOOK_AT}does it use memory that is gone? A shard that is a view of a freed tensor is gone too."
         return f"rank {error.rank} is gone in the middle of the test: {words}"
     return f"{type(error).__name__}: {error}"
+
+
+def _when(frames: list, path: str) -> str:
+    """Where a rank crashed, from its stack, innermost first; "" if that is not known."""
+    for file, line, function in frames:
+        if file == path:
+            return f" at {_line(path, line, function)}"
+    outside = [f" outside of your file ({Path(file).name}, {function})" for file, _, function in frames
+               if "/zero_minimal/foundations/" in file or "/tests/" in file]
+    return outside[0] if outside else ""
+
+
+def _line(path: str, line: str, function: str) -> str:
+    return f"line {line} of {Path(path).name} ({function}): {linecache.getline(path, int(line)).strip()}"
 
 
 def _stuck(text: str, path: str) -> str:
@@ -93,7 +110,8 @@ def hint(error: Exception, words: str, hints: dict, path: str) -> str:
     elif Mismatch.__name__ in words:
         found = "left" if "has finished" in words and "left" in hints else "stuck"
     else:
-        found = "stuck" if any(sign in words for sign in LOST) else "raised" if "it raised" in words else ""
+        raised = "it raised" in words or "whose memory was freed" in words
+        found = "stuck" if any(sign in words for sign in LOST) else "raised" if raised else ""
     text = hints.get(found, "")
     return f"{LOOK_AT}{text}{'' if text.endswith('?') else '.'}" if text else ""
 
@@ -149,6 +167,6 @@ def _place(frames: list, path: str) -> str:
         return f"waited outside of your file{f', in {waits[-1]}' if waits else ''} ({others[0]})"
     _, line, function = frames[own]
     called = [inner for file, _, inner in frames[:own] if inner not in ("wrapper", "_fn")]
-    text = linecache.getline(path, int(line)).strip()
-    what = f"waited in {called[-1]}, at" if called else "waited at" if _WAITS.search(text) else AT + " at"
-    return f"{what} line {line} of {Path(path).name} ({function}): {text}"
+    waits = _WAITS.search(linecache.getline(path, int(line)))
+    what = f"waited in {called[-1]}, at" if called else "waited at" if waits else f"{AT} at"
+    return f"{what} {_line(path, line, function)}"

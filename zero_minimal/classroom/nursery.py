@@ -99,6 +99,7 @@ def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
     fence.end_with_parent()
     checks.listen_in_threads()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+    faulthandler.enable(file=stacks, all_threads=False)  # for a crash
     folder = f"{setup['folder']}/{setup['rank']}"
     os.makedirs(folder)
     os.chdir(folder)

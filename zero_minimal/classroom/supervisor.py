@@ -13,6 +13,7 @@ import select
 import signal
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import cloudpickle
@@ -21,6 +22,7 @@ from zero_minimal.classroom import results
 from zero_minimal.classroom.accounts import end_all_below, lives
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import Lesson
+from zero_minimal.classroom.messages import DIED_AT
 from zero_minimal.classroom.nursery import DATA, HERE
 from zero_minimal.classroom.staging import stage
 from zero_minimal.classroom.wards import Nursery, Ward
@@ -127,7 +129,9 @@ class Supervisor:
             while lives(ward.process) and time.monotonic() < until:
                 time.sleep(0.005)
             ward.signal(signal.SIGKILL)
-            failures[rank] = Failure.of_death(ward.ended())
+            death = Failure.of_death(ward.ended())
+            stack = _stack_of(ward)
+            failures[rank] = replace(death, words=f"{death.words}{DIED_AT}{stack}") if stack else death
             return
         if message is None:
             return
@@ -166,9 +170,12 @@ def _where_they_stand(wards: list[Ward], late: list[int], timeout: float) -> str
         wards[rank].signal(signal.SIGUSR1)
     time.sleep(0.3)
     lines = [f"after {timeout:g} s rank {', '.join(map(str, late))} of {len(wards)} had not finished"]
-    for rank in late:
-        stack = b""
-        with contextlib.suppress(BlockingIOError):
-            stack = os.read(wards[rank].stacks, STACK)
-        lines.append(f"\nrank {rank} stands here (innermost first):\n{stack.decode(errors='replace').rstrip()}")
+    lines += [f"\nrank {rank} stands here (innermost first):\n{_stack_of(wards[rank])}" for rank in late]
     return "\n".join(lines)
+
+
+def _stack_of(ward: Ward) -> str:
+    """What it has written of its stack since it was asked for, or when it crashed."""
+    with contextlib.suppress(BlockingIOError):
+        return os.read(ward.stacks, STACK).decode(errors="replace").rstrip()
+    return ""

@@ -6,6 +6,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -51,6 +52,7 @@ class Turns:
 
     def __init__(self, stage):
         self.stage, self.root = weakref.proxy(stage), stage.units[0]
+        self._listeners: list[Callable[[Unit], object]] = []
         self._passes: dict = {"forward": [], "backward": []}
         self._opened_by: nn.Module | None = None  # the module whose call began the forward pass
         self.begin("forward")
@@ -66,6 +68,15 @@ class Turns:
         before = Tie(Turns._before_forward, self, unit, left=refuse_left_behind)
         module.register_forward_pre_hook(before, prepend=True)
         module.register_forward_hook(Tie(Turns._after_forward, self, unit), always_call=True)
+
+    @contextmanager
+    def heard_by(self, listener: Callable[[Unit], object]) -> Iterator[None]:
+        """Context in which listener(unit) is called at each turn, after stage.unit_turn()."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
 
     def begin(self, kind: str) -> None:
         """A "forward" or "backward" pass begins."""
@@ -220,6 +231,8 @@ class Turns:
         for bucket in [*unit.buckets, *(following.buckets if following else ())]:
             bucket.moment = self._moment()
         self.stage.unit_turn(unit, following)
+        for listener in self._listeners:
+            listener(unit)
 
     def _moment(self) -> str:
         step = self.stage.backward.steps + 1

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+OF_A_BUCKET = ("gradients", "gradient_shard", "parameters", "parameter_shard")  # by which it is known
+
 
 class Owners:
     """A collection of owners. They are held weakly: looking at memory must not keep it."""
@@ -28,8 +30,9 @@ class Owners:
         self._references += [weakref.ref(owner) for owner in owners if id(owner) not in known]
 
     def buckets(self) -> list:
-        """The buckets of the stages among the owners; peers have none."""
-        return [bucket for owner in self._living() for bucket in getattr(owner, "buckets", ())]
+        """The buckets of the stages among the owners; peers have none. One of somebody's own kind is left out."""
+        found = [bucket for owner in self._living() for bucket in getattr(owner, "buckets", ())]
+        return [bucket for bucket in found if all(hasattr(bucket, name) for name in OF_A_BUCKET)]
 
     def holdings(self) -> Iterator[tuple[str, list]]:
         """(category, nested tensors), such that what comes later wins: an fp32 parameter may be its own master."""

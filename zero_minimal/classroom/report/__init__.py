@@ -6,7 +6,8 @@
 A lesson chooses what is drawn by `report = "KIND"` in its lesson.toml, and writes nothing:
 
     messages    functions of send and receive: who sends which chunk to whom, round by round (rings.py)
-    buckets     a stage's class: a bucket's way, memory by category, two steps of training (stage_rules.py)
+    buckets     a stage's class: a bucket's way, memory by category, two steps of training (stage_rules.py); of stage 3
+                which units are here, turn by turn (unit_rules.py)
 
 What is expected comes from rules and formulas, never from the reference's file.
 """

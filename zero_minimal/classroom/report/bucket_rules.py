@@ -112,7 +112,9 @@ def _held(phase: Phase, rules: Rules, rank: int, last: dict, base: int) -> Found
         left = f": {len(last['grads'])} of {len(SIZES)} layers still have their .grad" if last["grads"] else ""
         yield END, (f"Rank {rank} holds {memory['gradients']:,} bytes of gradients now, and {states['gradients']:,.0f} "
                     f"are expected, with padding a little more{left}.")
-    if memory["optimizer"] > rules.optimizer:
+    # a shard of fp32 that only the optimizer has is its master: it counts as optimizer
+    shard = max(0, states["parameters"] - memory["parameters"])
+    if memory["optimizer"] - shard > rules.optimizer:
         yield END, (f"Rank {rank} holds {memory['optimizer']:,} bytes of optimizer state, and "
                     f"{states['optimizer']:,.0f} are expected.")
 

@@ -14,9 +14,10 @@ from torch import optim
 from zero_minimal.classroom.report import small_model
 from zero_minimal.classroom.report.recorder import Recorder, finite, values_of
 from zero_minimal.foundations import collectives
+from zero_minimal.foundations.released import is_released
 from zero_minimal.meters.memory import Ledger
+from zero_minimal.meters.owners import OF_A_BUCKET
 
-KNOWN = ("gradients", "gradient_shard", "parameters", "parameter_shard")  # by meters/owners.py, of a bucket
 PAUSE = 0.003  # seconds by which each rank is slower than the one before: who does not wait reads too early
 
 
@@ -32,15 +33,19 @@ class Watch(checks.Calls):
         self.count = 0
 
     def note(self, what: str, **entries) -> None:
-        """An event, with the memory of this moment and the layers that have a .grad."""
+        """An event, with the memory of this moment, the layers that have a .grad, and those that can be read."""
         for bucket in self.buckets:
             self.ledger.claim(getattr(bucket, "gradient_shard", None), "gradients")
             self.ledger.claim(getattr(bucket, "parameters", None), "parameters")
-        self.recorder.note(what, memory=self.ledger.states(), grads=self._grads(), **entries)
+        self.recorder.note(what, memory=self.ledger.states(), grads=self._grads(), here=self.here(), **entries)
 
     def _grads(self) -> list[int]:
         return [layer for layer, param in enumerate(self.params, 1) if param.grad is not None
                 and param.grad.untyped_storage().nbytes() >= param.nbytes]
+
+    def here(self) -> list[int]:
+        """Layers whose parameters can be read: at stage 3 not all of them."""
+        return [layer for layer, param in enumerate(self.params, 1) if not is_released(param)]
 
     def parameters(self, zero) -> list:
         """What each layer holds on this rank; whole, which at stage 3 they are made for it, unseen."""
@@ -79,7 +84,7 @@ def watch(name: str, submission) -> None:
         watched.note("empty")
         zero = submission(small_model.build(rank), optim.Adam, bucket_bytes=small_model.BUCKET, lr=small_model.LR,
                           eps=small_model.EPS)
-        if all(hasattr(bucket, name) for bucket in getattr(zero, "buckets", ()) for name in KNOWN):
+        if all(hasattr(bucket, name) for bucket in getattr(zero, "buckets", ()) for name in OF_A_BUCKET):
             ledger.watch(zero)
         else:
             watched.buckets = list(zero.buckets)
@@ -87,7 +92,11 @@ def watch(name: str, submission) -> None:
         watched.params = list(zero.model.parameters())
         for layer, param in enumerate(watched.params, 1):
             param.register_hook(lambda gradient, layer=layer: watched.note("gradient", layer=layer))
-        watched.note("made", parameters=watched.parameters(zero))
+        left = watched.here()
+        watched.note("made", left=left, parameters=watched.parameters(zero))
+        if len(left) < len(watched.params):  # whose units take turns
+            for block in zero.model.blocks:  # younger than the stage's own hooks: these have brought the unit by then
+                block.register_forward_pre_hook(lambda block, *_: watched.note("turn", layers=list(block.numbers)))
         _train(zero, rank, watched)
 
 
@@ -95,7 +104,7 @@ def _train(zero, rank: int, watched: Watch) -> None:
     zero.model(*small_model.batch(rank, small_model.STEPS[0][0])).backward()
     watched.note("backward", shards=_shards(zero))
     zero.step()
-    watched.note("stepped", parameters=watched.parameters(zero))
+    watched.note("stepped", left=watched.here(), parameters=watched.parameters(zero))
     zero.zero_grad()
     watched.note("forgot")
     first, second = small_model.STEPS[1]
@@ -108,7 +117,7 @@ def _train(zero, rank: int, watched: Watch) -> None:
     watched.note("clipped", norm=finite(float(norm)), tensor=isinstance(norm, torch.Tensor) and norm.dim() == 0,
                  shards=before, shards_changed=_shards(zero) != before)
     zero.step()
-    watched.note("stepped", parameters=watched.parameters(zero))
+    watched.note("stepped", left=watched.here(), parameters=watched.parameters(zero))
     zero.zero_grad()
     watched.note("forgot")
 

@@ -1,7 +1,7 @@
 """Buckets, told: the way of gradients into shards, and of shards into parameters, beside the rules of the stage."""
 
 from zero_minimal.classroom.lessons import UNWRITTEN, Lesson
-from zero_minimal.classroom.report import bucket_rules, small_model
+from zero_minimal.classroom.report import bucket_rules, small_model, unit_rules
 from zero_minimal.classroom.report.phases import END, PHASES, Phase, phases
 from zero_minimal.classroom.report.recording import Recorded
 from zero_minimal.classroom.report.small_model import BUCKET, ELEMENTS, RANKS, SIZES
@@ -15,8 +15,9 @@ ABOUT = (f"Your {{}} was used once more, on {RANKS} ranks: {len(SIZES)} layers, 
          "its own data, and rank 0 alone uses layer 1.")
 LEGEND = ("Backward goes from the last layer to the first. {} Memory is that of the step's highest moment. 'Expected' "
           "follows from the formulas of the stage, and from the same training in one process.")
-BUCKETS = ("A bucket is what one all-reduce carries.",  # at stage 0, and at those after it
-           "A bucket is what one reduce-scatter carries, a shard what a rank keeps of it.")
+SHARDS = "A bucket is what one reduce-scatter carries, a shard what a rank keeps of it."
+UNITS = "Layers 1 and 2 are one unit, which is gathered as a whole; each other layer is one by itself."
+BUCKETS = ("A bucket is what one all-reduce carries.", SHARDS, SHARDS, f"{SHARDS} {UNITS}")  # by stage
 REDUCES, GATHERS = ("reduce_scatter", "all_reduce", "reduce"), ("all_gather", "broadcast")
 
 
@@ -31,7 +32,7 @@ def tell(lesson: Lesson, runs: list[Recorded]) -> Story:
     first = [next((event["memory"] for event in rank if event["what"] == "empty"), {}) for rank in run.ranks]
     base = [sum(memory.values()) for memory in first]
     cut = phases(run.ranks)
-    parts = [part_of(phase, rules, base, first) for phase in cut]
+    parts = [part_of(phase, rules, base, first, cut[0]) for phase in cut]
     if run.ended:
         if (not cut or all(cut[-1].over)) and len(cut) < len(PHASES):  # no rank got as far as to write anything
             title, ends, *_ = PHASES[len(cut)]
@@ -39,7 +40,7 @@ def tell(lesson: Lesson, runs: list[Recorded]) -> Story:
         title = "Not written yet" if UNWRITTEN in run.ended else "It stops here"
         parts[-1].steps.append(Step(title, departures=[run.ended]))
     _carry_on([step for part in parts for step in part.steps])
-    return Story(ABOUT.format(lesson.class_name), LEGEND.format(BUCKETS[rules.stage > 0]), parts)
+    return Story(ABOUT.format(lesson.class_name), LEGEND.format(BUCKETS[rules.stage]), parts)
 
 
 def _carry_on(steps: list[Step]) -> None:
@@ -48,9 +49,10 @@ def _carry_on(steps: list[Step]) -> None:
         step.memory = [now or then for now, then in zip(step.memory, before.memory, strict=False)] or before.memory
 
 
-def part_of(phase: Phase, rules: Rules, base: list[int], first: list[dict]) -> Part:
-    """A phase, moment by moment."""
-    found, steps = bucket_rules.departures(phase, rules, base), []
+def part_of(phase: Phase, rules: Rules, base: list[int], first: list[dict], made: Phase) -> Part:
+    """A phase, moment by moment. `made`: the first one."""
+    between = [event and event["memory"]["parameters"] for event in map(made.last, range(RANKS))]
+    found, steps = [*unit_rules.departures(phase, rules, between), *bucket_rules.departures(phase, rules, base)], []
     for title, ranks in phase.moments:
         is_end = title == END
         step = Step(phase.title if is_end and len(phase.moments) == 1 else title,
@@ -69,7 +71,7 @@ def _once(steps: list[Step]) -> list[Step]:
     for step in steps:
         new = {_rule(words): words for words in reversed(step.departures) if _rule(words) not in told}
         told |= set(new)
-        step.departures = alike([words for words in step.departures if words in new.values()])
+        step.departures = alike([words for words in dict.fromkeys(step.departures) if words in new.values()])
     return steps
 
 
@@ -174,7 +176,8 @@ def _expected(phase: Phase, rules: Rules, is_end: bool) -> str:
     if not is_end:
         if phase.ends not in ("backward", "micro") or not rules.stage:
             return WORDS[phase.ends][rules.stage]
-        return f"gradients of at most {rules.gradients(phase.ends, True):,.0f} bytes"
+        most = f"gradients of at most {rules.gradients(phase.ends, True):,.0f} bytes"
+        return f"one unit can be read, and the next one is on its way; {most}" if rules.stage == 3 else most
     told, bounds = [], rules.sent(phase.ends)
     if bounds:
         told.append(f"about {bounds[1]:,.0f} bytes are sent in this phase")
@@ -202,6 +205,11 @@ def _grids(phase: Phase, rules: Rules, ranks: list[list[dict]]) -> list[Grid]:
         grids.append(Grid("Layers that have their .grad, whole", [f"layer {layer}" for layer in columns], [
             (f"rank {rank}", [Cell("whole", "some") if events and layer in events[-1]["grads"] else Cell("–")
                               for layer in columns]) for rank, events in enumerate(last)]))
+    if rules.stage == 3:
+        layers = range(1, len(SIZES) + 1)
+        grids.append(Grid("Layers whose parameters can be read", [f"layer {layer}" for layer in layers], [
+            (f"rank {rank}", [Cell("whole", "all") if events and layer in events[-1]["here"] else Cell("–")
+                              for layer in layers]) for rank, events in enumerate(last)]))
     for kinds, title, done in ((REDUCES, "Reductions of this phase, in order", "shard" if rules.stage else "mean"),
                                (GATHERS, "Gathers of this phase, in order", "whole")):
         calls = [_calls(own, kinds) for own in phase.ranks]

@@ -37,8 +37,8 @@ class Phase:
 
     @property
     def moments(self) -> list[tuple[str, list[list[dict]]]]:
-        """(title, [rank][event]): from one gradient to the next, and the end by itself. Of two ranks, one may get a
-        gradient that the other does not."""
+        """(title, [rank][event]): from one gradient to the next, and at stage 3 from one unit's turn in forward to the
+        next; the end by itself. Of two ranks, one may get a gradient that the other does not."""
         found: dict[str, list[list[dict]]] = {}
         cuts = [_cut(rank, over) for rank, over in zip(self.ranks, self.over, strict=True)]
         order = sorted({key for cut in cuts for key in cut}, key=lambda key: key[0])
@@ -50,14 +50,24 @@ class Phase:
 def _cut(events: list[dict], over: bool) -> dict[tuple, list[dict]]:
     """{(place in the order, title): events}"""
     found: dict = {}
-    key = (0, "On the way")
+    turns = [layers_in_words(event["layers"]) for event in events if event["what"] == "turn"]  # at stage 3, in forward
+    titles = iter([f"Forward comes to {layers}" for layers in turns] + ["Backward begins" if turns else "On the way"])
+    key = (0, next(titles))
     for place, event in enumerate(events):
         if event["what"] == "gradient":
             key = (1000 - event["layer"], f"Layer {event['layer']}'s gradient arrives")
         elif over and place == len(events) - 1:
             key = (2000, END)
         found.setdefault(key, []).append(event)
+        if event["what"] == "turn":  # what a stage does for a turn comes before it
+            key = (key[0] + 1, next(titles))
     return found
+
+
+def layers_in_words(layers: list[int]) -> str:
+    """layer 3; layers 1 and 2; layers 1, 2 and 3"""
+    *others, last = map(str, layers)
+    return f"layers {', '.join(others)} and {last}" if others else f"layer {last}"
 
 
 def phases(ranks: list[list[dict]]) -> list[Phase]:

@@ -14,6 +14,7 @@ RANKS, BATCHES = 3, 2
 STEPS = ((1,), (0, 1))  # the batches of each step
 # elements of the layers: buckets begin and end in the middle of layers, and the last one is of layer 1 alone
 SIZES = (119, 96, 112, 80, 96, 112, 80, 96, 112, 80, 96, 112)
+UNITS = ((1, 2), *((layer,) for layer in range(3, len(SIZES) + 1)))  # layers of each block: at stage 3 its units
 BUCKET = 4 * 96  # bytes
 ELEMENTS = sum(SIZES)
 BASE = len(SIZES) + 1
@@ -40,7 +41,7 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList([Block(1, 2), *map(Block, range(3, len(SIZES) + 1))])
+        self.blocks = nn.ModuleList([Block(*layers) for layers in UNITS])
 
     def forward(self, factor, without: int):
         return torch.stack([block(factor, without) for block in self.blocks]).sum()

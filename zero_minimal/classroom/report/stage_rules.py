@@ -71,8 +71,9 @@ class Rules:
         return 4 * ELEMENTS + whole + 4 * BUCKET
 
     def limit(self, ends: str, in_it: bool) -> float:
-        """The most bytes of all model states."""
-        return 4 * ELEMENTS + SPARE + self.gradients(ends, in_it) + self.optimizer
+        """The most bytes of all model states. At stage 3 two units are whole at a time, beside the shards."""
+        parameters = 4 * ELEMENTS if self.stage < 3 else self.states["parameters"] + 4 * BUCKET
+        return parameters + SPARE + self.gradients(ends, in_it) + self.optimizer
 
     def sent(self, ends: str) -> tuple[float, float, float] | None:
         """Bytes that a rank sends in a phase: at least, as the formula has it, at most."""

@@ -1,0 +1,231 @@
+"""P_os+g+p: parameters partitioned too. A unit of the model is whole only while it works
+(section 5.3).
+
+Memory a rank, for Ψ parameters on N ranks:
+    fp32     4Ψ/N parameters + 4Ψ/N gradients + 8Ψ/N Adam's momentum and variance
+    16 bit   2Ψ/N            + 2Ψ/N           + 12Ψ/N, of which 4Ψ/N are the fp32 master parameters
+and, whole, the parameters of the root unit, the unit at work and the one being prefetched, and the
+gradients of the root, the unit at work and the one being reduced. On gloo, what the other ranks
+send takes another (N−1)/N of the last.
+
+Communication plan, a step; what each rank sends. The units are the model's blocks, and the rest,
+the root; each is one bucket, or several if its parameters differ in dtype, device or optimizer
+group:
+    start      broadcast rank 0's parameters, once; keep the own shard
+    forward    all-gather each unit before its turn, free it after                Ψ(N−1)/N elements
+    backward   all-gather each unit before its turn, free it after                Ψ(N−1)/N elements
+               reduce-scatter its gradients as soon as they are complete,
+               and free them                                                      Ψ(N−1)/N elements
+    step       update the own shard: nothing is sent
+Together 1.5 times what data parallelism sends, or a little less: the root and the last block stay
+from forward to backward.
+Not counted, since small: running statistics (batch norm) at each step, and a norm when clipping.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from zero_minimal.foundations import collectives, optimizers, ownership, precision, saved_state
+from zero_minimal.foundations.backward import Backward, Hooks
+from zero_minimal.foundations.gradient_memory import GradientMemory, Reduction
+from zero_minimal.foundations.released import release, restore
+from zero_minimal.foundations.set_up import set_up
+from zero_minimal.foundations.turns import Turns
+from zero_minimal.foundations.units import (
+    find_units,
+    refuse_nested_tensors,
+    refuse_state_dict,
+    whole_parameters,
+)
+
+
+class Stage3(Hooks):
+    """Data parallelism over the ranks of `group`, with sharded optimizer state, gradients and
+    parameters.
+
+    Args:
+        model: any nn.Module, built alike on every rank; all take rank 0's values. Call it as
+            before; all ranks use the same units in the same order. One that was built under
+            torch.device("meta") gets memory here, unit by unit, on torch's default device: so no
+            rank ever needs the whole model.
+        optimizer_class: an element-wise torch optimizer; `optimizer_options` go to it (lr=3e-4,
+            fused=True, …).
+        bucket_bytes: taken as at the other stages, and not used: here a unit is a bucket, whatever
+            its size.
+        param_groups: as torch.optim takes them; by default all parameters of the model.
+        memory: a class that says where gradients lie; zero_100b.py has another one.
+        units: modules to gather as wholes; by default the elements of every nn.ModuleList (of a
+            list or dict inside a list, its elements). A model without one is a single unit, whole
+            from forward to step().
+    A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
+    rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
+    After backward only reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_().
+    A parameter can be read from its unit's turn until the turn of another one; the root's until
+    step() or the end of an evaluation. Then it keeps its shape, and reading it is an error:
+    `gather_parameters()` shows it. While it can be read, a loss may be computed from it (an L1
+    penalty, say), and edits in place are kept if all ranks make them alike, which is not checked
+    here. Keep a .clone() of what you read, not a view: one taken in the forward of the unit itself,
+    where operations are not followed, cannot say that its memory is gone.
+    Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
+        element-wise; TypeError for what is no module, no optimizer class or no option of it;
+        RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer_class: type, *, group=None,
+        bucket_bytes: int | None = 4 * 2**20, param_groups=None, memory: type = GradientMemory,
+        units=None, **optimizer_options,
+    ):
+        self.units = find_units(model, units)  # the root first
+        set_up(
+            self, model, optimizer_class, optimizer_options,
+            group=group, bucket_bytes=bucket_bytes, param_groups=param_groups,
+            units=self.units,
+        )
+        self.memory = memory(self.buckets, group)
+        self.reducing = None  # the Reduction under way, if any
+        self.shown = False  # inside gather_parameters()
+        self.backward = Backward(self, by_turns=True)
+        self.turns = Turns(self)  # after Backward, whose hook on the model's output runs first
+        refuse_state_dict(self)
+        refuse_nested_tensors(self)
+
+    def own(self, bucket):
+        """A rank keeps a shard of every bucket, and of its parameters nothing else
+        (foundations/set_up.py calls this at the start)."""
+        # step 1: bucket.parameter_shard is this rank's shard of bucket.parameters, and of the
+        # bucket's parameters the rank holds nothing else.
+        raise NotImplementedError("step 1: own")
+
+    # parameters come and go: foundations/turns.py says when
+
+    def _gather(self, unit):
+        """Start to gather a unit's parameters."""
+        # step 2: the unit's parameters are here, or on their way: then unit.gathering lists what is
+        # under way. Nothing has been waited for.
+        raise NotImplementedError("step 2: _gather")
+
+    def _arrive(self, unit):
+        """Wait until they are here."""
+        # step 2: nothing of this unit is on its way. If something was, the parameters can be read:
+        # unit.whole says so.
+        raise NotImplementedError("step 2: _arrive")
+
+    def _release(self, unit):
+        # step 3: this unit is neither whole nor on its way. What was changed in place while it was
+        # whole will be there when it is gathered again.
+        raise NotImplementedError("step 3: _release")
+
+    def _free(self, bucket):
+        """Free the parameters of a bucket."""
+        # step 1: no memory of this bucket's parameters is left, whoever else refers to it;
+        # bucket.parameters can be filled again. To read one of them is an error.
+        raise NotImplementedError("step 1: _free")
+
+    def _release_all(self):
+        if self.shown:
+            raise RuntimeError("leave gather_parameters() first")
+        for unit in self.units:
+            self._release(unit)
+        for bucket in self.buckets:
+            precision.keep_changes(bucket)
+
+    def unit_turn(self, unit, following):
+        # step 2: the unit can compute, and so can those around it (unit.around). (Step 3: no other
+        # unit is whole or on its way, but for `following` and the units inside this one, which stay
+        # if they are. `following`, if there is one, is whole or on its way.)
+        raise NotImplementedError("step 2: unit_turn")
+
+    def evaluation_done(self):
+        # step 5: no unit is whole.
+        raise NotImplementedError("step 5: evaluation_done")
+
+    # during backward: foundations/backward.py calls these
+
+    def backward_begins(self):
+        if self.shown:
+            raise RuntimeError("call backward() outside gather_parameters()")
+        self.turns.begin("backward")
+
+    def bucket_complete(self, bucket, done):
+        # step 4: the mean of this bucket's gradients over the ranks is on its way to their shards,
+        # and self.reducing, a Reduction, says so. At most one bucket is on its way at a time. No
+        # .grad of this bucket is left.
+        raise NotImplementedError("step 4: bucket_complete")
+
+    def _wait(self):
+        # step 4: nothing is on its way. What was has arrived: bucket.gradient_shard is this rank's
+        # shard of the mean, or of the sum over all backward passes since zero_grad, and no memory
+        # of whole gradients is left of it.
+        raise NotImplementedError("step 4: _wait")
+
+    def backward_ends(self):
+        self._wait()
+
+    def no_sync(self) -> nullcontext:
+        """Context for the micro-batches before the last. Here each of them is reduced too."""
+        return nullcontext()
+
+    # after backward
+
+    def reduced_gradients(self) -> list[torch.Tensor]:
+        """What the update reads: this rank's shard of each bucket's average, [padded / N]."""
+        self.backward.complete()
+        return [bucket.gradient_shard for bucket in self.buckets]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Let step() scale the gradients down to this global norm, if theirs is larger. Returns
+        theirs, a 0-dim tensor. Only gradient_scale changes: the gradients stay as they are."""
+        gradients = self.reduced_gradients()
+        norm = precision.global_norm(gradients, self.gradient_scale, group=self.group)
+        self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
+        return norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update this rank's shards. Nothing is sent: units are gathered when next used."""
+        # step 5: each shard is updated by this optimizer, with self.gradient_scale times the mean
+        # gradient, and no unit is whole. Running statistics are rank 0's. A backward before
+        # zero_grad is refused.
+        raise NotImplementedError("step 5: step")
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._wait()
+        self.backward.forget()
+        self.gradient_scale = None
+        for bucket in self.buckets:
+            bucket.gradient_shard = None
+        for param in self.model.parameters():
+            param.grad = None
+
+    # state
+
+    def state_dict(self) -> dict:
+        """This rank's training state, for a restart with the same number of ranks."""
+        return saved_state.shard_state(self)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
+        self._release_all()
+        saved_state.load_shards(self, state)
+
+    @contextmanager
+    def gather_parameters(self) -> Iterator[None]:
+        """Context in which every parameter is whole. All ranks must enter it, and call no
+        backward() inside. Edits are kept: make them alike on all ranks, else RuntimeError. An
+        error inside undoes them."""
+        # step 5: inside, every parameter is whole, and self.shown is True. Afterwards none is;
+        # edits are kept if they were alike on all ranks (ownership.check_alike), and undone if the
+        # context ended with an error.
+        raise NotImplementedError("step 5: gather_parameters")
+
+
+if __name__ == "__main__":
+    from zero_minimal.programs.train import main
+
+    main(Stage3)

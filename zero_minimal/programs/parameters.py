@@ -1,0 +1,179 @@
+"""Parameters: the figures and the pictures of lesson 04's page, from stages 0 and 3 on the same work.
+
+    python -m zero_minimal.programs.parameters lessons/04_parameters
+
+writes measured.json into that folder, and from it conveyor.png and kept.png. What is counted are bytes and the order of
+events, never time. So another machine, or a busy one, gives the same.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from torch import nn
+
+from zero_minimal.foundations import interrupts, ranks
+from zero_minimal.meters.conveyor import Conveyor
+from zero_minimal.meters.observer import Observer
+from zero_minimal.pictures import style
+from zero_minimal.pictures.conveyor import draw_conveyor, draw_kept
+from zero_minimal.programs import progress, report
+from zero_minimal.programs.gradients import STEPS, on_few_lines, watched_run
+from zero_minimal.stage0 import Stage0
+from zero_minimal.stage2 import Stage2
+from zero_minimal.stage3 import Stage3
+from zero_minimal.workload import loop
+from zero_minimal.workload.settings import Parser, Settings
+
+STAGES = {"stage 0": Stage0, "stage 3": Stage3}
+WORLDS = (1, 2, 3, 4)
+BELT_RANKS = 4  # of the picture of the conveyor
+KEPT_RANKS = 2  # of the blocks that stay whole
+BELTS = ("the first step", "the second step")  # the order of the units is known from the second on
+
+
+# ---------------------------------------------------------------------------------- blocks that stay whole for backward
+
+
+def as_one_unit(count: int) -> Callable:
+    """Makes a Stage3 whose last `count` blocks are one unit. Forward's last unit stays: backward needs it first."""
+
+    def build(model, optimizer_class, **options) -> Stage3:
+        if not count:  # then what runs after the blocks must be the last unit
+            return Stage3(model, optimizer_class, units=[*model.blocks, model.norm], **options)
+        first, last = list(model.blocks)[:-count], list(model.blocks)[-count:]
+        model.blocks = nn.ModuleList([*first, nn.Sequential(*last)])
+        return Stage3(model, optimizer_class, units=model.blocks, **options)
+
+    return build
+
+
+class Keeping(Stage3):
+    """Stage 3 with the last `count` blocks whole from forward to their turn in backward: units of their own, which come
+    and go one by one."""
+
+    def __init__(self, model, optimizer_class, *, count: int, **options):
+        self.waiting: set = set()  # units that are whole, and whose turn in backward is still to come
+        blocks = list(model.blocks)
+        super().__init__(model, optimizer_class, units=blocks if count else [*blocks, model.norm], **options)
+        last = blocks[len(blocks) - count :]
+        self.kept = {unit for unit in self.units if unit.module in last}
+
+    def unit_turn(self, unit, following):
+        self.waiting = self.waiting - {unit} if self.backward.running else self.kept
+        super().unit_turn(unit, following)
+
+    def _release(self, unit):
+        if unit not in self.waiting:
+            super()._release(unit)
+
+    def _release_all(self):
+        self.waiting = set()
+        super()._release_all()
+
+
+def one_by_one(count: int) -> Callable:
+    """Makes a stage that keeps the last `count` blocks."""
+    return lambda model, optimizer_class, **options: Keeping(model, optimizer_class, count=count, **options)
+
+
+WAYS = {"as one unit, by units=": as_one_unit, "each a unit of its own": one_by_one}
+
+
+# ----------------------------------------------------------------------------------------------------------- in a rank
+
+
+def watched_belts(settings: Settings) -> dict[str, dict]:
+    """{name of BELTS: this rank's record of the conveyor in this step}."""
+    with ranks.start() as rank:
+        zero = loop.build(Stage3, settings, rank)
+        batches = loop.training_batches(settings, rank.rank)
+        found = {}
+        for name in BELTS:
+            zero.zero_grad()
+            with Conveyor(zero) as belt:
+                zero.model(*(part.to(rank.device) for part in next(batches))).backward()
+                zero.step()
+            found[name] = belt.record
+        return found
+
+
+def watched_costs(way: str, count: int, settings: Settings) -> dict:
+    """What it costs to keep so many blocks; of a way that is none, what stage 2 costs."""
+    with ranks.start() as rank:
+        zero = loop.build(WAYS[way](count) if way in WAYS else Stage2, settings, rank)
+        observer = Observer(zero, rank, settings)
+        losses = list(loop.steps(zero, loop.training_batches(settings, rank.rank), settings, observers=[observer]))
+        found = observer.report()
+        return {"way": way, "kept": count, "sent": found["traffic"]["sent_bytes"], "peak": found["memory"]["peak"],
+                "parameters": observer.ledger.highest()["parameters"], "loss": losses[-1][0].item()}
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+
+
+def measure() -> dict:
+    """All that the page and its pictures need, of rank 0: {"rows": reports, "belts": {name: record of the conveyor},
+    "kept": what watched_costs() gave}."""
+    settings = Settings(steps=STEPS)
+    costs = [(way, count) for way in WAYS for count in range(settings.layers + 1)] + [("stage 2", settings.layers)]
+    with progress.bar(name="lesson 04", total=len(STAGES) * len(WORLDS) + 1 + len(costs), unit="run") as bar:
+
+        def first_rank(*call):
+            found = ranks.run(*call, device="cpu", timeout=300)[0]
+            bar.update()
+            return found
+
+        return {
+            "rows": [first_rank(watched_run, world_size, stage_class, settings)[0] for world_size in WORLDS
+                     for stage_class in STAGES.values()],
+            "belts": first_rank(watched_belts, BELT_RANKS, settings),
+            "kept": [first_rank(watched_costs, KEPT_RANKS, *cost, settings) for cost in costs],
+        }
+
+
+def pictures(measured: dict) -> dict[str, Figure]:
+    """The page's pictures by their names, from what measure() gave."""
+    kept = {way: [row for row in measured["kept"] if row["way"] == way] for way in WAYS}
+    (other,) = (row for row in measured["kept"] if row["way"] not in WAYS)
+    name = BELTS[-1]
+    return {"conveyor.png": draw_conveyor({f"stage 3, rank 0 of {BELT_RANKS}, {name}": measured["belts"][name]}),
+            "kept.png": draw_kept(kept, {"stage 2: all blocks are always whole": other})}
+
+
+def table(measured: dict) -> str:
+    """What was measured, in MB."""
+    lines = [["ranks", "stage", "parameters", "highest", "sent a step"]]
+    for row in measured["rows"]:
+        memory = row["memory"]
+        counts = (memory["parameters"], memory["peak"], row["traffic"]["sent_bytes"])
+        lines.append([str(row["ranks"]), str(row["stage"]), *(f"{count / 1e6:.2f}" for count in counts)])
+    kept = [["kept whole", "", "sent a step", "highest"]]
+    for row in measured["kept"]:
+        kept.append([str(row["kept"]), row["way"], f"{row['sent'] / 1e6:.2f}", f"{row['peak'] / 1e6:.2f}"])
+    highest = max(max(record["bytes"]) for record in measured["belts"].values())
+    return "\n".join((report.table(lines), f"parameters whole at a time: at most {highest / 1e6:.2f}",
+                      report.table(kept)))
+
+
+@interrupts.program
+def main(arguments: list[str] | None = None) -> None:
+    """The program: measure, write, draw."""
+    parser = Parser(description="Measure what lesson 04's page says, and draw its pictures.")
+    parser.add_argument("folder", type=Path, help="of the lesson: lessons/04_parameters")
+    parser.add_argument("--draw", action="store_true", help="only draw, from the figures that are there")
+    flags = parser.parse_args(arguments)
+    file = flags.folder / "measured.json"
+    if not flags.folder.is_dir():
+        parser.error(f"there is no folder {flags.folder}: name the lesson's, lessons/04_parameters")
+    if not flags.draw:
+        file.write_text(on_few_lines(measure()), encoding="utf-8")
+    measured = json.loads(file.read_text(encoding="utf-8"))
+    for name, picture in pictures(measured).items():
+        style.save(picture, flags.folder / name)
+    report.say(table(measured))
+
+
+if __name__ == "__main__":
+    main()
