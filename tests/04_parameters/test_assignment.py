@@ -287,7 +287,7 @@ def assert_in_turn(seen, rank, ahead):
         assert not also, (
             f"in {kind}, while blocks.{place} works, rank {rank} has {listed(also)} whole, too. Besides the root only "
             "the unit at work and the next one may be here: unit_turn frees what is not needed any more, and gathers "
-            "nothing that comes later" + (". " + DONE) * (ahead < 0)
+            "nothing that comes later" + (". " + DONE) * (ahead < 0 and place - ahead in also)
         )
 
 
@@ -295,8 +295,7 @@ DONE = ("Backward is done with it: was it not freed, or was it prefetched in the
         "comes next in this pass")
 SAVED = (
     "Autograd has saved views of these parameters for backward. Who drops a reference, or sets param.data, frees "
-    "nothing "
-    "as long as there is another reference: the storage itself must go"
+    "nothing as long as there is another reference: the storage itself must go"
 )
 
 
@@ -369,8 +368,8 @@ def assert_not_waited_for(function, stage_class, when):
             return
     pytest.fail(
         f"in {when} rank 1 sends {1000 * PAUSE:.0f} ms late, and in {len(ours) - early} of {len(ours)} turns rank 0 "
-        "did not begin to compute before it had what rank 1 sent for the next unit: the prefetch is waited for at once, "
-        "so nothing overlaps. Start it in one turn, and wait for it in the next"
+        "did not begin to compute before it had what rank 1 sent for the next unit: the prefetch is waited for at "
+        "once, so nothing overlaps. Start it in one turn, and wait for it in the next"
     )
 
 
