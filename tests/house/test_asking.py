@@ -182,7 +182,7 @@ def test_a_clean_copy_has_no_outputs_and_no_answers(copies):
         nbformat.validate(book)
         code = [cell for cell in book.cells if cell.cell_type == "code"]
         assert not any(cell.outputs or cell.execution_count for cell in code)
-        assert sum(", ..." in cell.source for cell in code if re.search(ASKED, cell.source)) == 3
+        assert sum(", ..." in cell.source for cell in code if re.search(ASKED, cell.source)) in (3, 4)
 
 
 @pytest.mark.parametrize("answered, asked", [

@@ -277,7 +277,7 @@ def test_the_notebook_on_more_ranks(notebooks, monkeypatch, world_size):
             assert sent == round((2 * root + 3 * sum(blocks) - blocks[-1]) * share)
         assert world["list(gathers.values())"] == [[1, 2, 2, 2, 2, 2, 1]] * world_size
         for rows in names["kept"].values():
-            assert rows[-1]["sent"] == round(2 * (root + sum(blocks)) * share)
+            assert rows[-1]["sent"] == pytest.approx(2 * (root + sum(blocks)) * share, rel=0.01)  # paddings differ
     finally:
         world.stop()
 

@@ -168,6 +168,15 @@ def test_a_wrong_one_opens_at_its_mistake(told, lesson, name):
     assert re.search(pattern, sentence), sentence
 
 
+def test_a_stage_that_is_half_written_is_drawn_as_far_as_it_goes(told):
+    """What shows the parameters is written last, and what comes before is seen all the same."""
+    holes = {f"Stage3.{name}": f"def {name}(self):\n    raise NotImplementedError('step 5: {name}')"
+             for name in ("gather_parameters", "step")}
+    story = told(LESSONS["04_parameters"], submissions.spliced(LESSONS["04_parameters"], holes))
+    part, step, sentence = opens(story)
+    assert (part, step) == ("Step 1: update", "Not written yet") and sentence.startswith("step() is not written yet")
+
+
 # stage: the reference of a lesson that is not written yet, and chooses this kind of report
 @pytest.mark.thorough
 @pytest.mark.parametrize("stage", (0, 1, 3))

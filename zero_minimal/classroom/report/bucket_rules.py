@@ -136,7 +136,7 @@ def _computed(phase: Phase, rules: Rules, rank: int, last: dict) -> Found:
         yield from _shards(phase, rules, rank, last["shards"])
     elif phase.ends == "clipped":
         yield from _norm(phase, rules, rank, last)
-    elif phase.ends in ("stepped", "made"):
+    elif phase.ends in ("stepped", "made") and last["parameters"] is not None:
         yield from _parameters(phase, rank, last["parameters"])
 
 
