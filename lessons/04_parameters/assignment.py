@@ -110,8 +110,8 @@ class Stage3(Hooks):
 
     def _arrive(self, unit):
         """Wait until they are here."""
-        # step 2: nothing of this unit is on its way. If something was, the parameters can be read:
-        # unit.whole says so.
+        # step 2: nothing of this unit is on its way. If something was, its parameters can be read
+        # now, and unit.whole is True.
         raise NotImplementedError("step 2: _arrive")
 
     def _release(self, unit):
@@ -134,9 +134,9 @@ class Stage3(Hooks):
             precision.keep_changes(bucket)
 
     def unit_turn(self, unit, following):
-        # step 2: the unit can compute, and so can those around it (unit.around). (Step 3: no other
-        # unit is whole or on its way, but for `following` and the units inside this one, which stay
-        # if they are. `following`, if there is one, is whole or on its way.)
+        # step 2: the unit can compute, and so can those around it (unit.around). (From step 3 on:
+        # `following`, if there is one, is whole or on its way. Units inside this one stay as they
+        # are. No other unit has memory.)
         raise NotImplementedError("step 2: unit_turn")
 
     def evaluation_done(self):
