@@ -278,6 +278,20 @@ def slow_motion(model):
             hook.remove()
 
 
+@contextlib.contextmanager
+def after_zero_grad():
+    """Around a backward that comes after zero_grad(): an error that says to call it would lead astray."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "zero_grad()" not in str(error):
+            raise
+        raise AssertionError(
+            f"zero_grad() was called before this backward, and it was refused as if it had not been ({error}): what "
+            "step() has set and backward has counted must start afresh in zero_grad() (self.backward.forget())"
+        ) from None
+
+
 def in_words(size):
     """Bytes for people: 4.2 MB (a million bytes)."""
     for unit, name in ((1e6, "MB"), (1e3, "kB")):

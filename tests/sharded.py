@@ -74,6 +74,11 @@ def assert_shards_hold(shards, gradients, what="the mean gradient", make=model):
     but for the zeros of padding. Sorting makes no difference larger, so rounding is the only reason for one."""
     world_size, mean = len(shards), sum(gradients) / len(gradients)
     parts = [flat(rank, own) for rank, own in enumerate(shards)]
+    assert any(part.any() for part in parts), (
+        "the shards of all ranks hold nothing but zeros: no gradient has got into what was reduced. What autograd made "
+        "is in each param.grad: is it copied to where the reduction reads it, before the reduction starts "
+        "(bucket.fuse_gradients)?"
+    )
     for rank, part in enumerate(parts):
         assert part.numel() < len(mean), (
             f"rank {rank}'s reduced_gradients() hold {part.numel()} elements, and the whole gradient has {len(mean)}: "
@@ -84,7 +89,7 @@ def assert_shards_hold(shards, gradients, what="the mean gradient", make=model):
             "its reduction had ended (wait), or that was freed while the reduction was under way"
         )
         for other in range(rank):
-            assert not torch.equal(part, parts[other]), (
+            assert not (part.any() and torch.equal(part, parts[other])), (
                 f"rank {other} and rank {rank} hold the same gradient shard: each must own another part of it"
             )
     together = torch.cat(parts)
@@ -400,6 +405,36 @@ def step_in_a_group(stage_class):
     return before, torch.cat([param.flatten() for param in toys.whole_parameters(zero)])
 
 
+NO_BACKWARD = ("here step() is called where no backward ran: first on rank 1 alone, then on both ranks. Gradients "
+               "count as zero there, and the rank takes part in all reductions all the same: what does step() call "
+               "that ends backward also where none ran (self.reduced_gradients())?")
+
+
+def step_without_backward(stage_class):
+    """The parameters before and after a step for which rank 0 alone ran a backward, and one for which no rank did."""
+    results = []
+    for runs in (dist.get_rank() == 0, False):
+        zero = build(stage_class, toys.MLP, bucket_bytes=256)
+        before = torch.cat([param.flatten() for param in toys.whole_parameters(zero)])
+        if runs:
+            zero.model(*toys.numbers(0, 0)).backward()
+        zero.step()
+        results.append((before, torch.cat([param.flatten() for param in toys.whole_parameters(zero)])))
+    return results
+
+
+def assert_steps_without_backward(stage_class):
+    """What a rank without a backward has to add is zero."""
+    alone, none = zip(*toys.run(step_without_backward, 2, stage_class), strict=True)
+    gradient, = gradients_of(1, make=toys.MLP, batch=toys.numbers)
+    assert_stepped(alone, gradient / 2, 2, make=toys.MLP)
+    for rank, (before, after) in enumerate(none):
+        assert torch.equal(before, after), (
+            f"no rank ran a backward before step(), and {int((before != after).sum())} of rank {rank}'s parameters "
+            "moved: all gradients count as zero there, and SGD leaves parameters where they are"
+        )
+
+
 class Normed(torch.nn.Module):
     """A batch norm between two layers."""
 
@@ -481,7 +516,8 @@ def second_step(stage_class):
     """The gradient shards of the second step's backward, and those after a third one that was dropped."""
     zero, rank, shards = build(stage_class, lr=0.0), dist.get_rank(), []  # parameters stay, so gradients are known
     for step in range(4):
-        zero.model(*toys.tokens(rank, step)).backward()
+        with checks.after_zero_grad():
+            zero.model(*toys.tokens(rank, step)).backward()
         shards.append(shards_of(zero))
         if step != 2:
             zero.step()

@@ -198,8 +198,9 @@ class Backward(Passes):
 
     def _hand_over_rest(self) -> None:
         """Hand over all buckets that are left, in order."""
-        # step 2: every bucket of self._waits_for was handed over, and before it the stage was told
-        # (gradient_arrived) of gradients that were there already.
+        # step 2: every bucket of self._waits_for was handed over. Before each, the stage was told
+        # (gradient_arrived) of every gradient of the bucket that is in .grad and was not counted.
+        # (Until step 3 nothing is counted.)
         raise NotImplementedError("step 2: _hand_over_rest")
 
     def _agree_on_order(self) -> None:

@@ -213,7 +213,8 @@ def assert_starts(found, ranks):
         for state, right in zip(states, wanted, strict=True):
             off = [name for name in right if not torch.equal(state[name], right[name])]
             buffers = [name for name in off if "running" in name or "batches" in name]
-            kind = "buffers" if off and off == buffers else "parameters and buffers, also those that are not trained"
+            kind = "the buffers too" if off and off == buffers else (
+                "parameters and buffers, also those that are not trained")
             assert not off, (
                 f"when Naive is made, rank {rank} has another {in_a_list(off)} than rank {first}: each rank began with "
                 f"values of its own, and all must take rank {first}'s, {kind}"
@@ -315,7 +316,8 @@ def layer_by_layer(stage_class):
 @worlds
 def test_every_gradient_is_the_mean(stage_class, world_size):
     found = [found for found, *_ in once(small_buckets, world_size, stage_class)]
-    assert_mean(list(range(world_size)), found, toys.Transformer, toys.tokens)
+    assert_mean(list(range(world_size)), found, toys.Transformer, toys.tokens, hint=". And is each gradient that is "
+                "there put into its bucket (gradient_arrived) before the bucket is handed over?")
 
 
 @pytest.mark.step(2, points=4)
@@ -578,7 +580,7 @@ def three_steps(stage_class):
     rank, found, sent = dist.get_rank(), [], []
     zero = build(stage_class, wide, lr=0.0)  # parameters stay, so gradients are known
     for step in range(4):
-        with checks.Calls() as calls:
+        with checks.Calls() as calls, checks.after_zero_grad():
             zero.model(*wide_numbers(rank, step)).backward()
         found.append(gradients(zero))
         sent.append(calls.sent())
@@ -616,12 +618,14 @@ TRAINING = {
     "SGD with momentum": (Recipe(optimizer=optim.SGD, options=dict(lr=0.3, momentum=0.9), steps=3),
                           "does each step begin without old gradients?"),
     "frozen, tied and unused parameters": (checks.RECIPES["frozen, tied and unused parameters"],
-                                           "a parameter without a gradient counts as one whose gradient is zero"),
+                                           "a parameter without a gradient counts as one whose gradient is zero: what "
+                                           "lies in its place since the step before (bucket.zero_missing)?"),
     "three micro-batches a step, and clipping": (
         Recipe(options=checks.ADAM, accumulate=3, clip=0.1, steps=3),
         "do micro-batches add up, and does clipping end with zero_grad()?"),
     "layers that are left out in turn": (checks.RECIPES["another order in each step"],
-                                         "a layer without gradient counts as one whose gradient is zero"),
+                                         "a layer without gradient counts as one whose gradient is zero: what lies in "
+                                         "its place since the step before (bucket.zero_missing)?"),
 }
 
 

@@ -62,12 +62,13 @@ gathering.append(collectives.all_gather(whole, own, group=self.group, async_op=T
 """
 
 
-def step(begin="", update="update_shard(self.optimizer, bucket, self.gradient_scale)", gather=GATHER,
+def step(ends="self.reduced_gradients()", begin="",
+         update="update_shard(self.optimizer, bucket, self.gradient_scale)", gather=GATHER,
          end="for pending in gathering:\n    pending.wait()", statistics="ownership.broadcast_statistics(self.model, "
          "self.group)", spent="self.backward.spent = True"):
     loop = function("for bucket in self.buckets:", update, gather)
     return {"Stage1.step": "@torch.no_grad()\n" + function(
-        "def step(self):", "self.reduced_gradients()", begin, "gathering = []", loop, end, statistics, spent)}
+        "def step(self):", ends, begin, "gathering = []", loop, end, statistics, spent)}
 
 
 def master_of(*lines):
@@ -272,6 +273,10 @@ WRONG = {
     "gathers from all ranks there are": Wrong(
         3, "test_a_step_in_a_group", r"(?s).*here group= is a group of ranks 0 and 2 of three",
         step(gather=GATHER.replace("group=self.group, ", "")), hangs=True),
+    "backward is not ended where none ran": Wrong(
+        3, "test_a_rank_without_a_backward_takes_the_step",
+        r"(?s)To look at: here step\(\) is called where no backward ran.* \(self.reduced_gradients\(\)\)",
+        step(ends=""), hangs=True),
     "running statistics stay each rank's own": Wrong(
         3, "test_running_statistics_are_alike", r"running mean is .* on rank 1 and .* on rank 0: each rank has that of",
         step(statistics="")),
@@ -281,6 +286,10 @@ WRONG = {
     "no master: the optimizer updates bf16": Wrong(
         4, "test_small_steps_in_bf16_add_up", r"25 steps of 0.0015 from 1 on .* rank 0 has 1: each is too small",
         master_of("return nn.Parameter(shard)")),
+    "the master is given a gradient in bf16": Wrong(
+        4, "test_small_steps_in_bf16_add_up",
+        r"(?s)it raised RuntimeError: .*dtype.*what it is updated with must be in",
+        update_shard(gradient="bucket.gradient_shard")),
     "the master is made anew from the rounded parameter": Wrong(
         4, "test_small_steps_in_bf16_add_up", r"25 steps of 0.0015 from 1 on .* rank 0 has 1: each is too small",
         update_shard(end=ROUND + "bucket.master.data.copy_(bucket.parameter_shard)")),
@@ -322,6 +331,9 @@ WRONG = {
     "the norm of all ranks there are": Wrong(
         5, "test_clips_in_a_group", r"(?s).*here group= is a group of ranks 0 and 2 of three",
         global_norm(sum_=SUM.replace(", group=group", "")), hangs=True),
+    "squares of fp16 in fp16": Wrong(
+        5, "test_trains_with_clipping", r"returned inf on rank 0 .* squares are too large for fp16, .* in fp32",
+        global_norm(squares=SQUARES.replace(".float()", ""))),
     "the norm of the scaled loss's gradient": Wrong(
         5, "test_trains_with_clipping",
         r"a loss scale, and clipping: clip_grad_norm_ returned [\d.e+]+ on rank 0 .* self.gradient_scale is 1/1024",

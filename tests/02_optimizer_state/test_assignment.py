@@ -24,6 +24,7 @@ from sharded import (
     EVERYBODY,
     GROUP,
     LOOKS,
+    NO_BACKWARD,
     PSI,
     Given,
     Most,
@@ -33,6 +34,7 @@ from sharded import (
     assert_sent,
     assert_shards_hold,
     assert_stepped,
+    assert_steps_without_backward,
     assert_trained_alike,
     backward_in_a_group,
     build,
@@ -273,7 +275,7 @@ def test_micro_batches_add_up(stage_class):
 # ------------------------------------------------------------------------------- step 3: update, and gather parameters
 
 
-@pytest.mark.step(3, points=7, stuck="every rank must start all all-gathers, in the same order")
+@pytest.mark.step(3, points=6, stuck="every rank must start all all-gathers, in the same order")
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_every_rank_has_all_updated_parameters(stage_class, world_size):
     results = [result for result, *_ in once(first_step, world_size, stage_class)]
@@ -400,6 +402,12 @@ def test_a_step_in_a_group(stage_class):
 
 
 @pytest.mark.thorough
+@pytest.mark.step(3, points=1, stuck=NO_BACKWARD, left=NO_BACKWARD, raised=NO_BACKWARD)
+def test_a_rank_without_a_backward_takes_the_step(stage_class):
+    assert_steps_without_backward(stage_class)
+
+
+@pytest.mark.thorough
 @pytest.mark.step(3, points=1)
 def test_running_statistics_are_alike(stage_class):
     means = [means for means, _ in once(after_a_step, 2, stage_class)]
@@ -424,7 +432,8 @@ def test_a_backward_after_step_is_refused(stage_class):
 # ------------------------------------------------------------------------------- step 4: fp32 masters
 
 
-@pytest.mark.step(4, points=6)
+@pytest.mark.step(4, points=6, raised="the parameters are in bf16 here, and the master in fp32: what it is updated "
+                  "with must be in fp32, too")
 def test_small_steps_in_bf16_add_up(stage_class):
     wanted = torch.tensor(1 - 25 * 0.0015).bfloat16().item()
     for rank, parameter in enumerate(toys.run(small_updates, 2, stage_class)):

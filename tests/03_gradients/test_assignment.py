@@ -28,6 +28,7 @@ from sharded import (
     LAYER,
     LAYERS,
     LOOKS,
+    NO_BACKWARD,
     PSI,
     SPARE,
     Most,
@@ -39,6 +40,7 @@ from sharded import (
     assert_sent,
     assert_shards_hold,
     assert_stepped,
+    assert_steps_without_backward,
     assert_trained_alike,
     awkward_backward,
     backward_in_a_group,
@@ -168,7 +170,7 @@ def test_backward_in_a_group(stage_class):
 # ------------------------------------------------------------------------------- step 2: update, and gather parameters
 
 
-@pytest.mark.step(2, points=6, stuck="every rank must start all all-gathers, in the same order")
+@pytest.mark.step(2, points=5, stuck="every rank must start all all-gathers, in the same order")
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_every_rank_has_all_updated_parameters(stage_class, world_size):
     results = [result for result, *_ in once(first_step, world_size, stage_class)]
@@ -185,6 +187,11 @@ def test_ranks_with_other_hash_seeds_agree(stage_class):
 def test_a_step_in_a_group(stage_class):
     first, _, second = toys.run(step_in_a_group, 3, stage_class)
     assert_stepped([first, second], sum(gradients_of(2, ranks=(0, 2))) / 2, 2)
+
+
+@pytest.mark.step(2, points=1, stuck=NO_BACKWARD, left=NO_BACKWARD, raised=NO_BACKWARD)
+def test_a_rank_without_a_backward_takes_the_step(stage_class):
+    assert_steps_without_backward(stage_class)
 
 
 @pytest.mark.step(2, points=2)

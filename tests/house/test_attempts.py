@@ -116,6 +116,7 @@ def drawn(tmp_path_factory):
                         exec(source, names)
             return names, pictures, said.getvalue()
 
+        drawn.world = world
         yield drawn
         world.stop()
 
@@ -188,6 +189,23 @@ def test_a_file_that_is_half_written_is_drawn_as_far_as_it_goes(drawn):
     _, (memory, holdings), said = drawn(GRADIENTS, half)
     assert "Not written yet: step. Next comes step 2, step: write it in" in said
     assert [axis.get_title() for axis in memory.axes][3:] == [f"yours, rank {rank}" for rank in range(3)]
+
+
+def test_without_the_lessons_ring_the_attempt_is_drawn_alone(drawn):
+    world = drawn.world
+    world.run("from zero_minimal.notebook.told import Withheld\nkept, ring = ring, Withheld('ring')")
+    try:
+        _, (picture,), said = drawn(RINGS, submissions.spliced(RINGS, {}))
+        with pytest.raises(notebook.CellError, match="ring.all_gather is not in this copy of the course") as failed:
+            world.run("ring.all_gather(torch.ones(1))")
+        _, (nothing,), _ = drawn(RINGS, RINGS.starter.read_text())
+    finally:
+        world.run("ring = kept")
+    assert "mend" not in str(failed.value)
+    words = text_in(picture)
+    assert "yours" in words and "the lesson's" not in words and set(deliveries.ALGORITHMS) <= set(words)
+    assert sum("The lesson's own is not in this copy of the course" in word for word in words) == 3
+    assert nothing is None
 
 
 def held(names, state):

@@ -94,6 +94,20 @@ OPENS = {
         "receives all before it sends": ("broadcast", "Round 5", "passes its first chunk on when it has received"),
         "the last rank sends too": ("broadcast", "Round 3", "rank 0 sends a message, and it is the last rank"),
     },
+    "01_data_parallel": {
+        "the sum of a bucket": ("Step 1: backward", "At its end", "Rank 0's gradient holds layer 12's .* the sum"),
+        "each bucket twice": ("Step 1: backward", "At its end", "has sent [\\d,]+ bytes .* all-reduce 26 times"),
+        "nobody listens": ("Step 1: backward", "Layer 8", "by now, and 0 of them have left: a bucket leaves when"),
+        "waits at once": ("Step 1: backward", "Layer 12", "waits for each all-reduce before the next gradient comes"),
+        "a micro-batch leaves all the same": ("Step 2: first micro-batch", "At its end", "and 0 are expected"),
+        "old gradients stay": ("Step 2: second micro-batch", "At its end", "still has the gradient of step 1 in it"),
+    },
+    "02_optimizer_state": {
+        "the sum instead of the mean": ("Step 1: backward", "At its end", "3 times too large: the sum"),
+        "an all-reduce, and the shard of it": ("Step 1: backward", "Layer 12", "sends twice what"),
+        "no all-gather after the update": ("Step 1: update", "", "has sent 0 bytes in this phase, and 3,176 are"),
+        "the norm of the own shards": ("Step 2: clipping", "", "the norm of this rank's shards alone"),
+    },
     "03_gradients": {
         "P_os in disguise: whole gradients until backward ends": (
             "Step 1: backward", "Layer . gradient", "whole gradients pile up"),
@@ -144,8 +158,8 @@ CASES = [(lesson, name) for lesson, cases in OPENS.items() for name in cases]
 
 
 @pytest.mark.parametrize("lesson, name", sample(CASES, [
-    ("00_collectives", "writes over instead of adding"), ("03_gradients", "the shard is overwritten"),
-    ("04_parameters", "units stay whole once they are")]))
+    ("00_collectives", "writes over instead of adding"), ("01_data_parallel", "waits at once"),
+    ("03_gradients", "the shard is overwritten"), ("04_parameters", "units stay whole once they are")]))
 def test_a_wrong_one_opens_at_its_mistake(told, lesson, name):
     wrong = submissions.mistakes(LESSONS[lesson]).WRONG[name]
     part, step, sentence = opens(told(LESSONS[lesson], submissions.spliced(LESSONS[lesson], wrong.code, wrong.top)))

@@ -3,6 +3,8 @@
     mine = attempt.load("03_gradients")
     with attempt.as_far_as_written():       a function that is not written yet ends what is inside, and no more
         mine.Stage2(...)
+    with attempt.if_there():                so does what a teacher has taken out of this copy of the course
+        ring.reduce_scatter(...)
     print(attempt.next_step(mine))          what is not written yet
 
 ZERO_ATTEMPT=FILE names another file. Ranks have the environment that the notebook had when it started them.
@@ -21,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from zero_minimal.notebook.told import Told
+from zero_minimal.notebook.told import NotHere, Told
 
 HOUSE = Path(__file__).parents[2]  # the checkout
 NAME = "assignment"  # of the module
@@ -82,6 +84,13 @@ def as_far_as_written() -> Iterator[None]:
     except NotImplementedError as error:
         if not STEP.match(str(error)):  # not the starter's
             raise
+
+
+@contextlib.contextmanager
+def if_there() -> Iterator[None]:
+    """Context that ends, and says nothing, where something is asked for that a teacher withholds."""
+    with contextlib.suppress(NotHere):
+        yield
 
 
 def next_step(module: ModuleType) -> str:

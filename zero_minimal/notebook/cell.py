@@ -12,7 +12,7 @@ import ipyparallel
 from zero_minimal.notebook import printed
 from zero_minimal.notebook import rank as notebook_rank
 from zero_minimal.notebook.screen import Screen, stand
-from zero_minimal.notebook.told import Told
+from zero_minimal.notebook.told import NotHere, Told
 
 PATIENCE = 5.0  # seconds in which all ranks wait for each other, until a cell counts as stuck
 LOOK_EVERY = 0.25  # seconds
@@ -171,6 +171,10 @@ class Cell:
         """Whether what failed, or waited, stands in the learner's own file, or is that this cannot be run."""
         places = [*self.failures().values(), *self.stuck.values()]
         return any(place["attempt"] or place.get("told") for place in places)
+
+    def asked_for_what_is_withheld(self) -> bool:
+        """Whether nothing failed but that this copy of the course does not have what the cell needs."""
+        return {failure["kind"] for failure in self.failures().values()} == {NotHere.__name__}
 
     def values(self) -> list:
         """The expression's value on each rank. Raises: CellError if it needs what only the ranks have."""

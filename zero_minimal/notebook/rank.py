@@ -27,7 +27,7 @@ from IPython import get_ipython
 
 from zero_minimal.foundations import collectives, ranks
 from zero_minimal.notebook import aftermath, printed, standing
-from zero_minimal.notebook.told import Told
+from zero_minimal.notebook.told import Told, Withheld
 
 HOURS = 24 * 3600  # a group's own time limit: the notebook has a better one
 
@@ -35,17 +35,7 @@ names = {"torch": torch, "dist": dist, "collectives": collectives}  # what every
 try:
     from zero_minimal.foundations import ring
 except ImportError:  # a teacher may withhold it: it solves lesson 00
-
-    class Withheld:
-        """Stands in for `ring`: whoever asks it for something is told."""
-
-        def __getattr__(self, name: str):
-            if name.startswith("__"):  # Python's own: it may be printed
-                raise AttributeError(name)
-            raise Told(f"ring.{name} is not in this copy of the course, since it solves the lesson: read on, this cell "
-                       "cannot be run.")
-
-    ring = Withheld()
+    ring = Withheld("ring")
 names["ring"] = ring
 _here: dict = {}  # folder, rank, world_size, device
 _running: list[str] = []  # the cell that runs, if one does

@@ -160,6 +160,8 @@ class World:
             self._start_again()
             raise CellError(f"the ranks could not meet again ({error or 'interrupted'}). {ALL_NEW}") from None
         groups, stages = ([*dict.fromkeys(itertools.chain(*names))] for names in zip(*gone, strict=True))
+        if cell.asked_for_what_is_withheld():
+            return f"{KEPT}."
         this = "your file" if cell.in_an_attempt() else "the cell"
         if not stages and not groups:
             return f"{KEPT}: mend {this}, and run {'the cell' if cell.in_an_attempt() else 'it'} again."

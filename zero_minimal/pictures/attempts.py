@@ -15,9 +15,10 @@ def draw_attempt(seen: dict[str, list[dict[str, dict]]]) -> Figure | None:
     """Who holds what while messages travel: two lines of panels for each algorithm, the lesson's and the learner's.
     None if nothing of the learner's has run.
 
-    Args: seen {whose: [rank]{algorithm: what deliveries.watch returned}}, the lesson's first.
+    Args: seen {whose: [rank]{algorithm: what deliveries.watch returned}}, the lesson's first. Where the lesson's has
+        none of an algorithm, the learner's is drawn alone.
     """
-    stories = {name: {whose: told([rank[name] for rank in ranks]) for whose, ranks in seen.items()}
+    stories = {name: {whose: told([rank[name] for rank in ranks]) for whose, ranks in seen.items() if name in ranks[0]}
                for name in list(seen.values())[-1][0]}
     if not stories:
         return None
@@ -105,6 +106,8 @@ def _explained(lines: dict[str, Story]) -> str:
     if any(parts is None for story in stories for state in story.states for held in state for parts in held):
         marks.append("?: no sum of one chunk's parts.")
     words += [" ".join(marks)] if marks else []
+    if len(lines) == 1:
+        words.append("The lesson's own is not in this copy of the course: say yourself what must be there at the end.")
     for whose, story in lines.items():
         if story.collectives:
             words.append(f"In {whose}, torch's own {' and '.join(story.collectives)} did the work.")

@@ -29,7 +29,7 @@ class Stage2:
             **options,
         )
         self.gradients, self.ready, self.waiting, self.running = {}, set(), list(self.params), False
-        self.spent = False
+        self.spent = self.reduced = False
         for param in self.params:
             param.register_post_accumulate_grad_hook(self.arrived)
 
@@ -49,7 +49,7 @@ class Stage2:
     def finish(self):
         for param in self.waiting:
             self.reduce(param)
-        self.waiting, self.ready, self.running = list(self.params), set(), False
+        self.waiting, self.ready, self.running, self.reduced = list(self.params), set(), False, True
 
     def reduce(self, param):
         gradient = torch.zeros(param.shape) if param.grad is None else param.grad.float()
@@ -63,6 +63,8 @@ class Stage2:
         return contextlib.nullcontext()
 
     def reduced_gradients(self):
+        if not self.reduced:  # no backward ran here: the others' may wait for this rank
+            self.finish()
         return [self.gradients[param] for param in self.mine]
 
     @torch.no_grad()
@@ -76,6 +78,7 @@ class Stage2:
 
     @torch.no_grad()
     def step(self):
+        self.reduced_gradients()
         for param, master in self.mine.items():
             scale = 1 if self.gradient_scale is None else self.gradient_scale
             master.grad = self.gradients[param].to(master.dtype) * scale
@@ -91,7 +94,7 @@ class Stage2:
 
     def zero_grad(self):
         self.gradients.clear()
-        self.gradient_scale, self.spent = None, False
+        self.gradient_scale, self.spent, self.reduced = None, False, False
 
     @contextlib.contextmanager
     def gather_parameters(self):

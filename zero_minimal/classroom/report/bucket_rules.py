@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from zero_minimal.classroom.report import small_model
 from zero_minimal.classroom.report.phases import END, Phase
 from zero_minimal.classroom.report.small_model import MAX_NORM, RANKS, SIZES
-from zero_minimal.classroom.report.stage_rules import Rules
+from zero_minimal.classroom.report.stage_rules import OPEN, Rules
 
 Found = Iterator[tuple[str, str]]
 TOO_LARGE = {3: f"{RANKS} times too large: the sum of the ranks, not their mean",
@@ -20,9 +20,10 @@ def departures(phase: Phase, rules: Rules, base: list[int]) -> list[tuple[str, s
     for rank in range(RANKS):
         last = phase.last(rank)
         if last is not None:
-            found += [*_sent(phase, rules, rank), *_held(phase, rules, rank, last, base[rank]),
-                      *_under_way(phase, rank), *_computed(phase, rules, rank, last)]
-    if all(phase.over) and phase.ends == "backward" and not any("shard" in words for _, words in found):
+            found += [*_leaves(phase, rules, rank), *_sent(phase, rules, rank),
+                      *_held(phase, rules, rank, last, base[rank]), *_under_way(phase, rank),
+                      *_computed(phase, rules, rank, last)]
+    if all(phase.over) and phase.ends == "backward" and not any(rules.part in words for _, words in found):
         found += _together(phase, rules)  # what is wrong in itself need not be counted
     return found
 
@@ -46,7 +47,7 @@ def _during(phase: Phase, rules: Rules) -> Found:
         for rank, events in enumerate(ranks):
             for event in events:
                 held = event["memory"]["gradients"]
-                if held > most and moment != END:
+                if held > most and moment != END and rules.stage:
                     yield moment, (f"Rank {rank} holds {held:,} bytes of gradients, and at most {most:,.0f} are "
                                    f"expected: whole gradients pile up ({len(event['grads'])} of {len(SIZES)} layers "
                                    "have their .grad).")
@@ -59,6 +60,31 @@ def _during(phase: Phase, rules: Rules) -> Found:
                         and rules.stage and phase.ends in ("backward", "micro"):
                     yield moment, (f"Rank {rank} calls all_reduce for {event['bytes']:,} bytes: that sends twice what "
                                    "a reduce-scatter does.")
+
+
+def _leaves(phase: Phase, rules: Rules, rank: int) -> Found:
+    """At stage 0: whether gradients leave while others come, and autograd goes on meanwhile."""
+    if rules.stage or phase.ends != "backward":
+        return
+    arrived, left, under_way, begun, overlaps = 0, 0.0, set(), [], False
+    for moment, ranks in phase.moments[:-1]:
+        for event in ranks[rank]:
+            if event["what"] == "gradient":
+                arrived += 4 * SIZES[event["layer"] - 1]
+                overlaps = overlaps or bool(under_way)
+            left += sent_bytes(event) * RANKS / (RANKS - 1) / 2  # an all-reduce sends that of so many
+            if event["what"] == "start":
+                under_way.add(event["number"])
+                begun.append(moment)
+            elif event["what"] == "end":
+                under_way.discard(event["number"])
+        if arrived - left > OPEN:
+            yield moment, (f"Rank {rank} has {arrived:,} bytes of gradients by now, and {left:,.0f} of them have left: "
+                           "a bucket leaves when its last gradient is there.")
+            return
+    if len(begun) > 1 and not overlaps:
+        yield begun[0], (f"Rank {rank} waits for each all-reduce before the next gradient comes: autograd stands still "
+                         "while they are under way.")
 
 
 def _name(event: dict) -> str:
@@ -107,21 +133,21 @@ def _under_way(phase: Phase, rank: int) -> Found:
 
 def _computed(phase: Phase, rules: Rules, rank: int, last: dict) -> Found:
     if phase.ends == "backward":
-        yield from _shards(phase, rank, last["shards"])
+        yield from _shards(phase, rules, rank, last["shards"])
     elif phase.ends == "clipped":
-        yield from _norm(phase, rank, last)
+        yield from _norm(phase, rules, rank, last)
     elif phase.ends in ("stepped", "made") and last["parameters"] is not None:
         yield from _parameters(phase, rank, last["parameters"])
 
 
-def _shards(phase: Phase, rank: int, shards: list) -> Found:
+def _shards(phase: Phase, rules: Rules, rank: int, shards: list) -> Found:
     missing = sum(shard is None for shard in shards)
     if missing or not shards:
         yield END, (f"Rank {rank} has no gradient for {missing or 'any'} of its {len(shards)} buckets: they were not "
                     "reduced, or the result was not kept.")
     for value, _ in (run for shard in shards for run in shard or ()):
         if words := _wrong_gradient(value, phase.batches):
-            yield END, f"Rank {rank}'s shard {words}"
+            yield END, f"Rank {rank}'s {rules.part} {words}"
             return
 
 
@@ -158,18 +184,20 @@ def parts_in_words(parts: tuple, batches: tuple[int, ...]) -> str:
     return f"{words} of " + ("both micro-batches" if len(seen) > 1 else f"the {names[seen[0]]} micro-batch")
 
 
-def _norm(phase: Phase, rank: int, last: dict) -> Found:
+def _norm(phase: Phase, rules: Rules, rank: int, last: dict) -> Found:
     norm, true = last["norm"], small_model.gradient_norm(*phase.batches)
     local = sum(count * (value or 0) ** 2 for shard in last["shards"] for value, count in shard or ()) ** 0.5
     if norm is None or not _near(norm, true):
-        why = ("it is the norm of this rank's shards alone" if norm is not None and _near(norm, local) else
+        is_local = rules.stage and norm is not None and _near(norm, local)
+        parts = "all ranks' shards" if rules.stage else "the mean gradient's elements"
+        why = ("it is the norm of this rank's shards alone" if is_local else
                "it is the norm after clipping" if norm is not None and _near(norm, MAX_NORM) else
-               "the squares of all ranks' shards add up to its square")
+               f"the squares of {parts} add up to its square")
         yield END, (f"clip_grad_norm_ returned {norm if norm is None else f'{norm:.5g}'} on rank {rank}, and the whole "
                     f"gradient's norm is {true:.5g}: {why}.")
     if not last["tensor"]:
         yield END, f"clip_grad_norm_ returned no 0-dim tensor on rank {rank}."
-    if last["shards_changed"]:
+    if last["shards_changed"] and rules.stage:  # at stage 0 torch's own clipping is as good
         yield END, (f"clip_grad_norm_ changed the gradients in rank {rank}'s shards: it changes self.gradient_scale "
                     "alone.")
 

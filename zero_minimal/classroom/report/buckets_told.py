@@ -10,13 +10,14 @@ from zero_minimal.classroom.report.story import RANK, Cell, Grid, Line, Part, St
 from zero_minimal.meters.observer import stage_in
 
 WORLD_SIZE = RANKS
-ABOUT = (f"The class was used once more, on {RANKS} ranks: {len(SIZES)} layers, {ELEMENTS:,} parameters in fp32, "
+ABOUT = (f"Your {{}} was used once more, on {RANKS} ranks: {len(SIZES)} layers, {ELEMENTS:,} parameters in fp32, "
          f"buckets of {BUCKET} bytes, Adam. Step 1 has one batch, step 2 two micro-batches and clipping. Each rank has "
          "its own data, and rank 0 alone uses layer 1.")
-LEGEND = ("Backward goes from the last layer to the first. A bucket is what one reduce-scatter carries, a shard what a "
-          "rank keeps of it. Memory is that of the step's highest moment. 'Expected' follows from the formulas of the "
-          "stage, and from the same training in one process.")
-LEGEND_OF_UNITS = " Layers 1 and 2 are one unit, which is gathered as a whole; each other layer is one by itself."
+LEGEND = ("Backward goes from the last layer to the first. {} Memory is that of the step's highest moment. 'Expected' "
+          "follows from the formulas of the stage, and from the same training in one process.")
+SHARDS = "A bucket is what one reduce-scatter carries, a shard what a rank keeps of it."
+UNITS = "Layers 1 and 2 are one unit, which is gathered as a whole; each other layer is one by itself."
+BUCKETS = ("A bucket is what one all-reduce carries.", SHARDS, SHARDS, f"{SHARDS} {UNITS}")  # by stage
 REDUCES, GATHERS = ("reduce_scatter", "all_reduce", "reduce"), ("all_gather", "broadcast")
 
 
@@ -39,7 +40,7 @@ def tell(lesson: Lesson, runs: list[Recorded]) -> Story:
         title = "Not written yet" if UNWRITTEN in run.ended else "It stops here"
         parts[-1].steps.append(Step(title, departures=[run.ended]))
     _carry_on([step for part in parts for step in part.steps])
-    return Story(ABOUT, LEGEND + (LEGEND_OF_UNITS if rules.stage == 3 else ""), parts)
+    return Story(ABOUT.format(lesson.class_name), LEGEND.format(BUCKETS[rules.stage]), parts)
 
 
 def _carry_on(steps: list[Step]) -> None:
@@ -92,7 +93,7 @@ def _highest(events: list[dict], first: dict) -> dict[str, int]:
 
 
 def _lines(phase: Phase, rules: Rules, ranks: list[list[dict]], is_end: bool, departures: list[str]) -> list[Line]:
-    did = [_said(phase, rank, events, is_end) for rank, events in enumerate(ranks)]
+    did = [_said(phase, rules, rank, events, is_end) for rank, events in enumerate(ranks)]
     expected = _expected(phase, rules, is_end)
     wrong = [any(f"ank {rank}" in words or not RANK.search(words) for words in departures) for rank in range(RANKS)]
     if len(set(did)) == 1 and len(set(wrong)) == 1:
@@ -100,12 +101,12 @@ def _lines(phase: Phase, rules: Rules, ranks: list[list[dict]], is_end: bool, de
     return [Line(f"rank {rank}", words, expected, wrong[rank]) for rank, words in enumerate(did)]
 
 
-def _said(phase: Phase, rank: int, events: list[dict], is_end: bool) -> str:
+def _said(phase: Phase, rules: Rules, rank: int, events: list[dict], is_end: bool) -> str:
     """What a rank did, in words."""
     told = [f"layer {event['layer']}'s gradient is there" for event in events if event["what"] == "gradient"]
     told += [_words(*token) for token in _tokens(phase.ranks[rank], events)]
     if is_end and phase.last(rank):
-        told += _at_the_end(phase, rank, phase.last(rank))
+        told += _at_the_end(phase, rules, rank, phase.last(rank))
     return "; ".join(told) or "nothing"
 
 
@@ -145,12 +146,12 @@ def _words(what: str, name: str, first: int, last: int, size: int) -> str:
             "collective": f"calls torch's {name} ({size:,} bytes)"}[what]
 
 
-def _at_the_end(phase: Phase, rank: int, last: dict) -> list[str]:
+def _at_the_end(phase: Phase, rules: Rules, rank: int, last: dict) -> list[str]:
     sent = sum(map(bucket_rules.sent_bytes, phase.ranks[rank]))
     told = [f"in this phase it has sent {sent:,.0f} bytes"]
     told += [f"gradients take {last['memory']['gradients']:,} bytes, optimizer state {last['memory']['optimizer']:,}"]
     if phase.ends == "backward":
-        told.append(f"its shards hold {_shards_in_words(last['shards'], phase.batches)}")
+        told.append(f"its {rules.part}s hold {_shards_in_words(last['shards'], phase.batches)}")
     if phase.ends == "clipped" and last["norm"] is not None:
         told.append(f"clip_grad_norm_ returned {last['norm']:.5g}")
     return told
@@ -173,14 +174,14 @@ def _shards_in_words(shards: list, batches: tuple[int, ...]) -> str:
 
 def _expected(phase: Phase, rules: Rules, is_end: bool) -> str:
     if not is_end:
+        if phase.ends not in ("backward", "micro") or not rules.stage:
+            return WORDS[phase.ends][rules.stage]
         most = f"gradients of at most {rules.gradients(phase.ends, True):,.0f} bytes"
-        if rules.stage == 3:
-            most = f"one unit can be read, and the next one is on its way; {most}"
-        return most if phase.ends in ("backward", "micro") else WORDS[phase.ends][rules.stage]
+        return f"one unit can be read, and the next one is on its way; {most}" if rules.stage == 3 else most
     told, bounds = [], rules.sent(phase.ends)
     if bounds:
         told.append(f"about {bounds[1]:,.0f} bytes are sent in this phase")
-    if phase.ends in ("backward", "micro"):
+    if phase.ends in ("backward", "micro") and rules.stage:
         told.append(f"gradients take {rules.states['gradients']:,.0f} bytes and padding")
     if phase.ends == "backward":
         whole = small_model.read(small_model.mean_gradient(2, *phase.batches))
@@ -209,7 +210,7 @@ def _grids(phase: Phase, rules: Rules, ranks: list[list[dict]]) -> list[Grid]:
         grids.append(Grid("Layers whose parameters can be read", [f"layer {layer}" for layer in layers], [
             (f"rank {rank}", [Cell("whole", "all") if events and layer in events[-1]["here"] else Cell("–")
                               for layer in layers]) for rank, events in enumerate(last)]))
-    for kinds, title, done in ((REDUCES, "Reductions of this phase, in order", "shard"),
+    for kinds, title, done in ((REDUCES, "Reductions of this phase, in order", "shard" if rules.stage else "mean"),
                                (GATHERS, "Gathers of this phase, in order", "whole")):
         calls = [_calls(own, kinds) for own in phase.ranks]
         count = max(map(len, calls))

@@ -31,7 +31,8 @@ WORDS = {
         "a rank updates its own shard; all parameters are gathered", "a rank updates its own shard; all parameters are "
         "gathered", "a rank updates its own shard; nothing is sent"),
     "forgot": ("no gradient is left",) * 4,
-    "clipped": ("the norm of the whole gradient, the same on every rank; the gradients stay as they are",) * 4,
+    "clipped": ("the norm of the whole gradient, the same on every rank",) + (
+        "the norm of the whole gradient, the same on every rank; the gradients stay as they are",) * 3,
 }
 
 
@@ -46,8 +47,16 @@ class Rules:
         """Bytes of parameters, gradients and optimizer on a rank when a step is over."""
         return formulas.model_states(self.stage, ELEMENTS, RANKS, "fp32")
 
+    @property
+    def part(self) -> str:
+        """What a rank has of the reduced gradients, in a word."""
+        return "shard" if self.stage else "gradient"
+
     def gradients(self, ends: str, in_it: bool) -> float:
-        """The most bytes of gradients, in a phase or at its end."""
+        """The most bytes of gradients, in a phase or at its end. At stage 0 they may be there twice: in .grad, and side
+        by side."""
+        if not self.stage:
+            return 2 * self.states["gradients"] + OPEN
         return self.states["gradients"] + (OPEN if in_it and ends in ("backward", "micro") else SPARE)
 
     @property
