@@ -1,0 +1,231 @@
+"""Loading: the newest checkpoint that is whole, into whatever stage and world there are now."""
+
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_minimal.foundations import as_json, pieces, random_state, state_folder
+from zero_minimal.foundations.pieces import Holding, Piece
+from zero_minimal.foundations.state_folder import Contents, Damaged
+
+SHOWN = 20  # names in a message
+
+
+def newest_good(folder: Path, group: dist.ProcessGroup | None = None) -> Contents:
+    """The newest checkpoint in a folder of which each byte is as it was written. The ranks of the
+    group share the reading. Rank 0 warns of the ones that it passes over.
+
+    Raises: Damaged, on all ranks, if there is none.
+    """
+    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+    candidates, problems = [state_folder.finished(folder)], []
+    if group:
+        dist.broadcast_object_list(candidates, dist.get_global_rank(group, 0), group=group)
+    for path in candidates[0]:
+        contents, found = None, [None] * ranks
+        try:
+            contents = state_folder.read_contents(path)
+            for name in list(contents.files)[rank::ranks]:
+                state_folder.check_file(contents, name)
+        except Damaged as error:
+            found[rank] = str(error)
+        if group:
+            dist.all_gather_object(found, found[rank], group=group)
+        problem = next((one for one in found if one), None)
+        if problem is None:
+            return contents
+        problems.append(problem)
+        if rank == 0 and path != candidates[0][-1]:
+            warnings.warn(f"{problem}. The checkpoint before it is taken", stacklevel=4)
+    raise Damaged("\n".join(problems) if problems else f"there is no checkpoint in {folder}")
+
+
+def extra_of(contents: Contents):
+    """What the program had kept."""
+    return as_json.decoded(contents.facts["extra"])
+
+
+# ----------------------------------------------------------------------------- the same model?
+
+
+def check(saved: dict, here: dict) -> None:
+    """Compare the facts of a checkpoint with those of the model, alike on all ranks.
+
+    Raises: ValueError, which says of which parameters and buffers names, shapes, dtypes or groups
+        differ; or in what the optimizers do.
+    """
+    found = []
+    for kind in ("parameters", "buffers"):
+        before, now = saved[kind], here[kind]
+        both = [name for name in before if name in now]
+        found += _listed(f"{kind} that it alone has", (name for name in before if name not in now))
+        found += _listed(f"{kind} that the model alone has",
+                         (name for name in now if name not in before))
+        for fact, words in {"shape": "other shapes", "dtype": "other dtypes",
+                            "group": "other optimizer groups"}.items():
+            found += _listed(words, (f"{name} ({before[name][fact]}, and {now[name][fact]} here)"
+                                     for name in both
+                                     if before[name].get(fact) != now[name].get(fact)))
+    for fact in ("optimizer", "groups"):
+        one, other = saved[fact], here[fact]
+        if fact == "groups":
+            one, other = f"{len(one)} groups", f"{len(other)} groups"
+        if one != other:
+            found.append(f"its optimizer has {one}, and {other} here" if fact == "groups" else
+                         f"its optimizer was {one}, and is {other} here")
+    if found:
+        raise ValueError("this checkpoint is not of this model: " + "; ".join(found))
+
+
+def _listed(words: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return [f"{words}: {', '.join(names[:SHOWN])}{more}"] if names else []
+
+
+# ------------------------------------------------------------------------------------ into a stage
+
+
+def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[Piece]]:
+    """A state for stage.load_state_dict(), in new memory, and the pieces of it that are to be
+    read."""
+    stage, wanted = holding.stage, []
+    state = stage.state_dict()
+    for key in ("frozen", "buffers"):
+        state[key] = {name: tensor.clone() for name, tensor in state[key].items()}
+    state["shards"] = [torch.zeros_like(shard) for shard in state["shards"]]
+    masters = [param for group in stage.optimizer.param_groups for param in group["params"]]
+    of_number = {}
+    for bucket, shard in zip(stage.all_buckets, state["shards"], strict=True):
+        wanted += pieces.in_bucket(holding, bucket, "model", shard)
+        if bucket.trained:
+            number = next(n for n, param in enumerate(masters) if param is bucket.master)
+            names = [holding.names[param] for param in bucket.params]
+            of_number[number] = once_for(names, contents)
+            for kind in kinds_for(names, contents):
+                dtype = _dtype(contents, f"{kind}/{names[0]}")
+                of_number[number][kind.split("/")[1]] = held = torch.zeros_like(shard, dtype=dtype)
+                wanted += pieces.in_bucket(holding, bucket, kind, held)
+    for kind, tensors in (("model", state["frozen"]),
+                          ("buffer", dict(pieces.persistent_buffers(stage.model)))):
+        for name in tensors:
+            own = state["frozen" if kind == "model" else "buffers"][name]
+            place = holding.places.get(name)
+            wanted += pieces.pieces_of(kind, name, tuple(own.shape), 0, own.view(-1), place)
+    state["optimizer"] = optimizer_state(
+        {number: own for number, own in of_number.items() if own},
+        contents, [group["params"] for group in state["optimizer"]["param_groups"]],
+    )
+    return state, wanted
+
+
+def kinds_for(names: list[str], contents: Contents) -> list[str]:
+    """What the optimizer keeps for each element of these parameters: "optimizer/exp_avg", …
+
+    Raises: ValueError if it differs among them.
+    """
+    every = [[kind for kind in _all_kinds(contents) if f"{kind}/{name}" in contents.tensors]
+             for name in names]
+    odd = next((name for name, own in zip(names, every, strict=True) if own != every[0]), None)
+    if odd is not None:
+        raise ValueError(f"the optimizer had other state for {odd} than for {names[0]}, and here "
+                         "both lie in one bucket")
+    return every[0] if every else []
+
+
+def _all_kinds(contents: Contents) -> list[str]:
+    return list(dict.fromkeys(name.rsplit("/", 1)[0] for name in contents.tensors
+                              if name.startswith("optimizer/")))
+
+
+def _dtype(contents: Contents, name: str) -> torch.dtype:
+    return as_json.dtype_of(contents.tensors[name]["dtype"])
+
+
+def once_for(names: list[str], contents: Contents) -> dict:
+    """What the optimizer keeps once for a shard in which these parameters lie.
+
+    Raises: ValueError if it differs among them.
+    """
+    numbers = contents.facts["numbers"]
+    odd = next((name for name in names if numbers.get(name) != numbers.get(names[0])), None)
+    if odd is not None:
+        raise ValueError(f"the optimizer had counted otherwise for {odd} than for {names[0]}, and "
+                         "here both lie in one bucket")
+    return as_json.decoded(numbers.get(names[0], {}))
+
+
+def optimizer_state(of_number: dict, contents: Contents, params: list[list[int]]) -> dict:
+    """What torch's load_state_dict() takes: options come from the checkpoint, numbers of parameters
+    are as here."""
+    options = [as_json.decoded(group) for group in contents.facts["groups"]]
+    return {"state": of_number, "param_groups": [
+        {**own, "params": numbers} for own, numbers in zip(options, params, strict=True)]}
+
+
+# ---------------------------------------------------------------------- into plain torch
+
+
+def plain_to_fill(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, contents: Contents
+) -> tuple[dict | None, list[Piece]]:
+    """For a model and an optimizer without a stage: what optimizer.load_state_dict() takes, and the
+    pieces to read."""
+    named = dict(model.named_parameters())
+    tensors = [("model", name, param.data) for name, param in named.items()]
+    tensors += [("buffer", name, buffer) for name, buffer in pieces.persistent_buffers(model)]
+    state = None
+    if optimizer is not None:
+        names = {param: name for name, param in named.items()}
+        order = [names[param] for group in optimizer.param_groups for param in group["params"]]
+        of_number = {}
+        for number, name in enumerate(order):
+            own = once_for([name], contents)
+            for kind in kinds_for([name], contents):
+                dtype = _dtype(contents, f"{kind}/{name}")
+                own[kind.split("/")[1]] = held = torch.zeros_like(named[name], dtype=dtype)
+                tensors.append((kind, name, held.data))
+            if own:
+                of_number[number] = own
+        params = [group["params"] for group in optimizer.state_dict()["param_groups"]]
+        state = optimizer_state(of_number, contents, params)
+    return state, [piece for kind, name, tensor in tensors
+                   for piece in pieces.pieces_of(kind, name, tuple(tensor.shape), 0,
+                                                 tensor.view(-1))]
+
+
+def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved: dict) -> dict:
+    """As pieces.facts_of(), for check(). What only training needs is taken from the checkpoint."""
+    groups = {} if optimizer is None else {
+        param: number for number, group in enumerate(optimizer.param_groups)
+        for param in group["params"]}
+
+    def group_of(name, param):
+        before = saved["parameters"].get(name, {}).get("group")
+        return before if optimizer is None or not param.requires_grad else groups.get(param)
+
+    return saved | {
+        "parameters": {name: {"shape": list(param.shape), "dtype": as_json.name_of(param.dtype),
+                              "group": group_of(name, param)}
+                       for name, param in model.named_parameters()},
+        "buffers": {name: {"shape": list(buffer.shape), "dtype": as_json.name_of(buffer.dtype)}
+                    for name, buffer in pieces.persistent_buffers(model)},
+    } | ({} if optimizer is None else {"optimizer": type(optimizer).__name__,
+                                       "groups": optimizer.param_groups})
+
+
+# ---------------------------------------------------------------------------------- random state
+
+
+def restore_random_state(facts: dict, data_rank: int) -> None:
+    """This rank's random numbers go on where they were. If there are more ranks now than there
+    were, new ones begin at a seed of their own, made from what was saved."""
+    states = {own["data_rank"]: own["random"] for own in facts["ranks_own"]}
+    if data_rank in states:
+        random_state.set_random_state(as_json.decoded(states[data_rank]))
+    else:
+        random_state.seed_from(as_json.decoded(states[data_rank % len(states)]), data_rank)
