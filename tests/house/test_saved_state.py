@@ -1,46 +1,25 @@
 """A checkpoint, loaded by new ranks of the same stage and number, goes on bit for bit, written before or meanwhile."""
 
 import copy
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import toys
 from thorough import sample
-from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
+
+from saved_models import Model, groups_of
 
 from zero_minimal.foundations import as_json, saved_state
 from zero_minimal.foundations.boxes import Box, Place, boxes
 from zero_minimal.foundations.precision import LossScaler
 
 STEPS, SAVED_AT = 6, (3, 4)  # checkpoints have the state after so many
-
-
-class Model(toys.Transformer):
-    """Dropout, tied weights, a frozen parameter, a buffer that each forward changes, and one that is not saved."""
-
-    def __init__(self, **sizes):
-        super().__init__(**{"dropout": 0.1, "tied": True} | sizes)
-        self.frozen = nn.Parameter(torch.randn(15), requires_grad=False)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("table", torch.randn(3), persistent=False)
-
-    def forward(self, inputs, targets=None):
-        self.seen += 1
-        x = self.embedding(inputs) + self.frozen
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return logits if targets is None else nn.functional.cross_entropy(
-            logits.float().flatten(0, 1), targets.flatten())
-
-
-def groups_of(model):
-    """Weights decay, all else does not."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    return [{"params": [param for param in params if param.ndim > 1], "weight_decay": 0.2},
-            {"params": [param for param in params if param.ndim < 2], "lr": 3e-3, "betas": (0.8, 0.9)}]
 
 
 class Training:
