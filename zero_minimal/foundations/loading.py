@@ -15,6 +15,14 @@ from zero_minimal.foundations.state_folder import Contents, Damaged
 SHOWN = 20  # names in a message
 
 
+def candidates(folder: Path, group: dist.ProcessGroup | None = None) -> list[Path]:
+    """The checkpoints in a folder, the newest first, as rank 0 of the group sees them."""
+    found = [state_folder.finished(folder)]
+    if group:
+        dist.broadcast_object_list(found, dist.get_global_rank(group, 0), group=group)
+    return found[0]
+
+
 def newest_good(folder: Path, group: dist.ProcessGroup | None = None) -> Contents:
     """The newest checkpoint in a folder of which each byte is as it was written. The ranks of the
     group share the reading. Rank 0 warns of the ones that it passes over.
@@ -22,10 +30,8 @@ def newest_good(folder: Path, group: dist.ProcessGroup | None = None) -> Content
     Raises: Damaged, on all ranks, if there is none.
     """
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
-    candidates, problems = [state_folder.finished(folder)], []
-    if group:
-        dist.broadcast_object_list(candidates, dist.get_global_rank(group, 0), group=group)
-    for path in candidates[0]:
+    paths, problems = candidates(folder, group), []
+    for path in paths:
         contents, found = None, [None] * ranks
         try:
             contents = state_folder.read_contents(path)
@@ -39,7 +45,7 @@ def newest_good(folder: Path, group: dist.ProcessGroup | None = None) -> Content
         if problem is None:
             return contents
         problems.append(problem)
-        if rank == 0 and path != candidates[0][-1]:
+        if rank == 0 and path != paths[-1]:
             warnings.warn(f"{problem}. The checkpoint before it is taken", stacklevel=4)
     raise Damaged("\n".join(problems) if problems else f"there is no checkpoint in {folder}")
 

@@ -33,7 +33,7 @@ from zero_minimal.foundations import loading, optimizers, pieces, saving
 from zero_minimal.foundations.saving import NotSaved, Saving
 from zero_minimal.foundations.state_folder import Damaged
 
-__all__ = ["Damaged", "NotSaved", "Saving", "async_save", "load", "load_plain", "load_shards",
+__all__ = ["Damaged", "NotSaved", "Saving", "any_in", "async_save", "load", "load_plain", "load_shards",
            "refuse_other_shards", "save", "shard_state"]
 
 
@@ -88,6 +88,13 @@ def load(zero, folder: str | Path):
     zero.load_state_dict(state)
     loading.restore_random_state(contents.facts, holding.data_rank)
     return loading.extra_of(contents)
+
+
+def any_in(zero, folder: str | Path) -> bool:
+    """Whether there is a checkpoint in a folder, good or not, as rank 0 sees it; all ranks must
+    ask."""
+    group = saving.group_to_save(pieces.holding_of(zero).group)
+    return bool(loading.candidates(Path(folder), group))
 
 
 @torch.no_grad()

@@ -90,7 +90,7 @@ def read_contents(folder: Path) -> Contents:
     if version > VERSION:
         raise Damaged(f"{file} is of format {version}, and this program reads up to {VERSION}: it "
                       "was written by a newer version of zero_minimal; update this one")
-    if zlib.crc32(rest) != checksum:
+    if head != _head(checksum) or zlib.crc32(rest) != checksum:
         raise Damaged(f"{file} is damaged: its checksum is {zlib.crc32(rest)}, and should be "
                       f"{checksum}")
     return Contents(folder, **json.loads(rest[:-1]))
@@ -145,10 +145,15 @@ def write_contents(contents: Contents) -> None:
              contents.tensors.items()]
     rest = (f'{{"facts": {json.dumps(contents.facts)},\n"files": {json.dumps(contents.files)},\n'
             '"tensors": {\n' + ",\n".join(lines) + "\n}}}").encode()
-    head = json.dumps({"format": FORMAT, "version": VERSION, "crc32": zlib.crc32(rest)})
     with open(contents.folder / CONTENTS, "wb") as stream:
-        stream.write(f'{head[:-1]}, "contents":\n'.encode() + rest)
+        stream.write(_head(zlib.crc32(rest)) + b"\n" + rest)
         sync(stream)
+
+
+def _head(crc32: int) -> bytes:
+    """The first line."""
+    words = json.dumps({"format": FORMAT, "version": VERSION, "crc32": crc32})
+    return f'{words[:-1]}, "contents":'.encode()
 
 
 def publish(written: Path, step: int, keep: int) -> Path:
