@@ -89,6 +89,9 @@ def start(
     if "RANK" in environment:
         rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=timeout))
         store, rank, world_size = next(rendezvous)
+        # torchrun --max-restarts keeps its store: what an earlier attempt wrote is not for this one
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", 0)
+        store = dist.PrefixStore(f"attempt {attempt}", store)
     joined = join(store, rank, world_size, device, backend, timeout=timeout, **here)
     try:
         yield joined

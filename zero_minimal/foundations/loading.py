@@ -12,7 +12,7 @@ from zero_minimal.foundations import as_json, pieces, random_state, state_folder
 from zero_minimal.foundations.pieces import Holding, Piece
 from zero_minimal.foundations.state_folder import Contents, Damaged
 
-SHOWN = 20  # names in a message
+SHOWN = 10  # names in a message
 
 
 def candidates(folder: Path, group: dist.ProcessGroup | None = None) -> list[Path]:
