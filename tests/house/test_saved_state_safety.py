@@ -217,7 +217,7 @@ OTHERS = {
     "dtype": (dict(make=lambda: Wide().bfloat16()), r"other dtypes: frozen \(float32, and bfloat16 here\), embedding"),
     "frozen": (dict(make=Frozen), r"other optimizer groups: norm\.weight \(0, and None here\)$"),
     "optimizer": (dict(optimizer=torch.optim.Adam), r"its optimizer was AdamW, and is Adam here$"),
-    "groups": (dict(groups=groups_of), r"other optimizer groups: .*; its optimizer has 1 groups, and 2 groups here$"),
+    "groups": (dict(groups=groups_of), r"other optimizer groups: .*; its optimizer had 1 groups, and has 2 here$"),
 }
 
 

@@ -50,6 +50,15 @@ def newest_good(folder: Path, group: dist.ProcessGroup | None = None) -> Content
     raise Damaged("\n".join(problems) if problems else f"there is no checkpoint in {folder}")
 
 
+def read_alone(contents: Contents, wanted: list[Piece]) -> None:
+    """Fill the pieces, in one process without ranks."""
+    from zero_minimal.foundations.resharding import PieceLoader, Reader
+
+    reader, planner = Reader(contents), PieceLoader(wanted)
+    planner.set_up_planner({}, reader.read_metadata())
+    reader.read_data(planner.create_local_plan(), planner)
+
+
 def extra_of(contents: Contents):
     """What the program had kept."""
     return as_json.decoded(contents.facts["extra"])
@@ -64,27 +73,35 @@ def check(saved: dict, here: dict) -> None:
     Raises: ValueError, which says of which parameters and buffers names, shapes, dtypes or groups
         differ; or in what the optimizers do.
     """
-    found = []
-    for kind in ("parameters", "buffers"):
-        before, now = saved[kind], here[kind]
-        both = [name for name in before if name in now]
-        found += _listed(f"{kind} that it alone has", (name for name in before if name not in now))
-        found += _listed(f"{kind} that the model alone has",
-                         (name for name in now if name not in before))
-        for fact, words in {"shape": "other shapes", "dtype": "other dtypes",
-                            "group": "other optimizer groups"}.items():
-            found += _listed(words, (f"{name} ({before[name][fact]}, and {now[name][fact]} here)"
-                                     for name in both
-                                     if before[name].get(fact) != now[name].get(fact)))
-    for fact in ("optimizer", "groups"):
-        one, other = saved[fact], here[fact]
-        if fact == "groups":
-            one, other = f"{len(one)} groups", f"{len(other)} groups"
-        if one != other:
-            found.append(f"its optimizer has {one}, and {other} here" if fact == "groups" else
-                         f"its optimizer was {one}, and is {other} here")
+    if saved["optimizer"] is None:  # weights alone, which do not say what a buffer is
+        before = {name: one for name, one in saved["parameters"].items()
+                  if here["also"].get(name) not in saved["parameters"]}
+        found = _differences("weights", before, here["parameters"] | here["buffers"], {
+            "shape": "other shapes", "dtype": "other dtypes"})
+    else:
+        found = _differences("parameters", saved["parameters"], here["parameters"], {
+            "shape": "other shapes", "dtype": "other dtypes", "group": "other optimizer groups"})
+        found += _differences("buffers", saved["buffers"], here["buffers"], {
+            "shape": "other shapes", "dtype": "other dtypes"})
+        if saved["optimizer"] != here["optimizer"]:
+            found.append(f"its optimizer was {saved['optimizer']}, and is {here['optimizer']} here")
+        if len(saved["groups"]) != len(here["groups"]):
+            found.append(f"its optimizer had {len(saved['groups'])} groups, and has "
+                         f"{len(here['groups'])} here")
     if found:
         raise ValueError("this checkpoint is not of this model: " + "; ".join(found))
+
+
+def _differences(kind: str, before: dict, now: dict, facts: dict[str, str]) -> list[str]:
+    """In words. facts: which are compared, and what to call those that differ."""
+    found = _listed(f"{kind} that it alone has", (name for name in before if name not in now))
+    found += _listed(f"{kind} that the model alone has", (name for name in now
+                                                          if name not in before))
+    for fact, words in facts.items():
+        found += _listed(words, (
+            f"{name} ({before[name][fact]}, and {now[name][fact]} here)" for name in before
+            if name in now and before[name][fact] != now[name][fact]))
+    return found
 
 
 def _listed(words: str, names: Iterable[str]) -> list[str]:
@@ -116,17 +133,19 @@ def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[Piece]]:
                 dtype = _dtype(contents, f"{kind}/{names[0]}")
                 of_number[number][kind.split("/")[1]] = held = torch.zeros_like(shard, dtype=dtype)
                 wanted += pieces.in_bucket(holding, bucket, kind, held)
-    for kind, tensors in (("model", state["frozen"]),
-                          ("buffer", dict(pieces.persistent_buffers(stage.model)))):
-        for name in tensors:
-            own = state["frozen" if kind == "model" else "buffers"][name]
-            place = holding.places.get(name)
-            wanted += pieces.pieces_of(kind, name, tuple(own.shape), 0, own.view(-1), place)
+    buffers = [name for name, _ in pieces.persistent_buffers(stage.model)]
+    whole = state["frozen"] | {name: state["buffers"][name] for name in buffers}
+    for name, own in whole.items():
+        kind, place = _kind(name, contents), holding.places.get(name)
+        wanted += pieces.pieces_of(kind, name, tuple(own.shape), 0, own.view(-1), place)
     state["optimizer"] = optimizer_state(
-        {number: own for number, own in of_number.items() if own},
-        contents, [group["params"] for group in state["optimizer"]["param_groups"]],
-    )
+        {number: own for number, own in of_number.items() if own}, contents, state["optimizer"])
     return state, wanted
+
+
+def _kind(name: str, contents: Contents) -> str:
+    """Of what no optimizer updates."""
+    return "buffer" if f"buffer/{name}" in contents.tensors else "model"
 
 
 def kinds_for(names: list[str], contents: Contents) -> list[str]:
@@ -165,12 +184,14 @@ def once_for(names: list[str], contents: Contents) -> dict:
     return as_json.decoded(numbers.get(names[0], {}))
 
 
-def optimizer_state(of_number: dict, contents: Contents, params: list[list[int]]) -> dict:
-    """What torch's load_state_dict() takes: options come from the checkpoint, numbers of parameters
-    are as here."""
-    options = [as_json.decoded(group) for group in contents.facts["groups"]]
-    return {"state": of_number, "param_groups": [
-        {**own, "params": numbers} for own, numbers in zip(options, params, strict=True)]}
+def optimizer_state(of_number: dict, contents: Contents, here: dict) -> dict:
+    """What torch's load_state_dict() takes: options come from the checkpoint, and if it has weights
+    alone from `here`; numbers of parameters are as here."""
+    groups = here["param_groups"]
+    if contents.facts["optimizer"] is not None:
+        groups = [{**as_json.decoded(options), "params": group["params"]}
+                  for options, group in zip(contents.facts["groups"], groups, strict=True)]
+    return {**here, "state": of_number, "param_groups": groups}
 
 
 # ---------------------------------------------------------------------- into plain torch
@@ -183,7 +204,8 @@ def plain_to_fill(
     pieces to read."""
     named = dict(model.named_parameters())
     tensors = [("model", name, param.data) for name, param in named.items()]
-    tensors += [("buffer", name, buffer) for name, buffer in pieces.persistent_buffers(model)]
+    tensors += [(_kind(name, contents), name, buffer)
+                for name, buffer in pieces.persistent_buffers(model)]
     state = None
     if optimizer is not None:
         names = {param: name for name, param in named.items()}
@@ -197,8 +219,7 @@ def plain_to_fill(
                 tensors.append((kind, name, held.data))
             if own:
                 of_number[number] = own
-        params = [group["params"] for group in optimizer.state_dict()["param_groups"]]
-        state = optimizer_state(of_number, contents, params)
+        state = optimizer_state(of_number, contents, optimizer.state_dict())
     return state, [piece for kind, name, tensor in tensors
                    for piece in pieces.pieces_of(kind, name, tuple(tensor.shape), 0,
                                                  tensor.view(-1))]
@@ -218,8 +239,8 @@ def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved
         "parameters": {name: {"shape": list(param.shape), "dtype": as_json.name_of(param.dtype),
                               "group": group_of(name, param)}
                        for name, param in model.named_parameters()},
-        "buffers": {name: {"shape": list(buffer.shape), "dtype": as_json.name_of(buffer.dtype)}
-                    for name, buffer in pieces.persistent_buffers(model)},
+        "buffers": pieces.facts_of_buffers(model),
+        "also": pieces.second_names(model),
     } | ({} if optimizer is None else {"optimizer": type(optimizer).__name__,
                                        "groups": optimizer.param_groups})
 
@@ -230,8 +251,8 @@ def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved
 def restore_random_state(facts: dict, data_rank: int) -> None:
     """This rank's random numbers go on where they were. If there are more ranks now than there
     were, new ones begin at a seed of their own, made from what was saved."""
-    states = {own["data_rank"]: own["random"] for own in facts["ranks_own"]}
+    states = {own["data_rank"]: own["random"] for own in facts["ranks_own"] if own}
     if data_rank in states:
         random_state.set_random_state(as_json.decoded(states[data_rank]))
-    else:
+    elif states:  # weights alone have none
         random_state.seed_from(as_json.decoded(states[data_rank % len(states)]), data_rank)

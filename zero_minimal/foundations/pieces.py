@@ -36,6 +36,7 @@ class Holding:
 
     places: of the parameters that are cut over a model-parallel group, by name. Its ranks hold all
         others whole, and model_rank 0 saves these.
+    also: second names of parameters, with the first, that the model of one process has.
     """
 
     stage: object
@@ -43,6 +44,7 @@ class Holding:
     group: object = None  # of ranks that save together
     data_rank: int = 0  # which data, and so which random numbers
     model_rank: int = 0
+    also: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
         self.names = {param: name for name, param in self.stage.model.named_parameters()}
@@ -152,19 +154,28 @@ def facts_of(holding: Holding) -> dict:
                "group": groups.get(param)}  # of the optimizer; None: not trained
         for param, name in holding.names.items()
     }
-    every_name = stage.model.named_parameters(remove_duplicate=False)
     return {
         "stage": type(stage).__name__,
         "ranks": stage.world_size,
         "parameters": parameters,
-        "also": {name: holding.names[param] for name, param in every_name
-                 if name != holding.names[param]},  # one parameter with two names
-        "buffers": {name: {"shape": list(buffer.shape), "dtype": as_json.name_of(buffer.dtype)}
-                    for name, buffer in persistent_buffers(stage.model)},
+        "also": second_names(stage.model) | holding.also,
+        "buffers": facts_of_buffers(stage.model),
         "optimizer": type(stage.optimizer).__name__,
         "groups": [options_of(group) for group in stage.optimizer.param_groups],
         "numbers": _numbers(holding),
     }
+
+
+def second_names(model: nn.Module) -> dict[str, str]:
+    """Of parameters that have two: the second, and the first."""
+    first = {param: name for name, param in model.named_parameters()}
+    return {name: first[param] for name, param in model.named_parameters(remove_duplicate=False)
+            if name != first[param]}
+
+
+def facts_of_buffers(model: nn.Module) -> dict[str, dict]:
+    return {name: {"shape": list(buffer.shape), "dtype": as_json.name_of(buffer.dtype)}
+            for name, buffer in persistent_buffers(model)}
 
 
 def options_of(group: dict) -> dict:

@@ -33,8 +33,10 @@ from zero_minimal.foundations import loading, optimizers, pieces, saving
 from zero_minimal.foundations.saving import NotSaved, Saving
 from zero_minimal.foundations.state_folder import Damaged
 
-__all__ = ["Damaged", "NotSaved", "Saving", "any_in", "async_save", "load", "load_plain", "load_shards",
-           "refuse_other_shards", "save", "shard_state"]
+__all__ = [
+    "Damaged", "NotSaved", "Saving", "any_in", "async_save", "load", "load_plain", "load_shards",
+    "refuse_other_shards", "save", "shard_state",
+]
 
 
 def save(zero, folder: str | Path, extra=None, *, step: int | None = None, keep: int = 3) -> Path:
@@ -103,14 +105,10 @@ def load_plain(
 ):
     """The same for plain torch, in one process without ranks: the whole model, and an optimizer
     over its parameters, or None. Random numbers go on as rank 0's."""
-    from zero_minimal.foundations.resharding import PieceLoader, Reader
-
     contents = loading.newest_good(Path(folder))
     loading.check(contents.facts, loading.plain_facts(model, optimizer, contents.facts))
     state, wanted = loading.plain_to_fill(model, optimizer, contents)
-    reader, planner = Reader(contents), PieceLoader(wanted)
-    planner.set_up_planner({}, reader.read_metadata())
-    reader.read_data(planner.create_local_plan(), planner)
+    loading.read_alone(contents, wanted)
     if optimizer is not None:
         optimizer.load_state_dict(state)
     loading.restore_random_state(contents.facts, 0)

@@ -95,6 +95,17 @@ def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: boo
     return saving
 
 
+def write_alone(folder: Path, facts: dict, to_save: list[pieces.Piece], keep: int) -> Path:
+    """A checkpoint of these pieces, written by one process without ranks. Returns its path."""
+    from zero_minimal.foundations.resharding import PieceSaver, Writer
+
+    saver, writer = PieceSaver(to_save, {}), Writer(folder, facts, keep)
+    plans, contents = saver.create_global_plan([saver.create_local_plan()])
+    [plan] = writer.prepare_global_plan(plans)
+    writer.finish(contents, [writer.write_data(plan, saver).value()])
+    return contents.planner_data
+
+
 def finish() -> None:
     """Wait for what is being written. The end of the ranks does so, too."""
     while _under_way:
