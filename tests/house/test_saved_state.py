@@ -1,6 +1,8 @@
 """A checkpoint, loaded by new ranks of the same stage and number, goes on bit for bit, written before or meanwhile."""
 
 import copy
+import gc
+import re
 import sys
 import threading
 from pathlib import Path
@@ -142,6 +144,44 @@ def slow(folder):
 
 def test_what_is_written_is_the_state_of_the_call(tmp_path):
     assert toys.run(slow, 2, tmp_path) == [True, True]
+
+
+def own_memory():
+    """Bytes of this process that are no file's: what it has allocated."""
+    return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def growth(stage, folder):
+    """How far memory grows while a checkpoint is written, next to what a copy of the state would take."""
+    zero = toys.STAGES[stage](toys.MLP(1500, 1500, 1500, 1500), torch.optim.AdamW, bucket_bytes=BUCKET)
+    zero.model(torch.randn(4, 1500)).sum().backward()
+    zero.step()
+    zero.zero_grad()
+    saved_state.save(zero, folder)  # what is imported, and allocated, once
+    gc.collect()
+    before, seen, done = own_memory(), [], threading.Event()
+
+    def watch():
+        while not done.wait(0.001):
+            seen.append(own_memory())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    saved_state.async_save(zero, folder).wait()
+    done.set()
+    watching.join()
+    pieces = sum(bucket.master.numel() for bucket in zero.buckets)
+    return max(seen) - before, 3 * 4 * pieces, len(seen)
+
+
+BUCKET = 2 * 2**20
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("stage, world", sample([(stage, world) for stage in range(4) for world in (1, 2)], [(2, 2)]))
+def test_memory_does_not_grow_by_more_than_a_bucket(stage, world, tmp_path):
+    for grown, copy_of_all, samples in toys.run(growth, world, stage, tmp_path):
+        assert grown <= BUCKET < copy_of_all / 10 and samples > 3, (grown, copy_of_all)
 
 
 # --------------------------------------------------------------------------------------------------------- what is kept
