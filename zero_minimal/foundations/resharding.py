@@ -15,11 +15,12 @@ numbers and JSON, have checksums, and take their name when they are whole (state
 This module is imported when a state is saved or loaded: DCP takes seconds to import.
 """
 
+import math
 import zlib
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import default_planner, metadata, planner, storage
+from torch.distributed.checkpoint import metadata, planner, storage
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.futures import Future
@@ -37,40 +38,45 @@ class PieceSaver(planner.SavePlanner):
     """
 
     def __init__(self, pieces: list[Piece], own: dict):
-        self.pieces = {_index(piece): piece for piece in pieces}
-        self.own = own
-        self.last_of = {piece.bucket: index for index, piece in self.pieces.items()}
+        self.pieces, self.own = pieces, own
+        self.last_of = {piece.bucket: number for number, piece in enumerate(pieces)}
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
         pass
 
     def create_local_plan(self) -> planner.SavePlan:
-        return planner.SavePlan(
-            [planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=_described(piece))
-             for index, piece in self.pieces.items()], planner_data=self.own,
-        )
+        # to rank 0 go a few numbers a piece: DCP's own items take longer to send than to write
+        sizes = [(piece.name, piece.shape, piece.box.numel) for piece in self.pieces]
+        return planner.SavePlan([], planner_data=(sizes, self.own))
 
     def create_global_plan(self, all_plans):  # on rank 0
-        plans, described = default_planner.create_default_global_save_plan(all_plans)
-        for name, tensor in described.state_dict_metadata.items():
-            found = sum(chunk.sizes.numel() for chunk in tensor.chunks)
-            if found != tensor.size.numel():
-                raise ValueError(f"{name} is not whole: of {tensor.size.numel()} elements the "
-                                 f"ranks have {found}")
-        described.planner_data = [plan.planner_data for plan in all_plans]
-        return plans, described
+        missing = {}
+        for plan in all_plans:
+            for name, shape, numel in plan.planner_data[0]:
+                missing[name] = missing.get(name, math.prod(shape)) - numel
+        for name, numel in missing.items():
+            if numel:
+                raise ValueError(f"{name} is not whole: {numel} of its elements are on no rank")
+        ranks_own = [plan.planner_data[1] for plan in all_plans]
+        return [planner.SavePlan([]) for _ in all_plans], metadata.Metadata({}, ranks_own)
 
     def finish_plan(self, new_plan):
-        return new_plan
+        """With an item for each piece again: its number stands in the index."""
+        kind = planner.WriteItemType.SHARD
+        items = [planner.WriteItem(metadata.MetadataIndex(piece.name, index=number), kind)
+                 for number, piece in enumerate(self.pieces)]
+        return planner.SavePlan(items, new_plan.storage_data)
 
     def resolve_data(self, write_item) -> torch.Tensor:
-        return self.pieces[write_item.index].tensor
+        return self.pieces[write_item.index.index].tensor
 
-    def written(self, write_item) -> None:
+    def written(self, write_item) -> Piece:
         """Its bytes have left. After the last piece of a bucket step() may change the bucket."""
-        bucket = self.pieces[write_item.index].bucket
-        if bucket is not None and self.last_of[bucket] == write_item.index:
-            bucket.leaving.set()
+        number = write_item.index.index
+        piece = self.pieces[number]
+        if piece.bucket is not None and self.last_of[piece.bucket] == number:
+            piece.bucket.leaving.set()
+        return piece
 
 
 class Writer(storage.StorageWriter, AsyncStager):
@@ -106,42 +112,34 @@ class Writer(storage.StorageWriter, AsyncStager):
         if self.facts["step"] is None:
             self.facts["step"] = state_folder.next_step(self.folder)
         self.own = state_folder.begin(self.folder, self.facts["step"])
-        return [planner.SavePlan(plan.items, self.own / f"rank-{rank}.bin", plan.planner_data)
-                for rank, plan in enumerate(plans)]
+        return [planner.SavePlan([], self.own / f"rank-{rank}.bin") for rank in range(len(plans))]
 
     def write_data(self, plan, planner) -> Future:
-        file, results = plan.storage_data, []
+        file, boxes = plan.storage_data, []
         with open(file, "wb") as stream:
             for item in plan.items:
-                tensor = planner.resolve_data(item).cpu()
-                held = as_json.bytes_of(tensor)
+                held = as_json.bytes_of(planner.resolve_data(item).cpu())
                 place = file.name, stream.tell(), zlib.crc32(held)
                 stream.write(held)
-                planner.written(item)
-                results.append(storage.WriteResult(item.index, len(held), place))
+                piece = planner.written(item)
+                described = piece.name, piece.shape, as_json.name_of(piece.tensor.dtype)
+                boxes.append((described, piece.box.offsets, piece.box.sizes, *place))
             state_folder.sync(stream)
+            size = stream.tell()
         done = Future()
-        done.set_result(results)
+        done.set_result((file.name, size, boxes))
         return done
 
     def finish(self, metadata, results) -> None:  # on rank 0, when all ranks have written
-        tensors, files = {}, {f"rank-{rank}.bin": 0 for rank in range(len(results))}
-        sizes = {(name, chunk.offsets): chunk.sizes
-                 for name, tensor in metadata.state_dict_metadata.items()
-                 for chunk in tensor.chunks}
-        for name, tensor in metadata.state_dict_metadata.items():
-            tensors[name] = {"shape": list(tensor.size), "boxes": [],
-                             "dtype": as_json.name_of(tensor.properties.dtype)}
-        for result in (result for of_rank in results for result in of_rank):
-            name, offsets = result.index.fqn, result.index.offset
-            file, offset, crc32 = result.storage_data
-            box = [list(offsets), list(sizes[name, offsets]), file, offset, crc32]
-            tensors[name]["boxes"].append(box)
-            files[file] += result.size_in_bytes
+        tensors, files = {}, {}
+        for file, size, boxes in results:
+            files[file] = size
+            for (name, shape, dtype), *box in boxes:
+                tensors.setdefault(name, {"shape": shape, "dtype": dtype, "boxes": []})
+                tensors[name]["boxes"].append(box)
         facts = {**self.facts, "ranks_own": metadata.planner_data}
         state_folder.write_contents(Contents(self.own, facts, tensors, files))
-        # DCP sends this to all ranks: where it is, and not what is in it
-        metadata.state_dict_metadata = {}
+        # DCP sends this to all ranks
         metadata.planner_data = state_folder.publish(self.own, self.facts["step"], self.keep)
 
     @classmethod
@@ -261,8 +259,3 @@ def _index(piece: Piece) -> metadata.MetadataIndex:
 def _chunk(piece: Piece) -> metadata.ChunkStorageMetadata:
     """What DCP calls a box."""
     return metadata.ChunkStorageMetadata(torch.Size(piece.box.offsets), torch.Size(piece.box.sizes))
-
-
-def _described(piece: Piece) -> planner.TensorWriteData:
-    properties = metadata.TensorProperties(piece.tensor.dtype)
-    return planner.TensorWriteData(_chunk(piece), properties, torch.Size(piece.shape))

@@ -101,7 +101,7 @@ def write_alone(folder: Path, facts: dict, to_save: list[pieces.Piece], keep: in
 
     saver, writer = PieceSaver(to_save, {}), Writer(folder, facts, keep)
     plans, contents = saver.create_global_plan([saver.create_local_plan()])
-    [plan] = writer.prepare_global_plan(plans)
+    plan = saver.finish_plan(*writer.prepare_global_plan(plans))
     writer.finish(contents, [writer.write_data(plan, saver).value()])
     return contents.planner_data
 
