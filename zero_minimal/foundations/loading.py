@@ -119,7 +119,7 @@ def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[Piece]]:
     stage, wanted = holding.stage, []
     state = stage.state_dict()
     for key in ("frozen", "buffers"):
-        state[key] = {name: tensor.clone() for name, tensor in state[key].items()}
+        state[key] = {name: in_own_memory(tensor) for name, tensor in state[key].items()}
     state["shards"] = [torch.zeros_like(shard) for shard in state["shards"]]
     masters = [param for group in stage.optimizer.param_groups for param in group["params"]]
     of_number = {}
@@ -127,7 +127,7 @@ def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[Piece]]:
         wanted += pieces.in_bucket(holding, bucket, "model", shard)
         if bucket.trained:
             number = next(n for n, param in enumerate(masters) if param is bucket.master)
-            names = [holding.names[param] for param in bucket.params]
+            names = [holding.names[param] for param in bucket.params if param.numel()]
             of_number[number] = once_for(names, contents)
             for kind in kinds_for(names, contents):
                 dtype = _dtype(contents, f"{kind}/{names[0]}")
@@ -136,11 +136,15 @@ def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[Piece]]:
     buffers = [name for name, _ in pieces.persistent_buffers(stage.model)]
     whole = state["frozen"] | {name: state["buffers"][name] for name in buffers}
     for name, own in whole.items():
-        kind, place = _kind(name, contents), holding.places.get(name)
-        wanted += pieces.pieces_of(kind, name, tuple(own.shape), 0, own.view(-1), place)
+        wanted += pieces.whole_piece(_kind(name, contents), name, own, holding.places.get(name))
     state["optimizer"] = optimizer_state(
         {number: own for number, own in of_number.items() if own}, contents, state["optimizer"])
     return state, wanted
+
+
+def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that can be written, of an expanded one, too."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _kind(name: str, contents: Contents) -> str:
@@ -163,8 +167,8 @@ def kinds_for(names: list[str], contents: Contents) -> list[str]:
 
 
 def _all_kinds(contents: Contents) -> list[str]:
-    return list(dict.fromkeys(name.rsplit("/", 1)[0] for name in contents.tensors
-                              if name.startswith("optimizer/")))
+    return list(dict.fromkeys(name.removesuffix(f"/{pieces.parameter_of(name)}")
+                              for name in contents.tensors if name.startswith("optimizer/")))
 
 
 def _dtype(contents: Contents, name: str) -> torch.dtype:
@@ -177,6 +181,8 @@ def once_for(names: list[str], contents: Contents) -> dict:
     Raises: ValueError if it differs among them.
     """
     numbers = contents.facts["numbers"]
+    if not names:
+        return {}
     odd = next((name for name in names if numbers.get(name) != numbers.get(names[0])), None)
     if odd is not None:
         raise ValueError(f"the optimizer had counted otherwise for {odd} than for {names[0]}, and "
@@ -199,13 +205,13 @@ def optimizer_state(of_number: dict, contents: Contents, here: dict) -> dict:
 
 def plain_to_fill(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, contents: Contents
-) -> tuple[dict | None, list[Piece]]:
-    """For a model and an optimizer without a stage: what optimizer.load_state_dict() takes, and the
-    pieces to read."""
+) -> tuple[dict | None, dict[str, torch.Tensor], list[Piece]]:
+    """For a model and an optimizer without a stage: what optimizer.load_state_dict() takes, new
+    buffers, and the pieces of both and of the parameters that are to be read."""
     named = dict(model.named_parameters())
     tensors = [("model", name, param.data) for name, param in named.items()]
-    tensors += [(_kind(name, contents), name, buffer)
-                for name, buffer in pieces.persistent_buffers(model)]
+    buffers = {name: in_own_memory(buffer) for name, buffer in pieces.persistent_buffers(model)}
+    tensors += [(_kind(name, contents), name, buffer) for name, buffer in buffers.items()]
     state = None
     if optimizer is not None:
         names = {param: name for name, param in named.items()}
@@ -213,16 +219,24 @@ def plain_to_fill(
         of_number = {}
         for number, name in enumerate(order):
             own = once_for([name], contents)
-            for kind in kinds_for([name], contents):
-                dtype = _dtype(contents, f"{kind}/{name}")
+            is_empty = not named[name].numel()
+            for kind in _all_kinds(contents) if is_empty else kinds_for([name], contents):
+                dtype = named[name].dtype if is_empty else _dtype(contents, f"{kind}/{name}")
                 own[kind.split("/")[1]] = held = torch.zeros_like(named[name], dtype=dtype)
                 tensors.append((kind, name, held.data))
             if own:
                 of_number[number] = own
         state = optimizer_state(of_number, contents, optimizer.state_dict())
-    return state, [piece for kind, name, tensor in tensors
-                   for piece in pieces.pieces_of(kind, name, tuple(tensor.shape), 0,
-                                                 tensor.view(-1))]
+    wanted = [piece for entry in tensors for piece in pieces.whole_piece(*entry)]
+    return state, buffers, wanted
+
+
+def fill_buffers(model: nn.Module, new: dict[str, torch.Tensor]) -> None:
+    """Give buffers new values; only where they differ, since an expanded one (a mask, say) cannot
+    be written."""
+    for name, buffer in model.named_buffers():
+        if name in new and not torch.equal(buffer, new[name]):
+            buffer.copy_(new[name])
 
 
 def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved: dict) -> dict:
@@ -233,7 +247,8 @@ def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved
 
     def group_of(name, param):
         before = saved["parameters"].get(name, {}).get("group")
-        return before if optimizer is None or not param.requires_grad else groups.get(param)
+        ours = optimizer is not None and param.requires_grad and param.numel()
+        return groups.get(param) if ours else before
 
     return saved | {
         "parameters": {name: {"shape": list(param.shape), "dtype": as_json.name_of(param.dtype),

@@ -79,6 +79,25 @@ def pieces_of(
             yield Piece(f"{kind}/{name}", place.shape, whole, own.narrow(*rows), bucket)
 
 
+def whole_piece(
+    kind: str, name: str, tensor: torch.Tensor, place: Place | None = None
+) -> Iterator[Piece]:
+    """The pieces of a tensor that this rank has whole, or of its part of one that is cut."""
+    if tensor.numel():
+        tensor = tensor.detach() if tensor.ndim else tensor.detach().view(1)
+        box = Box(tuple(0 for _ in tensor.shape), tuple(tensor.shape))
+        for inside, whole in place.boxes(box) if place else [(box, box)]:
+            own = tensor
+            for dim, (start, size) in enumerate(zip(inside.offsets, inside.sizes, strict=True)):
+                own = own.narrow(dim, start, size)
+            yield Piece(f"{kind}/{name}", place.shape if place else box.sizes, whole, own)
+
+
+def parameter_of(name: str) -> str:
+    """Whose piece it is: "optimizer/exp_avg/norm.weight" → "norm.weight"."""
+    return name.split("/", 2)[2] if name.startswith("optimizer/") else name.split("/", 1)[1]
+
+
 def in_bucket(
     holding: Holding, bucket: Bucket, kind: str, held: torch.Tensor
 ) -> Iterator[Piece]:
@@ -112,9 +131,8 @@ def to_save(holding: Holding) -> list[Piece]:
     whole += [("buffer", name, buffer.clone()) for name, buffer in persistent_buffers(stage.model)]
     for number, (kind, name, tensor) in enumerate(whole):
         if number % stage.world_size == stage.rank:  # alike on all ranks: they take turns
-            flat = tensor.detach().contiguous().view(-1)
-            pieces += pieces_of(kind, name, tuple(tensor.shape), 0, flat, holding.places.get(name))
-    return [piece for piece in pieces if holding.saves(piece.name.split("/")[-1])]
+            pieces += whole_piece(kind, name, tensor, holding.places.get(name))
+    return [piece for piece in pieces if holding.saves(parameter_of(piece.name))]
 
 
 def _of_elements(stage, bucket: Bucket) -> dict[str, torch.Tensor]:
@@ -151,7 +169,8 @@ def facts_of(holding: Holding) -> dict:
         groups.update(dict.fromkeys(bucket.params, bucket.group_index))
     parameters = {
         name: {"shape": list(holding.shape(param)), "dtype": as_json.name_of(param.dtype),
-               "group": groups.get(param)}  # of the optimizer; None: not trained
+               # of the optimizer; None: not trained, or there is nothing in it
+               "group": groups.get(param) if param.numel() else None}
         for param, name in holding.names.items()
     }
     return {

@@ -86,7 +86,12 @@ def load(zero, folder: str | Path):
     contents = loading.newest_good(Path(folder), group)
     loading.check(contents.facts, pieces.facts_of(holding))
     state, wanted = loading.to_fill(holding, contents)
-    dcp.load({}, storage_reader=Reader(contents), planner=PieceLoader(wanted), process_group=group)
+    asked = dict(storage_reader=Reader(contents), planner=PieceLoader(wanted), process_group=group)
+    try:
+        dcp.load({}, **asked)
+    except dcp.CheckpointException as error:  # no Exception: `except Exception` would miss it
+        rank, reason = saving.first_of(error)
+        raise Damaged(f"{contents.folder} could not be read on rank {rank}: {reason}") from None
     zero.load_state_dict(state)
     loading.restore_random_state(contents.facts, holding.data_rank)
     return loading.extra_of(contents)
@@ -107,8 +112,9 @@ def load_plain(
     over its parameters, or None. Random numbers go on as rank 0's."""
     contents = loading.newest_good(Path(folder))
     loading.check(contents.facts, loading.plain_facts(model, optimizer, contents.facts))
-    state, wanted = loading.plain_to_fill(model, optimizer, contents)
+    state, buffers, wanted = loading.plain_to_fill(model, optimizer, contents)
     loading.read_alone(contents, wanted)
+    loading.fill_buffers(model, buffers)
     if optimizer is not None:
         optimizer.load_state_dict(state)
     loading.restore_random_state(contents.facts, 0)
@@ -159,8 +165,7 @@ def load_shards(stage, state: dict) -> None:
             bucket.master.copy_(shard)
         bucket.parameter_shard.copy_(shard)
         optimizers.tell_autograd(bucket)
-    for name, buffer in stage.model.named_buffers():
-        buffer.copy_(state["buffers"][name])
+    loading.fill_buffers(stage.model, state["buffers"])
     for name, param in expected["frozen"].items():
         param.copy_(state["frozen"][name])
 

@@ -46,12 +46,18 @@ class Saving:
         try:
             return self.future.result().planner_data
         except CheckpointException as error:  # no Exception: `except Exception` would miss it
-            rank, (reason, _) = next(iter(error.failures.items()))
+            rank, reason = first_of(error)
         if self.writer.own is not None:
             shutil.rmtree(self.writer.own, ignore_errors=True)  # the disk may be full
         raise NotSaved(f"the checkpoint of step {self.writer.facts['step']} was not written to "
                        f"{self.writer.folder}: rank {rank}: {reason}; those before it are still "
                        "there")
+
+
+def first_of(error: BaseException) -> tuple[int, BaseException]:
+    """A rank that failed, and why, of what DCP raises on all ranks."""
+    rank, (reason, _) = next(iter(error.failures.items()))
+    return rank, reason
 
 
 def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: bool) -> Saving:

@@ -70,8 +70,7 @@ def take_over(path: Path, folder: Path) -> dict[str, torch.Tensor]:
                        for name, tensor in weights.items()},
         "also": {}, "buffers": {}, "optimizer": None, "groups": [], "numbers": {},
     }
-    to_save = [piece for name, tensor in weights.items()
-               for piece in pieces.pieces_of("model", name, tuple(tensor.shape), 0, tensor.reshape(-1))]
+    to_save = [piece for name, tensor in weights.items() for piece in pieces.whole_piece("model", name, tensor)]
     saving.write_alone(folder, facts, to_save, keep=1)
     return weights
 
