@@ -103,10 +103,10 @@ def source(tmp_path_factory):
     return run
 
 
-TARGETS = [(stage, world, "few") for stage, world in EVERY] + [(stage, world, "all") for stage, world in EVERY]
+TARGETS = [(3, 3, "few"), *((stage, world, "all") for stage, world in EVERY)]
 
 
-@pytest.mark.parametrize("stage, world, sources", sample(TARGETS, [(3, 3, "few")]))
+@pytest.mark.parametrize("stage, world, sources", sample(TARGETS, TARGETS[:1]))
 def test_goes_on_elsewhere(stage, world, sources, source):
     sources = FEW if sources == "few" else EVERY
     folders = [source(*one)[0] for one in sources]
