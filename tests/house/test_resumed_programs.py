@@ -39,7 +39,7 @@ CASES = [*((stage, world, "fp16") for stage in range(4) for world in (1, 2, 3)),
          *((config, 4, "fp32") for config in configs.CONFIGS), ("C4", 2, "fp16")]
 
 
-@pytest.mark.parametrize("stage, world, dtype", sample(CASES, [(3, 2, "fp16"), ("C4", 2, "fp16")]))
+@pytest.mark.parametrize("stage, world, dtype", sample(CASES, [(3, 2, "fp16")]))
 def test_a_resumed_run_is_the_uninterrupted_one(stage, world, dtype, tmp_path):
     settings = Settings(**SMALL, dtype=dtype, accumulate=2, clip=1.0, dropout=0.1)
     whole = toys.run(run, world, stage, settings, Flags(save=tmp_path, every=2, keep=2))

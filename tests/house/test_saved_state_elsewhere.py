@@ -35,7 +35,7 @@ STEPS, SAVED_AT = 6, 3
 RECIPES = {"fp32": (torch.float32, torch.optim.SGD, dict(lr=0.01, momentum=0.9), 3e-4),
            "fp64": (torch.float64, torch.optim.AdamW, dict(lr=0.01), 6e-10)}
 EVERY = [(stage, world) for stage in range(4) for world in toys.WORLDS]
-FEW = [(0, 1), (1, 3), (3, 2)]  # sources of the plain run
+FEW = [(0, 1), (2, 3)]  # sources of the plain run
 
 
 def part(step, rank, world_size):
