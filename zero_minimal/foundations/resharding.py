@@ -17,6 +17,7 @@ This module is imported when a state is saved or loaded: DCP takes seconds to im
 
 import math
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.futures import Future
 
 from zero_minimal.foundations import as_json, state_folder
+from zero_minimal.foundations.layout import same_storage
 from zero_minimal.foundations.pieces import Piece
 from zero_minimal.foundations.state_folder import Contents
 
@@ -115,25 +117,25 @@ class Writer(storage.StorageWriter, AsyncStager):
         return [planner.SavePlan([], self.own / f"rank-{rank}.bin") for rank in range(len(plans))]
 
     def write_data(self, plan, planner) -> Future:
-        file, boxes = plan.storage_data, []
+        file, boxes, checksums = plan.storage_data, [], []
         with open(file, "wb") as stream:
-            for item in plan.items:
-                held = as_json.bytes_of(planner.resolve_data(item).cpu())
-                place = file.name, stream.tell(), zlib.crc32(held)
+            for items, stretch in _side_by_side(plan.items, planner):
+                held, place = as_json.bytes_of(stretch), stream.tell()
+                checksums.append((len(held), zlib.crc32(held)))
                 stream.write(held)
-                piece = planner.written(item)
-                described = piece.name, piece.shape, as_json.name_of(piece.tensor.dtype)
-                boxes.append((described, piece.box.offsets, piece.box.sizes, *place))
+                for piece in map(planner.written, items):
+                    described = piece.name, piece.shape, as_json.name_of(piece.tensor.dtype)
+                    boxes.append((described, piece.box.offsets, piece.box.sizes, file.name, place))
+                    place += piece.tensor.nbytes
             state_folder.sync(stream)
-            size = stream.tell()
         done = Future()
-        done.set_result((file.name, size, boxes))
+        done.set_result((file.name, checksums, boxes))
         return done
 
     def finish(self, metadata, results) -> None:  # on rank 0, when all ranks have written
         tensors, files = {}, {}
-        for file, size, boxes in results:
-            files[file] = size
+        for file, checksums, boxes in results:
+            files[file] = checksums
             for (name, shape, dtype), *box in boxes:
                 tensors.setdefault(name, {"shape": shape, "dtype": dtype, "boxes": []})
                 tensors[name]["boxes"].append(box)
@@ -145,6 +147,29 @@ class Writer(storage.StorageWriter, AsyncStager):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id):
         return True
+
+
+def _side_by_side(items: list, planner: PieceSaver) -> Iterator[tuple[list, torch.Tensor]]:
+    """Items that follow each other in memory, too, and all they hold, flat: to write them at once
+    takes less of the time that training needs."""
+    together, first, elements = [], None, 0
+    for item in items:
+        tensor = planner.resolve_data(item).cpu().contiguous()
+        if first is not None and _follows(tensor, first, elements):
+            together.append(item)
+        else:
+            if first is not None:
+                yield together, first.as_strided((elements,), (1,))
+            together, first, elements = [item], tensor, 0
+        elements += tensor.numel()
+    if first is not None:
+        yield together, first.as_strided((elements,), (1,))
+
+
+def _follows(tensor: torch.Tensor, first: torch.Tensor, elements: int) -> bool:
+    """Whether a tensor begins so many elements after the beginning of `first`, in its memory."""
+    is_next = tensor.storage_offset() == first.storage_offset() + elements
+    return is_next and tensor.dtype == first.dtype and same_storage(tensor, first)
 
 
 class PieceLoader(planner.LoadPlanner):
@@ -197,7 +222,7 @@ class Reader(storage.StorageReader):
     def __init__(self, contents: Contents):
         self.contents, self.boxes = contents, {}
         for name, tensor in contents.tensors.items():
-            for offsets, sizes, file, offset, _ in tensor["boxes"]:
+            for offsets, sizes, file, offset in tensor["boxes"]:
                 index = metadata.MetadataIndex(name, offsets)
                 self.boxes[index] = contents.folder / file, offset, sizes, tensor["dtype"]
 

@@ -1,7 +1,7 @@
 """A folder of checkpoints: which are whole, and which is the newest.
 
     DIR/step-00000040/          a checkpoint; a second one of the same step is step-00000040.1
-        contents.json           what there is: names, shapes, where each box lies, its checksum
+        contents.json           what there is: names, shapes, where each box lies; checksums
         rank-0.bin              the bytes of the boxes that rank 0 had, one after the other
         rank-1.bin
     DIR/.writing-…              one that is not finished, or never will be
@@ -14,15 +14,12 @@ at whatever instant the ranks were killed. The older ones go only after that.
 import contextlib
 import errno
 import json
-import math
 import os
 import re
 import shutil
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-
-from zero_minimal.foundations import as_json
 
 FORMAT, VERSION = "zero_minimal training state", 1
 CONTENTS, WRITING, LEAVING = "contents.json", ".writing-", ".deleting-"
@@ -40,8 +37,8 @@ class Contents:
 
     folder: Path
     facts: dict  # what pieces.facts_of() says, and what the program keeps
-    tensors: dict  # name: {"shape", "dtype", "boxes": [[offsets, sizes, file, offset, crc32], …]}
-    files: dict  # name: bytes
+    tensors: dict  # name: {"shape", "dtype", "boxes": [[offsets, sizes, file, byte], …]}
+    files: dict  # name: [[how many bytes, their crc32], …], one stretch after the other
 
     @property
     def step(self) -> int:
@@ -98,21 +95,18 @@ def read_contents(folder: Path) -> Contents:
 
 def check_file(contents: Contents, name: str) -> None:
     """Read a file once, block by block. Raises: Damaged if it is not as it was written."""
-    file = contents.folder / name
-    boxes = sorted((offset, crc32, math.prod(sizes), tensor_name)
-                   for tensor_name, tensor in contents.tensors.items()
-                   for _, sizes, its_file, offset, crc32 in tensor["boxes"] if its_file == name)
+    file, checksums = contents.folder / name, contents.files[name]
+    wanted = sum(length for length, _ in checksums)
     try:
         size = file.stat().st_size
-        if size != contents.files[name]:
-            words = "truncated" if size < contents.files[name] else "too long"
-            raise Damaged(f"{file} is {words}: it has {size:,} bytes, and should have "
-                          f"{contents.files[name]:,}")
+        if size != wanted:
+            words = "truncated" if size < wanted else "too long"
+            raise Damaged(f"{file} is {words}: it has {size:,} bytes, and should have {wanted:,}")
         with open(file, "rb") as stream:
-            for _, crc32, elements, tensor_name in boxes:
-                itemsize = as_json.dtype_of(contents.tensors[tensor_name]["dtype"]).itemsize
-                if _checksum(stream, elements * itemsize) != crc32:
-                    raise Damaged(f"{file} is damaged: a checksum in {tensor_name} differs")
+            for length, crc32 in checksums:
+                if _checksum(stream, length) != crc32:
+                    raise Damaged(f"{file} is damaged: a checksum differs, of {length:,} bytes up "
+                                  f"to byte {stream.tell():,}")
     except OSError as error:
         raise Damaged(f"{file} cannot be read ({error.strerror})") from None
 
