@@ -23,7 +23,7 @@ from pathlib import Path
 
 FORMAT, VERSION = "zero_minimal training state", 1
 CONTENTS, WRITING, LEAVING = "contents.json", ".writing-", ".deleting-"
-BLOCK = 2**20  # bytes read at once
+BLOCK = 2**19  # bytes read or written at once
 NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 
