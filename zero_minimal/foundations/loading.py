@@ -157,18 +157,13 @@ def kinds_for(names: list[str], contents: Contents) -> list[str]:
 
     Raises: ValueError if it differs among them.
     """
-    every = [[kind for kind in _all_kinds(contents) if f"{kind}/{name}" in contents.tensors]
+    every = [[kind for kind in contents.kinds if f"{kind}/{name}" in contents.tensors]
              for name in names]
     odd = next((name for name, own in zip(names, every, strict=True) if own != every[0]), None)
     if odd is not None:
         raise ValueError(f"the optimizer had other state for {odd} than for {names[0]}, and here "
                          "both lie in one bucket")
     return every[0] if every else []
-
-
-def _all_kinds(contents: Contents) -> list[str]:
-    return list(dict.fromkeys(name.removesuffix(f"/{pieces.parameter_of(name)}")
-                              for name in contents.tensors if name.startswith("optimizer/")))
 
 
 def _dtype(contents: Contents, name: str) -> torch.dtype:
@@ -220,7 +215,7 @@ def plain_to_fill(
         for number, name in enumerate(order):
             own = once_for([name], contents)
             is_empty = not named[name].numel()
-            for kind in _all_kinds(contents) if is_empty else kinds_for([name], contents):
+            for kind in contents.kinds if is_empty else kinds_for([name], contents):
                 dtype = named[name].dtype if is_empty else _dtype(contents, f"{kind}/{name}")
                 own[kind.split("/")[1]] = held = torch.zeros_like(named[name], dtype=dtype)
                 tensors.append((kind, name, held.data))

@@ -13,6 +13,7 @@ at whatever instant the ranks were killed. The older ones go only after that.
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
@@ -43,6 +44,12 @@ class Contents:
     @property
     def step(self) -> int:
         return self.facts["step"]
+
+    @functools.cached_property
+    def kinds(self) -> list[str]:
+        """What the optimizer kept for each element: "optimizer/exp_avg", …"""
+        found = (name.split("/", 2) for name in self.tensors if name.startswith("optimizer/"))
+        return list(dict.fromkeys(f"optimizer/{kind}" for _, kind, _ in found))
 
 
 # ------------------------------------------------------------------------------------------ reading
