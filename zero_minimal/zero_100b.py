@@ -34,11 +34,18 @@ from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.constant_buffers import ConstantBuffers
 from zero_minimal.defragmentation import Slab
 from zero_minimal.foundations import collectives, precision
+from zero_minimal.foundations.boxes import Place
 from zero_minimal.foundations.gradient_memory import GradientMemory
 from zero_minimal.foundations.layout import Bucket
+from zero_minimal.foundations.pieces import Holding
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
-from zero_minimal.tensor_parallel import ParallelGPT
+from zero_minimal.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelGPT,
+    RowParallelLinear,
+    VocabularyParallelEmbedding,
+)
 
 
 class ConstantMemory(GradientMemory):
@@ -91,6 +98,29 @@ CONFIGS = {
     "C4": Config(Stage2, C_B_AND_M_D, partition=True),
     "C5": Config(Stage2, C_B_AND_M_D, partition=True, to_host=True),
 }
+
+
+def places(model: ParallelGPT) -> dict[str, Place]:
+    """Where this rank's part of each parameter that is cut lies in the whole one."""
+    ranks, rank = dist.get_world_size(model.group), dist.get_rank(model.group)
+    found = {}
+    for path, layer in model.named_modules():
+        rows = None  # (which dimension is cut, how many equal blocks it has, its whole size)
+        if isinstance(layer, ColumnParallelLinear):
+            rows = 0, layer.blocks, len(layer.weight) * ranks
+        elif isinstance(layer, RowParallelLinear):
+            rows = 1, 1, layer.weight.shape[1] * ranks
+        elif isinstance(layer, VocabularyParallelEmbedding):
+            rows = 0, 1, layer.vocabulary
+        for name, param in layer.named_parameters(recurse=False) if rows else ():
+            dim, blocks, whole = rows
+            if dim < param.ndim:  # a row-parallel bias is whole everywhere
+                part = param.shape[dim] // blocks
+                pairs = [(block * part, (block * ranks + rank) * part) for block in range(blocks)]
+                stretches = [(here, there, min(part, whole - there)) for here, there in pairs]
+                shape = (*param.shape[:dim], whole, *param.shape[dim + 1 :])
+                found[f"{path}.{name}"] = Place(shape, dim, tuple(stretches))
+    return found
 
 
 class System:
@@ -183,6 +213,11 @@ class System:
 
     def zero_grad(self) -> None:
         self.zero.zero_grad()
+
+    def holding(self) -> Holding:
+        """For a checkpoint (foundations/saved_state.py), from which any other mesh can go on."""
+        mesh, also = self.mesh, {"head.weight": "token_embedding.weight"}  # as GPT has it
+        return Holding(self.zero, places(self.model), None, mesh.data_rank, mesh.model_rank, also)
 
     def state_dict(self) -> dict:
         return self.zero.state_dict()

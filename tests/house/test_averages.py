@@ -150,7 +150,7 @@ def sample_of_the_readme(stage, sample, model_class):
 
 @by_stage
 def test_the_sample_runs_as_it_stands(stage):
-    first, second = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    first, second = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[:2]
     model_class = re.search(r"^class Model.*?(?=^\S)", first, re.MULTILINE | re.DOTALL)[0]
     for in_place, copied in toys.run(sample_of_the_readme, 2, stage, second, model_class):
         assert in_place == copied

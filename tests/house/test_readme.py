@@ -134,6 +134,22 @@ def test_the_sample_prints_the_same_with_every_stage(world_size):
     assert outputs == outputs[:1] * 4
 
 
+def saved_and_loaded(sample, folder):
+    os.chdir(folder)
+    space = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(SAMPLE, "README.md", "exec"), space)
+    before = [param.clone() for param in space["model"].parameters()]
+    exec(compile(sample, "README.md", "exec"), space)
+    return space["extra"], toys.identical(before, space["model"].parameters())
+
+
+def test_the_sample_of_a_checkpoint_runs(tmp_path):
+    sample = next(block for block in re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+                  if "saved_state" in block)
+    assert toys.run(saved_and_loaded, 2, sample, tmp_path) == [({"step": 100}, True)] * 2
+
+
 def all_reduces_of_a_step(stage_class):
     """Of the second: in the first one the ranks also agree on an order. With the model of the README's table."""
     settings = Settings(steps=2)

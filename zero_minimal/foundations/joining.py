@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -89,16 +89,34 @@ def start(
     if "RANK" in environment:
         rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=timeout))
         store, rank, world_size = next(rendezvous)
+        # torchrun --max-restarts keeps its store: what an earlier attempt wrote is not for this one
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", 0)
+        store = dist.PrefixStore(f"attempt {attempt}", store)
     joined = join(store, rank, world_size, device, backend, timeout=timeout, **here)
     try:
         yield joined
-        notes.say_goodbye()
+        come_to_the_end()
         dist.barrier()
         # gloo's threads drop their last tensors; torch 2.6 may lock up if the group goes meanwhile
         time.sleep(0.1)
         dist.destroy_process_group()
     except (Exception, KeyboardInterrupt) as error:
         failures.end_together(dist.PrefixStore("failure", store), rank, error)
+
+
+_before_the_end: list[Callable[[], object]] = []
+
+
+def before_the_end(function: Callable[[], object]) -> None:
+    """Let it be called, on each rank, when that has done its work and before the ranks part."""
+    _before_the_end.append(function)
+
+
+def come_to_the_end() -> None:
+    """This rank has done its work."""
+    for function in _before_the_end:
+        function()
+    notes.say_goodbye()
 
 
 _local: dict = {}  # device and local rank of this process, for _describe

@@ -18,6 +18,7 @@ of a tensor differently.
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -103,6 +104,8 @@ class Bucket:
     parameter_shard: torch.Tensor | None = None  # [padded / N] what this rank updates
     gradients: torch.Tensor | None = None  # [padded] whole, at stages 0 and 1
     gradient_shard: torch.Tensor | None = None  # [padded / N]
+    # set when its bytes have left for a checkpoint that is being written: step() waits for that
+    leaving: threading.Event | None = None
     # [padded / N] what the optimizer updates: for 16-bit parameters an fp32 copy of the shard, for
     # wider ones the shard itself, in the same memory
     master: nn.Parameter | None = None
@@ -126,6 +129,12 @@ class Bucket:
     def __str__(self) -> str:
         name = f"{self.name}{self.model}"
         return f"{name} in {self.moment}" if self.moment else name
+
+    def wait_until_left(self) -> None:
+        """Before it changes, wait until the checkpoint that is being written, if any, has it."""
+        if self.leaving is not None:
+            self.leaving.wait()
+            self.leaving = None
 
     def zeros(self) -> torch.Tensor:
         """A new tensor, [padded]."""

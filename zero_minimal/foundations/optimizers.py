@@ -141,10 +141,12 @@ def tell_autograd(bucket: Bucket) -> None:
 
 def changes_parameters(update: Callable) -> Callable:
     """Decorator of a function(optimizer, bucket, …) that updates a bucket's shard. Before, what a
-    user edited in the model goes into the fp32 master; afterwards autograd is told."""
+    user edited in the model goes into the fp32 master, and a checkpoint that is being written gets
+    the bucket as it was; afterwards autograd is told."""
 
     @functools.wraps(update)
     def told(optimizer, bucket, *args, **kwargs):
+        bucket.wait_until_left()
         precision.keep_changes(bucket)
         update(optimizer, bucket, *args, **kwargs)
         tell_autograd(bucket)

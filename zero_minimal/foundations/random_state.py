@@ -4,6 +4,7 @@ Dropout draws from generators, whose states decide every number to come; torch.a
 which precision operators compute. Who computes again in backward needs both as they were.
 """
 
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -21,15 +22,25 @@ def random_state() -> list[torch.Tensor]:
     return states
 
 
+def set_random_state(states: list[torch.Tensor]) -> None:
+    """From here on random numbers come as they did from these states on."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1 and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[1])
+
+
+def seed_from(states: list[torch.Tensor], number: int) -> None:
+    """From here on random numbers come that depend on these states and on a number alone."""
+    torch.manual_seed(zlib.crc32(f"{states[0].tolist()} {number}".encode()))
+
+
 @contextmanager
 def random_state_of(states: list[torch.Tensor]) -> Iterator[None]:
     """Context in which random numbers come as they did from these states on. Afterwards they come
     as if it had not been."""
     gpus = [torch.cuda.current_device()] if len(states) > 1 else []
     with torch.random.fork_rng(gpus):
-        torch.set_rng_state(states[0])
-        if gpus:
-            torch.cuda.set_rng_state(states[1])
+        set_random_state(states)
         yield
 
 

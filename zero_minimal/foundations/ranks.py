@@ -31,9 +31,9 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import interrupts, notes
+from zero_minimal.foundations import interrupts
 from zero_minimal.foundations.failures import GRACE, Failure, RankError, lost_a_peer, raise_first
-from zero_minimal.foundations.joining import Rank, choose, join, start
+from zero_minimal.foundations.joining import Rank, choose, come_to_the_end, join, start
 
 __all__ = ["Rank", "RankError", "choose", "join", "lost_a_peer", "run", "start"]
 
@@ -144,7 +144,7 @@ def _rank_main(pipe: Connection, setup: dict, work: bytes) -> None:
         join(store, rank, world_size, setup["device"], setup["backend"], timeout=patience)
         function, args, kwargs = pickle.loads(work)
         answer = cloudpickle.dumps(function(*args, **kwargs))
-        notes.say_goodbye()
+        come_to_the_end()
     except BaseException as error:  # SystemExit too: the parent must hear of it
         answer = Failure.of(error)
     sys.stdout.flush()

@@ -1,11 +1,127 @@
-"""Saved state: this rank's part of the training state. All ranks' parts together are the whole."""
+"""Saved state: a checkpoint of a run, which goes on under any stage and any number of ranks; and
+this rank's part of the state, which fits the same run alone.
+
+    saved_state.save(zero, "runs/a", extra={"epoch": 3})     on all ranks, at stage 2 on 4 of them
+    extra = saved_state.load(zero, "runs/a")                 on all ranks, at stage 3 on 3 of them
+
+Each rank of stages 1 to 3 has a shard of every bucket. How could a run with other shards read them?
+Cut the shards of 4 ranks again into 3, and think of the padding, of other buckets, of units? No:
+what is saved has nothing of shards in it. On the way to the disk a rank says of each of its
+elements what it is, by the name of the parameter and the place in it:
+
+    bucket            | b₂ | w₂ ··············|············ | padding |
+    shards            |rank 0 |rank 1 |rank 2 |rank 3 |
+    rank 1 writes     w₂, from row 1, column 3 to row 4, column 2
+    in the checkpoint      w₂ [rows, columns], and where in which file each part of it lies
+
+On the way back each rank looks for the elements that it owns now, wherever they lie. It reads these
+and no others, so that no rank ever holds the whole model. Parts of matrices are boxes (boxes.py), a
+rank's are its pieces (pieces.py), torch.distributed.checkpoint finds which of them overlap
+(resharding.py), and state_folder.py says why a kill does no harm.
+
+A checkpoint has parameters (of those in 16 bit the fp32 masters, from which they come by rounding),
+optimizer state and options, buffers, each rank's random state, and `extra`. It holds no code.
+"""
 
 import itertools
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import optimizers
+from zero_minimal.foundations import loading, optimizers, pieces, saving
+from zero_minimal.foundations.saving import NotSaved, Saving
+from zero_minimal.foundations.state_folder import Damaged
+
+__all__ = [
+    "Damaged", "NotSaved", "Saving", "any_in", "async_save", "load", "load_plain", "load_shards",
+    "refuse_other_shards", "save", "shard_state",
+]
+
+
+def save(zero, folder: str | Path, extra=None, *, step: int | None = None, keep: int = 3) -> Path:
+    """Write a checkpoint, folder/step-…; all ranks must call this, after step(). Returns its path.
+
+    Args:
+        zero: a stage, or a zero_100b.System.
+        folder: of all checkpoints of a run, on a disk that all ranks see.
+        extra: what the program needs to go on, alike on all ranks: state_dict() of a scheduler and
+            a LossScaler, a position in the data; of numbers, words, tensors, lists, tuples, dicts.
+        step: the number in its name; by default one more than the newest's.
+        keep: how many checkpoints stay; the older ones are deleted when this one is on the disk.
+    Raises: TypeError for what cannot be in `extra`; NotSaved, on all ranks, if one could not write.
+    """
+    return saving.start(zero, Path(folder), extra, step, keep, meanwhile=False).wait()
+
+
+def async_save(
+    zero, folder: str | Path, extra=None, *, step: int | None = None, keep: int = 3
+) -> Saving:
+    """As save(), but it is written while training goes on. Returns at once; .wait() waits, and
+    raises what save() raises. Until the next step() change no weight by hand.
+
+    The state that is saved is that of this moment: step() waits for the bucket it is about to
+    update, if that has not been written yet. The next checkpoint, and the end of the ranks, wait
+    for the whole.
+    """
+    return saving.start(zero, Path(folder), extra, step, keep, meanwhile=True)
+
+
+def load(zero, folder: str | Path):
+    """Go on from the newest checkpoint in a folder, or from the one that it is; all ranks must call
+    this. Returns `extra`. Random numbers of a rank go on, too; those of ranks that are new have a
+    seed of their own.
+
+    A checkpoint that is damaged is passed over, with a warning, for the one before it.
+    Raises: Damaged if none is whole; ValueError, with all names that differ, if it is not of this
+        model and optimizer. Both on all ranks, and then nothing has been changed.
+    """
+    from torch.distributed import checkpoint as dcp
+
+    from zero_minimal.foundations.resharding import PieceLoader, Reader
+
+    saving.finish()
+    holding = pieces.holding_of(zero)
+    group = saving.group_to_save(holding.group)
+    contents = loading.newest_good(Path(folder), group)
+    loading.check(contents.facts, pieces.facts_of(holding))
+    state, wanted = loading.to_fill(holding, contents)
+    asked = dict(storage_reader=Reader(contents), planner=PieceLoader(wanted), process_group=group)
+    try:
+        dcp.load({}, **asked)
+    except dcp.CheckpointException as error:  # no Exception: `except Exception` would miss it
+        rank, reason = saving.first_of(error)
+        raise Damaged(f"{contents.folder} could not be read on rank {rank}: {reason}") from None
+    zero.load_state_dict(state)
+    loading.restore_random_state(contents.facts, holding.data_rank)
+    return loading.extra_of(contents)
+
+
+def any_in(zero, folder: str | Path) -> bool:
+    """Whether there is a checkpoint in a folder, good or not, as rank 0 sees it; all ranks must
+    ask."""
+    group = saving.group_to_save(pieces.holding_of(zero).group)
+    return bool(loading.candidates(Path(folder), group))
+
+
+@torch.no_grad()
+def load_plain(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
+):
+    """The same for plain torch, in one process without ranks: the whole model, and an optimizer
+    over its parameters, or None. Random numbers go on as rank 0's."""
+    contents = loading.newest_good(Path(folder))
+    loading.check(contents.facts, loading.plain_facts(model, optimizer, contents.facts))
+    state, buffers, wanted = loading.plain_to_fill(model, optimizer, contents)
+    loading.read_alone(contents, wanted)
+    loading.fill_buffers(model, buffers)
+    if optimizer is not None:
+        optimizer.load_state_dict(state)
+    loading.restore_random_state(contents.facts, 0)
+    return loading.extra_of(contents)
+
+
+# ------------------------------------------------------------------------------ this rank's part
 
 
 def shard_state(stage) -> dict:
@@ -41,14 +157,15 @@ def load_shards(stage, state: dict) -> None:
     here = [bucket.parameter_shard for bucket in stage.all_buckets]
     _compare("shards", _shapes(state.get("shards", ())), _shapes(here))
     _compare_optimizers(state.get("optimizer", {}), stage.optimizer)
+    for bucket in stage.buckets:
+        bucket.wait_until_left()
     stage.optimizer.load_state_dict(state["optimizer"])
     for bucket, shard in zip(stage.all_buckets, state["shards"], strict=True):
         if bucket.trained:
             bucket.master.copy_(shard)
         bucket.parameter_shard.copy_(shard)
         optimizers.tell_autograd(bucket)
-    for name, buffer in stage.model.named_buffers():
-        buffer.copy_(state["buffers"][name])
+    loading.fill_buffers(stage.model, state["buffers"])
     for name, param in expected["frozen"].items():
         param.copy_(state["frozen"][name])
 

@@ -20,6 +20,7 @@ from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import formulas
 from zero_minimal.programs import report
+from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, read_flags
 from zero_minimal.programs.train import bar_over, own_loss
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import (
@@ -37,23 +38,34 @@ from zero_minimal.zero_100b import CONFIGS, System
 WATCHED = 2  # steps under the ledger and the meter; the others are timed
 
 
-def train(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) -> dict:
-    """Train with one config; this rank's report: losses, means over the ranks; memory, traffic, speed.
+def train(
+    name: str, settings: Settings, model_parallel: int, rank: ranks.Rank, flags: Flags = NO_CHECKPOINTS
+) -> dict | None:
+    """Train with one config; this rank's report: losses, means over the ranks; memory, traffic, speed. None if the run
+    that is resumed had done all steps.
 
     Raises: ValueError on every rank for a world that is not D × M, or heads that M does not divide.
     """
     mesh = make_mesh(model_parallel)
     batches = loop.training_batches(settings, mesh.data_rank)
-    watch = Watch(rank.device.type, settings.steps)
-    with watch.ledger:
+    ledger = Ledger(rank.device.type)
+    with ledger:
         system = build(name, settings, mesh, rank)
-        watch.ledger.watch(system)
+        ledger.watch(system)
     scaler = LossScaler(groups=system.groups) if settings.dtype == "fp16" else None
-    steps = loop.steps(system, batches, settings, scaler=scaler, observers=[watch])
+    checkpoints = Checkpoints(flags, system, batches, scaler, settings, rank)
+    first = checkpoints.resume()
+    if first >= settings.steps:
+        return None
+    left = replace(settings, steps=settings.steps - first)
+    watch = Watch(ledger, left.steps)
+    steps = loop.steps(system, batches, settings, scaler=scaler, observers=[watch], first=first)
     losses = []
-    for parts in (bar := bar_over(steps, settings, name, rank)):
+    for step, parts in enumerate(bar := bar_over(steps, left, name, rank), first):
         losses.append(sum(part.item() for part in parts))
         bar.note(f"{own_loss(rank)} {losses[-1]:.3f}")
+        checkpoints.after(step)
+    checkpoints.finish()
     step_seconds = statistics.median(watch.seconds[WATCHED:] or watch.seconds)
     return describe_run(name, settings, model_parallel, rank) | {
         "parameters_of_rank": sum(param.numel() for param in system.model.parameters()),
@@ -63,14 +75,14 @@ def train(name: str, settings: Settings, model_parallel: int, rank: ranks.Rank) 
         "memory": {state: watch.states[state] for state in formulas.STATES}
         | {"peak": watch.ledger.peak.total, "peak_by_category": watch.ledger.peak.bytes},
         "traffic": watch.meter.per_step(1),
-    }
+    } | ({"resumed_after": first} if first else {})
 
 
 class Watch:
     """Looks at memory in the first steps, at traffic in the last of these, and at the clock in all."""
 
-    def __init__(self, device: str, steps: int):
-        self.ledger, self.meter = Ledger(device), TrafficMeter()
+    def __init__(self, ledger: Ledger, steps: int):
+        self.ledger, self.meter = ledger, TrafficMeter()
         self.metered = min(WATCHED, steps) - 1
         self.seconds: list[float] = []
         self.states: dict[str, int] = {}
@@ -207,12 +219,15 @@ def main() -> None:
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
     add_device(parser)
     add_settings(parser, steps=60)
+    add_flags(parser)
     flags = parser.parse_args()
-    settings = read_settings(parser, flags)
+    settings, checkpoints = read_settings(parser, flags), read_flags(parser, flags)
     check(parser, settings, int(os.environ.get("WORLD_SIZE", 1)), flags.model_parallel)
     with ranks.start(flags.device) as rank:
-        result = train(flags.config, settings, flags.model_parallel, rank)
-    if rank.rank == 0:
+        result = train(flags.config, settings, flags.model_parallel, rank, checkpoints)
+    if rank.rank == 0 and result is None:
+        print(f"all {settings.steps} steps were done before")
+    elif rank.rank == 0:
         report.say(describe([result]))
         if flags.json:
             report.write_json(result, flags.json)

@@ -3,20 +3,26 @@
     torchrun --nproc-per-node 2 zero_minimal/stage2.py --steps 100
 """
 
+from dataclasses import asdict, replace
+
 from zero_minimal.foundations import interrupts, ranks
 from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.meters.observer import Observer
 from zero_minimal.programs import progress, report
+from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, read_flags
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Parser, Settings, add_device, add_settings, output_file, read_settings
 
 
-def train(stage_class, settings: Settings, rank: ranks.Rank) -> dict:
+def train(stage_class, settings: Settings, rank: ranks.Rank, flags: Flags = NO_CHECKPOINTS) -> dict | None:
     """Train a GPT on this rank's batches, and return this rank's report (the JSON object of the README).
 
     Args:
         stage_class: Stage0 … Stage3, or a peer with the same API.
-    The losses, in nats a token, are means over the ranks. Raises ValueError if the text cannot be read or is too short.
+        flags: which checkpoints to write, and to go on from; a peer has none.
+    The losses, in nats a token, are means over the ranks; of a run that was resumed those of the steps since then
+    ("resumed_after" says after how many), and None if that had done all. Raises ValueError if the text cannot be read
+    or is too short.
     """
     if rank.rank == 0:
         progress.announce(f"{stage_class.__name__}: building the model, evaluating it for the first time …")
@@ -24,19 +30,26 @@ def train(stage_class, settings: Settings, rank: ranks.Rank) -> dict:
     validation = loop.validation_batches(settings, rank.rank, rank.world_size)
     zero = loop.build(stage_class, settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
     scaler = LossScaler() if settings.dtype == "fp16" else None
-    observer = Observer(zero, rank, settings)
+    checkpoints = Checkpoints(flags, zero, batches, scaler, settings, rank)
+    first = checkpoints.resume()
+    if first >= settings.steps:
+        return None
+    left = replace(settings, steps=settings.steps - first)
+    observer = Observer(zero, rank, left)
 
     losses, validation_losses = [], [loop.evaluate(zero, validation, rank)]
-    steps = loop.steps(zero, batches, settings, scaler=scaler, observers=[observer])
-    for parts in (bar := bar_over(steps, settings, stage_class.__name__, rank)):
+    steps = loop.steps(zero, batches, settings, scaler=scaler, observers=[observer], first=first)
+    for step, parts in enumerate(bar := bar_over(steps, left, stage_class.__name__, rank), first):
         losses.append(sum(part.item() for part in parts))
         bar.note(f"{own_loss(rank)} {losses[-1]:.3f}")
+        checkpoints.after(step)
+    checkpoints.finish()
     validation_losses.append(loop.evaluate(zero, validation, rank))
 
     return observer.report() | {
         "losses": loop.mean_over_ranks(losses, rank),
         "validation_losses": validation_losses,
-    }
+    } | ({"resumed_after": first, "settings": asdict(settings)} if first else {})
 
 
 def bar_over(steps, settings: Settings, name: str, rank: ranks.Rank):
@@ -59,12 +72,15 @@ def main(stage_class) -> None:
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank, else gloo")
     add_device(parser)
     add_settings(parser)
+    add_flags(parser)
     arguments = parser.parse_args()
-    settings = read_settings(parser, arguments)
+    settings, flags = read_settings(parser, arguments), read_flags(parser, arguments)
 
     with ranks.start(arguments.device, arguments.backend) as rank:
-        result = train(stage_class, settings, rank)
-    if rank.rank == 0:
+        result = train(stage_class, settings, rank, flags)
+    if rank.rank == 0 and result is None:
+        print(f"all {settings.steps} steps were done before")
+    elif rank.rank == 0:
         print(report.describe(result))
         if arguments.json:
             report.write_json(result, arguments.json)

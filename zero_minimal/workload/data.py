@@ -57,14 +57,24 @@ class Batches:
     def __init__(self, tokens: torch.Tensor, batch: int, sequence: int, seed: int, rank: int):
         self.tokens, self.batch, self.sequence = tokens, batch, sequence
         self.random = random.Random(f"seed {seed}, rank {rank}")
+        self.drawn = 0  # batches
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return crops(self.tokens, self._starts(), self.sequence)
+
+    def skip(self, count: int) -> None:
+        """Go on as if so many batches had been drawn."""
+        for _ in range(count):
+            self._starts()
+
+    def _starts(self) -> list[int]:
+        """Where the sequences of the next batch begin."""
+        self.drawn += 1
         end = len(self.tokens) - self.sequence
-        starts = [self.random.randrange(end) for _ in range(self.batch)]
-        return crops(self.tokens, starts, self.sequence)
+        return [self.random.randrange(end) for _ in range(self.batch)]
 
 
 def validation_batches(

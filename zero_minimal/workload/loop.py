@@ -52,7 +52,7 @@ def validation_batches(settings: Settings, data_rank: int, data_ranks: int) -> l
 
 def steps(
     zero, batches: Iterable, settings: Settings, *,
-    scaler: LossScaler | None = None, observers: Iterable = (),
+    scaler: LossScaler | None = None, observers: Iterable = (), first: int = 0,
 ) -> Iterator[list[torch.Tensor]]:
     """Train settings.steps optimizer steps of settings.accumulate micro-batches each.
 
@@ -61,13 +61,14 @@ def steps(
         batches: of (inputs, targets), int64 [batch, sequence], one for each micro-batch.
         scaler: for fp16.
         observers: each one's step() is a context around every optimizer step.
+        first: the step to begin with; those before it were done by the run that is resumed.
     Yields: after each step the losses of its micro-batches, [] each, divided by their number, so
         that their sum is the loss of the step.
     """
     batches, device = iter(batches), next(zero.model.parameters()).device
     # some peers (DeepSpeed) have a backward of their own
     run_backward = getattr(zero, "run_backward", torch.Tensor.backward)
-    for step in range(settings.steps):
+    for step in range(first, settings.steps):
         for group in zero.optimizer.param_groups:
             group["lr"] = learning_rate(step, settings)
         with ExitStack() as watched:

@@ -1,0 +1,134 @@
+"""--save, --every, --keep and --resume, in the stage scripts and in zero_100b; and torchrun that starts ranks anew."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import toys
+from thorough import sample
+
+from zero_minimal.foundations import ranks, saved_state
+from zero_minimal.programs import configs, resume, train
+from zero_minimal.programs.resume import Flags
+from zero_minimal.workload.model import GPT, GPTConfig
+from zero_minimal.workload.settings import Parser, Settings
+
+SMALL = dict(layers=2, hidden=32, heads=4, sequence=16, batch=2, steps=6)
+PROGRAMS = Path(__file__).parents[2] / "zero_minimal"
+
+
+def run(stage, settings, flags):
+    """The report of a stage's program, or of zero_100b's config."""
+    with ranks.start() as rank:
+        if isinstance(stage, str):
+            return configs.train(stage, settings, 2, rank, flags)
+        return train.train(toys.STAGES[stage], settings, rank, flags)
+
+
+CASES = [*((stage, world, "fp16") for stage in range(4) for world in (1, 2, 3)),
+         *((stage, 2, dtype) for stage in range(4) for dtype in ("fp32", "bf16")),
+         *((config, 4, "fp32") for config in configs.CONFIGS), ("C4", 2, "fp16")]
+
+
+@pytest.mark.parametrize("stage, world, dtype", sample(CASES, [(3, 2, "fp16")]))
+def test_a_resumed_run_is_the_uninterrupted_one(stage, world, dtype, tmp_path):
+    settings = Settings(**SMALL, dtype=dtype, accumulate=2, clip=1.0, dropout=0.1)
+    whole = toys.run(run, world, stage, settings, Flags(save=tmp_path, every=2, keep=2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
+    again = toys.run(run, world, stage, settings, Flags(resume=str(tmp_path / "step-00000004")))
+    for one, other in zip(whole, again, strict=True):
+        assert other["losses"] == one["losses"][4:] and other["resumed_after"] == 4 and "resumed_after" not in one
+    done = toys.run(run, world, stage, settings, Flags(save=tmp_path, resume="auto"))
+    assert done == [None] * world, "all steps were done"
+
+
+def said_at_the_end(*arguments):
+    """What the program prints that ends."""
+    with contextlib.redirect_stderr(io.StringIO()) as errors, pytest.raises(SystemExit):
+        run(1, *arguments)
+    return errors.getvalue().splitlines()[-1]
+
+
+def not_resumed(folder):
+    said = [said_at_the_end(Settings(**SMALL | {"hidden": 64}), Flags(resume=str(folder))),
+            said_at_the_end(Settings(**SMALL), Flags(resume=str(folder / "nothing")))]
+    with ranks.start():
+        saved_state.save(toys.STAGES[1](GPT(GPTConfig(2, 32, 4, 16)), torch.optim.AdamW), folder / "by hand")
+    return [*said, said_at_the_end(Settings(**SMALL), Flags(resume=str(folder / "by hand")))]
+
+
+def test_says_what_cannot_be_resumed(tmp_path):
+    toys.run(run, 1, 1, Settings(**SMALL | {"steps": 1}), Flags(save=tmp_path, every=1))
+    [said] = toys.run(not_resumed, 1, tmp_path)
+    assert said[0].startswith(f"error: --resume {tmp_path}: this checkpoint is not of this model: other shapes: "
+                              "token_embedding.weight ([256, 32], and [256, 64] here), ")
+    assert said[1].endswith(f"there is no checkpoint in {tmp_path / 'nothing'}")
+    assert said[2].endswith("this checkpoint was not written by --save")
+
+
+def read(*words):
+    parser = Parser(prog="stage2.py")
+    resume.add_flags(parser)
+    return resume.read_flags(parser, parser.parse_args(list(words)))
+
+
+def test_flags(tmp_path, capsys):
+    assert read() == Flags()
+    assert read("--save", str(tmp_path), "--every", "7") == Flags(save=tmp_path, every=7)
+    assert read("--resume", "there").resume == "there"
+    (tmp_path / "file").touch()
+    for words, reason in ((("--every", "3"), "--every says how --save saves"), (("--keep", "3"), "give --save DIR"),
+                          (("--resume", "auto"), "--resume auto looks in the folder of --save"),
+                          (("--save", str(tmp_path / "file")), "is no folder"), (("--every", "0"), "from 1 up")):
+        with pytest.raises(SystemExit):
+            read(*words)
+        assert reason in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------- under torchrun
+
+
+def ranks_of(launcher):
+    """The processes that torchrun has started."""
+    task = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    return [int(number) for number in task.read_text().split()]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
+def test_torchrun_goes_on_by_itself(tmp_path):
+    """A rank is killed twice; in the end the losses are those of a run that nobody disturbed."""
+    flags = [f"--{name}={value}" for name, value in (SMALL | {"steps": 400, "dropout": 0.1}).items()]
+    script = str(PROGRAMS / "stage2.py")
+    environment = os.environ | {"PYTHONPATH": str(PROGRAMS.parent), "OMP_NUM_THREADS": "1"}
+
+    def start(*more):
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts",
+             "3", "--monitor-interval", "0.1", script, "--device", "cpu", *flags, *more], env=environment,
+            stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+    whole = start("--json", str(tmp_path / "whole.json"))
+    assert whole.communicate()[1] is not None and whole.returncode == 0
+    killed = start("--json", str(tmp_path / "again.json"), "--save", str(tmp_path / "a"), "--every", "20",
+                   "--resume", "auto")
+    for wanted in (1, 4):
+        while not (found := sorted((tmp_path / "a").glob("step-*"))) or int(found[-1].name[5:]) < 20 * wanted:
+            assert killed.poll() is None
+            time.sleep(0.01)
+        os.kill(ranks_of(killed)[-1], signal.SIGKILL)
+        time.sleep(1)
+    errors = killed.communicate()[1]
+    assert killed.returncode == 0, errors
+    after = [int(steps) for steps in re.findall(r"resumed after (\d+) steps", errors)]
+    one, other = (json.loads((tmp_path / name).read_text()) for name in ("whole.json", "again.json"))
+    assert len(after) == 2 and other["resumed_after"] == after[-1] and other["losses"] == one["losses"][after[-1] :]

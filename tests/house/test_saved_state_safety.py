@@ -1,0 +1,277 @@
+"""What is damaged, foreign, of a newer format or of another model is refused by name, and nothing is changed by it."""
+
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import sys
+import warnings
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from thorough import sample
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
+
+from saved_models import Wide, groups_of
+
+from zero_minimal.foundations import saved_state, state_folder
+
+# ---------------------------------------------------------------------------------------------------------- damage
+
+
+def flip(file, place, bit=3):
+    """Another bit at this place of the file: a number of bytes, or a share of them."""
+    held = bytearray(file.read_bytes())
+    held[int(place * len(held)) if isinstance(place, float) else place] ^= 1 << bit
+    file.write_bytes(held)
+
+
+def shorten(file, left):
+    file.write_bytes(file.read_bytes()[: int(left * file.stat().st_size)])
+
+
+def bomb():
+    """A pickle that would end the process which loads it."""
+    class Bomb:
+        def __reduce__(self):
+            return os._exit, (7,)
+
+    return pickle.dumps(Bomb())
+
+
+def newer(folder):
+    file = folder / "contents.json"
+    file.write_text(file.read_text().replace('"version": 1', '"version": 2', 1))
+
+
+def of_dcp(folder):
+    """What torch.distributed.checkpoint itself writes, with code inside."""
+    for file in folder.iterdir():
+        file.unlink()
+    (folder / ".metadata").write_bytes(bomb())
+    (folder / "__0_0.distcp").write_bytes(bomb())
+
+
+DAMAGE = {  # what is done to a checkpoint's folder: what the refusal says
+    "flipped in a file": (lambda folder: flip(folder / "rank-1.bin", 0.7), r"rank-1\.bin is damaged: a checksum"),
+    "its first bit": (lambda folder: flip(folder / "rank-0.bin", 0, 0), r"rank-0\.bin is damaged"),
+    "truncated": (lambda folder: shorten(folder / "rank-0.bin", 0.5), r"rank-0\.bin is truncated: it has"),
+    "one byte more": (lambda folder: (folder / "rank-0.bin").open("ab").write(b"0"), r"rank-0\.bin is too long"),
+    "empty": (lambda folder: (folder / "rank-1.bin").write_bytes(b""), r"rank-1\.bin is truncated: it has 0 bytes"),
+    "a file is missing": (lambda folder: (folder / "rank-1.bin").unlink(), r"rank-1\.bin cannot be read"),
+    "flipped in the contents": (lambda folder: flip(folder / "contents.json", 0.5), r"contents\.json is damaged"),
+    "a format of its own": (lambda folder: flip(folder / "contents.json", 15), r"contents\.json is not a checkpoint's"),
+    "contents truncated": (lambda folder: shorten(folder / "contents.json", 0.9), r"contents\.json is damaged"),
+    "no contents left": (lambda folder: shorten(folder / "contents.json", 0), r"contents\.json is not a checkpoint's"),
+    "a newer format": (newer, r"contents\.json is of format 2, and this program reads up to 1.*newer"),
+    "other JSON": (lambda folder: (folder / "contents.json").write_text('{"a": 1}'), "not a checkpoint's"),
+    "a pickle in its place": (lambda folder: (folder / "contents.json").write_bytes(bomb()), "not a checkpoint's"),
+    "DCP's own": (of_dcp, r"contents\.json cannot be read .*no checkpoint"),
+}
+
+
+def wrapped(seed=1, stage=2, make=Wide, optimizer=torch.optim.AdamW, groups=None, **options):
+    torch.manual_seed(seed)
+    model = make()
+    return toys.STAGES[stage](model, optimizer, bucket_bytes=3000, param_groups=groups and groups(model),
+                              **{"lr": 0.01} | options)
+
+
+def train_step(zero, step=0):
+    zero.model(*toys.tokens(dist.get_rank(), step)).backward()
+    zero.step()
+    zero.zero_grad()
+
+
+def damaged_and_loaded(folder):
+    """Of each kind of damage to the newer of two checkpoints: what was warned of, what was loaded, and what is said if
+    there is no other."""
+    good, found = folder / "good", {}
+    zero = wrapped()
+    for step in (1, 2):
+        train_step(zero, step)
+        saved_state.save(zero, good, {"step": step}, step=step)
+    for words, (damage, _) in DAMAGE.items():
+        own = folder / words
+        if dist.get_rank() == 0:
+            shutil.copytree(good, own)
+            damage(own / "step-00000002")
+        dist.barrier()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            extra = saved_state.load(zero, own)
+        before = toys.whole_parameters(zero)
+        with pytest.raises(saved_state.Damaged) as alone:
+            saved_state.load(zero, own / "step-00000002")
+        assert toys.identical(before, toys.whole_parameters(zero))
+        found[words] = extra, [str(one.message) for one in caught], str(alone.value)
+    return found
+
+
+def test_damage_is_named_and_the_one_before_taken(tmp_path):
+    for rank, found in enumerate(toys.run(damaged_and_loaded, 2, tmp_path, timeout=100)):
+        for words, (extra, warned, alone) in found.items():
+            assert extra == {"step": 1} and len(warned) == (rank == 0), (words, warned)
+            for message in warned:
+                assert re.search(DAMAGE[words][1], message), f"{words}: {message}"
+                assert "step-00000002" in message and message.endswith("The checkpoint before it is taken")
+            if words == "DCP's own":
+                assert alone == f"there is no checkpoint in {tmp_path / words / 'step-00000002'}"
+            else:
+                assert re.search(DAMAGE[words][1], alone), f"{words}: {alone}"
+
+
+def each_bit(folder, every):
+    zero = wrapped()
+    train_step(zero)
+    path = saved_state.save(zero, folder)
+    missed = []
+    for file in sorted(path.iterdir()):
+        held = file.read_bytes()
+        for place in sorted({*range(130), *range(0, len(held), every)}):  # the first line of the contents, too
+            flip(file, place, place % 8)
+            try:
+                contents = state_folder.read_contents(path)
+                for name in contents.files:
+                    state_folder.check_file(contents, name)
+                missed.append((file.name, place))
+            except state_folder.Damaged as error:
+                assert file.name in str(error)
+            file.write_bytes(held)
+    return missed
+
+
+@pytest.mark.parametrize("every", sample([997, 41], [997]))
+def test_no_flipped_bit_is_missed(every, tmp_path):
+    assert toys.run(each_bit, 1, tmp_path, every, timeout=110) == [[]]
+
+
+def nothing_there(folder):
+    zero, words = wrapped(), []
+    for path in (folder / "missing", folder):
+        with pytest.raises(saved_state.Damaged, match="there is no checkpoint in"):
+            saved_state.load(zero, path)
+        words.append(saved_state.any_in(zero, path))
+    return words
+
+
+def test_an_empty_folder(tmp_path):
+    assert toys.run(nothing_there, 2, tmp_path) == [[False, False]] * 2
+
+
+def test_contents_are_json_with_a_checksum(tmp_path):
+    """A person, or another program, reads them without us."""
+    toys.run(lambda folder: saved_state.save(wrapped(), folder, {"epoch": 3}), 1, tmp_path)
+    text = (tmp_path / "step-00000000" / "contents.json").read_bytes()
+    contents = json.loads(text)
+    assert zlib.crc32(text.partition(b"\n")[2]) == contents["crc32"]
+    assert contents["contents"]["facts"]["extra"] == {"epoch": 3}
+    [[offsets, sizes, file, place]] = contents["contents"]["tensors"]["model/norm.weight"]["boxes"]
+    held = (tmp_path / "step-00000000" / file).read_bytes()
+    one = torch.frombuffer(bytearray(held[place : place + 4 * sizes[0]]), dtype=torch.float32)
+    assert offsets == [0] and torch.equal(one, torch.ones(15))
+    for length, crc32 in contents["contents"]["files"][file]:
+        assert zlib.crc32(held[:length]) == crc32
+        held = held[length:]
+    assert not held
+
+
+# ---------------------------------------------------------------------------------------------------- another model
+
+
+class Renamed(Wide):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].first, self.blocks[1].norm1 = self.blocks[1].norm1, None
+
+    def forward(self, inputs, targets):
+        raise AssertionError("not used")
+
+
+class Wider(Wide):
+    def __init__(self):
+        super().__init__()
+        self.blocks[2].up = nn.Linear(15, 40)
+        self.register_buffer("more", torch.zeros(2))
+
+
+class Frozen(Wide):
+    def __init__(self):
+        super().__init__()
+        self.norm.weight.requires_grad_(False)
+
+
+OTHERS = {
+    "renamed": (dict(make=Renamed), r"parameters that it alone has: blocks\.1\.norm1\.weight, blocks\.1\.norm1\.bias; "
+                                    r"parameters that the model alone has: blocks\.1\.first\.weight, "
+                                    r"blocks\.1\.first\.bias$"),
+    "wider": (dict(make=Wider), r"other shapes: blocks\.2\.up\.weight \(\[37, 15\], and \[40, 15\] here\), "
+                                r"blocks\.2\.up\.bias \(\[37\], and \[40\] here\); buffers that the model alone has: "
+                                r"more$"),
+    "dtype": (dict(make=lambda: Wide().bfloat16()), r"other dtypes: frozen \(float32, and bfloat16 here\), embedding"),
+    "frozen": (dict(make=Frozen), r"other optimizer groups: norm\.weight \(0, and None here\)$"),
+    "optimizer": (dict(optimizer=torch.optim.Adam), r"its optimizer was AdamW, and is Adam here$"),
+    "groups": (dict(groups=groups_of), r"other optimizer groups: .*; its optimizer had 1 groups, and has 2 here$"),
+}
+
+
+def refused(folder):
+    words = {}
+    saved = wrapped()
+    train_step(saved)
+    saved_state.save(saved, folder)
+    for name, (options, _) in OTHERS.items():
+        for stage in (1, 3):
+            zero = wrapped(seed=3, stage=stage, **options)
+            before = toys.whole_parameters(zero)
+            with pytest.raises(ValueError) as caught:
+                saved_state.load(zero, folder)
+            assert toys.identical(before, toys.whole_parameters(zero))
+            words[name, stage] = str(caught.value)
+    return words
+
+
+def test_another_model_is_told_by_its_names(tmp_path):
+    for found in toys.run(refused, 2, tmp_path):
+        for (name, _), words in found.items():
+            assert words.startswith("this checkpoint is not of this model: ")
+            assert re.search(OTHERS[name][1], words), f"{name}: {words}"
+
+
+# -------------------------------------------------------------------------------------------------- a disk that is full
+
+
+def full(folder, meanwhile):
+    """Rank 1 cannot write more than a few bytes: both hear it, and what was there before stays."""
+    zero, write = wrapped(), saved_state.async_save if meanwhile else saved_state.save
+    train_step(zero)
+    saved_state.save(zero, folder, {"good": True}, step=1)
+    train_step(zero)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then it is an error of write()
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    with pytest.raises(saved_state.NotSaved, match=r"step 2 was not written.*: rank 1: \[Errno \d+\] File too large"):
+        saving = write(zero, folder, {"good": False}, step=2)
+        if meanwhile:
+            train_step(zero)  # goes on
+            saving.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
+    dist.barrier()
+    names = sorted(path.name for path in folder.iterdir())
+    extra = saved_state.load(zero, folder)
+    saved_state.save(zero, folder, {"good": "again"}, step=2)
+    return names, extra, saved_state.load(zero, folder)
+
+
+@pytest.mark.parametrize("meanwhile", (False, True))
+def test_a_disk_that_is_full(meanwhile, tmp_path):
+    assert toys.run(full, 2, tmp_path, meanwhile) == [(["step-00000001"], {"good": True}, {"good": "again"})] * 2

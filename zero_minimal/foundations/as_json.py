@@ -1,0 +1,86 @@
+"""As JSON: what a program keeps beside its tensors (a scheduler's numbers, a position in the data),
+as text that anybody can read, and that holds no code.
+
+pickle, in which torch.save() writes, may hold code, and runs it when the file is read. JSON knows
+numbers, words, lists and dicts with words as keys. What Python and torch have beyond that becomes a
+dict with "!" in it: a tuple {"!": "tuple", "items": […]}, a tensor {"!": "tensor", …}.
+"""
+
+import base64
+import collections
+
+import torch
+
+
+def encoded(value, place: str = "extra"):
+    """What json.dumps takes, for None, numbers, words, tensors (small ones: their bytes are written
+    as letters), dtypes, and lists, tuples, dicts and Counters of these.
+
+    Raises: TypeError for anything else; it says where it is: `place`, and the way from there.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [encoded(one, f"{place}[{number}]") for number, one in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"!": "tuple", "items": encoded(list(value), place)}
+    if isinstance(value, torch.dtype):
+        return {"!": "dtype", "name": name_of(value)}
+    if isinstance(value, torch.Tensor):
+        return {"!": "tensor", "dtype": name_of(value.dtype), "shape": list(value.shape),
+                "bytes": base64.b64encode(bytes_of(value.detach().cpu())).decode()}
+    if type(value) in (dict, collections.OrderedDict, collections.Counter):
+        if type(value) is not collections.Counter and _is_plain(value):
+            return {key: encoded(one, f"{place}[{key!r}]") for key, one in value.items()}
+        kind = "Counter" if type(value) is collections.Counter else "dict"
+        pairs = [[key, one] for key, one in value.items()]
+        return {"!": kind, "items": encoded(pairs, place)}
+    raise TypeError(f"{place} is a {type(value).__name__}, which cannot be saved: give numbers, "
+                    "words, tensors, or lists, tuples and dicts of them")
+
+
+def decoded(value):
+    """The value again. Raises: ValueError for what encoded() never makes."""
+    if isinstance(value, list):
+        return [decoded(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("!")
+    if kind is None:
+        return {key: decoded(one) for key, one in value.items()}
+    if kind == "dtype":
+        return dtype_of(value["name"])
+    if kind == "tensor":
+        held = bytearray(base64.b64decode(value["bytes"]))
+        flat = torch.frombuffer(held, dtype=torch.uint8) if held else torch.empty(0).byte()
+        return flat.view(dtype_of(value["dtype"])).view(value["shape"])
+    items = decoded(value["items"])
+    if kind == "tuple":
+        return tuple(items)
+    if kind in ("dict", "Counter"):
+        made = {key: one for key, one in items}
+        return collections.Counter(made) if kind == "Counter" else made
+    raise ValueError(f"there is no {kind!r} in this format")
+
+
+def _is_plain(value: dict) -> bool:
+    return "!" not in value and all(isinstance(key, str) for key in value)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A CPU tensor's bytes: its own memory where it is contiguous, else a copy's."""
+    flat = tensor.detach().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """torch.float32 → "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """ "float32" → torch.float32. Raises: ValueError for what is no dtype."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return dtype

@@ -1,0 +1,194 @@
+"""A folder of checkpoints: which are whole, and which is the newest.
+
+    DIR/step-00000040/          a checkpoint; a second one of the same step is step-00000040.1
+        contents.json           what there is: names, shapes, where each box lies; checksums
+        rank-0.bin              the bytes of the boxes that rank 0 had, one after the other
+        rank-1.bin
+    DIR/.writing-…              one that is not finished, or never will be
+
+A checkpoint is written under a name of the last kind, and takes its own when every byte is on the
+disk. The system changes a name at once: so whoever looks finds all of a checkpoint or none of it,
+at whatever instant the ranks were killed. The older ones go only after that.
+"""
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import re
+import shutil
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+FORMAT, VERSION = "zero_minimal training state", 1
+CONTENTS, WRITING, LEAVING = "contents.json", ".writing-", ".deleting-"
+BLOCK = 2**19  # bytes read or written at once
+NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
+
+
+class Damaged(ValueError):
+    """A checkpoint that cannot be trusted; the message names the file."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is in a checkpoint, as contents.json has it."""
+
+    folder: Path
+    facts: dict  # what pieces.facts_of() says, and what the program keeps
+    tensors: dict  # name: {"shape", "dtype", "boxes": [[offsets, sizes, file, byte], …]}
+    files: dict  # name: [[how many bytes, their crc32], …], one stretch after the other
+
+    @property
+    def step(self) -> int:
+        return self.facts["step"]
+
+    @functools.cached_property
+    def kinds(self) -> list[str]:
+        """What the optimizer kept for each element: "optimizer/exp_avg", …"""
+        found = (name.split("/", 2) for name in self.tensors if name.startswith("optimizer/"))
+        return list(dict.fromkeys(f"optimizer/{kind}" for _, kind, _ in found))
+
+
+# ------------------------------------------------------------------------------------------ reading
+
+
+def finished(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the newest first; the folder itself if it is one."""
+    if (folder / CONTENTS).is_file():
+        return [folder]
+    found = {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in folder.iterdir():
+            if (name := NAME.fullmatch(path.name)) and path.is_dir():
+                found[int(name[1]), int(name[2] or 0)] = path
+    return [found[key] for key in sorted(found, reverse=True)]
+
+
+def next_step(folder: Path) -> int:
+    """One more than the newest checkpoint's."""
+    newest = finished(folder)[:1]
+    return int(NAME.fullmatch(newest[0].name)[1]) + 1 if newest else 0
+
+
+def read_contents(folder: Path) -> Contents:
+    """Raises: Damaged if contents.json is missing, damaged, foreign, or of a newer format."""
+    file = folder / CONTENTS
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{file} cannot be read ({error.strerror}): this is no checkpoint, or a part "
+                      "of one") from None
+    head, _, rest = text.partition(b"\n")
+    try:
+        header = json.loads(head + b"0}")
+        is_ours = header["format"] == FORMAT
+        version, checksum = int(header["version"]), int(header["crc32"])
+    except (ValueError, KeyError, TypeError):
+        is_ours = False
+    if not is_ours:
+        raise Damaged(f"{file} is not a checkpoint's, or its beginning is damaged: it should begin "
+                      f'with "format": "{FORMAT}"')
+    if version > VERSION:
+        raise Damaged(f"{file} is of format {version}, and this program reads up to {VERSION}: it "
+                      "was written by a newer version of zero_minimal; update this one")
+    if head != _head(checksum) or zlib.crc32(rest) != checksum:
+        raise Damaged(f"{file} is damaged: its checksum is {zlib.crc32(rest)}, and should be "
+                      f"{checksum}")
+    return Contents(folder, **json.loads(rest[:-1]))
+
+
+def check_file(contents: Contents, name: str) -> None:
+    """Read a file once, block by block. Raises: Damaged if it is not as it was written."""
+    file, checksums = contents.folder / name, contents.files[name]
+    wanted = sum(length for length, _ in checksums)
+    try:
+        size = file.stat().st_size
+        if size != wanted:
+            words = "truncated" if size < wanted else "too long"
+            raise Damaged(f"{file} is {words}: it has {size:,} bytes, and should have {wanted:,}")
+        with open(file, "rb") as stream:
+            for length, crc32 in checksums:
+                if _checksum(stream, length) != crc32:
+                    raise Damaged(f"{file} is damaged: a checksum differs, of {length:,} bytes up "
+                                  f"to byte {stream.tell():,}")
+    except OSError as error:
+        raise Damaged(f"{file} cannot be read ({error.strerror})") from None
+
+
+def _checksum(stream, left: int) -> int:
+    checksum = 0
+    while left > 0 and (block := stream.read(min(left, BLOCK))):
+        checksum, left = zlib.crc32(block, checksum), left - len(block)
+    return checksum
+
+
+# ------------------------------------------------------------------------------------------ writing
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A new folder inside to write in. What earlier attempts left unfinished goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name.startswith((WRITING, LEAVING)):
+            shutil.rmtree(path, ignore_errors=True)
+    own = folder / f"{WRITING}{step:08}-{os.getpid()}"
+    own.mkdir()
+    return own
+
+
+def write_contents(contents: Contents) -> None:
+    """contents.json: JSON that begins with one line about the rest of the file."""
+    # a line for each tensor, so that people can read it, too
+    lines = [f"{json.dumps(name)}: {json.dumps(tensor)}" for name, tensor in
+             contents.tensors.items()]
+    rest = (f'{{"facts": {json.dumps(contents.facts)},\n"files": {json.dumps(contents.files)},\n'
+            '"tensors": {\n' + ",\n".join(lines) + "\n}}}").encode()
+    with open(contents.folder / CONTENTS, "wb") as stream:
+        stream.write(_head(zlib.crc32(rest)) + b"\n" + rest)
+        sync(stream)
+
+
+def _head(crc32: int) -> bytes:
+    """The first line."""
+    words = json.dumps({"format": FORMAT, "version": VERSION, "crc32": crc32})
+    return f'{words[:-1]}, "contents":'.encode()
+
+
+def publish(written: Path, step: int, keep: int) -> Path:
+    """Give a checkpoint whose files are all on the disk its name, and delete all but the `keep`
+    newest."""
+    folder = written.parent
+    _sync_folder(written)
+    for number in range(10**6):
+        final = folder / (f"step-{step:08}" + (f".{number}" if number else ""))
+        if not final.exists():
+            break
+    os.rename(written, final)  # no other file of this name is lost: there is none
+    _sync_folder(folder)
+    for old in finished(folder)[keep:]:
+        leaving = folder / f"{LEAVING}{old.name}"
+        with contextlib.suppress(OSError):
+            os.rename(old, leaving)  # first, so that no half of one has a checkpoint's name
+            shutil.rmtree(leaving, ignore_errors=True)
+    return final
+
+
+def sync(stream) -> None:
+    """Wait until a file's bytes are on the disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """The names in it, too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot
+            raise
+    finally:
+        os.close(descriptor)

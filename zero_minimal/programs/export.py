@@ -1,0 +1,64 @@
+"""Export: the weights of a checkpoint as a file that a plain model loads without us.
+
+    python -m zero_minimal export runs/a model.safetensors
+    model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from zero_minimal.foundations import as_json, loading, pieces
+from zero_minimal.foundations.state_folder import Contents, Damaged
+from zero_minimal.programs.progress import announce
+from zero_minimal.workload.settings import Parser, output_file
+
+
+def weights(contents: Contents) -> dict[str, torch.Tensor]:
+    """model.state_dict() of the model that was saved: its own dtypes, and both names of what has two."""
+    made, facts = {}, contents.facts
+    for kind, described in (("model", facts["parameters"]), ("buffer", facts["buffers"])):
+        for name, one in described.items():
+            made[kind, name] = torch.zeros(one["shape"], dtype=as_json.dtype_of(one["dtype"]))
+    loading.read_alone(contents, [piece for (kind, name), tensor in made.items()
+                                  for piece in pieces.whole_piece(kind, name, tensor)])
+    found = {name: tensor for (_, name), tensor in made.items()}
+    return found | {name: found[first].clone() for name, first in facts["also"].items()}
+
+
+def export(folder: Path, file: Path) -> Contents:
+    """Write the newest whole checkpoint's weights; the file takes its name when it is whole. Raises: Damaged."""
+    contents = loading.newest_good(folder)
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        save_file(weights(contents), part, {"format": "pt"})  # transformers looks for this word
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+    return contents
+
+
+def main(arguments: list[str]) -> None:
+    """The command."""
+    parser = Parser(prog="python -m zero_minimal export",
+                    description="Write the weights of a checkpoint as a safetensors file, for the plain model.")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or a folder of them: the newest")
+    parser.add_argument("file", type=output_file, metavar="FILE.safetensors", help="the file to write")
+    flags = parser.parse_args(arguments)
+    if flags.file.suffix != ".safetensors":
+        parser.error(f"{flags.file}: its name must end in .safetensors")
+    announce("reading …")
+    try:
+        with warnings.catch_warnings(record=True) as passed_over:
+            warnings.simplefilter("always")
+            contents = export(flags.folder, flags.file)
+    except Damaged as error:
+        parser.error(str(error))
+    for one in passed_over:
+        print(f"warning: {one.message}", file=sys.stderr)
+    count = sum(torch.Size(one["shape"]).numel() for one in contents.facts["parameters"].values())
+    print(f"{flags.file}: {count:,} parameters of {contents.folder}")

@@ -1,0 +1,92 @@
+"""Import: the weights of a safetensors file as a checkpoint, from which training goes on.
+
+    python -m zero_minimal import model.safetensors runs/b
+    torchrun --nproc-per-node 2 zero_minimal/stage3.py --resume runs/b
+
+A folder of transformers' is taken too, with all its files; the names of its GPT-2 become those of the GPT here.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from zero_minimal.foundations import as_json, pieces, saving
+from zero_minimal.programs.progress import announce
+from zero_minimal.workload.settings import Parser
+
+GPT2 = {  # transformers' name for a part, and ours
+    "wte": "token_embedding", "wpe": "position_embedding", "ln_f": "norm", "ln_1": "attention_norm",
+    "attn.c_attn": "attention.query_key_value", "attn.c_proj": "attention.projection", "ln_2": "mlp_norm",
+    "mlp.c_fc": "mlp.expansion", "mlp.c_proj": "mlp.projection",
+}
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    """The weights in a file, or in all files of a folder. Raises: ValueError, saying which, for one that cannot be."""
+    files = [path]
+    if path.is_dir():
+        index = path / "model.safetensors.index.json"
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+        files = [path / name for name in sorted(names)]
+    found = {}
+    for file in files:
+        try:
+            found |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file} cannot be read as safetensors: {error}") from None
+    return found
+
+
+def renamed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With our names, if they are those of transformers' GPT-2; else as they are.
+
+    transformers keeps GPT-2's matrices as [inputs, outputs], and torch.nn.Linear [outputs, inputs].
+    """
+    short = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    if "wte.weight" not in short:
+        return weights
+    found = {}
+    for name, tensor in short.items():
+        block, part, kind = re.fullmatch(r"(h\.\d+\.)?(.*)\.(\w+)", name).groups()
+        if part in GPT2:
+            is_matrix = ".c_" in f".{part}" and kind == "weight"
+            place = (block or "").replace("h.", "blocks.", 1)
+            found[f"{place}{GPT2[part]}.{kind}"] = tensor.t().contiguous() if is_matrix else tensor
+        elif part == "lm_head":
+            found["head.weight"] = tensor  # else it is a mask, which our attention does not keep
+    return found
+
+
+def take_over(path: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Write a checkpoint of the weights alone, and return them. Raises: ValueError for what cannot be read."""
+    weights = renamed(read(path))
+    facts = {
+        "step": 0, "extra": {"step": 0, "batches": 0, "scaler": None}, "stage": None, "ranks": 0,
+        "parameters": {name: {"shape": list(tensor.shape), "dtype": as_json.name_of(tensor.dtype), "group": None}
+                       for name, tensor in weights.items()},
+        "also": {}, "buffers": {}, "optimizer": None, "groups": [], "numbers": {},
+    }
+    to_save = [piece for name, tensor in weights.items() for piece in pieces.whole_piece("model", name, tensor)]
+    saving.write_alone(folder, facts, to_save, keep=1)
+    return weights
+
+
+def main(arguments: list[str]) -> None:
+    """The command."""
+    parser = Parser(prog="python -m zero_minimal import",
+                    description="Make a checkpoint, for --resume, from the weights of a safetensors file.")
+    parser.add_argument("path", type=Path, metavar="FILE.safetensors", help="the file, or a folder of transformers'")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, for the checkpoint")
+    flags = parser.parse_args(arguments)
+    if flags.folder.exists() and (not flags.folder.is_dir() or any(flags.folder.iterdir())):
+        parser.error(f"{flags.folder} is not empty: name a new folder")
+    announce("reading …")
+    try:
+        weights = take_over(flags.path, flags.folder)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{flags.folder}: {len(weights)} tensors. Go on with --resume {flags.folder}")
