@@ -71,6 +71,11 @@ REDUCING = "self.reducing = Reduction(bucket, whole, part, pending)"
 REDUCED = "pending = collectives.Pending([])"
 
 
+def freed_last():
+    return {"Stage3.unit_turn": function(
+        "def unit_turn(self, unit, following):", "needed = [unit, *unit.around]", NEEDED, PREFETCH, FREE_OTHERS)}
+
+
 def bucket_complete(begin="self._wait()", whole="self.memory.whole(bucket)", fuse="bucket.fuse_gradients(whole)",
                     drop="for param in done:\n    param.grad = None", part="self.memory.shard(bucket)", op="avg",
                     reduce="pending = collectives.reduce_scatter(part, whole, op=op, group=self.group, async_op=True)",
@@ -241,6 +246,10 @@ WRONG = {
     "param.data is swapped, while autograd holds the old storage": Wrong(
         3, "test_its_memory_goes_though_autograd_saved_it",
         r"while blocks.1 works, rank 0 still has memory of blocks.0, 13.\d kB, though nobody can read it", DROPPED),
+    "units are freed at the end of the turn, after the next one was begun": Wrong(
+        3, "test_its_memory_goes_though_autograd_saved_it",
+        r"in forward pass 2, between .* rank 0 begins a gather while blocks.0, blocks.1 and blocks.5 have memory: 3",
+        freed_last()),
     "a unit that was whole is not gathered again": Wrong(
         3, "test_a_second_forward_computes_the_same_model",
         r"(?s)a tensor whose memory was freed: .*To look at: a unit that was freed must be gathered again",
@@ -397,6 +406,18 @@ WRONG = {
     "gather_parameters leaves all whole": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"after gather_parameters\(\) \d+ parameters are still whole",
         gather_parameters(end="")),
+    "gather_parameters ends with what asks for unit.whole, which is not set there": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters",
+        r"after gather_parameters\(\) \d+ parameters are still whole .* whole_parameters sets no unit.whole",
+        _release(begin="if not unit.whole and not unit.gathering:\n    return\nself._arrive(unit)")),
+    "gather_parameters leaves frozen parameters whole": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters",
+        r"after gather_parameters\(\) a parameter is still whole on rank 0, blocks.0.up.bias: it is frozen",
+        gather_parameters(end="for bucket in self.buckets:\n    self._free(bucket)")),
+    "step leaves frozen parameters whole": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters",
+        r"after step\(\) a parameter is still whole on rank 0, blocks.0.up.bias: it is frozen",
+        step(begin="for bucket in self.buckets:\n    self._free(bucket)")),
     "edits that differ are accepted": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"the ranks made different edits, and rank 0 went on without",
         gather_parameters(alike="")),

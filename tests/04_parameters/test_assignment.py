@@ -270,13 +270,15 @@ def test_a_forward_sends_an_all_gather(stage_class):
 
 
 def forwards_seen(stage_class):
-    """What Sight saw in two forward passes; bytes of each block's parameters after them; the losses."""
+    """What Sight saw in two forward passes, at turns and when something was sent; bytes of each block's parameters
+    after them; the losses."""
     zero, rank = build(stage_class, Tower), dist.get_rank()
     sight, losses = Sight(zero.model), []
-    for step in range(2):
-        sight.kind = f"forward pass {step + 1}"
-        losses.append(zero.model(*numbers(rank, step)))  # with its graph, and what autograd has saved for it
-    return sight.seen, sight.alive(), [loss.item() for loss in losses]
+    with checks.Calls(look=sight.sends):
+        for step in range(2):
+            sight.kind = f"forward pass {step + 1}"
+            losses.append(zero.model(*numbers(rank, step)))  # with its graph, and what autograd has saved for it
+    return sight.seen, sight.at_sends, sight.alive(), [loss.item() for loss in losses]
 
 
 def assert_in_turn(seen, rank, ahead):
@@ -316,10 +318,21 @@ def test_a_unit_is_whole_only_while_it_works(stage_class):
         assert_in_turn(seen, rank, +1)
 
 
+def assert_two_at_most(at_sends, rank):
+    """Also between two looks, while units are gathered."""
+    for kind, place, here in at_sends:
+        assert len(here) <= 2, (
+            f"in {kind}, between the turn of blocks.{place} and the next one, rank {rank} begins a gather while "
+            f"{listed(here)} have memory: {len(here)} blocks at once, and two are enough, the one at work and the one "
+            "that comes next. unit_turn frees what is not needed any more first, and gathers then"
+        )
+
+
 @pytest.mark.step(3, points=4)
 def test_its_memory_goes_though_autograd_saved_it(stage_class):
-    for rank, (seen, after, _) in enumerate(once(forwards_seen, 2, stage_class)):
+    for rank, (seen, at_sends, after, _) in enumerate(once(forwards_seen, 2, stage_class)):
         assert_memory_follows(seen, rank, +1)
+        assert_two_at_most(at_sends, rank)
         assert sum(after) <= 1.1 * BLOCK, (
             f"between forward and backward rank {rank} has memory of {sum(after) / BLOCK:.1f} blocks' parameters; only "
             "the last block may wait for backward"
@@ -749,7 +762,7 @@ def evaluated(stage_class):
     for step in (8, 9):
         with torch.no_grad():
             loss = zero.model(*numbers(rank, step)).item()
-        whole = [name for name, param in zero.model.named_parameters() if not is_released(param)]
+        whole = whole_in(zero)
         more = checks.live_bytes(until=before + 0.2 * BLOCK, looks=LOOKS) - before
         found.append((loss, whole, more))
     zero.model(*numbers(rank, 1)).backward()
@@ -782,9 +795,18 @@ def test_an_evaluation_leaves_nothing_whole(stage_class):
             )
 
 
+FROZEN = "blocks.0.up.bias"
+
+
+def partly_frozen():
+    tower = Tower()
+    tower.get_parameter(FROZEN).requires_grad = False
+    return tower
+
+
 def shown(stage_class):
-    """What gather_parameters() shows, and what becomes of edits: see the check."""
-    zero, rank = build(stage_class, Tower), dist.get_rank()
+    """What gather_parameters() shows, and what becomes of edits and of frozen parameters: see the check."""
+    zero, rank = build(stage_class, partly_frozen), dist.get_rank()
     found = {}
 
     def loss():
@@ -795,7 +817,7 @@ def shown(stage_class):
         found["state"] = [value.clone() for value in zero.model.state_dict().values()]
         with torch.no_grad():
             edit(zero.model.blocks[1])
-    found["whole"] = [name for name, param in zero.model.named_parameters() if not is_released(param)]
+    found["whole"] = whole_in(zero)
     found["edited"] = loss()
     try:
         with zero.gather_parameters(), torch.no_grad():
@@ -814,7 +836,24 @@ def shown(stage_class):
         found["unlike"] = "accepted"
     except RuntimeError:
         found["unlike"] = "refused"
+    if not found["whole"]:
+        zero.model(*numbers(rank, 0)).backward()
+        zero.step()
+        found["stepped"] = whole_in(zero)
     return found
+
+
+def whole_in(zero):
+    return [name for name, param in zero.model.named_parameters() if not is_released(param)]
+
+
+def assert_none_whole(whole, rank, after):
+    why = (": it is frozen, and so it is in none of self.buckets, but in its unit's, and in self.all_buckets"
+           if whole == [FROZEN] else
+           ". whole_parameters sets no unit.whole: does what frees them (_release) do nothing unless that is set?"
+           if after == "gather_parameters()" else "")
+    number = f"{len(whole)} parameters are" if len(whole) > 1 else "a parameter is"
+    assert not whole, f"after {after} {number} still whole on rank {rank}, {whole[0]}{' first' * (len(whole) > 1)}{why}"
 
 
 @pytest.mark.step(5, points=2, stuck="all ranks must enter gather_parameters(), and leave it, in the same way",
@@ -829,10 +868,7 @@ def test_all_is_whole_inside_gather_parameters(stage_class):
                 "of "
                 "placeholders? As a checkpoint it would be lost"
             )
-        assert not found["whole"], (
-            f"after gather_parameters() {len(found['whole'])} parameters are still whole on rank {rank}, "
-            f"{found['whole'][0]} first"
-        )
+        assert_none_whole(found["whole"], rank, "gather_parameters()")
         assert "error" in found, (
             f"rank {rank}: an error inside gather_parameters() did not come out of it: nobody would hear of it"
         )
@@ -841,6 +877,7 @@ def test_all_is_whole_inside_gather_parameters(stage_class):
             "must "
             "be a RuntimeError (ownership.check_alike), or each shard holds something else"
         )
+        assert_none_whole(found["stepped"], rank, "step()")
     edits = [loss_of(Tower, rank, change=lambda whole: edit(whole.blocks[1])) for rank in range(2)]
     assert_losses([found["edited"] for found in ranks], edits, "the forward after an edit inside gather_parameters(), "
                   "made alike on all ranks,", "edits are kept: the shards take them over")
