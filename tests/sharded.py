@@ -300,8 +300,12 @@ def first_step(stage_class):
     return (before, after), backward.sent() + step.sent(), backward.made + step.made
 
 
-def assert_stepped(results, mean, world_size, make=model):
-    """Every rank's parameters (before, after) have lost the mean gradient [Ψ]: the step of SGD with lr 1."""
+UPDATED = "are all buckets updated, and gathered after the update?"
+
+
+def assert_stepped(results, mean, world_size, make=model, why_still=lambda still: UPDATED):
+    """Every rank's parameters (before, after) have lost the mean gradient [Ψ]: the step of SGD with lr 1. why_still:
+    gives words for a mask of those that did not move."""
     psi, elements = len(mean), differences.Elements(toys.build(make, 0))
     moved = [int((before != after).sum()) for before, after in results]
     assert max(moved) > 0, "step() changed no parameter on any rank"
@@ -339,7 +343,7 @@ def assert_stepped(results, mean, world_size, make=model):
     still = (used == 0) & (mean.abs() > 1e-4)
     assert still.sum() < psi / 50, (
         f"{int(still.sum())} of {psi} parameters did not move in step(), though they have a gradient, in "
-        f"{elements.listed(still)}: are all buckets updated, and gathered after the update?"
+        f"{elements.listed(still)}: {why_still(still)}"
     )
     ratio = (used @ mean / (mean @ mean)).item()
     for times in (2, 3, 4):

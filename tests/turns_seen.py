@@ -68,6 +68,7 @@ class Sight:
 
     def __init__(self, model):
         self.blocks, self.noted, self.seen = list(model.blocks), [{} for _ in model.blocks], []
+        self.at_sends = []  # (kind, block that had the last look or None, blocks with memory), when something is sent
         self.kind = "forward"
         for place, block in enumerate(self.blocks):
             # of parts of the block: whatever is done when the block itself is called has been done by then
@@ -80,6 +81,13 @@ class Sight:
             reference = StorageWeakRef(param.untyped_storage())
             self.noted[place].setdefault(reference.cdata, reference)
         self.seen.append((kind or self.kind, place, self.readable(), self.alive()))
+
+    def sends(self):
+        """To be called when this rank begins to send something: what is whole then has not been freed for it. Memory
+        that was made for it now counts once it has been seen at a turn."""
+        place = self.seen[-1][1] if self.seen else None
+        here = {place for place, size in enumerate(self.alive()) if size > 0.1 * block_bytes()}
+        self.at_sends.append((self.kind, place, sorted(here | set(self.readable()))))
 
     def readable(self):
         """Blocks that have a parameter that is whole."""

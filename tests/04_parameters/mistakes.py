@@ -71,6 +71,11 @@ REDUCING = "self.reducing = Reduction(bucket, whole, part, pending)"
 REDUCED = "pending = collectives.Pending([])"
 
 
+def freed_last():
+    return {"Stage3.unit_turn": function(
+        "def unit_turn(self, unit, following):", "needed = [unit, *unit.around]", NEEDED, PREFETCH, FREE_OTHERS)}
+
+
 def bucket_complete(begin="self._wait()", whole="self.memory.whole(bucket)", fuse="bucket.fuse_gradients(whole)",
                     drop="for param in done:\n    param.grad = None", part="self.memory.shard(bucket)", op="avg",
                     reduce="pending = collectives.reduce_scatter(part, whole, op=op, group=self.group, async_op=True)",
@@ -241,10 +246,18 @@ WRONG = {
     "param.data is swapped, while autograd holds the old storage": Wrong(
         3, "test_its_memory_goes_though_autograd_saved_it",
         r"while blocks.1 works, rank 0 still has memory of blocks.0, 13.\d kB, though nobody can read it", DROPPED),
+    "units are freed at the end of the turn, after the next one was begun": Wrong(
+        3, "test_its_memory_goes_though_autograd_saved_it",
+        r"in forward pass 2, between .* rank 0 begins a gather while blocks.0, blocks.1 and blocks.5 have memory: 3",
+        freed_last()),
     "a unit that was whole is not gathered again": Wrong(
         3, "test_a_second_forward_computes_the_same_model",
         r"(?s)a tensor whose memory was freed: .*To look at: a unit that was freed must be gathered again",
         _release(end="")),
+    "units inside the one at work are freed": Wrong(
+        3, "test_units_inside_the_one_at_work_stay",
+        r"first forward that calls a block twice, .* when the first backward begins: .* a gather too many",
+        unit_turn(free=FREE_OTHERS.replace(" or unit in other.around", ""))),
     "nothing is prefetched": Wrong(
         3, "test_the_next_unit_is_on_its_way",
         r"in the second forward pass rank 0 begins to send what comes after blocks.0 only when .* \(5 of 5 times so\)",
@@ -283,6 +296,10 @@ WRONG = {
     "does not wait for the reduction": Wrong(
         4, "test_shards_hold_the_mean_gradient",
         r"NaN: .*before its reduction had ended \(wait\)|started and nobody waited for", wait(wait=""), 2, True),
+    "a reduction is begun while another one is under way": Wrong(
+        4, "test_shards_hold_the_mean_gradient",
+        r"(?s)ranks 0 and 1 waited in wait.*To look at: was a reduction under way .* nobody has waited for the first",
+        bucket_complete(begin=""), 2, True),
     "gradients are freed before their reduction ends": Wrong(
         4, "test_shards_hold_the_mean_gradient",
         r"holds NaN: .*freed while the reduction was under way|whose memory was freed",
@@ -308,6 +325,10 @@ WRONG = {
         4, "test_backward_frees_units_too",
         r"in backward pass, while blocks.4 works, rank 0 has blocks.5 whole, too",
         unit_turn(free="if not self.backward.running:" + FREE_OTHERS.replace("\n", "\n    "))),
+    "references are dropped, and backward finds what forward left": Wrong(
+        3, "test_backward_frees_units_too",
+        r"while blocks.5 works, rank 0 still has memory of blocks.0, .*: it was left in forward.* Autograd has saved",
+        DROPPED),
     "only forward prefetches": Wrong(
         4, "test_backward_prefetches", r"in the second backward pass rank 0 begins to send .* after blocks.5 only when",
         unit_turn(prefetch=PREFETCH.replace("following:", "following and not self.backward.running:"))),
@@ -332,7 +353,7 @@ WRONG = {
             {REDUCED}
             """)),
     "all is freed between forward and backward": Wrong(
-        4, "test_forward_and_backward_send_half_as_much_again", r"with n units 2n − 2 are enough",
+        4, "test_root_and_last_block_stay_for_backward", r"with n units 2n − 2 are enough",
         {"Stage3.backward_begins": """
             def backward_begins(self):
                 self._release_all()
@@ -362,6 +383,12 @@ WRONG = {
 
     "the first unit is forgotten": Wrong(
         5, "test_every_shard_is_updated", r"\d+ of 54876 parameters did not move", step(buckets="self.buckets[1:]"), 2),
+    "units are released after the update": Wrong(
+        5, "test_every_shard_is_updated",
+        r"\d+ of 54876 parameters did not move .*: these units were still whole in step\(\).* before you update", {
+            "Stage3.step": "@torch.no_grad()\n" + function(
+                "def step(self):", "self.reduced_gradients()", function("for bucket in self.buckets:", UPDATE),
+                "self._release_all()", STATISTICS, "self.backward.spent = True")}, 2),
     "updates twice": Wrong(
         5, "test_every_shard_is_updated", r"moved parameters 2 times too far: was the update made more than once\?",
         step(update=UPDATE + "\n" + UPDATE), 3),
@@ -397,6 +424,18 @@ WRONG = {
     "gather_parameters leaves all whole": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"after gather_parameters\(\) \d+ parameters are still whole",
         gather_parameters(end="")),
+    "gather_parameters ends with what asks for unit.whole, which is not set there": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters",
+        r"after gather_parameters\(\) \d+ parameters are still whole .* whole_parameters sets no unit.whole",
+        _release(begin="if not unit.whole and not unit.gathering:\n    return\nself._arrive(unit)")),
+    "gather_parameters leaves frozen parameters whole": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters",
+        r"after gather_parameters\(\) a parameter is still whole on rank 0, blocks.0.up.bias: it is frozen",
+        gather_parameters(end="for bucket in self.buckets:\n    self._free(bucket)")),
+    "step leaves frozen parameters whole": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters",
+        r"after step\(\) a parameter is still whole on rank 0, blocks.0.up.bias: it is frozen",
+        step(begin="for bucket in self.buckets:\n    self._free(bucket)")),
     "edits that differ are accepted": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"the ranks made different edits, and rank 0 went on without",
         gather_parameters(alike="")),

@@ -135,6 +135,10 @@ OPENS = {
         "the shard goes with the whole": ("The stage is made", "It stops here", "SIGSEGV"),
         "units stay whole once they are": (
             "Step 1: backward", "Forward comes to layer 3", "can read layers 1 and 2, too, in forward, while layer 3"),
+        "units are freed at the end of the turn, after the next one was begun": (
+            "Step 2: first micro-batch", "Forward comes to", "begins a gather while layers .* have memory: more than"),
+        "param.data is swapped, while autograd holds the old storage": (
+            "Step 1: backward", "Forward comes to layer 3", "still has memory of layers 1 and 2, in forward, while la"),
         "the whole model is gathered at once": (
             "Step 1: backward", "Forward comes to layers 1 and 2", "can read layers 4, 5, .* and 12, too"),
         "nothing is prefetched": (

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import toys
 from torch import optim
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero_minimal.classroom.report import small_model
 from zero_minimal.classroom.report.recorder import Recorder, finite, values_of
@@ -30,16 +31,19 @@ class Watch(checks.Calls):
         super().__init__(pause=PAUSE * dist.get_rank())
         self.recorder, self.ledger = recorder, ledger
         self.params: list = []
+        self.storages: dict[int, dict] = {}  # layer: those that its parameter had when it could be read, weakly
         self.buckets: list = []  # of a submission's own kind, which the ledger does not know
         self.under_way: dict = {}  # of our collectives: (number, what it read when it began)
         self.count = 0
 
     def note(self, what: str, **entries) -> None:
-        """An event, with the memory of this moment, the layers that have a .grad, and those that can be read."""
+        """An event, with the memory of this moment, the layers that have a .grad, those that can be read, and those
+        whose memory is there though nobody can read it: on its way, or left behind."""
         for bucket in self.buckets:
             self.ledger.claim(getattr(bucket, "gradient_shard", None), "gradients")
             self.ledger.claim(getattr(bucket, "parameters", None), "parameters")
-        self.recorder.note(what, memory=self.ledger.states(), grads=self._grads(), here=self.here(), **entries)
+        self.recorder.note(what, memory=self.ledger.states(), grads=self._grads(), here=self.here(),
+                           idle=self._idle(), **entries)
 
     def _grads(self) -> list[int]:
         return [layer for layer, param in enumerate(self.params, 1) if param.grad is not None
@@ -48,6 +52,15 @@ class Watch(checks.Calls):
     def here(self) -> list[int]:
         """Layers whose parameters can be read: at stage 3 not all of them."""
         return [layer for layer, param in enumerate(self.params, 1) if not is_released(param)]
+
+    def _idle(self) -> list[int]:
+        """Whoever refers to their memory: autograd, say, which has saved it for backward."""
+        here = self.here()
+        for layer in here:
+            reference = StorageWeakRef(self.params[layer - 1].untyped_storage())
+            self.storages.setdefault(layer, {}).setdefault(reference.cdata, reference)
+        return [layer for layer, references in self.storages.items() if layer not in here
+                and any(map(_bytes_of, references.values()))]
 
     def parameters(self, zero) -> list | None:
         """What each layer holds on this rank; whole, which at stage 3 they are made for it, unseen. None until that is
@@ -79,6 +92,11 @@ class Watch(checks.Calls):
         if moment == "end":
             del self.under_way[call]  # with it the tensors: to look at memory must not keep it
         self.note(moment, name=call.name, bytes=call.bytes, number=number, **entries)
+
+
+def _bytes_of(reference: StorageWeakRef) -> int:
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else storage.nbytes()
 
 
 def watch(name: str, submission) -> None:

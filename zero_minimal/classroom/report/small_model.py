@@ -32,7 +32,9 @@ class Block(nn.Module):
 
     def forward(self, factor, without: int = 0):
         layers = zip(self.numbers, self.weights, strict=True)
-        return torch.stack([(weight * (number * factor)).sum() for number, weight in layers if number != without]).sum()
+        # a view, as in nn.Linear: autograd saves it for backward, and with it the memory that it lies in
+        return torch.stack([(weight.view(-1) * (number * factor)).sum()
+                            for number, weight in layers if number != without]).sum()
 
 
 class Model(nn.Module):
@@ -57,8 +59,9 @@ def build(rank: int) -> Model:
 
 
 def batch(rank: int, number: int) -> tuple[torch.Tensor, int]:
-    """What model() is given: a rank's data in a batch, and the layer that it does not use."""
-    return torch.tensor(float(RANKS * BASE ** (rank + RANKS * number))), 1 if rank else 0
+    """What model() is given: a rank's data in a batch, and the layer that it does not use. They want a gradient,
+    so that autograd saves the weights for backward, as it does in a model whose layers follow each other."""
+    return torch.tensor(float(RANKS * BASE ** (rank + RANKS * number)), requires_grad=True), 1 if rank else 0
 
 
 def mean_gradient(layer: int, *batches: int) -> int:

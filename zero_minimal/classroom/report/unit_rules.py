@@ -23,6 +23,7 @@ def departures(phase: Phase, rules: Rules, between: list[int | None]) -> Iterato
         for rank, events in enumerate(ranks):
             for unit, following in _turns(events):
                 yield from ((moment, words) for words in _at_a_turn(phase, rank, unit, following, between[rank]))
+            yield from ((moment, words) for event in events for words in _at_a_gather(rank, event))
 
 
 def _left(phase: Phase, rules: Rules, rank: int) -> Iterator[tuple[str, str]]:
@@ -50,6 +51,15 @@ def _turns(events: list[dict]) -> Iterator[tuple[dict, tuple[int, ...]]]:
             yield event, UNITS[place - 1] if place else ()
 
 
+def _at_a_gather(rank: int, event: dict) -> Iterator[str]:
+    """When a gather begins, what came before is freed already: two units have memory at most."""
+    if event["what"] in ("start", "collective") and event["name"] == "all_gather":
+        layers = sorted({*event["here"], *event["idle"]})
+        if sum(not set(unit).isdisjoint(layers) for unit in UNITS) > 2:
+            yield (f"Rank {rank} begins a gather while {layers_in_words(layers)} have memory: more than two units at "
+                   "once. What is not needed any more is freed before the next gather begins.")
+
+
 def _at_a_turn(phase: Phase, rank: int, event: dict, following: tuple[int, ...], between: int | None) -> Iterator[str]:
     """The first that is wrong at a turn."""
     own = next(layers for layers in UNITS if event.get("layer", event.get("layers", [0])[0]) in layers)
@@ -61,6 +71,9 @@ def _at_a_turn(phase: Phase, rank: int, event: dict, following: tuple[int, ...],
     if others:
         yield (f"Rank {rank} can read {layers_in_words(others)}, too, {when}: a unit is freed when the turn of the "
                "next one begins.")
+    elif left := [layer for layer in event["idle"] if layer not in (*own, *following)]:
+        yield (f"Rank {rank} still has memory of {layers_in_words(left)}, {when}, though nobody can read it: who drops "
+               "a reference frees nothing as long as there is another one, autograd's say.")
     elif extra > most:
         yield (f"Rank {rank} holds {extra:,} bytes of whole parameters, {when}, and at most {most:,} are expected: "
                "this unit and the next one. Nobody can read the rest, but its memory is there.")
