@@ -146,7 +146,8 @@ def changes_parameters(update: Callable) -> Callable:
 
     @functools.wraps(update)
     def told(optimizer, bucket, *args, **kwargs):
-        bucket.wait_until_left()
+        if getattr(bucket, "leaving", None):  # an assignment's own kind of bucket has none
+            bucket.wait_until_left()
         precision.keep_changes(bucket)
         update(optimizer, bucket, *args, **kwargs)
         tell_autograd(bucket)
