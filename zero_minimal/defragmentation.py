@@ -65,25 +65,30 @@ class Slab:
         Raises: ValueError for another dtype or device than the slab's; MemoryError if the slab is
             full.
         """
+        end = self._end_of(tensor)
+        if self.memory is None:
+            kept = tensor.clone()
+        else:
+            self.memory[self.used : end].view(tensor.shape).copy_(tensor)
+            kept = self._round[self.used : end].view(tensor.shape)
+        self.used = end
+        return kept
+
+    def _end_of(self, tensor: Tensor) -> int:
+        """What `used` will be with this tensor. Raises as keep() does."""
         if tensor.dtype != self.dtype or tensor.device.type != self.device.type:
             raise ValueError(
                 f"this slab holds {self.dtype} on {self.device}, and was given {tensor.dtype} on "
                 f"{tensor.device}: make one slab for each dtype and device"
             )
         end = self.used + tensor.numel()
-        if self.memory is None:
-            kept = tensor.clone()
-        elif end > len(self.memory):
+        if self.memory is not None and end > len(self.memory):
             raise MemoryError(
                 f"the slab is full: {tensor.numel()} elements do not fit behind the {self.used} of "
                 f"{len(self.memory)} that are used. Make it as large as the largest step needs, "
                 "and reset() it after each step"
             )
-        else:
-            self.memory[self.used : end].view(tensor.shape).copy_(tensor)
-            kept = self._round[self.used : end].view(tensor.shape)
-        self.used = end
-        return kept
+        return end
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in the slab's memory."""

@@ -1,8 +1,8 @@
-"""Blocks: who uses which part of a range of addresses. Best fit, split and merge, in whatever unit sizes are counted.
+"""Blocks: who uses which part of a range of addresses. Sizes are in bytes, elements, or any unit.
 
     pool = Pool()
     pool.add(0, 1000)           # the addresses 0 to 999, as one free block
-    block = pool.take(300)      # used now: block.address, block.size. None: no free block is large enough
+    block = pool.take(300)      # used now: block.address, block.size; None if there is no such
     pool.give(block)            # free again
 
 Every allocator is made of these: CUDA's (meters/allocator.py), and the arena of lesson 8.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Block:
-    """A part of a range, with the blocks that lie right before and after it there (None: the range ends)."""
+    """A part of a range, with those right before and after it there (None: the range ends)."""
 
     address: int
     size: int
@@ -47,7 +47,7 @@ class Pool:
         self._take_out(size, address)
 
     def take(self, size: int) -> Block | None:
-        """A used block of this size, and of `slack` more at most. None if no free block is large enough."""
+        """A used block of this size, of `slack` more at most. None if no free block is so large."""
         index = bisect.bisect_left(self._free, (size,))  # best fit: large ones are left for large requests
         if index == len(self._free):
             return None

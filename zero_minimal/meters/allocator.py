@@ -253,19 +253,19 @@ def _clearness(failure: OutOfMemory) -> tuple:
     return enough_in_all, failure.requested / max(1, failure.largest_free), failure.free_share
 
 
-def smallest_capacity(trace: list[Event], unit: int = 2 * MIB) -> int:
+def smallest_capacity(trace: list[Event], unit: int = 2 * MIB, pool: type[Pool] = Pool) -> int:
     """A multiple of `unit` that is enough for the trace, while one `unit` less is not."""
-    generous = replay(trace, CachingAllocator(2**62))
+    generous = replay(trace, CachingAllocator(2**62, pool))
     low, high = generous.peak_allocated // unit, rounded(generous.peak_reserved, unit) // unit  # fails?, goes through
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fails(trace, middle * unit) else (low, middle)
+        low, high = (middle, high) if fails(trace, middle * unit, pool) else (low, middle)
     return high * unit
 
 
-def fails(trace: list[Event], capacity: int) -> OutOfMemory | None:
+def fails(trace: list[Event], capacity: int, pool: type[Pool] = Pool) -> OutOfMemory | None:
     """The OutOfMemory that the trace ends with at this capacity, or None."""
     try:
-        replay(trace, CachingAllocator(capacity))
+        replay(trace, CachingAllocator(capacity, pool))
     except OutOfMemory as failure:
         return failure.with_traceback(None)
