@@ -67,9 +67,9 @@ class Pool:
 
     def take(self, size: int) -> Block | None:
         """A used block of this size, of `slack` more at most. None if no free block is so large."""
-        # step 1: the smallest free block that is large enough is used. If it has more than `slack`
-        # too much, the rest behind it is a free block of its own. None, and nothing has changed, if
-        # no free block is large enough.
+        # step 1: the smallest free block that is large enough is used, of several the one at the
+        # lowest address. If it has more than `slack` too much, the rest behind it is a free block
+        # of its own. None, and nothing has changed, if no free block is large enough.
         raise NotImplementedError("step 1: take")
 
     def give(self, block: Block) -> None:

@@ -287,7 +287,7 @@ RIGHT = {
         "Pool.__init__": function("def __init__(self, slack=0):", "self.slack, self.ranges = slack, []"),
         "Pool.holes": "@property\n" + function(
             "def holes(self):",
-            "return sorted((block.address, block.size) for blocks in self.ranges for block in blocks if not block.used)"),
+            "return sorted((one.address, one.size) for blocks in self.ranges for one in blocks if not one.used)"),
         "Pool.add": function("def add(self, address, size):", "self.ranges.append([Block(address, size)])"),
         "Pool.remove": function("def remove(self, address, size):",
                                 "self.ranges = [blocks for blocks in self.ranges if blocks[0].address != address]"),

@@ -48,7 +48,8 @@ class Pool:
 
     def take(self, size: int) -> Block | None:
         """A used block of this size, of `slack` more at most. None if no free block is so large."""
-        index = bisect.bisect_left(self._free, (size,))  # best fit: large ones are left for large requests
+        # best fit: large blocks are left for large requests
+        index = bisect.bisect_left(self._free, (size,))
         if index == len(self._free):
             return None
         *_, block = self._free.pop(index)

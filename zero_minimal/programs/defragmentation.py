@@ -101,10 +101,21 @@ def measure(found: dict[str, Recording]) -> dict:
                       "reserved": generous.peak_reserved, "least": smallest_capacity(recording.trace)}
     capacities = range(finding.smallest_with - 2**21, finding.smallest_without + 2**21, 2**21)
     failures = {capacity: described(fails(without, capacity)) for capacity in capacities}
-    pools = {name: smallest_capacity(without, pool=pool) for name, pool in POOLS.items()}
+    pools, pools_with_slabs = ({name: smallest_capacity(trace, pool=pool) for name, pool in POOLS.items()}
+                               for trace in (without, with_slabs))
     return {"rows": rows, "capacity": finding.capacity, "failure": described(finding.failure), "pools": pools,
+            "pools with slabs": pools_with_slabs,
             "failures": [{"capacity": capacity, **(failure or {})} for capacity, failure in failures.items()],
-            "same losses": found[WITHOUT].losses == found[WITH].losses}
+            "slabs": slab_bytes(found[WITH]), "same losses": found[WITHOUT].losses == found[WITH].losses}
+
+
+def slab_bytes(recording: Recording) -> dict[str, int]:
+    """Bytes of both slabs: what is alive from the first micro-batch to the last, and is no model state."""
+    first, last = recording.begins[0], recording.begins[-1]
+    alive = {event.storage for event in recording.trace[:first] if event.bytes > 0}
+    alive -= {event.storage for event in recording.trace[:last] if event.bytes < 0}
+    return {name: sum(storage.bytes for storage in alive if storage.category == category)
+            for name, category in (("checkpoints", "activations"), ("gradients", "gradients"))}
 
 
 def described(failure: OutOfMemory | None) -> dict | None:

@@ -62,7 +62,7 @@ class Slab:
             if self.used + tensor.numel() > self.memory.numel():
                 raise MemoryError("full")
             place = torch.empty(0, dtype=self.dtype, device=self.device)
-            place.set_(self.memory.untyped_storage(), self.used, tensor.shape, copy.stride())  # no view: its own counter
+            place.set_(self.memory.untyped_storage(), self.used, tensor.shape, copy.stride())  # a counter
             copy = place.copy_(copy)
         self.used += tensor.numel()
         self.handed_out.append(copy)
