@@ -17,8 +17,8 @@ def draw_least(measured: dict) -> Figure:
         with_slabs = place == len(bars) - 1
         axis.barh(-place, size / MIB, 0.62, facecolor="white" if with_slabs else PLAIN[0], edgecolor=PLAIN[0],
                   hatch="//" if with_slabs else "", linewidth=1)
-        axis.text(size / MIB, -place, f" {size / MIB:,.0f} MiB", va="center", fontsize=9,
-                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        axis.annotate(f"{size / MIB:,.0f} MiB", (size / MIB, -place), (5, 0), textcoords="offset points", va="center",
+                      fontsize=9, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     used = rows[0]["allocated"] / MIB
     axis.axvline(used, color="black", linewidth=1.6, linestyle="--")
     axis.text(used, 0.5, f" in use at the peak: {used:,.0f} MiB", va="bottom", fontsize=9)
