@@ -130,9 +130,6 @@ WRONG = {
         1, "test_the_smallest_block_that_is_large_enough",
         r"take\(60\) took the block of 100 at 0; the smallest that is large enough has 60, at 600 .* best fit",
         take(find=first_of("entry[1]"))),
-    "returns an address": Wrong(
-        1, "test_the_smallest_block_that_is_large_enough", r"take\(60\) returned a int: return a Block",
-        take(end="return block.address")),
     "never splits": Wrong(
         1, "test_what_is_too_much_is_split_off",
         r"of a free block of 100 at 1000, take\(30\) gave 100 at 1000: the block must be as large as what was asked",
@@ -183,13 +180,6 @@ WRONG = {
         r"tensor 2 lies 0 bytes from the front of the slab; it must lie at 60, right behind",
         keep(copy="self.memory[: tensor.numel()].view(tensor.shape).copy_(tensor)",
              kept="kept = self._round[: tensor.numel()].view(tensor.shape)")),
-    "counts bytes in place of elements": Wrong(
-        3, "test_what_is_kept_lies_side_by_side_in_one_allocation",
-        r"tensor 2 lies 240 bytes from the front of the slab; it must lie at 60",
-        keep(used="self.used += tensor.numel() * tensor.element_size()")),
-    "cannot keep a transposed tensor": Wrong(
-        3, "test_what_is_kept_lies_side_by_side_in_one_allocation", r"(?s)it raised RuntimeError.*any shape and stride",
-        keep(copy="self.memory[self.used : end] = tensor.view(-1)")),
     "lets autograd count each copy as a change of all": Wrong(
         3, "test_a_training_step_with_its_checkpoints_in_the_slab",
         r"(?s)modified by an inplace operation.*To look at: backward reads what keep\(\) has returned",
@@ -202,9 +192,6 @@ WRONG = {
         3, "test_a_backward_after_reset_fails",
         r"then another tensor was kept, and backward computed a gradient that is wrong without a word",
         reset(change="")),
-    "a change that autograd counts elsewhere": Wrong(
-        3, "test_a_backward_after_reset_fails", r"backward computed a gradient that is wrong without a word",
-        reset(change="self.memory.zero_()")),
     "frees the memory at reset": Wrong(
         3, "test_reset_goes_back_to_the_front_and_frees_nothing",
         r"it used a tensor whose memory was freed",
@@ -260,12 +247,6 @@ WRONG = {
     "copies pieces back to front": Wrong(
         5, "test_overlapping_moves_keep_the_values", r"moved by \d+ to the front, over itself, and \d+ of its numbers ",
         move(pieces="reversed(range(0, size, piece))")),
-    "clones what it moves": Wrong(
-        5, "test_compaction_takes_memory_for_one_piece", r"held 16.0 MiB more at its highest moment; a piece of",
-        {"Arena._move": """
-            def _move(self, source, target, size, piece=2**18):
-                self.memory[target : target + size] = self.memory[source : source + size].clone()
-            """}),
     "clones the whole arena": Wrong(
         5, "test_compaction_takes_memory_for_one_piece", r"held 32.0 MiB more at its highest moment",
         compact(begin="self.pool, whole = self._empty_pool(), self.memory.clone()",
@@ -279,7 +260,7 @@ WRONG = {
 }
 
 SHORT = {"merges with the block behind it alone", "takes the first block that fits, by address",
-         "lets autograd count each copy as a change of all", "clones what it moves"}
+         "lets autograd count each copy as a change of all", "clones the whole arena"}
 
 RIGHT = {
     "the parts of these mistakes": take() | give() | keep() | reset() | gradients() | compact() | move(),
