@@ -193,7 +193,8 @@ class Arena:
     Args:
         elements: its size.
         dtype, device: those of all tensors in it.
-    `memory` is the allocation, [elements].
+    `memory` is the allocation, [elements]; `pool` knows which blocks of it are free, and `lent` who
+    has the others.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class Arena:
             raise ValueError(f"an arena must hold at least one element, not {elements}")
         self.memory = torch.empty(elements, dtype=dtype, device=device)
         self.pool = self._empty_pool()
-        self.lent: dict[int, tuple[Tensor, Block]] = {}  # by id: who has which block of the pool
+        self.lent: dict[int, tuple[Tensor, Block]] = {}  # by id of the tensor
 
     def _empty_pool(self) -> Pool:
         """All of the memory as one free block; addresses and sizes are in elements."""
