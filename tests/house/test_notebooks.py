@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from cells import cells_of, run_notebook
 from matplotlib.colors import to_rgb
 from thorough import sample
 
@@ -233,13 +234,6 @@ def lives(process) -> bool:
 # ------------------------------------------------------------------------------------------------- the notebooks' files
 
 
-def cells_of(name):
-    """The code cells of a notebook, as stored: source, tags, outputs."""
-    cells = json.loads((NOTEBOOKS / name).read_text())["cells"]
-    return [cell | {"source": "".join(cell["source"]), "tags": cell["metadata"].get("tags", [])}
-            for cell in cells if cell["cell_type"] == "code"]
-
-
 @pytest.mark.parametrize("name", sorted(path.name for path in NOTEBOOKS.glob("*.ipynb")))
 def test_notebooks_hold_the_outputs_of_one_whole_run(name):
     cells = cells_of(name)
@@ -253,23 +247,6 @@ def test_notebooks_hold_the_outputs_of_one_whole_run(name):
         assert "execution" not in cell["metadata"], "times of that run"
     assert sum("nbval-check-output" in cell["tags"] for cell in cells) >= 5, "hardly anything is compared"
     assert sum("image/png" in json.dumps(cell["outputs"]) for cell in cells) >= 4
-
-
-def run_notebook(name, monkeypatch, ranks, replacing=("", "")):
-    """Run a notebook's cells here, with another number of ranks; return the names that they leave. Not the timings."""
-    monkeypatch.setenv("ZERO_RANKS", str(ranks))
-    monkeypatch.setenv("ZERO_READING", "1")
-    names = {}
-    for cell in cells_of(name):
-        first, _, rest = cell["source"].partition("\n")
-        if "timing" in first + rest or "world[\"runs\"]" in first:
-            continue
-        with pytest.raises(notebook.CellError) if "raises-exception" in cell["tags"] else contextlib.nullcontext():
-            if first.startswith("%%px"):
-                notebook._px_cell(first.removeprefix("%%px"), rest.replace(*replacing))
-            else:
-                exec(cell["source"], names)
-    return names
 
 
 @pytest.mark.parametrize("ranks", sample((2, 3), [3]))
