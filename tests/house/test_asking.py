@@ -245,6 +245,7 @@ def run_on(client, first):
     return None
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(100)
 def test_run_all_stops_where_a_guess_is_missing(copies, monkeypatch):
     monkeypatch.setenv("ZERO_RANKS", "2")
