@@ -93,7 +93,7 @@ def test_what_the_page_says_of_the_failure():
     capacity, free, asked = (size / MIB for size in (MEASURED["capacity"], FAILURE["free"], FAILURE["requested"]))
     assert f"The device has {capacity:.0f} MiB, {free:.0f} of them are free, and {asked:.1f} are asked for" in PROSE
     used = FAILURE["allocated"] / MIB
-    assert f"The model has {capacity:.0f} MiB. {used:.1f} of them are in use when {asked:.1f}" in PROSE
+    assert f"The device has {capacity:.0f} MiB. {used:.1f} of them are in use when {asked:.1f}" in PROSE
     assert f"1. {FAILURE['largest_free'] / MIB:.0f} MiB. There are two pieces of that size" in PROSE
     assert free / capacity > 1 / 3 and "with a third of it free" in PROSE
     assert f"{free / capacity:.0%} of a memory is free, and a request for {asked / capacity:.0%} of it fails" in PROSE
