@@ -150,6 +150,8 @@ def test_the_gradient_that_lies_alone(recordings):
     assert "a segment of 50 MiB is pinned by one gradient of 8 MiB" in " ".join(TEACHER.split())
     large = [size / MIB for _, size in allocator.holes if size > 3 * MIB]
     driver = (MEASURED["capacity"] - allocator.reserved) / MIB
+    assert f"It would have {driver + 50:.0f} MiB in one piece, more than enough" in PROSE
+    assert driver + 50 > FAILURE["requested"] / MIB
     assert f"free pieces of {', '.join(f'{size:.0f}' for size in large)} and {driver:.0f} MiB between" in PROSE
 
 
@@ -186,6 +188,7 @@ def test_every_figure_in_mib_is_a_known_one():
              MIB, *(MEASURED[name]["never merges"] - MEASURED[name]["best fit, split, merge"]
                     for name in ("pools", "pools with slabs"))]
     sizes += [FAILURE[key] for key in ("requested", "free", "largest_free", "allocated")]
+    sizes += [FAILURE["largest_free"] + 50 * MIB]
     sizes += [row[key] for row in ROWS.values() for key in ("allocated", "reserved", "least")]
     known = {f"{size / MIB:.{digits}f} MiB" for size in sizes for digits in (0, 1)}
     said = {figure for text in (PAGE, TEACHER) for figure in re.findall(r"\d[\d.,]* MiB\b", text)}
