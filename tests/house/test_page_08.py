@@ -210,7 +210,7 @@ def test_how_much_there_is_to_write():
     assert abs(lines - 70) <= 5 and "about 70 short lines" in PROSE
 
 
-GIVEN = {"block.used = False", "self.used = 0", "self._round = self.memory.data", "self.pool = self._empty_pool()"}
+GIVEN = {"block.used = False", "self.used = 0", "self.pool = self._empty_pool()"}
 
 
 @pytest.mark.parametrize("name", LESSON.tasks)
