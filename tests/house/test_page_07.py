@@ -1,7 +1,6 @@
 """Lesson 07's page: a run or a formula gave each figure on it; what the learner is to find is not there; and its meter
 sees what happens, on a run of today too."""
 
-import ast
 import functools
 import json
 import re
@@ -9,8 +8,8 @@ import re
 import pytest
 import torch
 import toys
+from submissions import solution
 
-from zero_minimal.classroom import references, starters
 from zero_minimal.classroom.lessons import found
 from zero_minimal.constant_buffers import ConstantBuffers, all_reduce
 from zero_minimal.foundations import ranks
@@ -72,6 +71,11 @@ def test_what_the_page_says_of_stage_2():
         assert f"| {bucket / MB:.2f} MB | {count} | {without / MB:.2f} MB | {constant / MB:.2f} MB |" in PROSE
         gradients = 4 * program.PRICED
         assert constant - without > 0.98 * min(bucket, gradients), "the page says: at least one bucket more"
+    without, constant = (next(row for row in MEASURED["stage 2"] if row["bucket"] == max(program.BUCKETS)
+                              and row["constant"] == way) for way in (False, True))
+    assert without["activations"] < 0.01 * MB, "the page says: the activations are gone"
+    told = f"all activations are there, {constant['activations'] / MB:.2f} MB, and both buffers"
+    assert f"{told}, {constant['buffers'] / MB:.2f} MB" in PROSE
     assert f"Its highest moment is {peaks(2**22)[0] / MB:.1f} MB on 2 ranks" in PROSE
     assert f"those of all gradients, {4 * program.PRICED / MB:.2f} MB" in PROSE and max(program.BUCKETS) > gradients
     assert f"{max(program.BUCKETS) / MB:.2f} MB are those of all" in PROSE
@@ -103,25 +107,17 @@ def test_what_is_calculated():
 
 def test_every_figure_in_bytes_is_a_known_one():
     """No other ones have crept in: MB and GB on both pages."""
-    known = {f"{row[kind] / MB:.2f} MB" for row in MEASURED["stage 2"] for kind in ("bucket", "peak")}
+    known = {f"{row[kind] / MB:.2f} MB" for row in MEASURED["stage 2"]
+             for kind in ("bucket", "peak", "activations", "buffers")}
     known |= {"4.2 MB", "8.4 MB", "12000 MB", "12,000 MB", "12 GB", "19.28 MB", "71.1 MB"}  # held above
     known |= {"1 MB", "20 MB", "200 MB", "100 MB", "6 GB", "2 GB", "11.8 GB", "5.9 GB"}  # of questions
     said = {figure for text in (PAGE, TEACHER) for figure in re.findall(r"\d[\d.,]* [MG]B\b", text)}
     assert len(said) > 15 and not said - known
 
 
-def solution(name):
-    """The lines of a function of the reference that a learner writes."""
-    source = references.reference(LESSON)
-    body = starters.functions_of(ast.parse(source))[name].body
-    body = [part for part in body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
-    lines = [line.strip() for line in source.splitlines()[body[0].lineno - 1 : body[-1].end_lineno]]
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 def test_how_much_there_is_to_write():
     assert len(LESSON.tasks) == 9 and "with nine short holes" in PROSE
-    lines = sum(len(solution(name)) for name in LESSON.tasks)
+    lines = sum(len(solution(LESSON, name)) for name in LESSON.tasks)
     assert abs(lines - 45) <= 5 and "about 40 short lines" in PROSE and "these 40 lines" in TEACHER
 
 
@@ -129,7 +125,7 @@ def test_how_much_there_is_to_write():
 def test_no_line_of_the_solution_is_on_the_page(name):
     """Nor in the starter: what sets or keeps something."""
     starter = LESSON.starter.read_text().split("# step 1", 1)[1].split("def fused_all_reduce")[0]
-    lines = [line.partition("  #")[0] for line in solution(name)]
+    lines = [line.partition("  #")[0] for line in solution(LESSON, name)]
     telling = [line for line in lines if "= " in line and line[-1] not in "([" and len(line) > 12]
     assert not [line for line in telling if line in PAGE or line in starter]
 
@@ -230,7 +226,7 @@ def test_bytes_of_buffers_are_those_of_a_run_of_today():
 @pytest.mark.parametrize("bucket", program.BUCKETS)
 def test_peaks_are_those_of_a_run_of_today(bucket):
     for memory, peak in zip((program.GradientMemory, program.Turns), peaks(bucket), strict=True):
-        row = ranks.run(program.stage_2, 2, bucket, memory, device="cpu", timeout=300)[0]
+        row = ranks.run(program.stage_2, 2, bucket, memory, Settings(steps=2), device="cpu", timeout=300)[0]
         assert row["peak"] == pytest.approx(peak, abs=SMALL)
 
 

@@ -6,26 +6,22 @@ writes measured.json into that folder, and from it trays.png, sizes.png and ones
 events are the same on any machine. Only the seconds of "prices" are this machine's.
 """
 
-import json
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
 
 from zero_minimal.constant_buffers import ConstantBuffers, all_reduce, fused_all_reduce
-from zero_minimal.foundations import collectives, interrupts, ranks
+from zero_minimal.foundations import collectives, ranks
 from zero_minimal.foundations.gradient_memory import GradientMemory
 from zero_minimal.meters.observer import Observer
 from zero_minimal.meters.trays import Trays, numbered
-from zero_minimal.pictures import style
 from zero_minimal.pictures.trays import draw_ones, draw_sizes, draw_trays
-from zero_minimal.programs import progress, report
-from zero_minimal.programs.gradients import on_few_lines
+from zero_minimal.programs import figures, progress, report
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload import loop
-from zero_minimal.workload.settings import Parser, Settings
+from zero_minimal.workload.settings import Settings
 from zero_minimal.zero_100b import ConstantMemory
 
 RANKS = 2
@@ -81,11 +77,11 @@ def bytes_of_buffers(parameters: int) -> dict:
     return {"parameters": parameters, **found, "measured": True}
 
 
-def price(size: int | None) -> dict:
+def price(size: int | None, rounds: int = ROUNDS) -> dict:
     """Seconds of one all-reduce of the default run's gradients, the fastest of some, and the number of collectives."""
     tensors, starts, seconds = gradients_of(PRICED), [], []
     buffers = ConstantBuffers(size) if size else None
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         starts.clear()
         dist.barrier()
         began = time.perf_counter()
@@ -95,16 +91,16 @@ def price(size: int | None) -> dict:
     return {"size": size, "seconds": min(seconds), "collectives": len(starts)}
 
 
-def stage_2(bucket_bytes: int, memory: type) -> dict:
-    """Bytes at the highest moment of a step of stage 2, and how many of them are buffers and gradients."""
-    settings = Settings(steps=2)
+def stage_2(bucket_bytes: int, memory: type, settings: Settings) -> dict:
+    """Bytes at the highest moment of a step of stage 2, and how many of them are activations and buffers."""
     with ranks.start() as rank:
         zero = loop.build(Stage2, settings, rank, bucket_bytes=bucket_bytes, memory=memory)
         observer = Observer(zero, rank, settings)
         for _ in loop.steps(zero, loop.training_batches(settings, rank.rank), settings, observers=[observer]):
             pass
-        return {"bucket": bucket_bytes, "constant": memory is Turns, "buckets": len(zero.buckets),
-                "peak": observer.report()["memory"]["peak"]}
+        peak = observer.report()["memory"]
+        return {"bucket": bucket_bytes, "constant": memory is Turns, "buckets": len(zero.buckets), "peak": peak["peak"],
+                "activations": peak["peak_by_category"]["activations"], "buffers": peak["peak_by_category"]["buffers"]}
 
 
 def in_four(dtype: torch.dtype) -> dict:
@@ -133,6 +129,7 @@ def ones(dtype: torch.dtype) -> list[float]:
 
 def measure() -> dict:
     """All that the page and its pictures need, of rank 0."""
+    settings = Settings(steps=2)
     runs = len(MEASURED) + len(PRICES) + 2 * len(BUCKETS) + len(DTYPES) + 2
     with progress.bar(name="lesson 07", total=runs, unit="run") as bar:
 
@@ -148,7 +145,8 @@ def measure() -> dict:
             "rows": rows + [{"parameters": parameters, "constant": constant, "fused": 4 * parameters, "measured": False}
                             for parameters in CALCULATED],
             "prices": [first_rank(price, size) for size in (*PRICES, None)],
-            "stage 2": [first_rank(stage_2, size, memory) for size in BUCKETS for memory in (GradientMemory, Turns)],
+            "stage 2": [first_rank(stage_2, size, memory, settings)
+                        for size in BUCKETS for memory in (GradientMemory, Turns)],
             "sums": {name(dtype): first_rank(in_four, dtype, world_size=len(PARTS)) for dtype in DTYPES},
             "ones": {name(dtype): ones(dtype) for dtype in DTYPES},
         }
@@ -182,23 +180,7 @@ def table(measured: dict) -> str:
     return "\n\n".join(map(report.table, (memory, prices, peaks)))
 
 
-@interrupts.program
-def main(arguments: list[str] | None = None) -> None:
-    """The program: measure, write, draw."""
-    parser = Parser(description="Measure what lesson 07's page says, and draw its pictures.")
-    parser.add_argument("folder", type=Path, help="of the lesson: lessons/07_constant_buffers")
-    parser.add_argument("--draw", action="store_true", help="only draw, from the figures that are there")
-    flags = parser.parse_args(arguments)
-    file = flags.folder / "measured.json"
-    if not flags.folder.is_dir():
-        parser.error(f"there is no folder {flags.folder}: name the lesson's, lessons/07_constant_buffers")
-    if not flags.draw:
-        file.write_text(on_few_lines(measure()), encoding="utf-8")
-    measured = json.loads(file.read_text(encoding="utf-8"))
-    for picture_name, picture in pictures(measured).items():
-        style.save(picture, flags.folder / picture_name)
-    report.say(table(measured))
-
+main = figures.program("07_constant_buffers", measure, pictures, table)
 
 if __name__ == "__main__":
     main()
