@@ -1,6 +1,7 @@
 """Lesson 07's page: a run or a formula gave each figure on it; what the learner is to find is not there; and its meter
 sees what happens, on a run of today too."""
 
+import contextlib
 import functools
 import json
 import re
@@ -8,15 +9,18 @@ import re
 import pytest
 import torch
 import toys
+from cells import cells_of, run_notebook
 from submissions import solution
+from thorough import sample
 
 from zero_minimal.classroom.lessons import found
-from zero_minimal.constant_buffers import ConstantBuffers, all_reduce
-from zero_minimal.foundations import ranks
+from zero_minimal.constant_buffers import ConstantBuffers, all_reduce, fill, loads, unpack
+from zero_minimal.foundations import collectives, ranks
 from zero_minimal.meters.trays import EVENTS, Trays, numbered
 from zero_minimal.paper import formulas
 from zero_minimal.pictures.trays import columns, draw_trays, on_the_way
 from zero_minimal.programs import buffers as program
+from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import Settings
 
 LESSON = found()["07_constant_buffers"]
@@ -174,22 +178,8 @@ def test_the_trays_are_those_that_are_told():
     assert sum(any(number == 3 for number, _ in load) for load in record["loads"]) == 3, "g3 is in three of them"
 
 
-def of_today(reduce=all_reduce):
-    with Trays(ConstantBuffers(4 * program.ROOM)) as trays:
-        reduce(numbered(program.SIZES), trays)
-    return trays.record
-
-
-def test_the_record_is_that_of_a_run_of_today():
-    for record in toys.run(of_today, 2):
-        assert record == MEASURED["trays"]
-
-
 def at_once(tensors, buffers):
     """Waits for each: no turns."""
-    from zero_minimal.constant_buffers import fill, loads, unpack
-    from zero_minimal.foundations import collectives
-
     for load in loads([tensor.view(-1) for tensor in tensors], buffers.elements):
         filled = fill(buffers.take(), load)
         collectives.all_reduce(filled)
@@ -197,27 +187,57 @@ def at_once(tensors, buffers):
         buffers.wait()
 
 
+class Unfinished(Exception):
+    pass
+
+
+def half_written(tensors, buffers):
+    """Begins a collective, and goes no further."""
+    for load in loads([tensor.view(-1) for tensor in tensors], buffers.elements):
+        buffers.send(collectives.all_reduce(fill(buffers.take(), load), async_op=True), print)
+        raise Unfinished
+
+
+def watched():
+    """The records of the lesson's, of one that waits at once, of no tensors, and of one that is half written."""
+    found = []
+    for reduce, sizes in ((all_reduce, program.SIZES), (at_once, program.SIZES), (all_reduce, ()),
+                          (half_written, program.SIZES)):
+        trays = Trays(ConstantBuffers(4 * program.ROOM))
+        with contextlib.suppress(Unfinished), trays:
+            reduce(numbered(sizes), trays)
+        found.append(trays.record)
+    return found
+
+
+@functools.cache
+def of_today():
+    return toys.run(watched, 2)
+
+
+def test_the_record_is_that_of_a_run_of_today():
+    for record, *_ in of_today():
+        assert record == MEASURED["trays"]
+
+
 def test_who_waits_at_once_is_seen():
-    record = toys.run(of_today, 2, at_once)[0]
+    _, record, *_ = of_today()[0]
     with pytest.raises(AssertionError):
         assert_turns(record, program.SIZES)
     assert record["loads"] == MEASURED["trays"]["loads"]
-    draw_trays({"the lesson's": MEASURED["trays"], "at once": record})
 
 
-def nothing():
-    with Trays(ConstantBuffers(4 * program.ROOM)) as trays:
-        all_reduce([], trays)
-    return trays.record
-
-
-def test_of_nothing_an_empty_picture_is_drawn():
-    draw_trays({"nothing": toys.run(nothing, 1)[0]})
+def test_what_is_half_written_is_drawn_as_far_as_it_goes():
+    *_, nothing, half = of_today()[0]
+    assert nothing["events"] == nothing["loads"] == []
+    assert [kind for kind, *_ in half["events"]] == ["fill", "send"] and len(half["loads"]) == 1
+    draw_trays({"the lesson's": MEASURED["trays"], "no tensors": nothing, "half written": half})
 
 
 # ------------------------------------------------------------------------------------------------------- runs of today
 
 
+@pytest.mark.thorough
 def test_bytes_of_buffers_are_those_of_a_run_of_today():
     assert ranks.run(program.bytes_of_buffers, 2, 10**6, device="cpu")[0] == MEASURED["rows"][0]
 
@@ -233,6 +253,7 @@ def test_peaks_are_those_of_a_run_of_today(bucket):
 SMALL = 50_000  # bytes: gloo's threads hold a little for some microseconds
 
 
+@pytest.mark.thorough
 def test_torchs_own_sums_are_those_of_a_run_of_today():
     found = ranks.run(program.in_four, 4, torch.float16, device="cpu")
     assert found[0] == MEASURED["sums"]["float16"]
@@ -240,14 +261,8 @@ def test_torchs_own_sums_are_those_of_a_run_of_today():
 
 
 def test_the_default_run_is_the_one_that_is_priced():
-    from zero_minimal.workload import loop
-
-    def count():
-        with ranks.start("cpu") as rank:
-            zero = loop.build(program.Stage2, Settings(), rank, bucket_bytes=2**22)
-            return sum(param.numel() for param in zero.model.parameters())
-
-    assert ranks.run(count, 1, device="cpu") == [program.PRICED]
+    with torch.device("meta"):
+        assert sum(param.numel() for param in GPT(Settings().model_config()).parameters()) == program.PRICED
 
 
 def test_only_draws(tmp_path, capsys):
@@ -258,3 +273,33 @@ def test_only_draws(tmp_path, capsys):
     with pytest.raises(SystemExit):
         program.main([str(tmp_path / "none")])
     assert "there is no folder" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------- the notebook
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world_size", sample((2, 3), [3]))
+def test_the_notebook_on_other_ranks(monkeypatch, world_size):
+    names = run_notebook("07_constant_buffers.ipynb", monkeypatch, world_size, ("rounds=3", "rounds=1"))
+    world = names["world"]
+    try:
+        for record in world["trays.record"]:
+            assert_turns(record, world["sizes"][0])
+        for found in world["found"]:
+            assert set(found["torch.float32"]) == {world_size - 2.0}
+        for without, constant in world["peaks[2**25]"]:
+            assert constant > without + 19
+    finally:
+        world.stop()
+
+
+def test_the_notebook_has_the_numbers_of_the_figures():
+    shown = {cell["id"]: "".join(part for output in cell["outputs"] for part in output.get("text", ()))
+             for cell in cells_of("07_constant_buffers.ipynb")}
+    for name in ("float16", "bfloat16"):
+        assert f"torch.{name:9} torch's own: {MEASURED['sums'][name]['torch'][::4]}" in shown["sums"]
+    for number, load in enumerate(MEASURED["trays"]["loads"], 1):
+        told = ", ".join(f"{count} of g{tensor}" for tensor, count in load)
+        assert f"load {number}: {told}" in shown["trays"]
+    assert [f"{name}: {values[-1]:.0f}" for name, values in MEASURED["ones"].items()] == shown["ones"].split("\n")[:3]
