@@ -11,7 +11,6 @@ import torch
 import toys
 from cells import cells_of, run_notebook
 from submissions import solution
-from thorough import sample
 
 from zero_minimal.classroom.lessons import found
 from zero_minimal.constant_buffers import ConstantBuffers, all_reduce, fill, loads, unpack
@@ -81,8 +80,11 @@ def test_what_the_page_says_of_stage_2():
     told = f"all activations are there, {constant['activations'] / MB:.2f} MB, and both buffers"
     assert f"{told}, {constant['buffers'] / MB:.2f} MB" in PROSE
     assert f"Its highest moment is {peaks(2**22)[0] / MB:.1f} MB on 2 ranks" in PROSE
-    assert f"those of all gradients, {4 * program.PRICED / MB:.2f} MB" in PROSE and max(program.BUCKETS) > gradients
-    assert f"{max(program.BUCKETS) / MB:.2f} MB are those of all" in PROSE
+    assert f"holds all gradients, {4 * program.PRICED / MB:.2f} MB" in PROSE and max(program.BUCKETS) > gradients
+    without, constant = peaks(2**22)
+    one, both = peaks(max(program.BUCKETS))
+    told = f"{constant / MB:.2f} MB for {without / MB:.2f}, and {both / MB:.2f} for {one / MB:.2f}."
+    assert f"{told} (A bucket that may have {max(program.BUCKETS) / MB:.2f} MB holds" in PROSE
 
 
 def test_what_the_page_says_of_sums():
@@ -243,7 +245,7 @@ def test_bytes_of_buffers_are_those_of_a_run_of_today():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("bucket", program.BUCKETS)
+@pytest.mark.parametrize("bucket", (2**22, 2**25))
 def test_peaks_are_those_of_a_run_of_today(bucket):
     for memory, peak in zip((program.GradientMemory, program.Turns), peaks(bucket), strict=True):
         row = ranks.run(program.stage_2, 2, bucket, memory, Settings(steps=2), device="cpu", timeout=300)[0]
@@ -279,7 +281,7 @@ def test_only_draws(tmp_path, capsys):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world_size", sample((2, 3), [3]))
+@pytest.mark.parametrize("world_size", (3,))  # and on four it is run as it stands
 def test_the_notebook_on_other_ranks(monkeypatch, world_size):
     names = run_notebook("07_constant_buffers.ipynb", monkeypatch, world_size, ("rounds=3", "rounds=1"))
     world = names["world"]
