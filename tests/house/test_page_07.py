@@ -233,7 +233,9 @@ def test_what_is_half_written_is_drawn_as_far_as_it_goes():
     *_, nothing, half = of_today()[0]
     assert nothing["events"] == nothing["loads"] == []
     assert [kind for kind, *_ in half["events"]] == ["fill", "send"] and len(half["loads"]) == 1
-    draw_trays({"the lesson's": MEASURED["trays"], "no tensors": nothing, "half written": half})
+    too_early = half | {"events": [*half["events"], ["fill", 0, 1], ["fill", 1, 2]]}
+    assert on_the_way(too_early) == {(1, 0): (1, 3)}, "a load that nobody waits for stays on its way"
+    draw_trays({"the lesson's": MEASURED["trays"], "no tensors": nothing, "half written": half, "too early": too_early})
 
 
 # ------------------------------------------------------------------------------------------------------- runs of today

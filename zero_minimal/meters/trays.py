@@ -53,9 +53,8 @@ class Trays:
 
     def __exit__(self, *error):
         self._listening.__exit__(*error)
-        if error[0]:  # what a half-written file has left under way would meet later messages
-            for pending in self._pending:
-                pending.wait()
+        for pending in self._pending:  # what nobody has waited for would meet later messages
+            pending.wait()
 
     def take(self) -> Tensor:
         buffer = self._watched.take()

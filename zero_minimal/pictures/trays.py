@@ -65,39 +65,46 @@ def columns(record: dict) -> list[tuple[str, int | None, int]]:
 
 
 def on_the_way(record: dict) -> dict[tuple[int | None, int], tuple[float, float]]:
-    """(buffer, load): from which column to which it travels. It ends where the rank begins to unpack it."""
+    """(buffer, load): from which column to which it travels. It ends where the rank has waited for it, or never."""
     spans: dict = {}
-    column = -1
+    column, last = -1, len(columns(record))
     for kind, place, load in record["events"]:
         column += kind in ("fill", "unpack")
         if kind == "send":
-            spans[place, load] = (column + 1, column + 1)
-        elif (kind in ("wait", "unpack")) and (place, load) in spans:
-            spans[place, load] = (spans[place, load][0], max(spans[place, load][0], column + (kind == "wait")))
+            spans[place, load] = (column + 1, last)
+        elif kind == "wait" and (place, load) in spans:
+            spans[place, load] = (spans[place, load][0], column + 1)
     return spans
 
 
 def _lanes(axis: Axes, record: dict) -> None:
-    """A line for each buffer, in the order in which they are taken."""
-    done = columns(record)
-    lines = list(dict.fromkeys(place for _, place, _ in done))
-    for column, (kind, place, load) in enumerate(done):
-        _cell(axis, column, 1, lines.index(place), FILLED if kind == "fill" else READ, f"{load + 1}",
-              "black" if kind == "fill" else "white")
-    for (place, load), (begin, end) in on_the_way(record).items():
+    """A line for each buffer, in the order in which they are taken; other memory has a line for each load. What is done
+    to a buffer that is on its way is drawn small, inside of that."""
+    done, spans = columns(record), on_the_way(record)
+    keys = dict.fromkeys((place, load if place is None else None) for _, place, load in done)
+    lines = sorted(keys, key=lambda key: key[0] is None)
+    line_of = {(place, load): lines.index((place, load if place is None else None)) for _, place, load in done}
+    for key, (begin, end) in spans.items():
         if end > begin:
-            _cell(axis, begin, end - begin, lines.index(place), TRAVELS, f"{load + 1}", "black")
-    names = ["buffer A", "buffer B", *("another one" for _ in lines[2:])]
-    axis.set_yticks(range(len(lines)), names[: len(lines)])
+            _cell(axis, begin, end - begin, line_of[key], TRAVELS, f"{key[1] + 1}", "black")
+    for column, (kind, *key) in enumerate(done):
+        line = line_of[tuple(key)]
+        busy = any(begin <= column < end for other, (begin, end) in spans.items() if line_of[other] == line)
+        look, colour = (FILLED, "black") if kind == "fill" else (READ, "white")
+        _cell(axis, column, 1, line, look, f"{key[1] + 1}", colour, 0.4 if busy else 0.8)
+    names = iter(("buffer A", "buffer B"))
+    axis.set_yticks(range(len(lines)), [f"memory of {load + 1}" if place is None else next(names)
+                                        for place, load in lines])
     axis.set_xticks([column + 0.5 for column in range(len(done))],
                     [f"{'fills' if kind == 'fill' else 'unpacks'}\n{load + 1}" for kind, _, load in done], fontsize=9)
     axis.set(xlim=(0, max(len(done), 1)), ylim=(max(len(lines), 1) - 0.45, -0.55))
     axis.set_xlabel("what the rank does, one after the other →", fontsize=9)
 
 
-def _cell(axis: Axes, start: float, length: float, line: int, look: tuple, words: str, colour: str) -> None:
+def _cell(axis: Axes, start: float, length: float, line: int, look: tuple, words: str, colour: str,
+          height: float = 0.8) -> None:
     face, hatch = look
-    axis.add_patch(Rectangle((start + 0.03, line - 0.4), length - 0.06, 0.8, facecolor=face, hatch=hatch,
+    axis.add_patch(Rectangle((start + 0.03, line - height / 2), length - 0.06, height, facecolor=face, hatch=hatch,
                              edgecolor=HATCH.get(face, "white"), linewidth=0))
     axis.text(start + length / 2, line, words, ha="center", va="center", fontsize=10, color=colour,
               bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5} if hatch else None)
