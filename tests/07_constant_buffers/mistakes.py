@@ -99,6 +99,9 @@ WRONG = {
     "new memory for each load": Wrong(
         1, "test_two_buffers_for_ever", r"take\(\) number 1 returned memory that is none of the two in `buffers`",
         take(result="torch.zeros_like(self.buffers[self._turn])")),
+    "always the same buffer": Wrong(  # DeepSpeed #7805
+        1, "test_two_buffers_for_ever", r"take\(\) returned the buffers 0, 0, 0, 0, 0: they must take turns",
+        take(turn="self._turn = 0")),
     "takes a buffer that is on its way": Wrong(
         1, "test_a_buffer_is_taken_when_it_is_back",
         r"take\(\) number 3 returned a buffer that is still on its way: nobody has waited", take(finish="")),
