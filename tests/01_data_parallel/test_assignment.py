@@ -17,6 +17,8 @@ from checks import in_words, once
 from torch import nn, optim
 from toys import Recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 worlds = pytest.mark.parametrize("world_size", (2, 3))
 
 
@@ -24,15 +26,6 @@ worlds = pytest.mark.parametrize("world_size", (2, 3))
 def stage_class(assignment):
     """The class under test; stage_class.Naive is the naive way of the same file."""
     return assignment
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """What is computed here to compare with is small: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------------------------------------------------- the models

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_minimal.foundations import ownership, precision, values
-from zero_minimal.foundations.layout import Bucket
+from zero_minimal.foundations.layout import Bucket, wait_until_left
 
 STEPS = 32  # of the trial: some optimizers begin like SGD, and look at whole matrices later
 
@@ -146,8 +146,7 @@ def changes_parameters(update: Callable) -> Callable:
 
     @functools.wraps(update)
     def told(optimizer, bucket, *args, **kwargs):
-        if getattr(bucket, "leaving", None):  # an assignment's own kind of bucket has none
-            bucket.wait_until_left()
+        wait_until_left(bucket)
         precision.keep_changes(bucket)
         update(optimizer, bucket, *args, **kwargs)
         tell_autograd(bucket)
