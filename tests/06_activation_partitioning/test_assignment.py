@@ -469,8 +469,8 @@ def test_an_error_leaves_all_as_it_was(assignment):
     assert failed, "an error that the function raised in its second run did not come out of backward()"
     assert random and not autocast, (
         "the function raised an error in its second run, and after that "
-        f"{'autocast is still on' if random else 'the random state is not what it was before backward'}: what a "
-        "context has set it sets back, also when an error ends it"
+        f"{'autocast is still on' if random else 'the random state is not what it was before backward'}: "
+        "what a context has set it sets back, also when an error ends it"
     )
 
 
