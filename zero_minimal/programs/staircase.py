@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.foundations import collectives, ranks
+from zero_minimal.meters.memory import Moment
 from zero_minimal.pictures.staircase import draw_copies, draw_messages, draw_staircase
 from zero_minimal.programs import figures, progress, report
 from zero_minimal.programs.activation_partitioning import CONFIG, INPUT, MODES, batch, build, step_of
@@ -38,10 +39,14 @@ def watched_steps() -> dict[str, dict]:
 
 def told(step) -> dict:
     """A Step for JSON."""
-    stairs = [moment.bytes["activations"] for moment in step.timeline]
-    places = [place for place, (now, before) in enumerate(zip(stairs, [None, *stairs], strict=False)) if now != before]
-    return {**step._asdict(), "timeline": [stairs[place] for place in places],
-            "backward": sum(place < step.backward for place in places)}
+    return {**step._asdict(), **stairs(step.timeline, step.backward), "timeline": None}
+
+
+def stairs(timeline: list[Moment], backward: int) -> dict:
+    """What draw_staircase() takes: of a timeline in which backward begins at that place, the activations."""
+    counts = [moment.bytes["activations"] for moment in timeline]
+    places = [place for place, (now, before) in enumerate(zip(counts, [None, *counts], strict=False)) if now != before]
+    return {"activations": [counts[place] for place in places], "backward": sum(place < backward for place in places)}
 
 
 def watched_messages() -> dict[str, list]:
@@ -161,12 +166,12 @@ def measure() -> dict:
             return found
 
         steps = {str(world_size): run(watched_steps, world_size)[0] for world_size in WORLDS}
-        stairs = {mode: {"activations": step["timeline"], "backward": step["backward"]}
-                  for mode, step in steps[str(STAIRS_RANKS)].items()}
+        drawn = {mode: {name: step[name] for name in ("activations", "backward")}
+                 for mode, step in steps[str(STAIRS_RANKS)].items()}
         for step in (step for modes in steps.values() for step in modes.values()):
-            del step["timeline"], step["backward"]
+            del step["timeline"], step["activations"], step["backward"]
         return {
-            "input": INPUT, "steps": steps, "stairs": stairs,
+            "input": INPUT, "steps": steps, "stairs": drawn,
             "messages": run(watched_messages, STAIRS_RANKS)[0],
             "copies": run(watched_copies, COPIES_RANKS),
             "saved": {str(world_size): run(watched_savings, world_size)[0] for world_size in WORLDS},
@@ -175,11 +180,11 @@ def measure() -> dict:
 
 def pictures(measured: dict) -> dict[str, Figure]:
     """The page's pictures by their names, from what measure() gave."""
-    stairs = {mode: measured["stairs"][mode] for mode in ("no checkpoints", "checkpoints", "P_a")}
-    messages = {mode: measured["messages"][mode] for mode in stairs}
+    drawn = {mode: measured["stairs"][mode] for mode in ("no checkpoints", "checkpoints", "P_a")}
+    messages = {mode: measured["messages"][mode] for mode in drawn}
     copies = {mode: [rank[mode] for rank in measured["copies"]] for mode in measured["copies"][0]}
     return {"copies.png": draw_copies(copies, MOMENTS, measured["input"] // 4),
-            "staircase.png": draw_staircase(stairs), "messages.png": draw_messages(messages, measured["input"])}
+            "staircase.png": draw_staircase(drawn), "messages.png": draw_messages(messages, measured["input"])}
 
 
 def table(measured: dict) -> str:
