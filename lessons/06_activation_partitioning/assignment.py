@@ -232,4 +232,4 @@ class _Keeper:
 if __name__ == "__main__":
     from zero_minimal.programs.activation_partitioning import main
 
-    main()
+    main(checkpoint_blocks)
