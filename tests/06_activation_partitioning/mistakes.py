@@ -105,16 +105,11 @@ WRONG = {
     "a copy of the input is kept besides": Wrong(
         1, "test_only_the_inputs_stay", r"169\.4 kB a block live on rank 0, .*more than the input is kept",
         forward(begin="ctx.inputs = [tensor.clone() for tensor in tensors]")),
-    "nothing is kept": Wrong(
-        1, "test_only_the_inputs_stay", r"it is lost, and backward will need it", forward(save="pass")),
     "forward runs twice": Wrong(
         1, "test_forward_runs_the_function_once", r"the 6 blocks have run \[2, 2, 2, 2, 2, 2\] times",
         forward(begin="run(tensors)")),
     "a block whose input wants no gradient never gets backward": Wrong(
         1, "test_the_result_is_the_functions", r"requires no gradient though the block has parameters", WITHOUT_ANCHOR),
-    "forward runs on something else": Wrong(
-        1, "test_the_result_is_the_functions", r"returned other numbers than block\(x\)",
-        forward(end="return run([torch.zeros_like(tensor) for tensor in tensors])")),
 
     "the second run makes no graph": Wrong(
         2, "test_parameters_get_their_gradients",
@@ -124,10 +119,6 @@ WRONG = {
         2, "test_parameters_get_their_gradients", r"the gradient of up.weight is 2 times what it should be",
         backward(through=THROUGH.replace("[gradient for _, gradient in wanted]", "[gradient for _, gradient in wanted],"
                                          " retain_graph=True") + THROUGH)),
-    "backward begins with ones": Wrong(
-        2, "test_parameters_get_their_gradients", r"the gradient of up.weight is \S+ where \S+ is right",
-        backward(through=THROUGH.replace("[gradient for _, gradient in wanted])",
-                                         "[torch.ones_like(gradient) for _, gradient in wanted])"))),
     "the input gets no gradient": Wrong(
         2, "test_the_input_gets_its_gradient",
         r"no gradient came to blocks.1.\S+. The blocks above have theirs, so the chain ends at a checkpoint", backward(
@@ -146,9 +137,6 @@ WRONG = {
         2, "test_what_was_kept_goes_with_backward", r"after backward 508\.\d kB still live of 6 blocks",
         forward(save="ctx.kept = [keeper.keep(tensor) for tensor in tensors]")
         | backward(back=BACK.replace("ctx.saved_tensors", "ctx.kept"))),
-    "the second run's outputs stay": Wrong(
-        2, "test_what_was_kept_goes_with_backward", r"after backward .* still live of 6 blocks",
-        backward(end="ctx.outputs = outputs\nreturn None, None, None, *[tensor.grad for tensor in inputs]")),
     "the graph of each second run stays": Wrong(
         2, "test_one_block_at_a_time", r"live at the highest moment .*before the next block runs again",
         backward(through=THROUGH.replace("wanted])", "wanted], retain_graph=True)"),
@@ -156,9 +144,6 @@ WRONG = {
     "each output has a gradient": Wrong(
         2, "test_any_arguments", r"(?s)it raised .*To look at: an output may get no gradient \(None\)",
         backward(through="torch.autograd.backward(outputs, gradients)")),
-    "there is always something to go back through": Wrong(
-        2, "test_any_arguments", r"(?s)it raised .*where nothing inside wants one",
-        backward(through=THROUGH.split("if wanted")[0] + "torch.autograd.backward(*zip(*wanted))")),
 
     "dropout drops others in backward": Wrong(
         3, "test_dropout_drops_the_same_again", r"in backward other numbers were dropped than in forward",
@@ -183,10 +168,6 @@ WRONG = {
         4, "test_a_rank_keeps_its_part", r"A view keeps all of its storage alive",
         cut(size="size = -(-tensor.numel() // world_size)\nflat = torch.nn.functional.pad(tensor.flatten(), (0, size * "
                  "world_size - tensor.numel()))", part="part = flat[rank * size : (rank + 1) * size]"), 2),
-    "a part is kept, and the whole too": Wrong(
-        4, "test_a_rank_keeps_its_part",
-        r"112\.\d kB a block live on rank 0. .*and a part 28\.\d kB: the whole is kept besides",
-        forward(begin="ctx.tensors = tensors"), 3),
     "the tail is lost": Wrong(
         4, "test_what_is_gathered_is_the_input", r"P_a over 2 ranks, rank \d.*(it raised|gradient)|it raised",
         cut(size="size = tensor.numel() // world_size") | gather(
@@ -194,26 +175,12 @@ WRONG = {
     "parts in the wrong order": Wrong(
         4, "test_what_is_gathered_is_the_input", r"the parts in order of rank", gather(
             end="return whole.roll(len(part))[: shape.numel()].reshape(shape)"), 3),
-    "the rest is zeros": Wrong(
-        4, "test_what_is_gathered_is_the_input", r"What is gathered must be the input bit for bit",
-        gather(gather="whole.zero_()\nrank = dist.get_rank(self.group)\n"
-                      "whole[rank * len(part) : (rank + 1) * len(part)] = part"), 3),
-    "each part has the length that is left": Wrong(
-        4, "test_what_is_gathered_is_the_input", r"(?s)it raised|is gone|Mismatch|the parts in order of rank",
-        cut(part="part = tensor.flatten()[rank * size : (rank + 1) * size].clone()"), 2, True),
-    "the old shape is forgotten": Wrong(
-        4, "test_what_is_gathered_is_the_input", r"(?s)it raised RuntimeError.*what `gather` returns of the old shape",
-        gather(end="return whole[: shape.numel()]"), 2),
     "an all-reduce of parts among zeros": Wrong(
         4, "test_one_gather_a_block_and_only_in_backward",
         r"sent 677\.\d kB in backward. 6 blocks gather their inputs once each: 338\.\d kB",
         gather(gather="rank = dist.get_rank(self.group)\nwhole.zero_()\n"
                       "whole[rank * len(part) : (rank + 1) * len(part)] = part\n"
                       "collectives.all_reduce(whole, op='sum', group=self.group)")),
-    "gathered in forward already": Wrong(
-        4, "test_one_gather_a_block_and_only_in_backward", r"sent .* in forward. To cut sends nothing",
-        cut(end="whole = part.new_empty(size * world_size)\ncollectives.all_gather(whole, part, group=self.group)\n"
-                "return part")),
     "integers are cut too": Wrong(
         4, "test_integers_stay_whole", r"of a block that takes 169\.4 kB of integers .*Only floating-point tensors",
         {"_Keeper.describe": function(
