@@ -138,6 +138,7 @@ def test_the_exam():
 # -------------------------------------------------------------------------------------------------- as they are today
 
 
+@pytest.mark.thorough
 def test_a_run_of_today_gives_the_same_messages():
     assert ranks.run(program.watched_messages, 2, device="cpu", timeout=100)[0] == MEASURED["messages"]
 
