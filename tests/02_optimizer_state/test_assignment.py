@@ -95,7 +95,8 @@ def given_to_the_optimizer(stage_class):
     return found, size
 
 
-@pytest.mark.step(1, points=14)
+@pytest.mark.step(1, points=14, raised="has each of your groups the masters of its own buckets alone, those whose "
+                  "bucket.group_index is its number?")
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_each_rank_optimizes_its_part(stage_class, world_size):
     ranks = [found for found, _ in once(given_to_the_optimizer, world_size, stage_class)]
