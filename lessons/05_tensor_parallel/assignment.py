@@ -182,8 +182,8 @@ class VocabularyParallelEmbedding(nn.Module):
 
     def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Whether this rank has a token, and its row of the weight (0 for those of others)."""
-        # step 4: for each token: is self.first <= token < self.first + self.part, and token -
-        # self.first or 0.
+        # step 4: for each token: is self.first <= token < self.first + self.part; and token -
+        # self.first if so, else 0.
         raise NotImplementedError("step 4: find")
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ class ParallelGPT(nn.Module):
                                  f"{int(numbers.min())} to {int(numbers.max())}")
 
     def replicated(self) -> list[nn.Parameter]:
-        """What every rank of the group holds whole: norms, biases after g, positions."""
+        """What every rank of the group holds whole: norms, row-parallel biases, positions."""
         cut = {param for module in self.modules()
                for name, param in module.named_parameters(recurse=False)
                if isinstance(module, (ColumnParallelLinear, VocabularyParallelEmbedding))
