@@ -8,7 +8,7 @@ from zero_minimal.meters.layer_errors import label
 from zero_minimal.pictures.style import LOOKS, PAGE, bars, figure, legend_outside, words_above
 
 WRONG, APART = LOOKS["gradients"], ("#D55E00", "xx")
-RIGHT = 1e-3  # share of a gradient's size: more than rounding
+RIGHT = 1e-5  # share of a gradient's size: more is no rounding any more
 TOP = 0.8  # a bar that is higher is cut; its number says how high it is
 
 
@@ -34,13 +34,13 @@ def _panel(axis: Axes, title: str, rows: list[dict]) -> None:
     spreads = [row["spread"] if (row["spread"] or 0) > RIGHT else 0.0 for row in rows]
     bars(axis, [place - 0.2 for place in places], [min(error, TOP) for error in errors], WRONG, width=0.4)
     bars(axis, [place + 0.2 for place in places], [min(spread, TOP) for spread in spreads], APART, width=0.4)
-    words = [f"{error:.0%}" if error else "✓" for error in errors]
+    words = ["✓" if not error else "<1%" if error < 0.01 else f"{error:.0%}" for error in errors]
     words_above(axis, [place - 0.22 * bool(error) for place, error in zip(places, errors, strict=True)],
                 [min(error, TOP) for error in errors], words, gap=2, fontsize=9)
     apart = [(place + 0.22, min(spread, TOP), f"{spread:.0%}") for place, spread in zip(places, spreads, strict=True)
-             if spread >= 0.005]
+             if spread >= 0.01]
     if apart:
-        words_above(axis, *zip(*apart, strict=True), gap=2, fontsize=9)
+        words_above(axis, *zip(*apart, strict=True), gap=2, fontsize=9)  # where a bar can be seen
     axis.set_ylim(0, 1.2 * TOP)
     axis.set_xlim(-0.7, len(rows) - 0.3)
     axis.set_yticks([0, 0.25, 0.5, 0.75], ["0", "25%", "50%", "75%"], fontsize=9)

@@ -20,7 +20,7 @@ from zero_minimal.foundations import interrupts, ranks
 from zero_minimal.meters.layer_errors import layer_errors
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.pictures import style
-from zero_minimal.pictures.patients import draw_patients
+from zero_minimal.pictures.patients import RIGHT, draw_patients
 from zero_minimal.pictures.region import draw_region
 from zero_minimal.programs import progress, report
 from zero_minimal.programs.gradients import on_few_lines
@@ -175,7 +175,7 @@ def table(measured: dict) -> str:
         lines.append([str(row["ranks"]), str(row["batch"]), f"{row['parameters']:,}", str(calls), f"{sent / 1e6:.2f}"])
     ill = [["mistake", "loss", "layers that are wrong"]]
     for name, found in measured["patients"].items():
-        wrong = sum(layer["error"] > 1e-3 for layer in found["layers"])
+        wrong = sum(layer["error"] > RIGHT for layer in found["layers"])
         ill.append([name, " ".join(f"{loss:.4f}" for loss in found["losses"]), f"{wrong} of {len(found['layers'])}"])
     signs = ", ".join(f"{name} numbers {share:.0%}" for name, share in measured["signs"].items())
     return "\n".join((report.table(lines), report.table(ill), f"loss in one process: {measured['loss']:.4f}",
