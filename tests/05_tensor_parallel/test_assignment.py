@@ -608,7 +608,7 @@ def test_rows_of_the_embedding(assignment, world_size):
         assert ours.shape == rows.shape, f"the embedding {where} gives {tuple(ours.shape)}, not {tuple(rows.shape)}"
         right = torch.isclose(ours, rows, rtol=1e-3, atol=1e-5).all(-1)
         assert right.all(), (
-            f"the embedding {where}: the rows of {int((~right).sum())} of {right.numel()} tokens are wrong. {ROWS}")
+            f"the embedding {where}: rows of {int((~right).sum())} of {right.numel()} tokens are wrong. W{ROWS[1:]}")
         part = part_of(TOKENS, gradient, world_size, rank)
         assert near(grown, part), (
             f"the gradient of the embedding's weight {where}: "
@@ -634,17 +634,39 @@ def test_the_loss_is_that_of_whole_logits(assignment, world_size):
                 f"the loss {where} is {ours[1].dtype} of shape {tuple(ours[1].shape)}: a 0-dim fp32 tensor is right")
             told = "the loss is not a finite number: exp() of it has overflowed, or underflowed to log(0)" \
                 if not ours[1].isfinite() else f"the loss is {ours[1]:.6g}, and {wanted[1]:.6g} is right"
-            look = ("Is the highest logit the highest of all ranks, and the same for all of them?" if name == "large"
-                    else "Each rank has some logits of each token, one has the target's: which sums are of all ranks?")
+            look = suspect(ours[1], wanted[0], tokens_of(0, tokens)[1], world_size)
             assert near(ours[1], wanted[1], 1e-4), f"{told}, {where} and with {largest}. {look}"
             gradients = [one[name][2] for one in ranks]
             assert near(gradients[rank], wanted[2], 1e-3), (
-                f"the loss {where} is right, with {largest}. The gradient of what the logits are made of is not: "
-                f"{words_for(gradients, wanted[2], rank, world_size)}")
+                f"the loss {where} is right, with {largest}. The gradient of x, of which the logits are made, is not: "
+                f"{words_for(gradients, wanted[2], rank, world_size)}. What does x pass on its way into the logits, "
+                "and what do the sums of the loss pass?")
             part = part_of(TOKENS, wanted[3], world_size, rank)
             assert near(ours[3], part, 1e-3, scale=wanted[3].abs().max().item()), (
                 f"the loss {where} is right, with {largest}. The gradient of this rank's rows is not: "
                 f"{words_for([ours[3]], part, 0, 1, added=False)}")
+
+
+def suspect(loss, whole, targets, world_size):
+    """What a wrong loss came of, from the logits of one process: the mistake that gives just this loss."""
+    parts = whole.split(-(-whole.shape[-1] // world_size), -1)
+    highest = torch.stack([part.amax(-1) for part in parts], -1)
+    each = torch.stack([part.exp().sum(-1) for part in parts], -1)
+    target = whole.gather(-1, targets[..., None]).squeeze(-1)
+    owner = targets // parts[0].shape[-1]
+    units = (each * (-highest).exp()).sum(-1).log() - target + highest.gather(-1, owner[..., None]).squeeze(-1)
+    right = whole.logsumexp(-1) - target
+    for words, value in {
+        "each rank has subtracted its own highest logit, and exponentials of other units were added up": units.mean(),
+        "the target's logit is missing": (right + target).mean(),
+        "the mean of the ranks' exponentials was taken, and not their sum": (each.mean(-1).log() - target).mean(),
+        "the tokens' losses were added up, and their mean is right": right.sum(),
+        "the ranks' losses were added up": world_size * right.mean(),
+    }.items():
+        if near(loss, value, 1e-4):
+            return f"Just this comes out if {words}"
+    return ("Each rank has some logits of each token, and one rank has the target's: what do the others put in its "
+            "place, and which sums are of all ranks?")
 
 
 def _assert_logits(ours, whole, rank, world_size):
@@ -842,7 +864,7 @@ def test_all_ranks_draw_the_same_outside(assignment, world_size):
     ranks = toys.run(draws, world_size, assignment)
     for rank, (outside, inside, ended) in enumerate(ranks):
         assert ended == "passed on", f"an error inside parallel_random() did not come out of it on rank {rank}"
-        for number, what in enumerate(("before parallel_random()", "after it", "after it was left by an error")):
+        for number, what in enumerate(("Before parallel_random()", "After parallel_random()", "After an error in it")):
             assert torch.equal(outside[number], ranks[0][0][number]), (
                 f"{what} rank {rank} draws other numbers than rank 0, from the same seed: dropout outside the region "
                 "would differ, and so would what every rank holds whole")
