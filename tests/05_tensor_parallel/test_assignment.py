@@ -8,6 +8,7 @@ All numbers have mixed signs: with positive ones alone a split before a non-line
 
 from dataclasses import replace
 
+import checks
 import pytest
 import torch
 import torch.distributed as dist
@@ -318,10 +319,13 @@ INPUTS, OUTPUTS = 6, 24
 
 
 def parts_of_layers(file):
-    """{name: (this rank's part of shared numbers, bytes of its storage)} by the layers' cut, and what a seed gives."""
+    """{name: (this rank's part of shared numbers, numbers in its storage, bytes in the layer)} by the layers' cut; what
+    a seed gives; bytes that live because of the two layers, and those of their parameters; what shard() refuses."""
     torch.manual_seed(3)
+    before = checks.live_bytes()
     column, row = file.ColumnParallelLinear(INPUTS, OUTPUTS), file.RowParallelLinear(OUTPUTS, INPUTS)
-    found = {}
+    own = sum(param.nbytes for layer in (column, row) for param in layer.parameters())
+    held, found = checks.live_bytes(until=before + own, looks=3) - before, {}
     for number, (name, layer, kind, *shape) in enumerate(LAYERS):
         layer = {"column": column, "row": row}[layer]
         part = layer.cut(kind, shared(10 + number, *shape))
@@ -331,7 +335,7 @@ def parts_of_layers(file):
         file.shard(torch.zeros(7, 3), 0)
     except ValueError as error:
         refused = str(error)
-    return found, column.weight.detach(), refused
+    return found, column.weight.detach(), held, own, refused
 
 
 LAYERS = (("ColumnParallelLinear's weight", "column", "weight", OUTPUTS, INPUTS),
@@ -362,6 +366,10 @@ def test_a_rank_owns_its_part_of_a_layer(assignment, world_size):
                 "view of the whole, which stays as long as the view does")
             assert in_layer <= EACH * wanted.numel(), (
                 f"{name}: rank {rank} of {world_size} owns {in_layer} bytes, and its part has {EACH * wanted.numel()}")
+    for rank, (_, _, held, own, _) in enumerate(ranks):
+        assert held <= 1.2 * own, (
+            f"two layers, of which rank {rank} of {world_size} owns {own} bytes: {held} bytes live because of them. "
+            "Who still holds the whole weights?")
     assert not torch.equal(ranks[0][1], ranks[1][1]), (
         "a new ColumnParallelLinear has the same weight on ranks 0 and 1: each rank must draw the whole weight "
         "(random_weight) and take its own part, else the layer has one half twice")
