@@ -14,6 +14,7 @@ from zero_minimal.classroom.lessons import found
 from zero_minimal.foundations import ranks
 from zero_minimal.meters.layer_errors import label
 from zero_minimal.paper import formulas
+from zero_minimal.pictures.batches import draw_sent_by_batch
 from zero_minimal.pictures.patients import RIGHT
 from zero_minimal.programs import patients as program
 from zero_minimal.workload.settings import Settings
@@ -218,6 +219,12 @@ def test_the_pictures_are_shown_where_they_belong():
     plain = re.sub(r"<details>.*?</details>", "", PAGE, flags=re.DOTALL)
     assert "](region.png)" in plain and "](patients.png)" in plain
     assert "f forgotten |" not in plain, "the diagnosis is folded"
+
+
+def test_the_notebooks_bars_of_batches_are_what_was_sent():
+    axis = draw_sent_by_batch({2: 700_000, 4: 1_400_000}, 1_000_000).axes[0]
+    assert [bar.get_height() for bar in axis.patches] == [0.7, 1.4]
+    assert {text.get_text() for text in axis.texts} == {"0.70", "1.40"} and set(axis.lines[0].get_ydata()) == {1.0}
 
 
 def test_what_torch_does_is_what_the_page_says():

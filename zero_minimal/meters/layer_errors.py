@@ -27,7 +27,8 @@ def layer_errors(model: nn.Module, whole: dict[str, Tensor], group=None) -> list
     found: dict[str, list] = {}
     for name, param in model.named_parameters():
         if name.endswith(".weight"):
-            found.setdefault(layer_of(name), []).append((param.grad, parts[name]))
+            gradient = torch.zeros_like(param) if param.grad is None else param.grad
+            found.setdefault(layer_of(name), []).append((gradient, parts[name]))
     rows = []
     for layer in sorted(found, key=_place):
         ours, theirs = (torch.cat([pair[at].flatten() for pair in found[layer]]) for at in (0, 1))
