@@ -57,10 +57,14 @@ def assert_clips_by_the_global_norm(stage_class, world_size):
 def assert_clipping_leaves_the_gradients(stage_class):
     """It returns a 0-dim tensor, and the shards stay as they are."""
     for rank, of_rank in enumerate(once(clipped, 2, stage_class)):
-        for (_, shape, _, before, after), max_norm in zip(of_rank, LIMITS, strict=True):
+        for (_, shape, _, before, after, last), max_norm in zip(of_rank, LIMITS, strict=True):
             assert torch.equal(flat(rank, before), flat(rank, after)), (
                 f"clip_grad_norm_({max_norm:g}) changed the gradients in rank {rank}'s shards: it changes "
                 "self.gradient_scale alone, and step() multiplies with that"
+            )
+            assert torch.equal(flat(rank, after), flat(rank, last)), (
+                f"step() changed the gradients in rank {rank}'s shards, after clip_grad_norm_({max_norm:g}): multiply "
+                "into a tensor of its own"
             )
             assert shape == [], (
                 f"clip_grad_norm_ returned {'no tensor' if shape is None else f'a tensor of shape {shape}'} on rank "

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+import torch
 
 from zero_minimal.classroom.lessons import found
 from zero_minimal.classroom.references import reference
@@ -81,6 +82,16 @@ def results_stay_in_their_file(request):
             value.cache_clear()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """What is computed here to compare with is small: threads would only wait for each other, and sum in another
+    order on another machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

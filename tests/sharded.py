@@ -549,7 +549,7 @@ LIMITS = (0.1, 1e6)  # for the norm: below it, and above
 
 def clipped(stage_class):
     """For each limit: what clip_grad_norm_ returned, and its shape (None: it is no tensor), how far SGD with lr 1 went
-    then, and this rank's shards before and after clipping."""
+    then, and this rank's shards before clipping, after it and after the step."""
     torch.use_deterministic_algorithms(True)
     results, rank = [], dist.get_rank()
     for max_norm in LIMITS:
@@ -561,7 +561,7 @@ def clipped(stage_class):
         clipped_shards = shards_of(zero)
         zero.step()
         change = toys.distance(before, toys.whole_parameters(zero))
-        results.append((float(norm), shape, change, shards, clipped_shards))
+        results.append((float(norm), shape, change, shards, clipped_shards, shards_of(zero)))
     return results
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from zero_minimal.classroom.lessons import Lesson
 from zero_minimal.classroom.references import bound_by, reference
+from zero_minimal.classroom.starters import functions_of
 
 
 @dataclass(frozen=True)
@@ -91,3 +92,12 @@ def right(lesson: Lesson) -> dict[str, str]:
     files = sorted(lesson.tests.with_name("right").glob("*.py"))
     texts = {name: spliced(lesson, code) for name, code in mistakes(lesson).RIGHT.items()}
     return texts | {file.stem.replace("_", " "): file.read_text() for file in files}
+
+
+def solution(lesson: Lesson, name: str) -> list[str]:
+    """The lines of a function of the reference that a learner writes: no docstring, no comments."""
+    source = reference(lesson)
+    body = [part for part in functions_of(ast.parse(source))[name].body
+            if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+    lines = [line.strip() for line in source.splitlines()[body[0].lineno - 1 : body[-1].end_lineno]]
+    return [line for line in lines if line and not line.startswith("#")]

@@ -169,7 +169,7 @@ class Backward(Passes):
     def _hand_over_complete(self) -> None:
         """Hand over the buckets whose turn has come."""
         # step 3: no bucket that could go is left; on every rank they went in the order of
-        # self._waits_for. (Not with self.by_turns: then another one hands over.)
+        # self._waits_for.
         raise NotImplementedError("step 3: _hand_over_complete")
 
     def hand_over(self, bucket: Bucket) -> None:
@@ -199,8 +199,8 @@ class Backward(Passes):
     def _hand_over_rest(self) -> None:
         """Hand over all buckets that are left, in order."""
         # step 2: every bucket of self._waits_for was handed over. Before each, the stage was told
-        # (gradient_arrived) of every gradient of the bucket that is in .grad and was not counted.
-        # (Until step 3 nothing is counted.)
+        # (gradient_arrived) of every gradient of the bucket that is in .grad and was not counted:
+        # self._waits_for still has its parameter. (Until step 3 it has all.)
         raise NotImplementedError("step 2: _hand_over_rest")
 
     def _agree_on_order(self) -> None:
@@ -267,8 +267,8 @@ class Stage0(Hooks):
         flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
 
     def bucket_complete(self, bucket, done):
-        # step 2: bucket.gradients become their mean over the ranks (step 4: are on their way to it,
-        # and self.reducing says so).
+        # step 2: a gradient that did not come counts as zero; bucket.gradients become their mean
+        # over the ranks (step 4: are on their way to it, and self.reducing says so).
         raise NotImplementedError("step 2: bucket_complete")
 
     def _wait(self):
@@ -312,8 +312,8 @@ class Stage0(Hooks):
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        # step 5: nothing is under way, no .grad and no gradient_scale is left, and self.backward
-        # starts afresh (forget).
+        # step 5: nothing is under way, no .grad is left, self.gradient_scale is None, and
+        # self.backward starts afresh (forget).
         raise NotImplementedError("step 5: zero_grad")
 
     # state

@@ -148,8 +148,8 @@ class Stage1(Hooks):
 
     def bucket_complete(self, bucket, done):
         # step 2: a gradient that did not come counts as zero; the mean of this bucket's gradients
-        # over the ranks is on its way to their shards, and self.reducing says so. At most this one
-        # is on its way when the function returns.
+        # over the ranks is on its way to their shards, and self.reducing says so. The bucket before
+        # has arrived when the function returns.
         raise NotImplementedError("step 2: bucket_complete")
 
     def _wait(self):

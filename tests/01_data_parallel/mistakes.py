@@ -100,9 +100,12 @@ WRONG = {
     "each rank keeps the values that it began with": Wrong(
         1, "test_all_start_from_rank_0", r"rank 1 has another frozen, first.weight and \d more than rank 0",
         start_alike(tensors="()"), 2),
+    "a buffer that is in no state_dict()": Wrong(
+        1, "test_all_start_from_rank_0", r"rank 1 has another last.shift than rank 0: .* has persistent=False",
+        start_alike(tensors="self.model.state_dict().values()"), 2),
     "buffers stay each rank's own": Wrong(
         1, "test_all_start_from_rank_0",
-        r"rank 1 has another norm.running_mean than rank 0: .* rank 0's, the buffers too$",
+        r"rank 1 has another norm.running_mean, last.shift than rank 0: .* rank 0's, the buffers too$",
         start_alike(tensors="self.model.parameters()"), 2),
     "what is frozen stays each rank's own": Wrong(
         1, "test_all_start_from_rank_0", r"rank 1 has another frozen than rank 0: .* also those that are not trained",

@@ -17,6 +17,8 @@ from checks import in_words, once
 from torch import nn, optim
 from toys import Recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 worlds = pytest.mark.parametrize("world_size", (2, 3))
 
 
@@ -24,15 +26,6 @@ worlds = pytest.mark.parametrize("world_size", (2, 3))
 def stage_class(assignment):
     """The class under test; stage_class.Naive is the naive way of the same file."""
     return assignment
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """What is computed here to compare with is small: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------------------------------------------------- the models
@@ -50,16 +43,18 @@ def wide_numbers(rank, step):
 
 
 class Normed(nn.Module):
-    """A batch norm, whose buffers differ from rank to rank before a stage has it; and a frozen parameter."""
+    """A batch norm, whose buffers differ from rank to rank before a stage has it; a frozen parameter; and a buffer that
+    is in no state_dict()."""
 
     def __init__(self):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
         nn.init.normal_(self.norm.running_mean)
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.last.register_buffer("shift", torch.randn(3), persistent=False)
 
     def forward(self, x, y):
-        return (self.last(self.norm(self.first(x))) + self.frozen - y).square().mean()
+        return (self.last(self.norm(self.first(x))) + self.frozen + self.last.shift - y).square().mean()
 
 
 class Crossroads(nn.Module):
@@ -196,7 +191,7 @@ def naive_start(stage_class):
     """The names of what differs from rank 0's model, for each kind of model; and a batch's gradients."""
     rank, states = dist.get_rank(), []
     for make in (Normed, checks.Awkward):
-        states.append(dict(stage_class.Naive(toys.build(make, rank), optim.SGD, lr=1.0).model.state_dict()))
+        states.append(tensors_of(stage_class.Naive(toys.build(make, rank), optim.SGD, lr=1.0).model))
     return states
 
 
@@ -206,15 +201,24 @@ def test_all_start_from_rank_0(stage_class, world_size):
     assert_starts(toys.run(naive_start, world_size, stage_class), range(world_size))
 
 
+def tensors_of(model):
+    """{name: tensor} of all that the model has; state_dict() leaves out buffers that are not persistent."""
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
 def assert_starts(found, ranks):
     first = ranks[0]
-    wanted = [toys.build(make, first).state_dict() for make in (Normed, checks.Awkward)]
+    models = [toys.build(make, first) for make in (Normed, checks.Awkward)]
+    wanted = [tensors_of(model) for model in models]
+    all_buffers = {name for model in models for name, _ in model.named_buffers()}
     for rank, states in zip(ranks, found, strict=True):
         for state, right in zip(states, wanted, strict=True):
             off = [name for name in right if not torch.equal(state[name], right[name])]
-            buffers = [name for name in off if "running" in name or "batches" in name]
-            kind = "the buffers too" if off and off == buffers else (
-                "parameters and buffers, also those that are not trained")
+            kind = "parameters and buffers, also those that are not trained"
+            if off == ["last.shift"]:
+                kind = "also this buffer, which has persistent=False and so is in no state_dict(): see model.buffers()"
+            elif all_buffers.issuperset(off):
+                kind = "the buffers too"
             assert not off, (
                 f"when Naive is made, rank {rank} has another {in_a_list(off)} than rank {first}: each rank began with "
                 f"values of its own, and all must take rank {first}'s, {kind}"
@@ -265,8 +269,8 @@ def naive_in_a_group(stage_class):
     if rank == 0:
         return None
     zero = stage_class.Naive(toys.build(Normed, rank), optim.SGD, lr=1.0, group=group)
-    return [dict(zero.model.state_dict()), dict(
-        stage_class.Naive(toys.build(checks.Awkward, rank), optim.SGD, lr=1.0, group=group).model.state_dict())]
+    return [tensors_of(zero.model), tensors_of(
+        stage_class.Naive(toys.build(checks.Awkward, rank), optim.SGD, lr=1.0, group=group).model)]
 
 
 GROUP = ("here group= is a group of ranks 1 and 2 of three, and rank 0 has no part in it: is group=self.group passed "
@@ -421,7 +425,8 @@ def test_reductions_begin_during_backward(stage_class):
 
 
 @pytest.mark.step(3, points=7, raised="is .grad there when your hook is called, and is the parameter's bucket still "
-                  "there? Its bucket may go when the last of its gradients is in .grad")
+                  "there? Its bucket may go when the last of its gradients is in .grad. And what is your hook given: a "
+                  "parameter, or (from register_hook) a gradient?")
 @worlds
 def test_gradients_that_leave_early_are_the_mean(stage_class, world_size):
     results = once(layer_by_layer, world_size, stage_class)
@@ -619,13 +624,15 @@ TRAINING = {
                           "does each step begin without old gradients?"),
     "frozen, tied and unused parameters": (checks.RECIPES["frozen, tied and unused parameters"],
                                            "a parameter without a gradient counts as one whose gradient is zero: what "
-                                           "lies in its place since the step before (bucket.zero_missing)?"),
+                                           "lies in its place since the step before? Look at bucket_complete, of step "
+                                           "2 (bucket.zero_missing)"),
     "three micro-batches a step, and clipping": (
         Recipe(options=checks.ADAM, accumulate=3, clip=0.1, steps=3),
         "do micro-batches add up, and does clipping end with zero_grad()?"),
     "layers that are left out in turn": (checks.RECIPES["another order in each step"],
                                          "a layer without gradient counts as one whose gradient is zero: what lies in "
-                                         "its place since the step before (bucket.zero_missing)?"),
+                                         "its place since the step before? Look at bucket_complete, of step 2 "
+                                         "(bucket.zero_missing)"),
 }
 
 

@@ -6,7 +6,7 @@ import torch
 import toys
 from thorough import sample
 
-worlds = pytest.mark.parametrize("world_size", (2, 3, 4))
+worlds = pytest.mark.parametrize("world_size", sample((2, 3, 4), [3]))
 
 
 @worlds

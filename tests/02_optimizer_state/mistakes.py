@@ -328,6 +328,10 @@ WRONG = {
         5, "test_clipping_returns_a_tensor_and_leaves_the_gradients",
         r"changed the gradients in rank 0's shards: it changes self.gradient_scale alone",
         clip_grad_norm_(scale="for gradient in gradients:\n    gradient *= (max_norm / norm).clamp(max=1.0)")),
+    "the scale goes into the shard": Wrong(
+        5, "test_clipping_returns_a_tensor_and_leaves_the_gradients",
+        r"step\(\) changed the gradients in rank 0's shards, after clip_grad_norm_\(0.1\)",
+        update_shard(scale="if gradient_scale is not None:\n    gradient.mul_(gradient_scale)")),
     "the norm of all ranks there are": Wrong(
         5, "test_clips_in_a_group", r"(?s).*here group= is a group of ranks 0 and 2 of three",
         global_norm(sum_=SUM.replace(", group=group", "")), hangs=True),

@@ -52,20 +52,13 @@ from sharded import (
 from torch import nn, optim
 from toys import Recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def stage_class(assignment):
     """The class under test."""
     return assignment
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """What is computed here to compare with is small: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ----------------------------------------------------------------------- step 1: which part is mine, and its optimizer
@@ -102,7 +95,8 @@ def given_to_the_optimizer(stage_class):
     return found, size
 
 
-@pytest.mark.step(1, points=14)
+@pytest.mark.step(1, points=14, raised="has each of your groups the masters of its own buckets alone, those whose "
+                  "bucket.group_index is its number?")
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_each_rank_optimizes_its_part(stage_class, world_size):
     ranks = [found for found, _ in once(given_to_the_optimizer, world_size, stage_class)]

@@ -65,20 +65,13 @@ from sharded import (
 from torch import optim
 from toys import Recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture
 def stage_class(assignment):
     """The class under test."""
     return assignment
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """What is computed here to compare with is small: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ------------------------------------------------------------------------------- step 1: gradients become shards

@@ -10,7 +10,7 @@ import toys
 from thorough import sample
 from torch import optim
 
-worlds = pytest.mark.parametrize("world_size", (2, 3, 4))
+worlds = pytest.mark.parametrize("world_size", sample((2, 3, 4), [3]))
 
 
 @worlds

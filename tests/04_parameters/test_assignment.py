@@ -44,6 +44,8 @@ from turns_seen import BLOCKS, Marks, Sight, Tower, block_bytes, numbers, seeded
 
 from zero_minimal.foundations.released import Released, is_released
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK = block_bytes()
 PSI = sum(param.nbytes for param in Tower().parameters())
 
@@ -52,15 +54,6 @@ PSI = sum(param.nbytes for param in Tower().parameters())
 def stage_class(assignment):
     """The class under test."""
     return assignment
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """What is computed here to compare with is small: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def padding(world_size, make=Tower):

@@ -29,14 +29,7 @@ EACH = 4  # bytes of a number
 GROUP = "here ranks 0 and 2 of 3 are the group: is `group` passed on to every collective, rank and number of ranks?"
 SAME = "all ranks of the group must start the same all-reduces in the same order"
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """What is computed here to compare with is small: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ------------------------------------------------------------------------------------------------ numbers, and parts

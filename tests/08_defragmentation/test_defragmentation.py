@@ -19,18 +19,11 @@ from zero_minimal.programs import fragmentation
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.model import GPT, GPTConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = GPTConfig(layers=3, hidden=30, heads=3, sequence=23, vocabulary=31, dropout=0.1)
 LENGTHS = (9, 23, 5, 17)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Sums in the same order each time, and no threads that wait for one another on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def gpt(seed=0):

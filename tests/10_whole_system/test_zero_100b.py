@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import toys
 from matplotlib.image import imread
+from thorough import sample
 from torch import optim
 
 from zero_minimal import __main__ as program
@@ -101,7 +102,7 @@ def losses_of(model_parallel):
     return mesh.data_rank, found
 
 
-@pytest.mark.parametrize("world_size, model_parallel", [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("world_size, model_parallel", sample([(2, 2), (4, 2), (4, 4)], [(4, 2)]))
 def test_all_configs_train_alike(world_size, model_parallel):
     results = toys.run(losses_of, world_size, model_parallel)
     for data_rank, found in results:
@@ -130,7 +131,7 @@ def clipped(model_parallel, name):
     return norms, losses
 
 
-@pytest.mark.parametrize("name", ("C1", "C3"))
+@pytest.mark.parametrize("name", sample(("C1", "C3"), ["C3"]))
 def test_clips_by_the_norm_of_the_whole_model(name):
     one_process = toys.run(clipped, 1, 1, name)[0]
     assert min(one_process[0]) > 0.6, "nothing was clipped"

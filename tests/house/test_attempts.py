@@ -82,7 +82,7 @@ def test_what_is_missing_is_told_in_a_line(file):
     with pytest.raises(NotImplementedError, match="of torch"), attempt.as_far_as_written():
         raise NotImplementedError("of torch")
     file.write_text("def exchange(): pass\n")
-    assert attempt.next_step(attempt.load("00_collectives")) == ""
+    assert attempt.next_step(attempt.load("00_collectives")).startswith("All of it is written.")
 
 
 # ------------------------------------------------------------------------------------------------------------ is drawn
@@ -170,7 +170,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("name", sample(SHOWN, list(SHOWN)[:7]))
+@pytest.mark.parametrize("name", sample(SHOWN, list(SHOWN)[:3]))
 def test_wrong_rings_are_seen_to_be_wrong(drawn, name):
     wrong = submissions.mistakes(RINGS).WRONG[name]
     _, (picture,), _ = drawn(RINGS, submissions.spliced(RINGS, wrong.code, wrong.top))

@@ -37,6 +37,7 @@ def report(tmp_path_factory):
     return {row["name"]: row for row in rows}, "\n".join(printed), folder
 
 
+@pytest.mark.thorough
 def test_a_row_for_each_contender_in_our_order(report):
     rows, printed, folder = report
     assert list(rows) == RUN

@@ -65,6 +65,7 @@ STUCK = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", sample((2, 4, 6), [4]))
 def test_all_receive_at_default_patience(world_of, ranks):
     began = time.monotonic()
@@ -76,7 +77,7 @@ def test_all_receive_at_default_patience(world_of, ranks):
     assert time.monotonic() - began < LONG, "found late"
 
 
-@pytest.mark.parametrize("ranks", (2, 3))
+@pytest.mark.parametrize("ranks", sample((2, 3), [3]))
 @pytest.mark.parametrize("case", sample(tuple(STUCK), ["wait() of a receive", "one of ours"]))
 def test_ranks_that_wait_for_each_other(world_of, case, ranks):
     code, words = STUCK[case]
@@ -92,7 +93,7 @@ def test_the_other_rank_is_through(world_of):
     assert "rank 0, line 1" in text and "rank 1 is through with the cell" in text
 
 
-@pytest.mark.parametrize("ranks", (2, 3))
+@pytest.mark.parametrize("ranks", sample((2, 3), [3]))
 def test_ranks_in_different_collectives_are_told_once(world_of, ranks):
     code = "if rank == 0:\n    collectives.broadcast(x)\nelse:\n    collectives.all_reduce(x)"
     first, *lines = message_of(world_of(ranks), f"x = torch.ones(2)\n{code}").splitlines()
@@ -118,6 +119,7 @@ NEVER_STUCK = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", sample((2, 3), [3]))
 @pytest.mark.parametrize("case", sample(tuple(NEVER_STUCK), ["print and sleep"]))
 def test_who_works_or_sleeps_is_left_alone(world_of, case, ranks):
@@ -151,8 +153,8 @@ losses = [step()]
 STEP = "losses.append(step())"
 
 
-@pytest.mark.parametrize("ranks", (2, 3))
-@pytest.mark.parametrize("stage", sample((0, 1, 2, 3), [2, 3]))
+@pytest.mark.parametrize("ranks", sample((2, 3), [3]))
+@pytest.mark.parametrize("stage", sample((0, 1, 2, 3), [3]))
 def test_a_stage_at_rest_goes_on(world_of, stage, ranks):
     world = world_of(ranks)
     world.run(BUILD.format(stage) + f"{STEP}\n{STEP}")
@@ -163,8 +165,8 @@ def test_a_stage_at_rest_goes_on(world_of, stage, ranks):
     assert world["losses"] == expected
 
 
-@pytest.mark.parametrize("ranks", (2, 3))
-@pytest.mark.parametrize("stage", sample((0, 1, 2, 3), [2, 3]))
+@pytest.mark.parametrize("ranks", sample((2, 3), [3]))
+@pytest.mark.parametrize("stage", sample((0, 1, 2, 3), [3]))
 def test_a_stage_amid_its_work_is_closed_on_all_ranks(world_of, stage, ranks):
     world = world_of(ranks)
     world.run(BUILD.format(stage))
@@ -231,6 +233,7 @@ def test_objects_of_a_class_made_in_a_cell(world_of):
     assert [point.x for point in world["{'p': [p]}"][2]["p"]] == [2]
 
 
+@pytest.mark.thorough
 def test_a_value_that_waits_for_ever(world_of):
     with pytest.raises(notebook.CellError, match=r"(?s)stuck: .*rank 1, line 1: dist\.recv.*waits in recv from rank 0"):
         world_of(2)["dist.recv(torch.zeros(1), 1 - rank)"]
@@ -260,6 +263,7 @@ def test_what_ranks_print_comes_at_once(world_of, capsys):
     assert capsys.readouterr().out == "rank 0 │ begin 0\nrank 0 │ end 0\nrank 1 │ begin 1\nrank 1 │ end 1\n"
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_has_printed(world_of, worlds, capsys):
     text = message_of(world_of(3), "import os\nprint('so far')\nif rank == 1: os._exit(5)\ndist.barrier()")
     assert "rank 1: ended, exit code 5" in text

@@ -30,7 +30,7 @@ from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.classroom.submission import syntax_error, text_of
 
 fenced = pytest.mark.skipif(not fence.holds(), reason="needs a kernel that can fence a submission in")
-CHEATS = [pytest.param(lesson, cheat, id=name, marks=pytest.mark.thorough if number % 3 else ()) for lesson, all_of in (
+CHEATS = [pytest.param(lesson, cheat, id=name, marks=pytest.mark.thorough if number % 6 else ()) for lesson, all_of in (
     (GRADIENTS, cheats.IN_LESSON_3), (COLLECTIVES, cheats.IN_LESSON_0))
     for number, (name, cheat) in enumerate(all_of.items())]
 

@@ -35,7 +35,7 @@ from zero_minimal.foundations.ranks import RankError
 LESSONS = found()
 COLLECTIVES, GRADIENTS = LESSONS["00_collectives"], LESSONS["03_gradients"]
 FOLDERS = (*((lesson, submissions.mistakes(lesson)) for lesson in LESSONS.values()), (GRADIENTS, conduct))
-FEW = 4  # wrong submissions of a lesson in the plain run, and one that hangs
+FEW = 2  # wrong submissions of a lesson in the plain run, and one that hangs
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs what Linux tells of processes and memory")
 
 
@@ -242,6 +242,7 @@ def grade(*arguments):
     return done.returncode, done.stdout
 
 
+@pytest.mark.thorough
 def test_what_is_not_written_yet_is_not_run(tmp_path):
     """Neither a step that is as in the starter, nor the rest of one in which a test has met a hole."""
     source = submissions.spliced(COLLECTIVES, {
@@ -306,12 +307,27 @@ def test_points_are_as_announced():
 @pytest.mark.parametrize("arguments, says", [
     (["nothing.py"], "nothing.py is not a file: name the assignment.py that you filled in"),
     (["pyproject.toml"], "which lesson is pyproject.toml"),
+    (["tests"], "tests has no 00_collectives/assignment.py"),
+    (["lessons", "--step", "2"], "--step is for one file, and lessons is a folder"),
     (["pyproject.toml", "--lesson", "03"], "invalid choice: '03'"),
     (["pyproject.toml", "--lesson", "03_gradients", "--json", "nowhere/results.json"], "cannot be written"),
 ])
 def test_wrong_calls(arguments, says):
     code, printed = grade(*arguments)
     assert code == 2 and says in " ".join(printed.split())
+
+
+def test_a_folder_is_graded_as_a_whole(tmp_path):
+    """All assignments in it, one after the other; what is missing does not count."""
+    for lesson, text in ((GRADIENTS, "def step(:\n"), (COLLECTIVES, "x = 1\n")):
+        (tmp_path / lesson.name).mkdir()
+        (tmp_path / lesson.name / "assignment.py").write_text(text)
+    code, printed = grade(tmp_path, "--json", tmp_path / "results.json")
+    assert code == 1 and printed.index("lesson 00_collectives") < printed.index("lesson 03_gradients")
+    assert re.search(r"\n00_collectives +0 of 100\n03_gradients +0 of 100\n +0 of 200 points, \d+ s\n", printed)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["score"] == 0 and [test["number"] for test in results["tests"]] == [
+        f"{lesson.name[:2]}.{step.number}" for lesson in (COLLECTIVES, GRADIENTS) for step in lesson.steps]
 
 
 def test_a_file_that_is_not_python(tmp_path):

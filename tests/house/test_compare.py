@@ -86,6 +86,7 @@ def run(stage_class, settings):
 OPTIONS = [{}, {"clip": 0.5, "accumulate": 2}, {"clip": 0.5, "dtype": "bf16"}, {"dtype": "fp16"}]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", sample(OPTIONS, [{"clip": 0.5, "accumulate": 2}]), ids=str)
 def test_every_peer_learns_what_stage_0_learns(options):
     settings = Settings(**SMALL, steps=6, **options)

@@ -1,14 +1,12 @@
 """Lesson 04's conveyor: what is seen at each unit's turn, what lesson 04's figures say, and its notebook."""
 
 import contextlib
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import toys
+from cells import cells_of, run_notebook
 from thorough import sample
 
 from zero_minimal.classroom.lessons import HOUSE
@@ -249,22 +247,11 @@ def test_all_that_was_recorded_is_measured_again(tmp_path):
 # ------------------------------------------------------------------------------------------------------------ notebook
 
 
-@pytest.fixture
-def notebooks():
-    """tests/house/test_notebooks.py, which knows how to run a notebook here."""
-    file = Path(__file__).with_name("test_notebooks.py")
-    spec = importlib.util.spec_from_file_location("how_notebooks_run", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("world_size", sample((2, 3, 4), [3]))
-def test_the_notebook_on_more_ranks(notebooks, monkeypatch, world_size):
-    names = notebooks.run_notebook("04_parameters.ipynb", monkeypatch, world_size,
-                                   ("Settings()", "Settings(layers=6, hidden=32)"))
+def test_the_notebook_on_more_ranks(monkeypatch, world_size):
+    names = run_notebook("04_parameters.ipynb", monkeypatch, world_size,
+                         ("Settings()", "Settings(layers=6, hidden=32)"))
     world = names["world"]
     try:
         for record in world["belt"]:
@@ -282,9 +269,9 @@ def test_the_notebook_on_more_ranks(notebooks, monkeypatch, world_size):
         world.stop()
 
 
-def test_the_notebook_has_the_numbers_of_the_figures(notebooks):
+def test_the_notebook_has_the_numbers_of_the_figures():
     shown = {cell["id"]: "".join(part for output in cell["outputs"] for part in output.get("text", ()))
-             for cell in notebooks.cells_of("04_parameters.ipynb")}
+             for cell in cells_of("04_parameters.ipynb")}
     belt = MEASURED["belts"][program.BELTS[-1]]
     for (phase, unit), count in zip(belt["turns"], belt["bytes"], strict=True):
         turn = phase if unit is None else f"{phase} {belt['units'][unit]}"

@@ -9,7 +9,7 @@ import toys
 from thorough import sample
 from torch import nn, optim
 
-by_stage = pytest.mark.parametrize("stage", range(4))
+by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
 
 
 def on_meta(make):

@@ -182,8 +182,7 @@ def test_a_bucket_is_updated_alone():
     """With its group's options, in fp32, and as if the whole had been updated at once. Schedulers see nothing odd."""
     masters = [nn.Parameter(torch.randn(6)) for _ in range(3)]
     buckets = [types.SimpleNamespace(group_index=index // 2, master=master, dtype=torch.float32, params=[],
-                                     parameter_shard=master.data, gradient_shard=torch.randn(6),
-                                     wait_until_left=lambda: None)
+                                     parameter_shard=master.data, gradient_shard=torch.randn(6))
                for index, master in enumerate(masters)]
     whole = [nn.Parameter(master.detach().clone()) for master in masters]
     options = [dict(weight_decay=0.1), dict(lr=0.5)]

@@ -194,6 +194,7 @@ def test_a_new_folder_is_a_lesson(house, tmp_path):
     assert code == 0 and "5 of 5 points" in printed, printed
 
 
+@pytest.mark.thorough
 def test_a_broken_lesson_ends_every_command_with_its_message(house):
     file = house / "lessons/99_norms/lesson.toml"
     file.write_text(NEW.replace("points = 5", ""))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import toys
 from misuse import Coder, by_stage, by_world, draw, refused
+from thorough import sample
 from torch import nn, optim
 
 from zero_minimal.foundations.averages import Average
@@ -131,7 +132,7 @@ def clip_each_micro_batch(stage, how):
 
 
 @by_stage
-@pytest.mark.parametrize("how", ("clip", "unscale"))
+@pytest.mark.parametrize("how", sample(("clip", "unscale"), ["clip"]))
 def test_clipping_each_micro_batch(stage, how):
     assert "once, after the last micro-batch" in refused(clip_each_micro_batch, stage, how)
 

@@ -115,7 +115,7 @@ def together(names, world_size):
 
 # one case with two ranks, the next with three, and so on; the other way round it takes as long again
 CASES_AND_WORLDS = [(name, world_size) for name in CASES for world_size in (2, 3)]
-IN_TURN = [(name, 2 + place % 2) for place, name in enumerate(CASES)]
+IN_TURN = [(name, 2 + place % 4 // 2) for place, name in enumerate(CASES) if place % 2 == 0]  # half of them
 
 
 def outcomes(name, world_size):
@@ -129,7 +129,7 @@ def test_trains_as_one_process_would(name, world_size):
     compare(name, outcomes(name, world_size))
 
 
-@pytest.mark.parametrize("world_size", (1, 4))
+@pytest.mark.parametrize("world_size", sample((1, 4), [4]))
 @pytest.mark.parametrize("name", ("no world divides it", "world larger than a bucket", "tied across units"))
 def test_other_worlds(name, world_size):
     compare(name, toys.run(all_of, world_size, [name]))

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from cells import cells_of, run_notebook
 from matplotlib.colors import to_rgb
 from thorough import sample
 
@@ -122,7 +123,7 @@ STUCK = {
 }
 
 
-@pytest.mark.parametrize("case", STUCK)
+@pytest.mark.parametrize("case", sample(STUCK, ["one does not come"]))
 def test_ranks_that_wait_for_each_other_are_woken(world, case):
     code, words = STUCK[case]
     text = message_of(world, code, patience=1.0)
@@ -132,11 +133,13 @@ def test_ranks_that_wait_for_each_other_are_woken(world, case):
     assert_works(world)
 
 
+@pytest.mark.thorough
 def test_who_computes_is_not_stuck(world):
     world.run("import time\nend = time.time() + 2\nwhile rank == 1 and time.time() < end: pass\ndist.barrier()",
               patience=1.0)
 
 
+@pytest.mark.thorough
 def test_who_waits_longer_may_say_so(world):
     world.run("import threading\nthreading.Timer(2, lambda: rank or dist.send(torch.ones(1), 1)).start()\n"
               "if rank == 1: dist.recv(torch.ones(1), 0)", patience=20.0)
@@ -204,7 +207,7 @@ time.sleep(0.5)
 """
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", sample(ENDS, ["killed"]))
 def test_no_process_outlives_the_notebook(end):
     script = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT + ENDS[end]], capture_output=True, text=True, timeout=60
@@ -233,13 +236,6 @@ def lives(process) -> bool:
 # ------------------------------------------------------------------------------------------------- the notebooks' files
 
 
-def cells_of(name):
-    """The code cells of a notebook, as stored: source, tags, outputs."""
-    cells = json.loads((NOTEBOOKS / name).read_text())["cells"]
-    return [cell | {"source": "".join(cell["source"]), "tags": cell["metadata"].get("tags", [])}
-            for cell in cells if cell["cell_type"] == "code"]
-
-
 @pytest.mark.parametrize("name", sorted(path.name for path in NOTEBOOKS.glob("*.ipynb")))
 def test_notebooks_hold_the_outputs_of_one_whole_run(name):
     cells = cells_of(name)
@@ -255,23 +251,7 @@ def test_notebooks_hold_the_outputs_of_one_whole_run(name):
     assert sum("image/png" in json.dumps(cell["outputs"]) for cell in cells) >= 4
 
 
-def run_notebook(name, monkeypatch, ranks, replacing=("", "")):
-    """Run a notebook's cells here, with another number of ranks; return the names that they leave. Not the timings."""
-    monkeypatch.setenv("ZERO_RANKS", str(ranks))
-    monkeypatch.setenv("ZERO_READING", "1")
-    names = {}
-    for cell in cells_of(name):
-        first, _, rest = cell["source"].partition("\n")
-        if "timing" in first + rest or "world[\"runs\"]" in first:
-            continue
-        with pytest.raises(notebook.CellError) if "raises-exception" in cell["tags"] else contextlib.nullcontext():
-            if first.startswith("%%px"):
-                notebook._px_cell(first.removeprefix("%%px"), rest.replace(*replacing))
-            else:
-                exec(cell["source"], names)
-    return names
-
-
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", sample((2, 3), [3]))
 def test_collectives_on_fewer_ranks(monkeypatch, ranks):
     world = run_notebook("00_collectives.ipynb", monkeypatch, ranks)["world"]

@@ -1,6 +1,5 @@
 """Lesson 01's page: a run gave each figure on it; what the learner is to find is not there."""
 
-import ast
 import json
 import re
 
@@ -8,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from submissions import solution
 
-from zero_minimal.classroom import references, starters
+from zero_minimal.classroom import references
 from zero_minimal.classroom.lessons import found
 from zero_minimal.foundations import ranks
 from zero_minimal.meters.arrivals import Arrivals, Event, overlapped, waited
@@ -93,8 +93,7 @@ def test_the_grader_says_what_the_teachers_page_quotes():
 
 
 def test_how_much_there_is_to_write():
-    source = references.reference(LESSON)
-    lines = [line for name in LESSON.tasks for line in solution(source, name) if not line.startswith("#")]
+    lines = [line for name in LESSON.tasks for line in solution(LESSON, name)]
     assert abs(len(lines) - 45) <= 4 and "some 45 lines" in PROSE
     assert len(LESSON.tasks) == 10 and "ten holes" in PROSE
 
@@ -152,17 +151,10 @@ def test_what_is_overlapped_and_how_long_was_waited():
 # --------------------------------------------------------------------------------------------- what the page keeps back
 
 
-def solution(source, name):
-    """The lines of a function of the reference that a learner writes."""
-    body = starters.functions_of(ast.parse(source))[name].body
-    body = [part for part in body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
-    return [line.strip() for line in source.splitlines()[body[0].lineno - 1 : body[-1].end_lineno] if line.strip()]
-
-
 @pytest.mark.parametrize("name", LESSON.tasks)
 def test_no_line_of_the_solution_is_on_the_page(name):
     """Loops and names apart: those are in the hints. Not in the starter either."""
     for text in (PAGE, LESSON.starter.read_text()):
-        for line in solution(references.reference(LESSON), name):
+        for line in solution(LESSON, name):
             if len(line) >= 30 and not line.endswith(":") and not line.startswith("#"):
                 assert line not in text

@@ -1,18 +1,15 @@
 """Lesson 02's page: a run or a formula gave each figure on it; what the learner is to find is not there."""
 
-import ast
-import importlib.util
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import toys
+from cells import run_notebook
+from submissions import solution
 from thorough import sample
 
-from zero_minimal.classroom import references, starters
 from zero_minimal.classroom.lessons import found
 from zero_minimal.foundations import ranks
 from zero_minimal.meters.written import Written
@@ -78,8 +75,7 @@ def test_small_updates_are_lost_in_bf16_and_kept_by_a_master():
 
 
 def test_how_much_there_is_to_write():
-    source = references.reference(LESSON)
-    lines = [line for name in LESSON.tasks for line in solution(source, name) if not line.startswith("#")]
+    lines = [line for name in LESSON.tasks for line in solution(LESSON, name)]
     assert abs(len(lines) - 50) <= 6 and "about 50 short lines" in PROSE and "these 50 lines" in TEACHER
 
 
@@ -172,22 +168,11 @@ def test_all_that_was_recorded_is_measured_again(tmp_path):
             state: recorded["memory"][state] for state in formulas.STATES}
 
 
-@pytest.fixture
-def notebooks():
-    """tests/house/test_notebooks.py, which knows how to run a notebook here."""
-    file = Path(__file__).with_name("test_notebooks.py")
-    spec = importlib.util.spec_from_file_location("how_notebooks_run", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("world_size", sample((2, 3, 4), [3]))
-def test_the_notebook_on_more_ranks(notebooks, monkeypatch, world_size):
-    names = notebooks.run_notebook("02_optimizer_state.ipynb", monkeypatch, world_size,
-                                   ("Settings()", "Settings(layers=2, hidden=48)"))
+def test_the_notebook_on_more_ranks(monkeypatch, world_size):
+    names = run_notebook("02_optimizer_state.ipynb", monkeypatch, world_size,
+                         ("Settings()", "Settings(layers=2, hidden=48)"))
     world = names["world"]
     try:
         psi = names["psi"]
@@ -203,17 +188,10 @@ def test_the_notebook_on_more_ranks(notebooks, monkeypatch, world_size):
 # --------------------------------------------------------------------------------------------- what the page keeps back
 
 
-def solution(source, name):
-    """The lines of a function of the reference that a learner writes."""
-    body = starters.functions_of(ast.parse(source))[name].body
-    body = [part for part in body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
-    return [line.strip() for line in source.splitlines()[body[0].lineno - 1 : body[-1].end_lineno] if line.strip()]
-
-
 @pytest.mark.parametrize("name", LESSON.tasks)
 def test_no_line_of_the_solution_is_on_the_page(name):
     """Loops and names apart: those are in the hints. Not in the starter either."""
     for text in (PAGE, LESSON.starter.read_text().split("# step 1")[1].split("# state\n")[0]):
-        for line in solution(references.reference(LESSON), name):
+        for line in solution(LESSON, name):
             if len(line) >= 25 and not line.endswith(":") and not line.startswith("#"):
                 assert line not in text

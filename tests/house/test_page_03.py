@@ -1,13 +1,12 @@
 """Lesson 03's page: a run or a formula gave each figure on it; what the learner is to find is not there."""
 
-import ast
 import json
 import re
 
 import pytest
 import torch
+from submissions import solution
 
-from zero_minimal.classroom import references, starters
 from zero_minimal.classroom.lessons import found
 from zero_minimal.foundations import ranks
 from zero_minimal.meters.buckets import KINDS
@@ -117,8 +116,7 @@ def test_every_figure_in_bytes_is_a_known_one():
 
 
 def test_how_much_there_is_to_write():
-    source = references.reference(LESSON)
-    lines = [line for name in LESSON.tasks for line in solution(source, name) if not line.startswith("#")]
+    lines = [line for name in LESSON.tasks for line in solution(LESSON, name)]
     assert abs(len(lines) - 40) <= 3 and "about 40 lines" in PROSE and "these 40 lines" in TEACHER
 
 
@@ -217,18 +215,11 @@ def test_all_that_was_recorded_is_measured_again(tmp_path):
 # --------------------------------------------------------------------------------------------- what the page keeps back
 
 
-def solution(source, name):
-    """The lines of a function of the reference that a learner writes."""
-    body = starters.functions_of(ast.parse(source))[name].body
-    body = [part for part in body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
-    return [line.strip() for line in source.splitlines()[body[0].lineno - 1 : body[-1].end_lineno] if line.strip()]
-
-
 @pytest.mark.parametrize("name", LESSON.tasks)
 def test_no_line_of_the_solution_is_on_the_page(name):
     """Nor in the starter. What sets or keeps something, that is: loops are in the hints, and calls in their list."""
     starter = LESSON.starter.read_text().split("# step 1", 1)[1].split("# state\n")[0]
-    lines = [line.partition("  #")[0] for line in solution(references.reference(LESSON), name)]
+    lines = [line.partition("  #")[0] for line in solution(LESSON, name)]
     telling = [line for line in lines if "= " in line and line[-1] != "(" and line != "gathering = []"]
     assert telling
     assert not [line for line in telling if line in PAGE or line in starter]

@@ -1,13 +1,12 @@
 """Lesson 04's page: a run or a formula gave each figure on it; what the learner is to find is not there. That these
 figures are those of a run of today is in test_conveyor.py."""
 
-import ast
 import json
 import re
 
 import pytest
+from submissions import solution
 
-from zero_minimal.classroom import references, starters
 from zero_minimal.classroom.lessons import found
 from zero_minimal.paper import formulas
 from zero_minimal.programs import parameters as program
@@ -107,18 +106,9 @@ def test_every_figure_in_bytes_is_a_known_one():
     assert exam_figures() <= said
 
 
-def solution(name):
-    """The lines of a function of the reference that a learner writes."""
-    source = references.reference(LESSON)
-    body = starters.functions_of(ast.parse(source))[name].body
-    body = [part for part in body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
-    lines = [line.strip() for line in source.splitlines()[body[0].lineno - 1 : body[-1].end_lineno]]
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 def test_how_much_there_is_to_write():
     assert len(LESSON.tasks) == 11 and "is stage 3 with eleven holes" in PROSE
-    lines = sum(len(solution(name)) for name in LESSON.tasks)
+    lines = sum(len(solution(LESSON, name)) for name in LESSON.tasks)
     assert abs(lines - 70) <= 5 and "about 70 short lines" in PROSE and "these 70 lines" in TEACHER
 
 
@@ -129,7 +119,7 @@ GIVEN = {"self.shown = True", "param.grad = None"}  # by the list of what is at 
 def test_no_line_of_the_solution_is_on_the_page(name):
     """Nor in the starter. What sets or keeps something, that is: loops are in the hints, and calls in their list."""
     starter = LESSON.starter.read_text().split("# step 1", 1)[1].split("# state\n")[0]
-    lines = [line.partition("  #")[0] for line in solution(name)]
+    lines = [line.partition("  #")[0] for line in solution(LESSON, name)]
     telling = [line for line in lines if "= " in line and line[-1] not in "([" and line not in GIVEN]
     loops_and_calls = ("_gather", "_free", "evaluation_done", "gather_parameters")
     assert telling or name.split(".")[1] in loops_and_calls

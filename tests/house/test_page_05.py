@@ -1,15 +1,15 @@
 """Lesson 05's page: a run or a formula gave each figure on it; what the learner is to find is not there."""
 
-import ast
 import json
 import re
 from dataclasses import replace
 
 import pytest
 import torch
+from cells import run_notebook
+from submissions import solution
 from thorough import sample
 
-from zero_minimal.classroom import references, starters
 from zero_minimal.classroom.lessons import found
 from zero_minimal.foundations import ranks
 from zero_minimal.meters.layer_errors import label
@@ -177,18 +177,9 @@ def test_counts_of_today(world_size):
 # ------------------------------------------------------------------------------------------------------- what is told
 
 
-def solution(name):
-    """The lines of a function of the reference that a learner writes."""
-    source = references.reference(LESSON)
-    body = starters.functions_of(ast.parse(source))[name].body
-    body = [part for part in body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
-    lines = [line.strip() for line in source.splitlines()[body[0].lineno - 1 : body[-1].end_lineno]]
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 def test_how_much_there_is_to_write():
     assert len(LESSON.tasks) == HOLES and "is the reference with sixteen holes" in PROSE
-    lines = sum(len(solution(name)) for name in LESSON.tasks)
+    lines = sum(len(solution(LESSON, name)) for name in LESSON.tasks)
     assert abs(lines - LINES) <= 5 and f"about {LINES} lines" in PROSE and f"these {LINES} lines" in TOLD
 
 
@@ -199,7 +190,7 @@ GIVEN = {"batch, sequence, _ = x.shape", "own, row = self.find(targets)"}  # in 
 def test_no_line_of_the_solution_is_on_the_page(name):
     """Nor in the starter. What computes something, that is."""
     starter = LESSON.starter.read_text()
-    lines = [line.partition("  #")[0] for line in solution(name)]
+    lines = [line.partition("  #")[0] for line in solution(LESSON, name)]
     telling = [line for line in lines if ("= " in line or "return " in line) and "(" in line and line not in GIVEN]
     assert telling or name.endswith(("Region.forward", "shard"))
     assert not [line for line in telling if line in PAGE or line in starter]
@@ -225,6 +216,22 @@ def test_the_notebooks_bars_of_batches_are_what_was_sent():
     axis = draw_sent_by_batch({2: 700_000, 4: 1_400_000}, 1_000_000).axes[0]
     assert [bar.get_height() for bar in axis.patches] == [0.7, 1.4]
     assert {text.get_text() for text in axis.texts} == {"0.70", "1.40"} and set(axis.lines[0].get_ydata()) == {1.0}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks_of_it", (3, 4))
+def test_the_notebook_on_more_ranks(monkeypatch, ranks_of_it):
+    world = run_notebook("05_tensor_parallel.ipynb", monkeypatch, ranks_of_it)["world"]
+    try:
+        assert world["right"] == [True] * ranks_of_it and world["positive"] == [0.0] * ranks_of_it
+        ill = {name: {one["layer"]: one for one in rows} for name, (rows, _) in world["ill"][0].items()}
+        place = f"blocks.{program.ILL}"
+        assert ill["f forgotten"][f"{place}.mlp"]["error"] < RIGHT < ill["f forgotten"][f"{place}.mlp_norm"]["spread"]
+        assert ill["g forgotten"]["norm"]["spread"] > RIGHT and not ill["split before GELU"]["norm"]["spread"]
+        each = 4 * 4 * 64 * 96 * 2 * (ranks_of_it - 1) / ranks_of_it
+        assert world["sent[4]"][0] == pytest.approx(14 * each, rel=0.01) and world["sent[8]"][0] > 27 * each
+    finally:
+        world.stop()
 
 
 def test_what_torch_does_is_what_the_page_says():

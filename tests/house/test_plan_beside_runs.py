@@ -34,10 +34,8 @@ GRID = [(name, stage, *rest) for name, stage in itertools.product(SHAPES, range(
 GRID += [("many tokens", 2, 64, 8, "fp16", False), ("many tokens", 0, 2, 1, "fp32", False),
          ("many tokens", 3, 64, 2, "bf16", True), ("wide blocks", 3, 1, 1, "fp16", True),
          ("wide blocks", 2, 1, 2, "fp32", False)]
-ALWAYS = [("many tokens", 2, 64, 8, "fp16", False), ("many tokens", 0, 4, 4, "bf16", False),
-          ("a large vocabulary", 2, 64, 1, "fp16", True), ("few tokens", 3, 64, 1, "fp16", True),
-          ("few tokens", 2, 4, 4, "bf16", False), ("wide blocks", 1, 4, 4, "bf16", False),
-          ("wide blocks", 3, 64, 1, "fp16", True), ("wide blocks", 3, 1, 1, "fp16", True)]
+ALWAYS = [("many tokens", 2, 64, 8, "fp16", False), ("few tokens", 3, 64, 1, "fp16", True),
+          ("wide blocks", 1, 4, 4, "bf16", False)]
 
 
 @pytest.mark.parametrize(("name", "stage", "ranks", "parallel", "dtype", "recompute"), sample(GRID, ALWAYS))
@@ -52,7 +50,7 @@ def test_the_plan_is_what_running_code_peaks_at(name, stage, ranks, parallel, dt
         assert plan(config, ranks * parallel, device, dtype, batch, parallel)["rows"][stage]["fits"] == fits
 
 
-@pytest.mark.parametrize(("name", "checkpoints"), [("C2", "P_a"), ("C5", "P_a+cpu")])
+@pytest.mark.parametrize(("name", "checkpoints"), sample([("C2", "P_a"), ("C5", "P_a+cpu")], [("C5", "P_a+cpu")]))
 def test_checkpoints_that_are_cut(name, checkpoints):
     """A slab is as large as all checkpoints; the constant buffers come on top."""
     config, batch = SHAPES["many tokens"]

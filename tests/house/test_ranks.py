@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from thorough import sample
 
 from zero_minimal.foundations import collectives, ranks
 from zero_minimal.foundations.ranks import RankError
@@ -204,10 +205,10 @@ FAILURES = {
 
 @pytest.mark.parametrize(
     ("kind", "others"),
-    [
+    sample([
         *((kind, "collective") for kind in FAILURES),
         *((kind, others) for kind in ("raises", "is killed") for others in ("compute", "done")),
-    ],
+    ], [("raises", "collective"), ("exits at once", "collective"), ("is killed", "compute"), ("raises", "done")]),
 )
 def test_failure(kind, others, tmp_path):
     fail, words, cause = FAILURES[kind]
@@ -298,6 +299,7 @@ def torchrun(tmp_path, body, count=2):
     return finish(start(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, script))
 
 
+@pytest.mark.thorough
 def test_a_script_without_a_main_guard(tmp_path):
     """The ranks do not run the script again, and end with it."""
     script = program(
@@ -318,6 +320,7 @@ def test_a_script_without_a_main_guard(tmp_path):
     assert finish(start(tmp_path, script)) == (0, "once\n[0, 3]\n", "")
 
 
+@pytest.mark.thorough
 def test_ranks_end_with_the_process_that_asked_for_them(tmp_path):
     script = program(
         tmp_path,

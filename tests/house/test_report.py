@@ -66,8 +66,7 @@ RIGHT = {(lesson.name, name): text for lesson in LESSONS.values() if lesson.repo
          for name, text in ({"the reference": submissions.spliced(lesson, {})} | submissions.right(lesson)).items()}
 
 
-@pytest.mark.parametrize("lesson, name", sample(RIGHT, [(lesson.name, "the reference") for lesson in LESSONS.values()
-                                                        if lesson.report]))
+@pytest.mark.parametrize("lesson, name", sample(RIGHT, [("03_gradients", "the reference")]))
 def test_a_right_one_departs_nowhere(told, lesson, name):
     story = told(LESSONS[lesson], RIGHT[lesson, name])
     assert opens(story) is None and len(story.steps) > 10
@@ -162,8 +161,7 @@ CASES = [(lesson, name) for lesson, cases in OPENS.items() for name in cases]
 
 
 @pytest.mark.parametrize("lesson, name", sample(CASES, [
-    ("00_collectives", "writes over instead of adding"), ("01_data_parallel", "waits at once"),
-    ("03_gradients", "the shard is overwritten"), ("04_parameters", "units stay whole once they are")]))
+    ("00_collectives", "writes over instead of adding"), ("04_parameters", "units stay whole once they are")]))
 def test_a_wrong_one_opens_at_its_mistake(told, lesson, name):
     wrong = submissions.mistakes(LESSONS[lesson]).WRONG[name]
     part, step, sentence = opens(told(LESSONS[lesson], submissions.spliced(LESSONS[lesson], wrong.code, wrong.top)))

@@ -98,6 +98,7 @@ def test_table_2_is_its_formula(parallel):
         assert not reproduce.agrees_with_table2(printed, 0.9 * formula)
 
 
+@pytest.mark.thorough
 def test_cells_of_table_2_from_running_code(few_blocks, tmp_path):
     result = reproduce.table2(groups=(4,), stages=(1, 3))
     assert result["agree"] and len(result["cells"]) == 2
@@ -110,6 +111,7 @@ def test_cells_of_table_2_from_running_code(few_blocks, tmp_path):
 # ------------------------------------------------------------------------------------------------------ figures 2 and 7
 
 
+@pytest.mark.thorough
 def test_figure_7_in_small(monkeypatch, tmp_path):
     shape = published.Shape(layers=3, hidden=64, heads=8, batch=16, model_parallel=4)
     bars = dict.fromkeys(("C1", "C2", "C3", "C4", "C5"), 25.0) | {"C1": None}
@@ -178,6 +180,7 @@ def test_figures_are_written_though_a_picture_fails(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "f.json").read_text())["figure2"]
 
 
+@pytest.mark.thorough
 def test_runs_in_processes_come_in_order():
     keys = [(7, 31), (2, 5), (1, 2)]
     assert reproduce.run_all(max, keys, processes=2, name="order") == [31, 5, 2]

@@ -106,6 +106,7 @@ def notebook_of(*cells):
     return json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
 
 
+@pytest.mark.thorough
 def test_a_cell_that_hangs_fails_where_it_stands_and_the_others_run(tmp_path):
     """Also from a script in the background, whose children ignore an interrupt until they say otherwise."""
     (tmp_path / "hangs.ipynb").write_text(notebook_of("import time", "time.sleep(1000)", "print('after it')"))
@@ -136,6 +137,7 @@ def collected(file, *options):
     return re.findall(r"::(\S+)", output)
 
 
+@pytest.mark.thorough
 def test_thorough_and_plain_runs_share_nothing_and_leave_nothing_out(tmp_path):
     file = written(tmp_path / "test_some.py", """
         import pytest

@@ -67,7 +67,7 @@ RUNS = {  # command: what its progress begins with, and ends with
 
 
 @pytest.mark.parametrize("words", sample(RUNS, [words for words in RUNS if words.startswith(
-    ("reproduce", f"{TWO}/stage3", "zero_minimal/defrag"))]))
+    f"{TWO}/stage3")]))
 def test_output_into_a_pipe(words, tmp_path):
     """Fits 80 columns, has plain lines of progress, and names the picture. No bar, no colour: a pipe keeps them all."""
     first, last = RUNS[words]
@@ -179,7 +179,7 @@ INTERRUPTED = {  # command: words to wait for
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes that are left, in /proc")
 @pytest.mark.parametrize("words", sample(INTERRUPTED, [words for words in INTERRUPTED if words.startswith(
-    ("torchrun", "reproduce"))]))
+    "torchrun")]))
 def test_ctrl_c_ends_it_at_once_and_in_a_line(words, tmp_path):
     mark = tmp_path / "mark.py"
     mark.write_text(HANGS)
@@ -216,7 +216,7 @@ WRONG = {  # command: what its one line says
 }
 
 
-@pytest.mark.parametrize("words", sample(WRONG, [f"{TWO}/stage2.py --step 3", "compare --rnks=2"]))
+@pytest.mark.parametrize("words", sample(WRONG, [f"{TWO}/stage2.py --step 3"]))
 def test_a_wrong_call_is_answered_in_one_line(words):
     done = ended(words)
     assert done.returncode != 0 and not done.stdout

@@ -1,4 +1,5 @@
 """python -m zero_minimal grade FILE: points for an assignment by step, and for each step that fails what to mend.
+With a folder, such as lessons, in the place of FILE: all assignments in it, one after the other.
 
 The tests run in a process of their own (judging.py). With --watch that process waits, and a grade begins whenever the
 file is saved (watch.py).
@@ -30,19 +31,21 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
-    call = _call(arguments, lessons)
-    grades = Grades(call.lesson, (call.step,) if call.step else ())
-    seconds = " (up to a minute)" if not call.step and not call.options.watch else ""
-    print(f"{call.file}: lesson {call.lesson.name}, {call.lesson.world}{seconds}\n", flush=True)
+    calls = _calls(arguments, lessons)
+    all_grades = [Grades(call.lesson, (call.step,) if call.step else ()) for call in calls]
+    options, began = calls[0].options, time.monotonic()
     if not fence.holds():
         print("This system cannot fence a submission in (Linux 5.13 can): grade nobody's file but your own.\n")
     try:
-        if call.options.json:  # should the grader itself be brought down, this is what counts
-            call.options.json.write_text(json.dumps(gradescope(grades, 0.0)))
-        return _watch(call, grades) if call.options.watch else _once(call, grades)
+        if options.json:  # should the grader itself be brought down, this is what counts
+            options.json.write_text(json.dumps(_results(all_grades, 0.0)))
+        codes = [_graded(call, grades) for call, grades in zip(calls, all_grades, strict=True)]
     except (RuntimeError, OSError) as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 3
+    if len(calls) > 1:
+        _sum_up(all_grades, time.monotonic() - began, options)
+    return max(codes)
 
 
 @dataclass
@@ -55,6 +58,13 @@ class Call:
     step: Step | None  # the only one to look at
 
 
+def _graded(call: Call, grades: Grades) -> int:
+    """Grade one file, and say what it has earned. Returns the exit code."""
+    seconds = " (up to a minute)" if not call.step and not call.options.watch else ""
+    print(f"{call.file}: lesson {call.lesson.name}, {call.lesson.world}{seconds}\n", flush=True)
+    return _watch(call, grades) if call.options.watch else _once(call, grades)
+
+
 def _once(call: Call, grades: Grades) -> int:
     began, file = time.monotonic(), call.file.resolve()
     if error := syntax_error(text_of(file)):
@@ -65,7 +75,7 @@ def _once(call: Call, grades: Grades) -> int:
         grade(call.lesson, file, grades, show=grades.show)
     seconds = time.monotonic() - began
     rest = f"; {grades.left_out}" if grades.left_out else ""
-    print(f"\n{grades.score:g} of {grades.most:g} points, {seconds:.0f} s{rest}")
+    print(f"\n{grades.score:g} of {grades.most:g} points, {seconds:.0f} s{rest}", flush=True)
     _hand_on(call, grades, grades.steps, seconds)
     return 0 if grades.score == grades.most else 1
 
@@ -79,7 +89,7 @@ def _watch(call: Call, grades: Grades) -> int:
 
 def _hand_on(call: Call, grades: Grades, steps: tuple[Step, ...] | list[Step], seconds: float) -> None:
     """Where results go once a file has been graded. steps: those whose points are of the file as it is now."""
-    if call.options.json:
+    if call.options.json and call.file == call.options.file:
         call.options.json.write_text(json.dumps(gradescope(grades, seconds), indent=1))
     if call.file.resolve() == call.lesson.starter.resolve():
         record.add_points(call.lesson.name, {step.number: grades.of(step)[0] for step in steps},
@@ -89,16 +99,38 @@ def _hand_on(call: Call, grades: Grades, steps: tuple[Step, ...] | list[Step], s
         print(f"{call.options.html}: what your ranks did on one small run", flush=True)
 
 
+def _sum_up(all_grades: list[Grades], seconds: float, options: argparse.Namespace) -> None:
+    """Of a whole folder."""
+    print()
+    for grades in all_grades:
+        print(f"{grades.lesson.name:<26} {grades.score:3g} of {grades.most:g}")
+    print(f"{'':<26} {sum(grades.score for grades in all_grades):3g} of {sum(grades.most for grades in all_grades):g} "
+          f"points, {seconds:.0f} s")
+    if options.json:
+        options.json.write_text(json.dumps(_results(all_grades, seconds), indent=1))
+
+
+def _results(all_grades: list[Grades], seconds: float) -> dict:
+    """results.json: that of the one lesson, or of all; steps are then numbered as in 03.2."""
+    if len(all_grades) == 1:
+        return gradescope(all_grades[0], seconds)
+    tests = [test | {"number": f"{grades.lesson.name[:2]}.{test['number']}"}
+             for grades in all_grades for test in gradescope(grades, 0.0)["tests"]]
+    return {"score": sum(grades.score for grades in all_grades), "execution_time": round(seconds, 1),
+            "visibility": "visible", "tests": tests}
+
+
 # ------------------------------------------------------------------------------------------------------------ the call
 
 
-def _call(arguments: list[str], lessons: dict[str, Lesson]) -> Call:
-    """Raises: SystemExit, code 2, for a wrong call."""
+def _calls(arguments: list[str], lessons: dict[str, Lesson]) -> list[Call]:
+    """One for each file to grade. Raises: SystemExit, code 2, for a wrong call."""
     parser = argparse.ArgumentParser(
         prog="python -m zero_minimal grade", allow_abbrev=False, epilog=KEPT,
         description="Points for an assignment, step by step. The exit code is 0 for full marks, 1 for fewer, 2 for a "
         "wrong call, 3 if the grader itself fails.")
-    parser.add_argument("file", type=Path, help="what you wrote: lessons/NN_name/assignment.py")
+    parser.add_argument("file", type=Path, help="what you wrote: lessons/NN_name/assignment.py; or a folder of such "
+                        "folders, to grade all of them: lessons")
     parser.add_argument("--lesson", choices=lessons, help="default: the name of the file's folder")
     parser.add_argument("--step", metavar="NUMBER", help="look at this step alone; full marks are then its own")
     parser.add_argument("--watch", action="store_true", help="whenever the file is saved, grade again what is not "
@@ -107,8 +139,22 @@ def _call(arguments: list[str], lessons: dict[str, Lesson]) -> Call:
     parser.add_argument("--html", type=_writable, metavar="FILE",
                         help="also write a page: what your ranks did on one small run, step by step")
     options = parser.parse_args(arguments)
+    if options.file.is_dir():
+        return _calls_of_folder(parser, options, lessons)
     lesson = _lesson(parser, options, lessons)
-    return Call(options, options.file, lesson, _step(parser, options, lesson))
+    return [Call(options, options.file, lesson, _step(parser, options, lesson))]
+
+
+def _calls_of_folder(parser, options, lessons: dict[str, Lesson]) -> list[Call]:
+    single = [f"--{name}" for name in ("lesson", "step", "watch", "html") if getattr(options, name)]
+    if single:
+        parser.error(f"{single[0]} is for one file, and {options.file} is a folder: name the assignment.py in it")
+    files = [(options.file / name / "assignment.py", lesson) for name, lesson in lessons.items()]
+    calls = [Call(options, file, lesson, None) for file, lesson in files if file.is_file() and lesson.tests.exists()]
+    if not calls:
+        parser.error(f"{options.file} has no {next(iter(lessons))}/assignment.py, nor another lesson's: name a file, "
+                     "or the folder that holds the lessons' folders")
+    return calls
 
 
 def _writable(path: str) -> Path:

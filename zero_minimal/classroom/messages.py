@@ -164,7 +164,7 @@ def _place(frames: list, path: str) -> str:
         others = [f"{file}, {function}" for file, function in outside if file != "collectives.py"]
         if not frames or not others:
             return "could not say where it was"
-        return f"waited outside of your file{f', in {waits[-1]}' if waits else ''} ({others[0]})"
+        return f"waited outside of your file{f', in {waits[-1]}' if waits else f' ({others[0]})'}"
     _, line, function = frames[own]
     called = [inner for file, _, inner in frames[:own] if inner not in ("wrapper", "_fn")]
     waits = _WAITS.search(linecache.getline(path, int(line)))

@@ -130,12 +130,6 @@ class Bucket:
         name = f"{self.name}{self.model}"
         return f"{name} in {self.moment}" if self.moment else name
 
-    def wait_until_left(self) -> None:
-        """Before it changes, wait until the checkpoint that is being written, if any, has it."""
-        if self.leaving is not None:
-            self.leaving.wait()
-            self.leaving = None
-
     def zeros(self) -> torch.Tensor:
         """A new tensor, [padded]."""
         return torch.zeros(self.padded, dtype=self.dtype, device=self.device)
@@ -182,6 +176,14 @@ class Bucket:
         """Which elements of the parameter lie here: from, to."""
         offset = self.flat.offsets[param]
         return max(0, self.start - offset), min(param.numel(), self.start + self.padded - offset)
+
+
+def wait_until_left(bucket: Bucket) -> None:
+    """Before a bucket changes, wait until the checkpoint that is being written, if any, has it."""
+    leaving = getattr(bucket, "leaving", None)  # an assignment's own kind of bucket has none
+    if leaving is not None:
+        leaving.wait()
+        bucket.leaving = None
 
 
 def pack(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_minimal.foundations import ownership, precision, values
-from zero_minimal.foundations.layout import Bucket
+from zero_minimal.foundations.layout import Bucket, wait_until_left
 
 STEPS = 32  # of the trial: some optimizers begin like SGD, and look at whole matrices later
 
@@ -146,8 +146,7 @@ def changes_parameters(update: Callable) -> Callable:
 
     @functools.wraps(update)
     def told(optimizer, bucket, *args, **kwargs):
-        if getattr(bucket, "leaving", None):  # an assignment's own kind of bucket has none
-            bucket.wait_until_left()
+        wait_until_left(bucket)
         precision.keep_changes(bucket)
         update(optimizer, bucket, *args, **kwargs)
         tell_autograd(bucket)
@@ -173,17 +172,19 @@ def update_shard(
         bucket.parameter_shard.copy_(bucket.master.data)
 
 
-def update(optimizer: Optimizer, group: dict, param: nn.Parameter, gradient: Tensor) -> None:
+def update(
+    optimizer: Optimizer, param_group: dict, param: nn.Parameter, gradient: Tensor
+) -> None:
     """optimizer.step() for one parameter of one of its groups, with this gradient.
 
     There is one optimizer, and step() updates all that it holds. To go bucket by bucket, it holds
     for the moment this group alone, and in it this parameter: the user's step hooks run each time.
     """
-    groups, params = optimizer.param_groups, group["params"]
-    optimizer.param_groups, group["params"] = [group], [param]
+    groups, params = optimizer.param_groups, param_group["params"]
+    optimizer.param_groups, param_group["params"] = [param_group], [param]
     param.grad = gradient
     try:
         optimizer.step()
     finally:
         param.grad = None
-        optimizer.param_groups, group["params"] = groups, params
+        optimizer.param_groups, param_group["params"] = groups, params

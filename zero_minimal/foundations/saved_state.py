@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import loading, optimizers, pieces, saving
+from zero_minimal.foundations import layout, loading, optimizers, pieces, saving
 from zero_minimal.foundations.saving import NotSaved, Saving
 from zero_minimal.foundations.state_folder import Damaged
 
@@ -158,7 +158,7 @@ def load_shards(stage, state: dict) -> None:
     _compare("shards", _shapes(state.get("shards", ())), _shapes(here))
     _compare_optimizers(state.get("optimizer", {}), stage.optimizer)
     for bucket in stage.buckets:
-        bucket.wait_until_left()
+        layout.wait_until_left(bucket)
     stage.optimizer.load_state_dict(state["optimizer"])
     for bucket, shard in zip(stage.all_buckets, state["shards"], strict=True):
         if bucket.trained:

@@ -7,27 +7,23 @@ are the same on any machine; the seconds of the all-reduces, and α and β with 
 """
 
 import itertools
-import json
 import math
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
 
-from zero_minimal.foundations import collectives, interrupts, ranks
+from zero_minimal.foundations import collectives, ranks
 from zero_minimal.meters import latency
 from zero_minimal.meters.arrivals import Arrivals, Event, overlapped
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.naive import Naive
-from zero_minimal.pictures import style
 from zero_minimal.pictures.arrivals import draw_arrivals, draw_bucket_cost
-from zero_minimal.programs import report
-from zero_minimal.programs.gradients import on_few_lines
+from zero_minimal.programs import figures, report
 from zero_minimal.stage0 import Stage0
 from zero_minimal.workload import loop
-from zero_minimal.workload.settings import Parser, Settings
+from zero_minimal.workload.settings import Settings
 
 RANKS = 2
 MICROS = 8
@@ -153,23 +149,7 @@ def table(measured: dict) -> str:
                       f"ns a byte, n½ {measured['alpha'] / measured['beta'] / 1e3:.0f} kB", report.table(sizes)))
 
 
-@interrupts.program
-def main(arguments: list[str] | None = None) -> None:
-    """The program: measure, write, draw."""
-    parser = Parser(description="Measure what lesson 01's page says, and draw its pictures.")
-    parser.add_argument("folder", type=Path, help="of the lesson: lessons/01_data_parallel")
-    parser.add_argument("--draw", action="store_true", help="only draw, from the figures that are there")
-    flags = parser.parse_args(arguments)
-    file = flags.folder / "measured.json"
-    if not flags.folder.is_dir():
-        parser.error(f"there is no folder {flags.folder}: name the lesson's, lessons/01_data_parallel")
-    if not flags.draw:
-        file.write_text(on_few_lines(measure()), encoding="utf-8")
-    measured = json.loads(file.read_text(encoding="utf-8"))
-    for name, picture in pictures(measured).items():
-        style.save(picture, flags.folder / name)
-    report.say(table(measured))
-
+main = figures.program("01_data_parallel", measure, pictures, table)
 
 if __name__ == "__main__":
     main()

@@ -6,24 +6,20 @@ writes measured.json into that folder, and from it buckets.png and gradients.png
 order of events, never time. So another machine, or a busy one, gives the same.
 """
 
-import json
-import re
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from zero_minimal.foundations import interrupts, ranks
+from zero_minimal.foundations import ranks
 from zero_minimal.meters.buckets import Lanes
 from zero_minimal.meters.memory import CATEGORIES, Moment
 from zero_minimal.meters.observer import Observer
-from zero_minimal.pictures import style
 from zero_minimal.pictures.buckets import draw_buckets
 from zero_minimal.pictures.memory import draw_memory_of_a_step
-from zero_minimal.programs import progress, report
+from zero_minimal.programs import figures, progress, report
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload import loop
-from zero_minimal.workload.settings import Parser, Settings
+from zero_minimal.workload.settings import Settings
 
 STAGES = {"stage 1": Stage1, "stage 2": Stage2}
 RUNS = (  # ranks, and what differs from the default run; each with both stages
@@ -121,37 +117,18 @@ def pictures(measured: dict) -> dict[str, Figure]:
             "gradients.png": draw_memory_of_a_step(steps, timed=False)}
 
 
-def on_few_lines(content: dict) -> str:
-    """JSON in which a list of numbers takes one line."""
-    text = json.dumps(content, indent=1, ensure_ascii=False)
-    return re.sub(r"\[[^\[\]{}]*\]", lambda numbers: " ".join(numbers[0].split()), text) + "\n"
-
-
-@interrupts.program
-def main(arguments: list[str] | None = None) -> None:
-    """The program: measure, write, draw."""
-    parser = Parser(description="Measure what lesson 03's page says, and draw its pictures.")
-    parser.add_argument("folder", type=Path, help="of the lesson: lessons/03_gradients")
-    folder = parser.parse_args(arguments).folder
-    if not folder.is_dir():
-        parser.error(f"there is no folder {folder}: name the lesson's, lessons/03_gradients")
-    measured = measure()
-    (folder / "measured.json").write_text(on_few_lines(measured), encoding="utf-8")
-    for name, picture in pictures(measured).items():
-        style.save(picture, folder / name)
-    report.say(table(measured["rows"]))
-
-
-def table(rows: list[dict]) -> str:
+def table(measured: dict) -> str:
     """What was measured, in MB."""
     lines = [["ranks", "stage", "bucket MiB", "micro-batches", "gradients", "highest", "sent a step"]]
-    for row in rows:
+    for row in measured["rows"]:
         memory, settings = row["memory"], row["settings"]
         counts = (memory["gradients"], memory["peak"], row["traffic"]["sent_bytes"])
         lines.append([str(row["ranks"]), str(row["stage"]), f"{settings['bucket_mb']:g}", str(settings["accumulate"]),
                       *(f"{count / 1e6:.2f}" for count in counts)])
     return report.table(lines)
 
+
+main = figures.program("03_gradients", measure, pictures, table)
 
 if __name__ == "__main__":
     main()

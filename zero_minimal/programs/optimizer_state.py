@@ -6,23 +6,21 @@ writes measured.json into that folder, and from it halves.png, written.png and s
 bytes, elements and the order of events, never time. So another machine, or a busy one, gives the same.
 """
 
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import nn
 
-from zero_minimal.foundations import collectives, interrupts, ranks
+from zero_minimal.foundations import collectives, ranks
 from zero_minimal.meters.written import Written
-from zero_minimal.pictures import style
 from zero_minimal.pictures.halves import STATES, draw_halves
 from zero_minimal.pictures.written import draw_small_steps, draw_written
-from zero_minimal.programs import progress, report
-from zero_minimal.programs.gradients import STEPS, on_few_lines, watched_run
+from zero_minimal.programs import figures, progress, report
+from zero_minimal.programs.gradients import STEPS, watched_run
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
-from zero_minimal.workload.settings import Parser, Settings
+from zero_minimal.workload.settings import Settings
 
 STAGES = {"stage 0": Stage0, "stage 1": Stage1}
 WORLDS = (2, 3, 4)
@@ -170,31 +168,18 @@ def pictures(measured: dict) -> dict[str, Figure]:
             "small_steps.png": draw_small_steps(measured["small_steps"], EVERY)}
 
 
-@interrupts.program
-def main(arguments: list[str] | None = None) -> None:
-    """The program: measure, write, draw."""
-    parser = Parser(description="Measure what lesson 02's page says, and draw its pictures.")
-    parser.add_argument("folder", type=Path, help="of the lesson: lessons/02_optimizer_state")
-    folder = parser.parse_args(arguments).folder
-    if not folder.is_dir():
-        parser.error(f"there is no folder {folder}: name the lesson's, lessons/02_optimizer_state")
-    measured = measure()
-    (folder / "measured.json").write_text(on_few_lines(measured), encoding="utf-8")
-    for name, picture in pictures(measured).items():
-        style.save(picture, folder / name)
-    report.say(table(measured["rows"]))
-
-
-def table(rows: list[dict]) -> str:
+def table(measured: dict) -> str:
     """What was measured, in MB."""
     lines = [["ranks", "stage", "optimizer", "bytes of it", "highest", "sent a step"]]
-    for row in rows:
+    for row in measured["rows"]:
         memory = row["memory"]
         lines.append([str(row["ranks"]), str(row["stage"]), f"{memory['optimizer'] / 1e6:.2f}",
                       f"{memory['optimizer']:,}", f"{memory['peak'] / 1e6:.1f}",
                       f"{row['traffic']['sent_bytes'] / 1e6:.2f}"])
     return report.table(lines)
 
+
+main = figures.program("02_optimizer_state", measure, pictures, table)
 
 if __name__ == "__main__":
     main()

@@ -6,25 +6,22 @@ writes measured.json into that folder, and from it conveyor.png and kept.png. Wh
 events, never time. So another machine, or a busy one, gives the same.
 """
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 from matplotlib.figure import Figure
 from torch import nn
 
-from zero_minimal.foundations import interrupts, ranks
+from zero_minimal.foundations import ranks
 from zero_minimal.meters.conveyor import Conveyor
 from zero_minimal.meters.observer import Observer
-from zero_minimal.pictures import style
 from zero_minimal.pictures.conveyor import draw_conveyor, draw_kept
-from zero_minimal.programs import progress, report
-from zero_minimal.programs.gradients import STEPS, on_few_lines, watched_run
+from zero_minimal.programs import figures, progress, report
+from zero_minimal.programs.gradients import STEPS, watched_run
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 from zero_minimal.workload import loop
-from zero_minimal.workload.settings import Parser, Settings
+from zero_minimal.workload.settings import Settings
 
 STAGES = {"stage 0": Stage0, "stage 3": Stage3}
 WORLDS = (1, 2, 3, 4)
@@ -157,23 +154,7 @@ def table(measured: dict) -> str:
                       report.table(kept)))
 
 
-@interrupts.program
-def main(arguments: list[str] | None = None) -> None:
-    """The program: measure, write, draw."""
-    parser = Parser(description="Measure what lesson 04's page says, and draw its pictures.")
-    parser.add_argument("folder", type=Path, help="of the lesson: lessons/04_parameters")
-    parser.add_argument("--draw", action="store_true", help="only draw, from the figures that are there")
-    flags = parser.parse_args(arguments)
-    file = flags.folder / "measured.json"
-    if not flags.folder.is_dir():
-        parser.error(f"there is no folder {flags.folder}: name the lesson's, lessons/04_parameters")
-    if not flags.draw:
-        file.write_text(on_few_lines(measure()), encoding="utf-8")
-    measured = json.loads(file.read_text(encoding="utf-8"))
-    for name, picture in pictures(measured).items():
-        style.save(picture, flags.folder / name)
-    report.say(table(measured))
-
+main = figures.program("04_parameters", measure, pictures, table)
 
 if __name__ == "__main__":
     main()

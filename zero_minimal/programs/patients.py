@@ -7,27 +7,23 @@ writes measured.json into that folder, and patients.png from it; and region.png,
 are bytes, calls and errors of gradients, never time. So another machine gives the same, but for rounding.
 """
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 
-from zero_minimal.foundations import interrupts, ranks
+from zero_minimal.foundations import ranks
 from zero_minimal.meters.layer_errors import layer_errors
 from zero_minimal.meters.traffic import TrafficMeter
-from zero_minimal.pictures import style
 from zero_minimal.pictures.patients import RIGHT, draw_patients
 from zero_minimal.pictures.region import draw_region
-from zero_minimal.programs import progress, report
-from zero_minimal.programs.gradients import on_few_lines
+from zero_minimal.programs import figures, progress, report
 from zero_minimal.tensor_parallel import ParallelGPT, ParallelMLP, f, g, shard
 from zero_minimal.workload import loop
 from zero_minimal.workload.model import GPT
-from zero_minimal.workload.settings import Parser, Settings
+from zero_minimal.workload.settings import Settings
 
 WORLDS = (1, 2, 4)
 PATIENT_RANKS = 2
@@ -182,23 +178,7 @@ def table(measured: dict) -> str:
                       f"ReLU of parts of a sum, error of the outputs: {signs}"))
 
 
-@interrupts.program
-def main(arguments: list[str] | None = None) -> None:
-    """The program: measure, write, draw."""
-    parser = Parser(description="Measure what lesson 05's page says, and draw its pictures.")
-    parser.add_argument("folder", type=Path, help="of the lesson: lessons/05_tensor_parallel")
-    parser.add_argument("--draw", action="store_true", help="only draw, from the figures that are there")
-    flags = parser.parse_args(arguments)
-    file = flags.folder / "measured.json"
-    if not flags.folder.is_dir():
-        parser.error(f"there is no folder {flags.folder}: name the lesson's, lessons/05_tensor_parallel")
-    if not flags.draw:
-        file.write_text(on_few_lines(measure()), encoding="utf-8")
-    measured = json.loads(file.read_text(encoding="utf-8"))
-    for name, picture in pictures(measured).items():
-        style.save(picture, flags.folder / name)
-    report.say(table(measured))
-
+main = figures.program("05_tensor_parallel", measure, pictures, table)
 
 if __name__ == "__main__":
     main()

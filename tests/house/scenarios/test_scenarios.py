@@ -12,7 +12,7 @@ CASES = [(name, world_size) for name, what in TABLE.items() for world_size in wh
 # what the plain run has, each on one number of ranks: one of each kind, and what has failed before
 ALWAYS = [
     (name, what.worlds[place % len(what.worlds)]) for place, (name, what) in enumerate(TABLE.items())
-    if what.mend or place % 6 == 0
+    if what.mend or place % 12 == 0
 ]
 TOGETHER = 8  # scenarios that share their ranks, which take time to start
 

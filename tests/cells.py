@@ -1,0 +1,35 @@
+"""The notebooks' cells, and how to run them without Jupyter, on another number of ranks."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+
+from zero_minimal import notebook
+
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+
+
+def cells_of(name):
+    """The code cells of a notebook, as stored: source, tags, outputs."""
+    cells = json.loads((NOTEBOOKS / name).read_text())["cells"]
+    return [cell | {"source": "".join(cell["source"]), "tags": cell["metadata"].get("tags", [])}
+            for cell in cells if cell["cell_type"] == "code"]
+
+
+def run_notebook(name, monkeypatch, ranks, replacing=("", "")):
+    """Run a notebook's cells here, with another number of ranks; return the names that they leave. Not the timings."""
+    monkeypatch.setenv("ZERO_RANKS", str(ranks))
+    monkeypatch.setenv("ZERO_READING", "1")
+    names = {}
+    for cell in cells_of(name):
+        first, _, rest = cell["source"].partition("\n")
+        if "timing" in first + rest or "world[\"runs\"]" in first:
+            continue
+        with pytest.raises(notebook.CellError) if "raises-exception" in cell["tags"] else contextlib.nullcontext():
+            if first.startswith("%%px"):
+                notebook._px_cell(first.removeprefix("%%px"), rest.replace(*replacing))
+            else:
+                exec(cell["source"], names)
+    return names
