@@ -20,8 +20,8 @@ from zero_minimal.pictures import style
 from zero_minimal.pictures.allocators import draw_least
 from zero_minimal.pictures.fragmentation import draw_map
 from zero_minimal.programs import report
+from zero_minimal.programs.figures import on_few_lines
 from zero_minimal.programs.fragmentation import Recording, mib, record, varied_lengths
-from zero_minimal.programs.gradients import on_few_lines
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Parser
 
