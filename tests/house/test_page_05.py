@@ -77,7 +77,7 @@ def test_what_the_page_says_of_parameters():
 
 def test_what_the_page_says_of_signs():
     signs = MEASURED["signs"]
-    assert signs == pytest.approx(program.by_signs(), rel=1e-4) and signs["positive"] == 0.0
+    assert signs == pytest.approx(program.by_signs(), rel=1e-4, abs=1e-6) and signs["positive"] < 1e-6
     assert f"the outputs are off by {signs['mixed']:.0%} of their size. With positive numbers alone" in PROSE
     assert "the error is 0%" in PROSE
 
@@ -223,7 +223,7 @@ def test_the_notebooks_bars_of_batches_are_what_was_sent():
 def test_the_notebook_on_more_ranks(monkeypatch, ranks_of_it):
     world = run_notebook("05_tensor_parallel.ipynb", monkeypatch, ranks_of_it)["world"]
     try:
-        assert world["right"] == [True] * ranks_of_it and world["positive"] == [0.0] * ranks_of_it
+        assert world["right"] == [True] * ranks_of_it and max(world["positive"]) < 1e-6
         ill = {name: {one["layer"]: one for one in rows} for name, (rows, _) in world["ill"][0].items()}
         place = f"blocks.{program.ILL}"
         assert ill["f forgotten"][f"{place}.mlp"]["error"] < RIGHT < ill["f forgotten"][f"{place}.mlp_norm"]["spread"]
