@@ -165,7 +165,7 @@ WRONG = {
         autocast_as(enter="if enabled:\n    stack.enter_context(torch.autocast(kind, dtype=dtype))")),
 
     "the part is a view of the whole": Wrong(
-        4, "test_a_rank_keeps_its_part", r"A view keeps all of its storage alive",
+        4, "test_a_rank_keeps_its_part", r"a view keeps all of its storage alive",
         cut(size="size = -(-tensor.numel() // world_size)\nflat = torch.nn.functional.pad(tensor.flatten(), (0, size * "
                  "world_size - tensor.numel()))", part="part = flat[rank * size : (rank + 1) * size]"), 2),
     "the tail is lost": Wrong(

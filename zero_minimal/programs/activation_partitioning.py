@@ -42,17 +42,14 @@ class Step(NamedTuple):
     backward: int  # the place in the timeline where backward begins
 
 
+@interrupts.program
 def main(checkpoint_blocks: Callable) -> None:
     """Measure each mode; rank 0 prints the table. checkpoint_blocks: the lesson's, or a learner's own."""
-    interrupts.program(_main)(checkpoint_blocks)
-
-
-def _main(checkpoint_blocks: Callable) -> None:
     with ranks.start() as rank:
         bar = progress.bar(MODES, name="a step of each", total=len(MODES), unit="mode", shown=rank.rank == 0)
         steps = {mode: step_of(mode, checkpoint_blocks, rank.device) for mode in bar}
         if rank.rank == 0:
-            print(f"the model is cut over {rank.world_size}; a block's input has {BATCH} × {CONFIG.sequence} × "
+            print(f"the model is cut over {rank.world_size} rank{'s' * (rank.world_size > 1)}; a block's input has {BATCH} × {CONFIG.sequence} × "
                   f"{CONFIG.hidden} numbers, {INPUT / 1e6:.2f} MB\n")
             head = ["kept for backward", "MB on the device", "in host memory", "highest", "MB sent", "loss",
                     "norm of the gradient"]
