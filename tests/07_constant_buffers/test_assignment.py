@@ -246,7 +246,9 @@ TAIL = "what is left at the end is a load as well"
 CUT = "a tensor goes on in the next load where one is full, and a large one goes through several"
 
 
-@pytest.mark.step(2, points=10, raised="`flats` may be any iterable, also one that can be read once")
+@pytest.mark.step(2, points=10,
+                  raised="there may be a tensor without elements, or no tensor at all; and `flats` may be an iterable "
+                  "that can be read once")
 def test_every_element_is_in_one_load(lesson):
     for what, total, _, at_once, _ in each_cut(lesson):
         cut_up, right = [number for load in at_once for number in load], list(range(total))
@@ -341,7 +343,10 @@ def test_unpack_brings_each_piece_its_part(lesson):
             "unpack() left the tensors as they were: it must write into the memory of each piece (an assignment to a "
             "name, or a new tensor, does not)"
         )
-        assert tensors == right, f"after unpack() of 100, 101 … 109 the tensors hold {tensors}, and {right} is right"
+        assert tensors == right, (
+            f"after unpack() of 100, 101 … 109 the tensors hold {tensors}, and {right} is right: each piece gets its "
+            "own part, in the memory in which it lies"
+        )
 
 
 def rounded(lesson):
