@@ -21,9 +21,9 @@ MIB = 2**20
 KINDS = ((torch.float32, "fp32"), (torch.float64, "fp64"), (torch.bfloat16, "bf16"))
 
 
-def recorded():
-    """traces.json: name: what a training asked for."""
-    return json.loads((HOUSE / "lessons/08_defragmentation/traces.json").read_text(encoding="utf-8"))
+def measured():
+    """measured.json: the recorded trainings, and what replaying them came to."""
+    return json.loads((HOUSE / "lessons/08_defragmentation/measured.json").read_text(encoding="utf-8"))
 
 
 # ------------------------------------------------------------------------------------- in a rank: what a pool has done
@@ -305,19 +305,19 @@ def replayed(assignment, requests, capacity):
     return [place[1:] for place in got], allocator.peak_allocated, allocator.peak_reserved, failure
 
 
-def wanted_of(name):
+def wanted_of(name, figures):
     """(bytes in use at most, bytes held at most, a capacity, how it ends there or None) for a trace."""
-    measured = json.loads((HOUSE / "lessons/08_defragmentation/measured.json").read_text(encoding="utf-8"))
-    row, failure = measured["rows"][name], measured["failure"]
+    row, failure = figures["rows"][name], figures["failure"]
     ending = [failure[key] for key in ("request", "requested", "free", "largest_free")]
-    capacity = measured["capacity"] if name in ("without slabs", "with slabs") else row["least"]
+    capacity = figures["capacity"] if name in ("without slabs", "with slabs") else row["least"]
     return row["allocated"], row["reserved"], capacity, ending if name == "without slabs" else None
 
 
 @pytest.mark.step(2, points=6)
 def test_recorded_trainings_are_served(assignment):
-    for name, trace in recorded().items():
-        allocated, reserved, capacity, ending = wanted_of(name)
+    figures = measured()
+    for name, trace in figures["traces"].items():
+        allocated, reserved, capacity, ending = wanted_of(name, figures)
         (places, used, held, failure), = once(replayed, 1, assignment, tuple(trace["requests"]), 2**62)
         assert failure is None, f"the recorded training {name!r} ran out of memory on a device without end"
         _assert_apart(name, trace["requests"], places)

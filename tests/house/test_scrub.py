@@ -22,7 +22,7 @@ CAPACITY = MEASURED["capacity"]
 
 @pytest.fixture(scope="module")
 def traces():
-    return {name: recording.trace for name, recording in program.recordings(LESSON.folder).items()}
+    return {name: recording.trace for name, recording in program.recordings(MEASURED).items()}
 
 
 def content_of(scrub):
@@ -63,8 +63,7 @@ def test_it_begins_where_it_is_told(traces):
 
 
 def begins_of():
-    records = json.loads((LESSON.folder / "traces.json").read_text())
-    return {name: records[name]["begins"] for name in (program.WITHOUT, program.WITH)}
+    return {name: MEASURED["traces"][name]["begins"] for name in (program.WITHOUT, program.WITH)}
 
 
 def test_another_pool_lays_elsewhere(traces):
@@ -117,7 +116,7 @@ def test_the_notebook_has_the_numbers_of_the_page(notebooks, traces):
     assert f"measured: {MEASURED['failure']['largest_free'] / MIB:.0f} MiB" in shown["fail"]
     for name in (program.WITHOUT, program.WITH):
         assert f"measured: {smallest_capacity(traces[name]) / MIB:.0f} MiB" in shown["least"]
-        lengths = json.loads((LESSON.folder / "traces.json").read_text())[name]["lengths"]
+        lengths = MEASURED["traces"][name]["lengths"]
         assert f"{name}: sequences of {lengths} tokens, {len(traces[name]):,} requests" in shown["record"]
     assert f"measured: {MEASURED['pools']['never splits'] / MIB:.0f} MiB" in shown["pools"]
     assert "1.00 MiB besides" in shown["piece"]
@@ -136,6 +135,6 @@ def test_what_the_notebook_says_in_words(traces):
     (peak,) = peaks
     assert f"{peak / MIB:.0f} MiB in use, with slabs or without" in words
     assert f"in_use - {MEASURED['slabs']['gradients'] / MIB:.1f}" in words
-    lengths = json.loads((LESSON.folder / "traces.json").read_text())[program.WITHOUT]["lengths"]
+    lengths = MEASURED["traces"][program.WITHOUT]["lengths"]
     logits = [4 * program.BATCH * length * program.CONFIG.vocabulary / MIB for length in lengths]
     assert f"a segment of {logits[0]:.0f} MiB" in words and logits[1] == asked

@@ -2,28 +2,20 @@
 
     python -m zero_minimal.programs.defragmentation lessons/08_defragmentation
 
-writes traces.json into that folder: what the training asked an allocator for. The rest comes from replaying these:
-measured.json, and the pictures. With --replay the traces are not recorded anew. What is counted are bytes and the order
-of events, never time.
+writes measured.json into that folder, and draws from it. First in it are traces: what each training asked an allocator
+for. All else comes from replaying these. What is counted are bytes and the order of events, never time.
 """
-
-import json
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from zero_minimal.foundations import interrupts
 from zero_minimal.foundations.blocks import Pool
 from zero_minimal.meters import traces
 from zero_minimal.meters.allocator import CachingAllocator, OutOfMemory, fails, find_capacity, replay, smallest_capacity
-from zero_minimal.pictures import style
 from zero_minimal.pictures.allocators import draw_least
 from zero_minimal.pictures.fragmentation import draw_map
-from zero_minimal.programs import report
-from zero_minimal.programs.figures import on_few_lines
+from zero_minimal.programs import figures, report
 from zero_minimal.programs.fragmentation import Recording, mib, record, varied_lengths
 from zero_minimal.workload.model import GPTConfig
-from zero_minimal.workload.settings import Parser
 
 CONFIG = GPTConfig(layers=3, hidden=128, heads=2, sequence=192, vocabulary=16384)
 BATCH, ACCUMULATE = 8, 3  # sequences in a micro-batch; micro-batches, all of one step
@@ -35,7 +27,7 @@ WITHOUT, WITH, OTHER = "without slabs", "with slabs", "other lengths, without sl
 
 
 def record_all() -> dict:
-    """traces.json: three trainings."""
+    """Three trainings by name: a trace each, with where its micro-batches begin, their lengths and losses."""
     made = {}
     for name, seed, slabs in ((WITHOUT, SEED, False), (WITH, SEED, True), (OTHER, OTHER_SEED, False)):
         lengths = varied_lengths(ACCUMULATE, CONFIG.sequence, seed)
@@ -45,10 +37,10 @@ def record_all() -> dict:
     return made
 
 
-def recordings(folder: Path) -> dict[str, Recording]:
-    """What traces.json holds, by name."""
-    records = json.loads((folder / "traces.json").read_text(encoding="utf-8"))
-    return {name: Recording(traces.unpacked(one), one["begins"], one["losses"]) for name, one in records.items()}
+def recordings(measured: dict) -> dict[str, Recording]:
+    """The trainings of measured.json, by name."""
+    return {name: Recording(traces.unpacked(one), one["begins"], one["losses"])
+            for name, one in measured["traces"].items()}
 
 
 # --------------------------------------------------------------------------------------- allocators that lack something
@@ -90,8 +82,14 @@ POOLS = {"best fit, split, merge": Pool, "first fit": FirstFit, "never splits": 
 # ---------------------------------------------------------------------------------------------------- what is measured
 
 
-def measure(found: dict[str, Recording]) -> dict:
-    """measured.json: what each trace needs, how it fails, and what other allocators need for it."""
+def measure() -> dict:
+    """measured.json."""
+    recorded = {"traces": record_all()}
+    return recorded | replayed(recordings(recorded))
+
+
+def replayed(found: dict[str, Recording]) -> dict:
+    """What each trace needs, how it fails, and what other allocators need for it."""
     without, with_slabs = found[WITHOUT].trace, found[WITH].trace
     finding = find_capacity(without, with_slabs)
     rows = {}
@@ -127,30 +125,11 @@ def described(failure: OutOfMemory | None) -> dict | None:
 # ------------------------------------------------------------------------------------------------------------ program
 
 
-def pictures(found: dict[str, Recording], measured: dict) -> dict[str, Figure]:
+def pictures(measured: dict) -> dict[str, Figure]:
     """The page's pictures by their files' names."""
-    pair = {name: found[name] for name in (WITHOUT, WITH)}
+    pair = {name: recording for name, recording in recordings(measured).items() if name in (WITHOUT, WITH)}
     finding = find_capacity(*(recording.trace for recording in pair.values()))
     return {"map.png": draw_map(pair, finding), "allocators.png": draw_least(measured)}
-
-
-@interrupts.program
-def main(arguments: list[str] | None = None) -> None:
-    """The program: record, measure, write, draw."""
-    parser = Parser(description="Measure what lesson 08's page says, and draw its pictures.")
-    parser.add_argument("folder", type=Path, help="of the lesson: lessons/08_defragmentation")
-    parser.add_argument("--replay", action="store_true", help="of the traces that are there; record none")
-    flags = parser.parse_args(arguments)
-    if not flags.folder.is_dir():
-        parser.error(f"there is no folder {flags.folder}: name the lesson's, lessons/08_defragmentation")
-    if not flags.replay:
-        (flags.folder / "traces.json").write_text(on_few_lines(record_all()), encoding="utf-8")
-    found = recordings(flags.folder)
-    measured = measure(found)
-    (flags.folder / "measured.json").write_text(on_few_lines(measured), encoding="utf-8")
-    for name, picture in pictures(found, measured).items():
-        style.save(picture, flags.folder / name)
-    report.say(table(measured))
 
 
 def table(measured: dict) -> str:
@@ -159,6 +138,8 @@ def table(measured: dict) -> str:
             for name, row in measured["rows"].items()]
     return report.table([["MiB", "in use at the peak", "held, if it may", "least that is enough"], *rows])
 
+
+main = figures.program("08_defragmentation", measure, pictures, table)
 
 if __name__ == "__main__":
     main()
