@@ -49,8 +49,8 @@ def main(checkpoint_blocks: Callable) -> None:
         bar = progress.bar(MODES, name="a step of each", total=len(MODES), unit="mode", shown=rank.rank == 0)
         steps = {mode: step_of(mode, checkpoint_blocks, rank.device) for mode in bar}
         if rank.rank == 0:
-            print(f"the model is cut over {rank.world_size} rank{'s' * (rank.world_size > 1)}; a block's input has {BATCH} × {CONFIG.sequence} × "
-                  f"{CONFIG.hidden} numbers, {INPUT / 1e6:.2f} MB\n")
+            print(f"the model is cut over {rank.world_size} rank{'s' * (rank.world_size > 1)}; a block's input has "
+                  f"{BATCH} × {CONFIG.sequence} × {CONFIG.hidden} numbers, {INPUT / 1e6:.2f} MB\n")
             head = ["kept for backward", "MB on the device", "in host memory", "highest", "MB sent", "loss",
                     "norm of the gradient"]
             print(table([head, *([mode, *in_words(step)] for mode, step in steps.items())]))
