@@ -56,7 +56,7 @@ class Slab:
         if elements < 1:
             raise ValueError(f"a slab must hold at least one element, not {elements}")
         self.memory = torch.empty(elements, dtype=self.dtype, device=self.device)
-        self._round = self.memory.data  # the same memory; autograd counts its changes apart
+        self._kept = self.memory.data  # the same memory; autograd counts its changes apart
 
     @torch.no_grad()
     def keep(self, tensor: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Slab:
             kept = tensor.clone()
         else:
             self.memory[self.used : end].view(tensor.shape).copy_(tensor)
-            kept = self._round[self.used : end].view(tensor.shape)
+            kept = self._kept[self.used : end].view(tensor.shape)
         self.used = end
         return kept
 
@@ -99,8 +99,7 @@ class Slab:
     def reset(self) -> None:
         """Forget all that was kept: the next tensor goes to the front again. Nothing is freed."""
         if self.memory is not None:
-            self._round[:0].zero_()  # a change: a backward that still needs this round fails
-            self._round = self.memory.data
+            self._kept[:0].zero_()  # a change: a backward that still needs what was kept fails
         elif self.used:
             self._allocate(self.used)
         self.used = 0

@@ -113,7 +113,7 @@ class Slab:
         if elements < 1:
             raise ValueError(f"a slab must hold at least one element, not {elements}")
         self.memory = torch.empty(elements, dtype=self.dtype, device=self.device)
-        self._round = self.memory.data  # the same memory; autograd counts its changes apart
+        self._kept = self.memory.data  # the same memory; autograd counts its changes apart
 
     @torch.no_grad()
     def keep(self, tensor: Tensor) -> Tensor:

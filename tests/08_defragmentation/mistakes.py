@@ -72,7 +72,7 @@ self._free = sorted((size, address, Block(address, size)) for address, size in j
 """
 
 COPIED = "self.memory[self.used : end].view(tensor.shape).copy_(tensor)"
-KEPT = "kept = self._round[self.used : end].view(tensor.shape)"
+KEPT = "kept = self._kept[self.used : end].view(tensor.shape)"
 
 
 def keep(end="end = self._end_of(tensor)", measured="kept = tensor.clone()", copy=COPIED, kept=KEPT,
@@ -82,10 +82,9 @@ def keep(end="end = self._end_of(tensor)", measured="kept = tensor.clone()", cop
         function("else:", copy, kept), used, result)}
 
 
-def reset(change="self._round[:0].zero_()", again="self._round = self.memory.data",
-          measured="self._allocate(self.used)", front="self.used = 0"):
+def reset(change="self._kept[:0].zero_()", measured="self._allocate(self.used)", front="self.used = 0"):
     return {"Slab.reset": function(
-        "def reset(self):", function("if self.memory is not None:", change, again),
+        "def reset(self):", function("if self.memory is not None:", change or "pass"),
         function("elif self.used:", measured), front)}
 
 
@@ -179,7 +178,7 @@ WRONG = {
         3, "test_what_is_kept_lies_side_by_side_in_one_allocation",
         r"tensor 2 lies 0 bytes from the front of the slab; it must lie at 60, right behind",
         keep(copy="self.memory[: tensor.numel()].view(tensor.shape).copy_(tensor)",
-             kept="kept = self._round[: tensor.numel()].view(tensor.shape)")),
+             kept="kept = self._kept[: tensor.numel()].view(tensor.shape)")),
     "lets autograd count each copy as a change of all": Wrong(
         3, "test_a_training_step_with_its_checkpoints_in_the_slab",
         r"(?s)modified by an inplace operation.*To look at: backward reads what keep\(\) has returned",
@@ -195,7 +194,7 @@ WRONG = {
     "frees the memory at reset": Wrong(
         3, "test_reset_goes_back_to_the_front_and_frees_nothing",
         r"it used a tensor whose memory was freed",
-        reset(again="self.memory.untyped_storage().resize_(0)\nself._round = self.memory.data")),
+        reset(change="self._kept[:0].zero_()\nself.memory.untyped_storage().resize_(0)")),
     "does not go back to the front": Wrong(
         3, "test_reset_goes_back_to_the_front_and_frees_nothing",
         r"after reset\(\) number 1 slab.used is 10|after reset\(\) number 1 keep\(\) raised MemoryError",

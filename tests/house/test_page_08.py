@@ -93,7 +93,7 @@ def test_what_the_page_says_of_the_failure():
     capacity, free, asked = (size / MIB for size in (MEASURED["capacity"], FAILURE["free"], FAILURE["requested"]))
     assert f"The device has {capacity:.0f} MiB, {free:.0f} of them are free, and {asked:.1f} are asked for" in PROSE
     used = FAILURE["allocated"] / MIB
-    assert f"The model has {capacity:.0f} MiB. {used:.1f} of them are in use when {asked:.1f}" in PROSE
+    assert f"The device has {capacity:.0f} MiB. {used:.1f} of them are in use when {asked:.1f}" in PROSE
     assert f"1. {FAILURE['largest_free'] / MIB:.0f} MiB. There are two pieces of that size" in PROSE
     assert free / capacity > 1 / 3 and "with a third of it free" in PROSE
     assert f"{free / capacity:.0%} of a memory is free, and a request for {asked / capacity:.0%} of it fails" in PROSE
@@ -150,6 +150,8 @@ def test_the_gradient_that_lies_alone(recordings):
     assert "a segment of 50 MiB is pinned by one gradient of 8 MiB" in " ".join(TEACHER.split())
     large = [size / MIB for _, size in allocator.holes if size > 3 * MIB]
     driver = (MEASURED["capacity"] - allocator.reserved) / MIB
+    assert f"It would have {driver + 50:.0f} MiB in one piece, more than enough" in PROSE
+    assert driver + 50 > FAILURE["requested"] / MIB
     assert f"free pieces of {', '.join(f'{size:.0f}' for size in large)} and {driver:.0f} MiB between" in PROSE
 
 
@@ -186,6 +188,7 @@ def test_every_figure_in_mib_is_a_known_one():
              MIB, *(MEASURED[name]["never merges"] - MEASURED[name]["best fit, split, merge"]
                     for name in ("pools", "pools with slabs"))]
     sizes += [FAILURE[key] for key in ("requested", "free", "largest_free", "allocated")]
+    sizes += [FAILURE["largest_free"] + 50 * MIB]
     sizes += [row[key] for row in ROWS.values() for key in ("allocated", "reserved", "least")]
     known = {f"{size / MIB:.{digits}f} MiB" for size in sizes for digits in (0, 1)}
     said = {figure for text in (PAGE, TEACHER) for figure in re.findall(r"\d[\d.,]* MiB\b", text)}
@@ -207,7 +210,7 @@ def test_how_much_there_is_to_write():
     assert abs(lines - 70) <= 5 and "about 70 short lines" in PROSE
 
 
-GIVEN = {"block.used = False", "self.used = 0", "self._round = self.memory.data", "self.pool = self._empty_pool()"}
+GIVEN = {"block.used = False", "self.used = 0", "self.pool = self._empty_pool()"}
 
 
 @pytest.mark.parametrize("name", LESSON.tasks)
