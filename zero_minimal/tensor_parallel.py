@@ -345,4 +345,4 @@ class ParallelGPT(nn.Module):
 if __name__ == "__main__":
     from zero_minimal.programs.tensor_parallel import main
 
-    main()
+    main(ParallelGPT)

@@ -179,6 +179,7 @@ def test_counts_of_today(world_size):
 
 def test_how_much_there_is_to_write():
     assert len(LESSON.tasks) == HOLES and "is the reference with sixteen holes" in PROSE
+    assert LESSON.starter.read_text().endswith("    main(ParallelGPT)\n"), "a learner trains the learner's own"
     lines = sum(len(solution(LESSON, name)) for name in LESSON.tasks)
     assert abs(lines - LINES) <= 5 and f"about {LINES} lines" in PROSE and f"these {LINES} lines" in TOLD
 
