@@ -102,6 +102,10 @@ WRONG = {
     "always the same buffer": Wrong(  # DeepSpeed #7805
         1, "test_two_buffers_for_ever", r"take\(\) returned the buffers 0, 0, 0, 0, 0: they must take turns",
         take(turn="self._turn = 0")),
+    "remembers what was sent": Wrong(
+        1, "test_a_result_is_read_once_and_in_time", r"after wait\(\) \d of 5 pendings, or their then\(\), are",
+        init(buffers=f"{TWO}\nself.sent = []") | send("self.sent.append((pending, then))\n"
+                                                     "self._under_way[self._turn] = pending, then")),
     "takes a buffer that is on its way": Wrong(
         1, "test_a_buffer_is_taken_when_it_is_back",
         r"take\(\) number 3 returned a buffer that is still on its way: nobody has waited", take(finish="")),
@@ -209,6 +213,12 @@ def all_reduce(tensors, buffers, op="avg"):
     "keeps what it sent": Wrong(
         4, "test_memory_does_not_grow_with_the_model", r"needs [\d.]+ \wB for .* of tensors, and 2.\d MB for",
         all_reduce(before="kept = []", send=f"kept.append(filled.clone())\n{SENT}")),
+    "looks at a tensor when its turn comes": Wrong(
+        4, "test_what_does_not_fit_is_refused_before_anything_is_sent", r"it was refused when the tensors before it",
+        all_reduce(flats="(flat for tensor in tensors for flat in fused.flat_views([tensor], like.dtype))")),
+    "a dtype of its own choice": Wrong(
+        4, "test_what_does_not_fit_is_refused_before_anything_is_sent", r"of torch.bfloat16, .* rounded it\.",
+        all_reduce(flats="fused.flat_views(tensors, torch.float32)")),
     "reduces over all ranks": Wrong(
         4, "test_reduces_in_a_group", r"here only ranks 0 and 2 form the group of the buffers", init(group="None"),
         hangs=True),

@@ -4,7 +4,9 @@ The grader runs these tests against a learner's file, and shows the text of an a
 they run on the reference.
 """
 
+import gc
 import time
+import weakref
 
 import checks
 import pytest
@@ -56,7 +58,8 @@ def made(lesson):
 
 
 @pytest.mark.step(1, points=7)
-def test_two_buffers_of_the_size(lesson, world_size=3):
+def test_two_buffers_of_the_size(lesson):
+    world_size = 3
     for found, standard, _ in once(made, world_size, lesson):
         for (size, dtype), (elements, buffers) in zip(SIZES, found, strict=True):
             what = f"ConstantBuffers({size}, dtype={dtype}) on {world_size} ranks"
@@ -114,19 +117,23 @@ class Trip:
 
 def trips(lesson):
     """What happens in five trips, in order: a buffer is "taken" and "sent", the trip is "waited" for and "read"; the
-    "end" is when wait() has returned, "twice" when it has again. And the buffers that were taken, by their numbers."""
-    buffers, events, taken = lesson.ConstantBuffers(48), [], []
+    "end" is when wait() has returned, "twice" when it has again. And the buffers that were taken, by their numbers; and
+    how many trips somebody still knows at the end."""
+    buffers, events, taken, known = lesson.ConstantBuffers(48), [], [], weakref.WeakSet()
     for number in range(TRIPS):
         buffer, trip = buffers.take(), Trip(number, events)
         taken.append(number_of(buffer, buffers) if isinstance(buffer, torch.Tensor) else repr(buffer))
         events.append(("taken", number))
+        known.add(trip)
         buffers.send(trip, trip.read)
         events.append(("sent", number))
+        del trip
     buffers.wait()
     events.append(("end", None))
     buffers.wait()
     events.append(("twice", None))
-    return events, taken
+    gc.collect()
+    return events, taken, len(known)
 
 
 def place(events, *event):
@@ -136,8 +143,7 @@ def place(events, *event):
 
 @pytest.mark.step(1, points=4)
 def test_two_buffers_for_ever(lesson):
-    for events, taken in once(trips, 1, lesson):
-        del events
+    for _, taken, _ in once(trips, 1, lesson):
         assert None not in taken, (
             f"take() number {taken.index(None) + 1} returned memory that is none of the two in `buffers`: they are "
             "allocated once, when the object is made, and used again and again"
@@ -149,7 +155,7 @@ def test_two_buffers_for_ever(lesson):
 
 @pytest.mark.step(1, points=6)
 def test_a_buffer_is_taken_when_it_is_back(lesson):
-    for events, _ in once(trips, 1, lesson):
+    for events, *_ in once(trips, 1, lesson):
         for number in range(TRIPS - 2):
             again = place(events, "taken", number + 2)
             assert place(events, "waited", number) < again, (
@@ -164,7 +170,7 @@ def test_a_buffer_is_taken_when_it_is_back(lesson):
 
 @pytest.mark.step(1, points=5)
 def test_one_may_travel_while_the_other_is_taken(lesson):
-    for events, _ in once(trips, 1, lesson):
+    for events, *_ in once(trips, 1, lesson):
         for number in range(TRIPS):
             early = place(events, "waited", number)
             assert early > place(events, "sent", number), (
@@ -180,7 +186,7 @@ def test_one_may_travel_while_the_other_is_taken(lesson):
 
 @pytest.mark.step(1, points=2)
 def test_a_result_is_read_once_and_in_time(lesson):
-    for events, _ in once(trips, 1, lesson):
+    for events, _, known in once(trips, 1, lesson):
         for number in range(TRIPS):
             what, count = f"the result of send() number {number + 1} of {TRIPS}", events.count(("read", number))
             assert place(events, "read", number) < place(events, "end"), (
@@ -190,8 +196,12 @@ def test_a_result_is_read_once_and_in_time(lesson):
                 f"{what} was read before pending.wait() had returned: its numbers are not there yet. then() comes after"
             )
             assert count == 1, (
-                f"{what} was read {count} times: then() is called once. Is it forgotten when it was called?"
+                f"{what} was read {count} times: then() is called once. Forget it when you have called it"
             )
+        assert not known, (
+            f"after wait() {known} of {TRIPS} pendings, or their then(), are still kept: they hold the gradients, "
+            "which nobody could free. Forget both when then() was called"
+        )
 
 
 # --------------------------------------------------------------------------------------------- step 2: cut into loads
@@ -570,7 +580,38 @@ def probed(lesson):
     return found
 
 
-@pytest.mark.step(4, points=6)
+def refused(lesson):
+    """What all_reduce() raises for tensors of which the last does not fit, and whether the others are as they were."""
+    found = []
+    for dtype, wrong in ((torch.float32, torch.float64), (torch.bfloat16, torch.float32)):
+        buffers = lesson.ConstantBuffers(dtype.itemsize * 12, dtype=dtype)
+        tensors = [torch.full((9,), 1.0 + dist.get_rank(), dtype=dtype) for _ in range(4)]
+        try:
+            lesson.all_reduce([*tensors, torch.ones(3, dtype=wrong)], buffers)
+            raised = None
+        except Exception as error:
+            raised = type(error).__name__
+        untouched = all(bool((part == 1 + dist.get_rank()).all()) for part in tensors)
+        found.append((str(dtype), str(wrong), raised, untouched))
+    return found
+
+
+@pytest.mark.step(4, points=2)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(lesson):
+    for rank, found in enumerate(once(refused, 2, lesson)):
+        for dtype, wrong, raised, untouched in found:
+            what = f"buffers of {dtype}, several tensors of it, and a last one of {wrong}: on rank {rank}"
+            assert raised == "ValueError", (
+                f"{what} all_reduce() {'raised ' + raised if raised else 'went through, and rounded it'}. It must be a "
+                "ValueError: what does fused.flat_views need to know of the buffers?"
+            )
+            assert untouched, (
+                f"{what} it was refused when the tensors before it had been reduced. All of them must be looked at "
+                "first: give fused.flat_views all at once"
+            )
+
+
+@pytest.mark.step(4, points=4)
 def test_sums_are_those_of_fp32(lesson):
     for rank, found in enumerate(once(probed, 3, lesson)):
         for dtype, probes in PROBES.items():

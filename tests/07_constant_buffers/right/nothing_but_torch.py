@@ -57,6 +57,9 @@ def unpack(filled, load):
 
 @torch.no_grad()
 def all_reduce(tensors, buffers, op="avg"):
+    dtype, tensors = buffers.buffers[0].dtype, list(tensors)
+    if any(torch.promote_types(tensor.dtype, dtype) != dtype for tensor in tensors):
+        raise ValueError("the buffers would round this")
     ranks = dist.get_world_size(buffers.group) if op == "avg" else 1
 
     def read(filled, load):

@@ -71,6 +71,9 @@ def unpack(filled, load):
 
 @torch.no_grad()
 def all_reduce(tensors, buffers, op="avg"):
+    dtype, tensors = buffers.buffers[0].dtype, list(tensors)
+    if any(torch.promote_types(tensor.dtype, dtype) != dtype for tensor in tensors):
+        raise ValueError("the buffers would round this")
     group = buffers.group
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     for load in loads((tensor.view(-1) for tensor in tensors), buffers.elements):
