@@ -16,10 +16,16 @@ SHOWN = 10  # names in a message
 
 
 def candidates(folder: Path, group: dist.ProcessGroup | None = None) -> list[Path]:
-    """The checkpoints in a folder, the newest first, as rank 0 of the group sees them."""
-    found = [state_folder.finished(folder)]
+    """The checkpoints in a folder, the newest first, as rank 0 of the group sees them. Raises:
+    Damaged, on all ranks, if it cannot look into it."""
+    try:
+        found = [state_folder.finished(folder)]
+    except Damaged as error:
+        found = [str(error)]
     if group:
         dist.broadcast_object_list(found, dist.get_global_rank(group, 0), group=group)
+    if isinstance(found[0], str):
+        raise Damaged(found[0])
     return found[0]
 
 
@@ -32,19 +38,25 @@ def newest_good(folder: Path, group: dist.ProcessGroup | None = None) -> Content
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
     paths, problems = candidates(folder, group), []
     for path in paths:
-        contents, found = None, [None] * ranks
+        contents, found = None, [None] * ranks  # of each rank: a checksum, or what is wrong
         try:
             contents = state_folder.read_contents(path)
             for name in list(contents.files)[rank::ranks]:
                 state_folder.check_file(contents, name)
+            found[rank] = contents.crc32
         except Damaged as error:
             found[rank] = str(error)
         if group:
             dist.all_gather_object(found, found[rank], group=group)
-        problem = next((one for one in found if one), None)
+        problem = next((one for one in found if isinstance(one, str)), None)
+        if problem is None and len(set(found)) > 1:
+            other = next(number for number, one in enumerate(found) if one != found[0])
+            problem = (f"{path} is not the same on rank 0 and on rank {other}: give all ranks a "
+                       "folder on one disk, or the same copy")
         if problem is None:
             return contents
         problems.append(problem)
+        state_folder.pass_over(path)
         if rank == 0 and path != paths[-1]:
             warnings.warn(f"{problem}. The checkpoint before it is taken", stacklevel=4)
     raise Damaged("\n".join(problems) if problems else f"there is no checkpoint in {folder}")

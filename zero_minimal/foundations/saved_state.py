@@ -41,6 +41,7 @@ __all__ = [
 
 def save(zero, folder: str | Path, extra=None, *, step: int | None = None, keep: int = 3) -> Path:
     """Write a checkpoint, folder/step-…; all ranks must call this, after step(). Returns its path.
+    It is the newest one there then, whatever its step: load() goes on from it.
 
     Args:
         zero: a stage, or a zero_100b.System.
@@ -48,8 +49,11 @@ def save(zero, folder: str | Path, extra=None, *, step: int | None = None, keep:
         extra: what the program needs to go on, alike on all ranks: state_dict() of a scheduler and
             a LossScaler, a position in the data; of numbers, words, tensors, lists, tuples, dicts.
         step: the number in its name; by default one more than the newest's.
-        keep: how many checkpoints stay; the older ones are deleted when this one is on the disk.
-    Raises: TypeError for what cannot be in `extra`; NotSaved, on all ranks, if one could not write.
+        keep: how many checkpoints stay, without those that load() found damaged; those that were
+            written earlier are deleted when this one is on the disk.
+    Raises: TypeError for what cannot be in `extra`; ValueError if that differs among the ranks;
+        RuntimeError inside gather_parameters(), or where gradients wait for step(); NotSaved, on
+        all ranks, if one could not write.
     """
     return saving.start(zero, Path(folder), extra, step, keep, meanwhile=False).wait()
 
@@ -72,7 +76,8 @@ def load(zero, folder: str | Path):
     this. Returns `extra`. Random numbers of a rank go on, too; those of ranks that are new have a
     seed of their own.
 
-    A checkpoint that is damaged is passed over, with a warning, for the one before it.
+    A checkpoint that is damaged, or not the same on all ranks, is passed over, with a warning, for
+    the one before it.
     Raises: Damaged if none is whole; ValueError, with all names that differ, if it is not of this
         model and optimizer. Both on all ranks, and then nothing has been changed.
     """
@@ -80,10 +85,11 @@ def load(zero, folder: str | Path):
 
     from zero_minimal.foundations.resharding import PieceLoader, Reader
 
-    saving.finish()
+    saving.finish_earlier()
     holding = pieces.holding_of(zero)
+    saving.meet("a checkpoint to load", holding.group)
     group = saving.group_to_save(holding.group)
-    contents = loading.newest_good(Path(folder), group)
+    contents = loading.newest_good(Path(folder).absolute(), group)
     loading.check(contents.facts, pieces.facts_of(holding))
     state, wanted = loading.to_fill(holding, contents)
     asked = dict(storage_reader=Reader(contents), planner=PieceLoader(wanted), process_group=group)
@@ -100,8 +106,9 @@ def load(zero, folder: str | Path):
 def any_in(zero, folder: str | Path) -> bool:
     """Whether there is a checkpoint in a folder, good or not, as rank 0 sees it; all ranks must
     ask."""
-    group = saving.group_to_save(pieces.holding_of(zero).group)
-    return bool(loading.candidates(Path(folder), group))
+    holding = pieces.holding_of(zero)
+    saving.meet("a look for checkpoints", holding.group)
+    return bool(loading.candidates(Path(folder), saving.group_to_save(holding.group)))
 
 
 @torch.no_grad()
