@@ -90,11 +90,14 @@ def check(saved: dict, here: dict) -> None:
                   if here["also"].get(name) not in saved["parameters"]}
         found = _differences("weights", before, here["parameters"] | here["buffers"], {
             "shape": "other shapes", "dtype": "other dtypes"})
+        found += _listed("two weights that are one here", _untied(saved, here))
     else:
         found = _differences("parameters", saved["parameters"], here["parameters"], {
             "shape": "other shapes", "dtype": "other dtypes", "group": "other optimizer groups"})
         found += _differences("buffers", saved["buffers"], here["buffers"], {
             "shape": "other shapes", "dtype": "other dtypes"})
+        found += _differences("modules with an extra state", saved.get("extra_states", {}),
+                              here["extra_states"], {})
         if saved["optimizer"] != here["optimizer"]:
             found.append(f"its optimizer was {saved['optimizer']}, and is {here['optimizer']} here")
         if len(saved["groups"]) != len(here["groups"]):
@@ -102,6 +105,13 @@ def check(saved: dict, here: dict) -> None:
                          f"{len(here['groups'])} here")
     if found:
         raise ValueError("this checkpoint is not of this model: " + "; ".join(found))
+
+
+def _untied(saved: dict, here: dict) -> Iterable[str]:
+    """Names of one weight of the model that have two values in a file."""
+    given = saved["parameters"]
+    return (f"{first} and {name}" for name, first in here["also"].items()
+            if name in given and first in given and given[name] != given[first])
 
 
 def _differences(kind: str, before: dict, now: dict, facts: dict[str, str]) -> list[str]:
@@ -145,8 +155,9 @@ def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[Piece]]:
                 dtype = _dtype(contents, f"{kind}/{names[0]}")
                 of_number[number][kind.split("/")[1]] = held = torch.zeros_like(shard, dtype=dtype)
                 wanted += pieces.in_bucket(holding, bucket, kind, held)
-    buffers = [name for name, _ in pieces.persistent_buffers(stage.model)]
-    whole = state["frozen"] | {name: state["buffers"][name] for name in buffers}
+    here = {buffer: name for name, buffer in stage.model.named_buffers()}
+    buffers = pieces.persistent_buffers(stage.model)
+    whole = state["frozen"] | {name: state["buffers"][here[buffer]] for name, buffer in buffers}
     for name, own in whole.items():
         wanted += pieces.whole_piece(_kind(name, contents), name, own, holding.places.get(name))
     state["optimizer"] = optimizer_state(
@@ -241,9 +252,15 @@ def plain_to_fill(
 def fill_buffers(model: nn.Module, new: dict[str, torch.Tensor]) -> None:
     """Give buffers new values; only where they differ, since an expanded one (a mask, say) cannot
     be written."""
-    for name, buffer in model.named_buffers():
+    for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in new and not torch.equal(buffer, new[name]):
             buffer.copy_(new[name])
+
+
+def fill_extra_states(model: nn.Module, contents: Contents) -> None:
+    """What a module's get_extra_state() returned goes to its set_extra_state()."""
+    for path, value in contents.facts.get("extra_states", {}).items():
+        model.get_submodule(path).set_extra_state(as_json.decoded(value))
 
 
 def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved: dict) -> dict:
@@ -262,6 +279,7 @@ def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved
                               "group": group_of(name, param)}
                        for name, param in model.named_parameters()},
         "buffers": pieces.facts_of_buffers(model),
+        "extra_states": pieces.extra_states(model),
         "also": pieces.second_names(model),
     } | ({} if optimizer is None else {"optimizer": type(optimizer).__name__,
                                        "groups": optimizer.param_groups})

@@ -20,7 +20,8 @@ rank's are its pieces (pieces.py), torch.distributed.checkpoint finds which of t
 (resharding.py), and state_folder.py says why a kill does no harm.
 
 A checkpoint has parameters (of those in 16 bit the fp32 masters, from which they come by rounding),
-optimizer state and options, buffers, each rank's random state, and `extra`. It holds no code.
+optimizer state and options, buffers, what modules give in get_extra_state(), the state of each
+rank's random numbers (torch's), and `extra`. It holds no code.
 """
 
 import itertools
@@ -87,7 +88,7 @@ def load(zero, folder: str | Path):
 
     saving.finish_earlier()
     holding = pieces.holding_of(zero)
-    saving.meet("a checkpoint to load", holding.group)
+    saving.meet("load", holding.group)
     group = saving.group_to_save(holding.group)
     contents = loading.newest_good(Path(folder).absolute(), group)
     loading.check(contents.facts, pieces.facts_of(holding))
@@ -99,6 +100,7 @@ def load(zero, folder: str | Path):
         rank, reason = saving.first_of(error)
         raise Damaged(f"{contents.folder} could not be read on rank {rank}: {reason}") from None
     zero.load_state_dict(state)
+    loading.fill_extra_states(holding.stage.model, contents)
     loading.restore_random_state(contents.facts, holding.data_rank)
     return loading.extra_of(contents)
 
@@ -107,7 +109,7 @@ def any_in(zero, folder: str | Path) -> bool:
     """Whether there is a checkpoint in a folder, good or not, as rank 0 sees it; all ranks must
     ask."""
     holding = pieces.holding_of(zero)
-    saving.meet("a look for checkpoints", holding.group)
+    saving.meet("look for", holding.group)
     return bool(loading.candidates(Path(folder), saving.group_to_save(holding.group)))
 
 
@@ -122,6 +124,7 @@ def load_plain(
     state, buffers, wanted = loading.plain_to_fill(model, optimizer, contents)
     loading.read_alone(contents, wanted)
     loading.fill_buffers(model, buffers)
+    loading.fill_extra_states(model, contents)
     if optimizer is not None:
         optimizer.load_state_dict(state)
     loading.restore_random_state(contents.facts, 0)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from zero_minimal.foundations import (
     as_json,
     joining,
+    notes,
     ownership,
     pieces,
     precision,
@@ -139,7 +140,7 @@ def _check_moment(stage) -> None:
 def _check_alike(encoded_extra, group) -> None:
     """Raises: ValueError, on all ranks, if `extra` is not alike on all of them."""
     own = zlib.crc32(json.dumps(encoded_extra, sort_keys=True).encode())
-    every = meet("a checkpoint to save", group, own)
+    every = meet("save", group, own)
     odd = [str(rank) for rank, one in enumerate(every) if one != every[0]]
     if odd:
         raise ValueError(f"extra is not the same on rank 0 and on rank {', '.join(odd)}, and a "
@@ -148,10 +149,10 @@ def _check_alike(encoded_extra, group) -> None:
                          "averages of weights are saved)")
 
 
-def meet(what: str, group: dist.ProcessGroup | None, number: int = 0) -> list[int]:
+def meet(to_do: str, group: dist.ProcessGroup | None, number: int = 0) -> list[int]:
     """Every rank's number, when all ranks have come to save or to load. A rank that is somewhere
     else is named at once, since they meet where training does."""
-    every = ownership.numbers_of_all_ranks([number], group, of=what)
+    every = ownership.numbers_of_all_ranks([number], group, of=notes.CHECKPOINT + to_do)
     return [number for [number] in every]
 
 

@@ -28,7 +28,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-FORMAT, VERSION = "zero_minimal training state", 1
+FORMAT, VERSION = "zero_minimal training state", 2
 CONTENTS, WRITING, LEAVING = "contents.json", ".writing-", ".deleting-"
 BLOCK = 2**19  # bytes read or written at once
 NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -117,7 +117,7 @@ def read_contents(folder: Path) -> Contents:
     if version > VERSION:
         raise Damaged(f"{file} is of format {version}, and this program reads up to {VERSION}: it "
                       "was written by a newer version of zero_minimal; update this one")
-    if head != _head(checksum) or zlib.crc32(rest) != checksum:
+    if head != _head(checksum, version) or zlib.crc32(rest) != checksum:
         raise Damaged(f"{file} is damaged: its checksum is {zlib.crc32(rest)}, and should be "
                       f"{checksum}")
     return Contents(folder, **json.loads(rest[:-1]), crc32=checksum)
@@ -204,13 +204,13 @@ def write_contents(contents: Contents) -> None:
     rest = (f'{{"facts": {json.dumps(contents.facts)},\n"files": {json.dumps(contents.files)},\n'
             '"tensors": {\n' + ",\n".join(lines) + "\n}}}").encode()
     with open(contents.folder / CONTENTS, "wb") as stream:
-        stream.write(_head(zlib.crc32(rest)) + b"\n" + rest)
+        stream.write(_head(zlib.crc32(rest), VERSION) + b"\n" + rest)
         sync(stream)
 
 
-def _head(crc32: int) -> bytes:
+def _head(crc32: int, version: int) -> bytes:
     """The first line."""
-    words = json.dumps({"format": FORMAT, "version": VERSION, "crc32": crc32})
+    words = json.dumps({"format": FORMAT, "version": version, "crc32": crc32})
     return f'{words[:-1]}, "contents":'.encode()
 
 
