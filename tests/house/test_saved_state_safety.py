@@ -227,7 +227,7 @@ OTHERS = {
                                 r"blocks\.2\.up\.bias \(\[37\], and \[40\] here\); buffers that the model alone has: "
                                 r"more$"),
     "dtype": (dict(make=lambda: Wide().bfloat16()), r"other dtypes: frozen \(float32, and bfloat16 here\), embedding"),
-    "frozen": (dict(make=Frozen), r"other optimizer groups: norm\.weight \(0, and None here\)$"),
+    "frozen": (dict(make=Frozen), r"other optimizer groups: norm\.weight \(0, and frozen here\)$"),
     "optimizer": (dict(optimizer=torch.optim.Adam), r"its optimizer was AdamW, and is Adam here$"),
     "groups": (dict(groups=groups_of), r"other optimizer groups: .*; its optimizer had 1 groups, and has 2 here$"),
 }

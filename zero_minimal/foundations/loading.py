@@ -89,7 +89,7 @@ def check(saved: dict, here: dict) -> None:
         before = {name: one for name, one in saved["parameters"].items()
                   if here["also"].get(name) not in saved["parameters"]}
         found = _differences("weights", before, here["parameters"] | here["buffers"], {
-            "shape": "other shapes", "dtype": "other dtypes"})
+            "shape": "other shapes", "dtype": "other dtypes, in which weights alone must be"})
         found += _listed("two weights that are one here", _untied(saved, here))
     else:
         found = _differences("parameters", saved["parameters"], here["parameters"], {
@@ -103,6 +103,10 @@ def check(saved: dict, here: dict) -> None:
         if len(saved["groups"]) != len(here["groups"]):
             found.append(f"its optimizer had {len(saved['groups'])} groups, and has "
                          f"{len(here['groups'])} here")
+    if found and saved.get("kind", here["kind"]) != here["kind"]:
+        found.insert(0, f"it was saved by {saved['kind']}, and {here['kind']} has other optimizer "
+                        "groups: go on with what saved it, or take its weights alone, by export "
+                        "and import")
     if found:
         raise ValueError("this checkpoint is not of this model: " + "; ".join(found))
 
@@ -121,9 +125,13 @@ def _differences(kind: str, before: dict, now: dict, facts: dict[str, str]) -> l
                                                           if name not in before))
     for fact, words in facts.items():
         found += _listed(words, (
-            f"{name} ({before[name][fact]}, and {now[name][fact]} here)" for name in before
-            if name in now and before[name][fact] != now[name][fact]))
+            f"{name} ({_said(before[name][fact])}, and {_said(now[name][fact])} here)"
+            for name in before if name in now and before[name][fact] != now[name][fact]))
     return found
+
+
+def _said(fact) -> str:
+    return "frozen" if fact is None else str(fact)  # it is in no group
 
 
 def _listed(words: str, names: Iterable[str]) -> list[str]:
@@ -274,7 +282,7 @@ def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved
         ours = optimizer is not None and param.requires_grad and param.numel()
         return groups.get(param) if ours else before
 
-    return saved | {
+    return {"kind": None} | saved | {
         "parameters": {name: {"shape": list(param.shape), "dtype": as_json.name_of(param.dtype),
                               "group": group_of(name, param)}
                        for name, param in model.named_parameters()},

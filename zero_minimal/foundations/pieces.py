@@ -36,6 +36,7 @@ class Holding:
 
     places: of the parameters that are cut over a model-parallel group, by name. Its ranks hold all
         others whole, and model_rank 0 saves these.
+    kind: what saves: its optimizer's groups are others than another kind's.
     also: second names of weights, with the first, that the model of one process has.
     """
 
@@ -45,6 +46,7 @@ class Holding:
     data_rank: int = 0  # which data, and so which random numbers
     model_rank: int = 0
     also: dict[str, str] = field(default_factory=dict)
+    kind: str = "a stage"
 
     def __post_init__(self):
         self.names = {param: name for name, param in self.stage.model.named_parameters()}
@@ -184,6 +186,7 @@ def facts_of(holding: Holding) -> dict:
         for param, name in holding.names.items()
     }
     return {
+        "kind": holding.kind,
         "stage": type(stage).__name__,
         "ranks": stage.world_size,
         "parameters": parameters,
