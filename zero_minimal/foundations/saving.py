@@ -90,32 +90,39 @@ def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: boo
     own = {"data_rank": holding.data_rank,
            "random": as_json.encoded(random_state.random_state())}
     to_save = pieces.to_save(holding)
-    # from here on the current directory may change
-    writer = Writer(folder.absolute(), facts, keep)
+    writer = Writer(folder.absolute(), facts, keep)  # the current directory may change
     asked = dict(storage_writer=writer, planner=PieceSaver(to_save, own),
                  process_group=group_to_save(holding.group))
-    for bucket in buckets:
-        bucket.leaving = threading.Event()
-    for bucket in set(buckets) - {piece.bucket for piece in to_save}:
-        bucket.leaving.set()  # nothing but padding lies here
-    future = _begin(asked, meanwhile)
-    future.add_done_callback(lambda _: [bucket.leaving and bucket.leaving.set()
-                                        for bucket in buckets])  # if it failed, too
+    leaving = {piece.bucket for piece in to_save}  # of others nothing but padding lies here
+    future = _begin(asked, [bucket for bucket in buckets if bucket in leaving], meanwhile)
     _under_way.append(saving := Saving(future, writer))
     return saving
 
 
-def _begin(asked: dict, meanwhile: bool) -> Future:
-    """Let DCP write; the result has its metadata, or what it raised."""
+def _begin(asked: dict, buckets: list, meanwhile: bool) -> Future:
+    """Let DCP write, and step() wait for each of the buckets until that is written. The result: the
+    metadata, or the failures that DCP tells all ranks of."""
     from torch.distributed import checkpoint as dcp
 
+    def let_go(_=None):
+        for bucket in buckets:
+            if bucket.leaving:
+                bucket.leaving.set()
+
     future = Future()
+    for bucket in buckets:
+        bucket.leaving = threading.Event()
     try:
         if meanwhile:
-            return dcp.async_save({}, **asked)
-        future.set_result(dcp.save({}, **asked))
-    except BaseException as error:
+            future = dcp.async_save({}, **asked)
+        else:
+            future.set_result(dcp.save({}, **asked))
+    except dcp.CheckpointException as error:
         future.set_exception(error)
+    except BaseException:  # it has not begun: step() must not wait for ever
+        let_go()
+        raise
+    future.add_done_callback(let_go)
     return future
 
 
