@@ -24,6 +24,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,9 +160,13 @@ def begin(folder: Path, step: int) -> Path:
         raise ValueError(f"{folder} is itself a checkpoint: save to the folder that it is in")
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        if path.name.startswith((WRITING, LEAVING)) and (lock := _locked(path)) is not None:
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(lock)
+        if path.name.startswith((WRITING, LEAVING)):
+            if (lock := _locked(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+            elif path.exists():
+                warnings.warn(f"another run saves to {folder}, too, and only the newest are kept, "
+                              "whosever they are: give each run a folder of its own", stacklevel=2)
     own = folder / f"{WRITING}{step:08}-{os.getpid()}"
     own.mkdir()
     if (lock := _locked(own)) is not None:
