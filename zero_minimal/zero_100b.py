@@ -217,7 +217,8 @@ class System:
     def holding(self) -> Holding:
         """For a checkpoint (foundations/saved_state.py), from which any other mesh can go on."""
         mesh, also = self.mesh, {"head.weight": "token_embedding.weight"}  # as GPT has it
-        return Holding(self.zero, places(self.model), None, mesh.data_rank, mesh.model_rank, also)
+        return Holding(self.zero, places(self.model), None, mesh.data_rank, mesh.model_rank, also,
+                       "zero_100b")
 
     def state_dict(self) -> dict:
         return self.zero.state_dict()

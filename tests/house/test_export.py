@@ -1,6 +1,8 @@
 """Weights leave as a safetensors file that a plain model loads, and come back; from transformers' files, too."""
 
 import json
+import resource
+import signal
 import sys
 from pathlib import Path
 
@@ -127,6 +129,28 @@ def test_from_transformers(form, tmp_path):
     assert toys.identical(plain.parameters(), model.parameters())
 
 
+def test_heads_are_taken_from_the_config(tmp_path):
+    """No weight has them in its shape: resume.py compares them."""
+    (tmp_path / "hub").mkdir()
+    save_file(of_transformers(GPT(SIZES)), tmp_path / "hub" / "model.safetensors")
+    (tmp_path / "hub" / "config.json").write_text('{"n_head": 2}')
+    main(["import", str(tmp_path / "hub"), str(tmp_path / "b")])
+    assert saved_state.load_plain(GPT(SIZES), None, tmp_path / "b")["settings"] == {"heads": 2}
+
+
+def test_a_head_of_its_own_is_no_weight_of_a_tied_model(tmp_path):
+    """One that is the embedding's is; so is what export writes."""
+    model = GPT(SIZES)
+    for name, head in (("same", model.token_embedding.weight.data.clone()), ("other", torch.ones(SIZES.vocabulary, 8)),
+                       ("larger", torch.ones(SIZES.vocabulary + 1, 8))):
+        save_file(of_transformers(model) | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+        main(["import", str(tmp_path / "model.safetensors"), str(tmp_path / name)])
+    saved_state.load_plain(GPT(SIZES), None, tmp_path / "same")
+    for name in ("other", "larger"):
+        with pytest.raises(ValueError, match=r"two weights that are one here: token_embedding.weight and head.weight$"):
+            saved_state.load_plain(GPT(SIZES), None, tmp_path / name)
+
+
 # ---------------------------------------------------------------------------------------------------------- refused
 
 
@@ -134,13 +158,50 @@ def test_says_what_cannot_be(tmp_path, capsys):
     (tmp_path / "model.safetensors").write_bytes(b"no such thing")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
+    for name, more in (("lora", "h.0.attn.c_attn.lora_A.weight"), ("cross", "h.0.crossattention.c_attn.weight"),
+                       ("score", "score.weight"), ("pointless", "temperature")):
+        save_file(of_transformers(GPT(SIZES)) | {more: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "model.safetensors.index.json").write_text("{}")
+    good = tmp_path / "good.safetensors"
+    save_file(of_transformers(GPT(SIZES)), good)
+    main(["import", str(good), str(tmp_path / "a")])
     for words, reason in (
         (["export", str(tmp_path / "none"), str(tmp_path / "m.safetensors")], "there is no checkpoint in"),
         (["export", str(tmp_path), str(tmp_path / "m.bin")], "must end in .safetensors"),
         (["import", str(tmp_path / "model.safetensors"), str(tmp_path / "b")], "cannot be read as safetensors"),
         (["import", str(tmp_path / "nothing.safetensors"), str(tmp_path / "b")], "nothing.safetensors cannot be read"),
         (["import", str(tmp_path / "model.safetensors"), str(tmp_path / "full")], "is not empty: name a new folder"),
+        (["import", str(tmp_path / "lora.safetensors"), str(tmp_path / "b")], "place: h.0.attn.c_attn.lora_A.weight."),
+        (["import", str(tmp_path / "cross.safetensors"), str(tmp_path / "b")], ": h.0.crossattention.c_attn.weight."),
+        (["import", str(tmp_path / "score.safetensors"), str(tmp_path / "b")], "has no place: score.weight."),
+        (["import", str(tmp_path / "pointless.safetensors"), str(tmp_path / "b")], "has no place: temperature."),
+        (["import", str(tmp_path / "hub"), str(tmp_path / "b")], "index.json cannot be read, or has no 'weight_map'"),
+        (["import", str(good), str(good / "b")], f"{good / 'b'} cannot be written: Not a directory"),
+        (["import", str(good), "x" * 300], "cannot be written: File name too long"),
+        (["export", "x" * 300, str(tmp_path / "m.safetensors")], "cannot be looked into (File name too long)"),
     ):
         with pytest.raises(SystemExit):
             main(words)
         assert reason in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_disk_that_is_full(tmp_path, capsys):
+    save_file(of_transformers(GPT(SIZES)), tmp_path / "model.safetensors")
+    main(["import", str(tmp_path / "model.safetensors"), str(tmp_path / "a")])
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then it is an error of write()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    capsys.readouterr()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        for words in (["import", str(tmp_path / "model.safetensors"), str(tmp_path / "b")],
+                      ["export", str(tmp_path / "a"), str(tmp_path / "m.safetensors")]):
+            with pytest.raises(SystemExit):
+                main(words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    said = capsys.readouterr().err
+    assert said.count("cannot be written: ") == 2 and "File too large" in said
+    assert not list((tmp_path / "b").iterdir()) and not list(tmp_path.glob(".*")), "nothing half-written is left"

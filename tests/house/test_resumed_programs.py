@@ -62,8 +62,14 @@ def not_resumed(folder):
     said = [said_at_the_end(Settings(**SMALL | {"hidden": 64}), Flags(resume=str(folder))),
             said_at_the_end(Settings(**SMALL), Flags(resume=str(folder / "nothing")))]
     with ranks.start():
-        saved_state.save(toys.STAGES[1](GPT(GPTConfig(2, 32, 4, 16)), torch.optim.AdamW), folder / "by hand")
-    return [*said, said_at_the_end(Settings(**SMALL), Flags(resume=str(folder / "by hand")))]
+        by_hand = toys.STAGES[1](GPT(GPTConfig(2, 32, 4, 16)), torch.optim.AdamW)
+        saved_state.save(by_hand, folder / "by hand", {"step": 1})
+    said += [said_at_the_end(Settings(**SMALL), Flags(resume=str(folder / "by hand"))),
+             said_at_the_end(Settings(**SMALL | {"heads": 2}), Flags(resume=str(folder)))]
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        run(1, Settings(**SMALL | {"seed": 3, "recompute": True}), Flags(save=folder / "new", resume="auto"))
+        run(1, Settings(**SMALL | {"seed": 3, "steps": 7, "lr": 1e-3}), Flags(resume=str(folder / "new")))
+    return [*said, errors.getvalue()]
 
 
 def test_says_what_cannot_be_resumed(tmp_path):
@@ -73,6 +79,10 @@ def test_says_what_cannot_be_resumed(tmp_path):
                               "token_embedding.weight ([256, 32], and [256, 64] here), ")
     assert said[1].endswith(f"there is no checkpoint in {tmp_path / 'nothing'}")
     assert said[2].endswith("this checkpoint was not written by --save")
+    assert said[3].endswith("this checkpoint is of a model with 4 heads: give --heads 4")
+    assert f"there is no checkpoint in {tmp_path / 'new'} yet: this run begins anew\n" in said[4]
+    assert "other settings than before: steps was 6 and is 7; lr was 0.002 and is 0.001\n" in said[4]
+    assert f"resumed after 6 steps, from {tmp_path / 'new'}\n" in said[4], "the last step is saved"
 
 
 def read(*words):
@@ -86,9 +96,17 @@ def test_flags(tmp_path, capsys):
     assert read("--save", str(tmp_path), "--every", "7") == Flags(save=tmp_path, every=7)
     assert read("--resume", "there").resume == "there"
     (tmp_path / "file").touch()
+    (tmp_path / "used" / "step-00000004").mkdir(parents=True)
+    (tmp_path / "used" / "step-00000004" / "contents.json").touch()
+    used = str(tmp_path / "used")
+    assert read("--save", used, "--resume", "auto").resume == "auto"
     for words, reason in ((("--every", "3"), "--every says how --save saves"), (("--keep", "3"), "give --save DIR"),
                           (("--resume", "auto"), "--resume auto looks in the folder of --save"),
-                          (("--save", str(tmp_path / "file")), "is no folder"), (("--every", "0"), "from 1 up")):
+                          (("--save", str(tmp_path / "file")), "is no folder"), (("--every", "0"), "from 1 up"),
+                          (("--save", ""), "it names nothing"), (("--resume", ""), "it names nothing"),
+                          (("--save", used), "has checkpoints already: give --resume auto"),
+                          (("--save", used + "/step-00000004"), "is itself a checkpoint"),
+                          (("--save", "x" * 300), "cannot be looked into (File name too long)")):
         with pytest.raises(SystemExit):
             read(*words)
         assert reason in capsys.readouterr().err

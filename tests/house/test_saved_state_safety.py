@@ -50,7 +50,12 @@ def bomb():
 
 def newer(folder):
     file = folder / "contents.json"
-    file.write_text(file.read_text().replace('"version": 1', '"version": 2', 1))
+    file.write_text(file.read_text().replace('"version": 2', '"version": 3', 1))
+
+
+def first_line(folder, before, after):
+    file = folder / "contents.json"
+    file.write_bytes(file.read_bytes().replace(before, after, 1))
 
 
 def of_dcp(folder):
@@ -72,7 +77,11 @@ DAMAGE = {  # what is done to a checkpoint's folder: what the refusal says
     "a format of its own": (lambda folder: flip(folder / "contents.json", 15), r"contents\.json is not a checkpoint's"),
     "contents truncated": (lambda folder: shorten(folder / "contents.json", 0.9), r"contents\.json is damaged"),
     "no contents left": (lambda folder: shorten(folder / "contents.json", 0), r"contents\.json is not a checkpoint's"),
-    "a newer format": (newer, r"contents\.json is of format 2, and this program reads up to 1.*newer"),
+    "a newer format": (newer, r"contents\.json is of format 3, and this program reads up to 2.*newer"),
+    "a version without end": (lambda folder: first_line(folder, b'"version": 2', b'"version": Infinity'),
+                              "not a checkpoint's"),
+    "nested without end": (lambda folder: first_line(folder, b'"version": 2', b'"version": ' + b"[" * 99_999),
+                           "not a checkpoint's"),
     "other JSON": (lambda folder: (folder / "contents.json").write_text('{"a": 1}'), "not a checkpoint's"),
     "a pickle in its place": (lambda folder: (folder / "contents.json").write_bytes(bomb()), "not a checkpoint's"),
     "DCP's own": (of_dcp, r"contents\.json cannot be read .*no checkpoint"),
@@ -218,7 +227,7 @@ OTHERS = {
                                 r"blocks\.2\.up\.bias \(\[37\], and \[40\] here\); buffers that the model alone has: "
                                 r"more$"),
     "dtype": (dict(make=lambda: Wide().bfloat16()), r"other dtypes: frozen \(float32, and bfloat16 here\), embedding"),
-    "frozen": (dict(make=Frozen), r"other optimizer groups: norm\.weight \(0, and None here\)$"),
+    "frozen": (dict(make=Frozen), r"other optimizer groups: norm\.weight \(0, and frozen here\)$"),
     "optimizer": (dict(optimizer=torch.optim.Adam), r"its optimizer was AdamW, and is Adam here$"),
     "groups": (dict(groups=groups_of), r"other optimizer groups: .*; its optimizer had 1 groups, and has 2 here$"),
 }

@@ -55,6 +55,14 @@ def move(config, model_parallel, folder, other):
     return steps(zero, SAVED_AT, STEPS)
 
 
+def other_kind(folder):
+    torch.manual_seed(2)
+    zero = toys.STAGES[2](GPT(SIZES), torch.optim.SGD, lr=0.01, momentum=0.9)
+    with pytest.raises(ValueError) as caught:
+        saved_state.load(zero, folder)
+    return str(caught.value)
+
+
 def in_plain_torch(folder):
     """The whole model and the optimizer's state."""
     parameters = state_folder.read_contents(state_folder.finished(folder)[0]).facts["parameters"]
@@ -81,6 +89,9 @@ def test_goes_on_under_another_mesh(before, after, config, tmp_path):
     assert toys.identical(model.parameters(), again.parameters())
     states = [[state["momentum_buffer"] for state in one.state.values()] for one in (optimizer, other)]
     assert toys.identical(*states) and len(states[0]) == len(list(model.parameters()))
+    [words] = toys.run(other_kind, 1, tmp_path / "a")
+    assert words.startswith("this checkpoint is not of this model: it was saved by zero_100b, and a stage has other "
+                            "optimizer groups: go on with what saved it, or take its weights alone")
     # the whole model computes what the parts computed
     assert abs(model(*toys.tokens(0, SAVED_AT, batch=12)).item() - expected[0]) <= BOUND
 

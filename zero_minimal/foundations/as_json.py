@@ -18,12 +18,19 @@ def encoded(value, place: str = "extra"):
 
     Raises: TypeError for anything else; it says where it is: `place`, and the way from there.
     """
+    try:
+        return _encoded(value, place)
+    except RecursionError:
+        raise TypeError(f"{place} holds itself, or is nested too deeply to be saved") from None
+
+
+def _encoded(value, place: str):
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return [encoded(one, f"{place}[{number}]") for number, one in enumerate(value)]
+        return [_encoded(one, f"{place}[{number}]") for number, one in enumerate(value)]
     if isinstance(value, tuple):
-        return {"!": "tuple", "items": encoded(list(value), place)}
+        return {"!": "tuple", "items": _encoded(list(value), place)}
     if isinstance(value, torch.dtype):
         return {"!": "dtype", "name": name_of(value)}
     if isinstance(value, torch.Tensor):
@@ -31,10 +38,10 @@ def encoded(value, place: str = "extra"):
                 "bytes": base64.b64encode(bytes_of(value.detach().cpu())).decode()}
     if type(value) in (dict, collections.OrderedDict, collections.Counter):
         if type(value) is not collections.Counter and _is_plain(value):
-            return {key: encoded(one, f"{place}[{key!r}]") for key, one in value.items()}
+            return {key: _encoded(one, f"{place}[{key!r}]") for key, one in value.items()}
         kind = "Counter" if type(value) is collections.Counter else "dict"
         pairs = [[key, one] for key, one in value.items()]
-        return {"!": kind, "items": encoded(pairs, place)}
+        return {"!": kind, "items": _encoded(pairs, place)}
     raise TypeError(f"{place} is a {type(value).__name__}, which cannot be saved: give numbers, "
                     "words, tensors, or lists, tuples and dicts of them")
 
@@ -69,7 +76,7 @@ def _is_plain(value: dict) -> bool:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A CPU tensor's bytes: its own memory where it is contiguous, else a copy's."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 

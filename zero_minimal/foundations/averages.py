@@ -7,9 +7,17 @@
         average.update()
     with average.in_place():        # on all ranks: the model computes with the averages
         evaluate(model)
+        saved_state.save(zero, "runs/averages")
+    saved_state.save(zero, "runs/a")
 
 A rank averages what it updates: 4Ψ/N bytes at stages 1 to 3, and sends nothing. For weights in 16
 bit the averages are in fp32: a small part of a change would be rounded away.
+
+A run that goes on, under any stage and any number of ranks, loads both, the averages first:
+
+    saved_state.load(zero, "runs/averages")
+    average = Average(zero, decay=0.999)    # begins at the weights that are there
+    saved_state.load(zero, "runs/a")
 
 torch's AveragedModel and copy.deepcopy(model) work too, under zero.gather_parameters(): they make
 plain models, whole on every rank.
@@ -25,7 +33,8 @@ class Average:
     """The average of the weights that a stage trains: mean ← decay · mean + (1 − decay) · weights,
     at each update().
 
-    `shards`, this rank's of each of zero.buckets, are to be saved and loaded with its state.
+    `shards` are this rank's, one of each of zero.buckets; so they cannot be `extra` of a
+    checkpoint, which has one for all ranks.
     """
 
     def __init__(self, zero, decay: float = 0.999):

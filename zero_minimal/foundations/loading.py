@@ -16,10 +16,16 @@ SHOWN = 10  # names in a message
 
 
 def candidates(folder: Path, group: dist.ProcessGroup | None = None) -> list[Path]:
-    """The checkpoints in a folder, the newest first, as rank 0 of the group sees them."""
-    found = [state_folder.finished(folder)]
+    """The checkpoints in a folder, the newest first, as rank 0 of the group sees them. Raises:
+    Damaged, on all ranks, if it cannot look into it."""
+    try:
+        found = [state_folder.finished(folder)]
+    except Damaged as error:
+        found = [str(error)]
     if group:
         dist.broadcast_object_list(found, dist.get_global_rank(group, 0), group=group)
+    if isinstance(found[0], str):
+        raise Damaged(found[0])
     return found[0]
 
 
@@ -32,19 +38,25 @@ def newest_good(folder: Path, group: dist.ProcessGroup | None = None) -> Content
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
     paths, problems = candidates(folder, group), []
     for path in paths:
-        contents, found = None, [None] * ranks
+        contents, found = None, [None] * ranks  # of each rank: a checksum, or what is wrong
         try:
             contents = state_folder.read_contents(path)
             for name in list(contents.files)[rank::ranks]:
                 state_folder.check_file(contents, name)
+            found[rank] = contents.crc32
         except Damaged as error:
             found[rank] = str(error)
         if group:
             dist.all_gather_object(found, found[rank], group=group)
-        problem = next((one for one in found if one), None)
+        problem = next((one for one in found if isinstance(one, str)), None)
+        if problem is None and len(set(found)) > 1:
+            other = next(number for number, one in enumerate(found) if one != found[0])
+            problem = (f"{path} is not the same on rank 0 and on rank {other}: give all ranks a "
+                       "folder on one disk, or the same copy")
         if problem is None:
             return contents
         problems.append(problem)
+        state_folder.pass_over(path)
         if rank == 0 and path != paths[-1]:
             warnings.warn(f"{problem}. The checkpoint before it is taken", stacklevel=4)
     raise Damaged("\n".join(problems) if problems else f"there is no checkpoint in {folder}")
@@ -77,19 +89,33 @@ def check(saved: dict, here: dict) -> None:
         before = {name: one for name, one in saved["parameters"].items()
                   if here["also"].get(name) not in saved["parameters"]}
         found = _differences("weights", before, here["parameters"] | here["buffers"], {
-            "shape": "other shapes", "dtype": "other dtypes"})
+            "shape": "other shapes", "dtype": "other dtypes, in which weights alone must be"})
+        found += _listed("two weights that are one here", _untied(saved, here))
     else:
         found = _differences("parameters", saved["parameters"], here["parameters"], {
             "shape": "other shapes", "dtype": "other dtypes", "group": "other optimizer groups"})
         found += _differences("buffers", saved["buffers"], here["buffers"], {
             "shape": "other shapes", "dtype": "other dtypes"})
+        found += _differences("modules with an extra state", saved.get("extra_states", {}),
+                              here["extra_states"], {})
         if saved["optimizer"] != here["optimizer"]:
             found.append(f"its optimizer was {saved['optimizer']}, and is {here['optimizer']} here")
         if len(saved["groups"]) != len(here["groups"]):
             found.append(f"its optimizer had {len(saved['groups'])} groups, and has "
                          f"{len(here['groups'])} here")
+    if found and saved.get("kind", here["kind"]) != here["kind"]:
+        found.insert(0, f"it was saved by {saved['kind']}, and {here['kind']} has other optimizer "
+                        "groups: go on with what saved it, or take its weights alone, by export "
+                        "and import")
     if found:
         raise ValueError("this checkpoint is not of this model: " + "; ".join(found))
+
+
+def _untied(saved: dict, here: dict) -> Iterable[str]:
+    """Names of one weight of the model that have two values in a file."""
+    given = saved["parameters"]
+    return (f"{first} and {name}" for name, first in here["also"].items()
+            if name in given and first in given and given[name] != given[first])
 
 
 def _differences(kind: str, before: dict, now: dict, facts: dict[str, str]) -> list[str]:
@@ -99,9 +125,13 @@ def _differences(kind: str, before: dict, now: dict, facts: dict[str, str]) -> l
                                                           if name not in before))
     for fact, words in facts.items():
         found += _listed(words, (
-            f"{name} ({before[name][fact]}, and {now[name][fact]} here)" for name in before
-            if name in now and before[name][fact] != now[name][fact]))
+            f"{name} ({_said(before[name][fact])}, and {_said(now[name][fact])} here)"
+            for name in before if name in now and before[name][fact] != now[name][fact]))
     return found
+
+
+def _said(fact) -> str:
+    return "frozen" if fact is None else str(fact)  # it is in no group
 
 
 def _listed(words: str, names: Iterable[str]) -> list[str]:
@@ -133,8 +163,9 @@ def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[Piece]]:
                 dtype = _dtype(contents, f"{kind}/{names[0]}")
                 of_number[number][kind.split("/")[1]] = held = torch.zeros_like(shard, dtype=dtype)
                 wanted += pieces.in_bucket(holding, bucket, kind, held)
-    buffers = [name for name, _ in pieces.persistent_buffers(stage.model)]
-    whole = state["frozen"] | {name: state["buffers"][name] for name in buffers}
+    here = {buffer: name for name, buffer in stage.model.named_buffers()}
+    buffers = pieces.persistent_buffers(stage.model)
+    whole = state["frozen"] | {name: state["buffers"][here[buffer]] for name, buffer in buffers}
     for name, own in whole.items():
         wanted += pieces.whole_piece(_kind(name, contents), name, own, holding.places.get(name))
     state["optimizer"] = optimizer_state(
@@ -229,9 +260,15 @@ def plain_to_fill(
 def fill_buffers(model: nn.Module, new: dict[str, torch.Tensor]) -> None:
     """Give buffers new values; only where they differ, since an expanded one (a mask, say) cannot
     be written."""
-    for name, buffer in model.named_buffers():
+    for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in new and not torch.equal(buffer, new[name]):
             buffer.copy_(new[name])
+
+
+def fill_extra_states(model: nn.Module, contents: Contents) -> None:
+    """What a module's get_extra_state() returned goes to its set_extra_state()."""
+    for path, value in contents.facts.get("extra_states", {}).items():
+        model.get_submodule(path).set_extra_state(as_json.decoded(value))
 
 
 def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved: dict) -> dict:
@@ -245,11 +282,12 @@ def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved
         ours = optimizer is not None and param.requires_grad and param.numel()
         return groups.get(param) if ours else before
 
-    return saved | {
+    return {"kind": None} | saved | {
         "parameters": {name: {"shape": list(param.shape), "dtype": as_json.name_of(param.dtype),
                               "group": group_of(name, param)}
                        for name, param in model.named_parameters()},
         "buffers": pieces.facts_of_buffers(model),
+        "extra_states": pieces.extra_states(model),
         "also": pieces.second_names(model),
     } | ({} if optimizer is None else {"optimizer": type(optimizer).__name__,
                                        "groups": optimizer.param_groups})

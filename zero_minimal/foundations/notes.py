@@ -23,6 +23,7 @@ import torch.distributed as dist
 LENGTH = 192  # bytes of a note
 TAG = 2**30  # of notes; those of data are below it
 FINISHED = "finished"
+CHECKPOINT = "a checkpoint to "  # save, load, …: saving.meet
 SCALED = ", after a clipped or unscaled one"  # of a step: at stage 0 clipping alone sends nothing
 
 _groups: dict = {}  # the groups in which notes were sent
@@ -97,6 +98,9 @@ class Notes:
             return (f"{clipped} called clip_grad_norm_() or unscale_() before the last step(), and "
                     f"{other} did not, so their parameters differ now: call it on all ranks, and "
                     "print what it returns on one")
+        if CHECKPOINT in self.words + words:
+            return (f"rank {here} is in {self.words}; {there} is in {words}. Save, load and look "
+                    "for checkpoints on all ranks, at the same place in training")
         return (f"the ranks are not in the same collective: rank {here} is in {self.words}; "
                 f"{there} is in {words}. All ranks must run the same number of forward and "
                 "backward passes, with no_sync() around the same ones, and the same modules in "

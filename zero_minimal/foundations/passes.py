@@ -31,6 +31,7 @@ class Passes:
         self.stage = weakref.proxy(stage)
         self.reduced = False  # every bucket was handed over since the last pass began
         self.running = False  # a backward pass is under way
+        self.begun = False  # a pass has begun since the last zero_grad()
         self.spent = False  # step() has used the gradients, and zero_grad() was not called since
         self.scaled = False  # the last step() scaled them, since they were clipped or unscaled
         self.steps, self.passes = 0, 0  # step() calls; passes that handed over since
@@ -42,6 +43,11 @@ class Passes:
         for param in flats:
             # before autograd adds anything to .grad
             param.register_hook(Tie(lambda passes, _: passes.begin(), self))
+
+    @property
+    def accumulated(self) -> bool:
+        """Whether there are gradients that no step() has used."""
+        return self.begun and not self.spent
 
     def complete(self) -> None:
         """Called before anybody reads the reduced gradients. Raises: RuntimeError if the user has
@@ -59,7 +65,7 @@ class Passes:
         self.left.forget()
         self.scaled = self.spent and self.stage.gradient_scale is not None
         self.steps, self.passes = self.steps + self.spent, 0
-        self.reduced = self.running = self.spent = False
+        self.reduced = self.running = self.begun = self.spent = False
 
     def moment_of(self, bucket: Bucket) -> str:
         """Of training, in words, what the last step() did, and with which learning rate the bucket
@@ -102,7 +108,8 @@ class Passes:
                                "once, after the last micro-batch; or drop the gradients with "
                                "zero.zero_grad(), also after a step that the scaler has skipped")
         self.left.take_away()
-        self.running, self._task = True, torch._C._current_graph_task_id()
+        self.running = self.begun = True
+        self._task = torch._C._current_graph_task_id()
         self.stage.backward_begins()
         self.reduced = False
         # Autograd runs _end at the end of the pass in which it is queued. A reentrant checkpoint

@@ -36,7 +36,8 @@ class Holding:
 
     places: of the parameters that are cut over a model-parallel group, by name. Its ranks hold all
         others whole, and model_rank 0 saves these.
-    also: second names of parameters, with the first, that the model of one process has.
+    kind: what saves: its optimizer's groups are others than another kind's.
+    also: second names of weights, with the first, that the model of one process has.
     """
 
     stage: object
@@ -45,6 +46,7 @@ class Holding:
     data_rank: int = 0  # which data, and so which random numbers
     model_rank: int = 0
     also: dict[str, str] = field(default_factory=dict)
+    kind: str = "a stage"
 
     def __post_init__(self):
         self.names = {param: name for name, param in self.stage.model.named_parameters()}
@@ -153,10 +155,20 @@ def in_no_bucket(stage) -> dict[str, nn.Parameter]:
 
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Those that are a part of model.state_dict(), with their names."""
-    left_out = {f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
+    """Those that are a part of model.state_dict(), with their first names there."""
+    first = {}
+    for name, buffer in _every_persistent_buffer(model):
+        first.setdefault(buffer, name)
+    return [(name, buffer) for buffer, name in first.items()]
+
+
+def _every_persistent_buffer(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """One that two modules have has two names."""
+    left_out = {f"{path}.{name}".lstrip(".")
+                for path, module in model.named_modules(remove_duplicate=False)
                 for name in module._non_persistent_buffers_set}
-    return [(name, buffer) for name, buffer in model.named_buffers() if name not in left_out]
+    named = model.named_buffers(remove_duplicate=False)
+    return [(name, buffer) for name, buffer in named if name not in left_out]
 
 
 # -------------------------------------------------------------------------- what no tensor can hold
@@ -174,11 +186,13 @@ def facts_of(holding: Holding) -> dict:
         for param, name in holding.names.items()
     }
     return {
+        "kind": holding.kind,
         "stage": type(stage).__name__,
         "ranks": stage.world_size,
         "parameters": parameters,
         "also": second_names(stage.model) | holding.also,
         "buffers": facts_of_buffers(stage.model),
+        "extra_states": extra_states(stage.model),
         "optimizer": type(stage.optimizer).__name__,
         "groups": [options_of(group) for group in stage.optimizer.param_groups],
         "numbers": _numbers(holding),
@@ -186,15 +200,23 @@ def facts_of(holding: Holding) -> dict:
 
 
 def second_names(model: nn.Module) -> dict[str, str]:
-    """Of parameters that have two: the second, and the first."""
-    first = {param: name for name, param in model.named_parameters()}
-    return {name: first[param] for name, param in model.named_parameters(remove_duplicate=False)
-            if name != first[param]}
+    """Of parameters and buffers that have two: the second, and the first."""
+    first = {held: name for name, held in [*model.named_parameters(), *persistent_buffers(model)]}
+    every = [*model.named_parameters(remove_duplicate=False), *_every_persistent_buffer(model)]
+    return {name: first[held] for name, held in every if name != first[held]}
 
 
 def facts_of_buffers(model: nn.Module) -> dict[str, dict]:
     return {name: {"shape": list(buffer.shape), "dtype": as_json.name_of(buffer.dtype)}
             for name, buffer in persistent_buffers(model)}
+
+
+def extra_states(model: nn.Module) -> dict[str, object]:
+    """What modules give beside their tensors, by the name of the module: rank 0's is saved."""
+    given = {path: module.get_extra_state() for path, module in model.named_modules()
+             if type(module).get_extra_state is not nn.Module.get_extra_state}
+    return {path: as_json.encoded(value, f"get_extra_state() of {path or 'the model'}")
+            for path, value in given.items()}
 
 
 def options_of(group: dict) -> dict:

@@ -20,7 +20,8 @@ rank's are its pieces (pieces.py), torch.distributed.checkpoint finds which of t
 (resharding.py), and state_folder.py says why a kill does no harm.
 
 A checkpoint has parameters (of those in 16 bit the fp32 masters, from which they come by rounding),
-optimizer state and options, buffers, each rank's random state, and `extra`. It holds no code.
+optimizer state and options, buffers, what modules give in get_extra_state(), the state of each
+rank's random numbers (torch's), and `extra`. It holds no code.
 """
 
 import itertools
@@ -41,6 +42,7 @@ __all__ = [
 
 def save(zero, folder: str | Path, extra=None, *, step: int | None = None, keep: int = 3) -> Path:
     """Write a checkpoint, folder/step-…; all ranks must call this, after step(). Returns its path.
+    It is the newest one there then, whatever its step: load() goes on from it.
 
     Args:
         zero: a stage, or a zero_100b.System.
@@ -48,8 +50,11 @@ def save(zero, folder: str | Path, extra=None, *, step: int | None = None, keep:
         extra: what the program needs to go on, alike on all ranks: state_dict() of a scheduler and
             a LossScaler, a position in the data; of numbers, words, tensors, lists, tuples, dicts.
         step: the number in its name; by default one more than the newest's.
-        keep: how many checkpoints stay; the older ones are deleted when this one is on the disk.
-    Raises: TypeError for what cannot be in `extra`; NotSaved, on all ranks, if one could not write.
+        keep: how many checkpoints stay, without those that load() found damaged; those that were
+            written earlier are deleted when this one is on the disk.
+    Raises: TypeError for what cannot be in `extra`; ValueError if that differs among the ranks;
+        RuntimeError inside gather_parameters(), or where gradients wait for step(); NotSaved, on
+        all ranks, if one could not write.
     """
     return saving.start(zero, Path(folder), extra, step, keep, meanwhile=False).wait()
 
@@ -72,7 +77,8 @@ def load(zero, folder: str | Path):
     this. Returns `extra`. Random numbers of a rank go on, too; those of ranks that are new have a
     seed of their own.
 
-    A checkpoint that is damaged is passed over, with a warning, for the one before it.
+    A checkpoint that is damaged, or not the same on all ranks, is passed over, with a warning, for
+    the one before it.
     Raises: Damaged if none is whole; ValueError, with all names that differ, if it is not of this
         model and optimizer. Both on all ranks, and then nothing has been changed.
     """
@@ -80,10 +86,11 @@ def load(zero, folder: str | Path):
 
     from zero_minimal.foundations.resharding import PieceLoader, Reader
 
-    saving.finish()
+    saving.finish_earlier()
     holding = pieces.holding_of(zero)
+    saving.meet("load", holding.group)
     group = saving.group_to_save(holding.group)
-    contents = loading.newest_good(Path(folder), group)
+    contents = loading.newest_good(Path(folder).absolute(), group)
     loading.check(contents.facts, pieces.facts_of(holding))
     state, wanted = loading.to_fill(holding, contents)
     asked = dict(storage_reader=Reader(contents), planner=PieceLoader(wanted), process_group=group)
@@ -93,6 +100,7 @@ def load(zero, folder: str | Path):
         rank, reason = saving.first_of(error)
         raise Damaged(f"{contents.folder} could not be read on rank {rank}: {reason}") from None
     zero.load_state_dict(state)
+    loading.fill_extra_states(holding.stage.model, contents)
     loading.restore_random_state(contents.facts, holding.data_rank)
     return loading.extra_of(contents)
 
@@ -100,8 +108,9 @@ def load(zero, folder: str | Path):
 def any_in(zero, folder: str | Path) -> bool:
     """Whether there is a checkpoint in a folder, good or not, as rank 0 sees it; all ranks must
     ask."""
-    group = saving.group_to_save(pieces.holding_of(zero).group)
-    return bool(loading.candidates(Path(folder), group))
+    holding = pieces.holding_of(zero)
+    saving.meet("look for", holding.group)
+    return bool(loading.candidates(Path(folder), saving.group_to_save(holding.group)))
 
 
 @torch.no_grad()
@@ -115,6 +124,7 @@ def load_plain(
     state, buffers, wanted = loading.plain_to_fill(model, optimizer, contents)
     loading.read_alone(contents, wanted)
     loading.fill_buffers(model, buffers)
+    loading.fill_extra_states(model, contents)
     if optimizer is not None:
         optimizer.load_state_dict(state)
     loading.restore_random_state(contents.facts, 0)

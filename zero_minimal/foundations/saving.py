@@ -5,15 +5,26 @@ backward, in the order in which step() updates it, and step() waits before each 
 one's bytes have been handed to the system. Nothing is copied: memory does not grow.
 """
 
-import shutil
+import json
 import threading
+import warnings
 import weakref
+import zlib
 from concurrent.futures import Future
 from pathlib import Path
 
 import torch.distributed as dist
 
-from zero_minimal.foundations import as_json, joining, pieces, precision, random_state
+from zero_minimal.foundations import (
+    as_json,
+    joining,
+    notes,
+    ownership,
+    pieces,
+    precision,
+    random_state,
+    state_folder,
+)
 
 _groups = weakref.WeakKeyDictionary()  # of ranks that train → a group of the same, to save with
 _under_way: list["Saving"] = []
@@ -48,10 +59,11 @@ class Saving:
         except CheckpointException as error:  # no Exception: `except Exception` would miss it
             rank, reason = first_of(error)
         if self.writer.own is not None:
-            shutil.rmtree(self.writer.own, ignore_errors=True)  # the disk may be full
-        raise NotSaved(f"the checkpoint of step {self.writer.facts['step']} was not written to "
-                       f"{self.writer.folder}: rank {rank}: {reason}; those before it are still "
-                       "there")
+            state_folder.give_up(self.writer.own)
+        step = self.writer.facts["step"]
+        which = "the checkpoint" if step is None else f"the checkpoint of step {step}"
+        raise NotSaved(f"{which} was not written to {self.writer.folder}: rank {rank}: {reason}; "
+                       "those before it are still there")
 
 
 def first_of(error: BaseException) -> tuple[int, BaseException]:
@@ -63,42 +75,92 @@ def first_of(error: BaseException) -> tuple[int, BaseException]:
 def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: bool) -> Saving:
     """Begin to write a checkpoint; all ranks must call it. Unless `meanwhile`, it is done when this
     returns, or has failed. One that is still being written is waited for first."""
-    from torch.distributed import checkpoint as dcp
-
     from zero_minimal.foundations.resharding import PieceSaver, Writer
 
-    if keep < 1:
-        raise ValueError(f"keep is {keep}: at least one checkpoint is kept")
-    finish()
+    _check_numbers(step, keep)
     holding = pieces.holding_of(zero)
+    _check_moment(holding.stage)
+    encoded = as_json.encoded(extra)
+    finish_earlier()
+    _check_alike(encoded, holding.group)
     buckets = holding.stage.buckets
     for bucket in buckets:
         precision.keep_changes(bucket)
-    facts = {"step": step, "extra": as_json.encoded(extra), **pieces.facts_of(holding)}
+    facts = {"step": step, "extra": encoded, **pieces.facts_of(holding)}
     own = {"data_rank": holding.data_rank,
            "random": as_json.encoded(random_state.random_state())}
     to_save = pieces.to_save(holding)
-    for bucket in buckets:
-        bucket.leaving = threading.Event()
-    for bucket in set(buckets) - {piece.bucket for piece in to_save}:
-        bucket.leaving.set()  # nothing but padding lies here
-    writer = Writer(folder, facts, keep)
+    writer = Writer(folder.absolute(), facts, keep)  # the current directory may change
     asked = dict(storage_writer=writer, planner=PieceSaver(to_save, own),
                  process_group=group_to_save(holding.group))
-    if meanwhile:
-        future = dcp.async_save({}, **asked)
-    else:
-        future = Future()
-        try:
-            future.set_result(dcp.save({}, **asked))
-        except BaseException as error:
-            future.set_exception(error)
-        for bucket in buckets:
-            bucket.leaving = None
-    future.add_done_callback(lambda _: [bucket.leaving and bucket.leaving.set()
-                                        for bucket in buckets])  # if it failed, too
+    leaving = {piece.bucket for piece in to_save}  # of others nothing but padding lies here
+    future = _begin(asked, [bucket for bucket in buckets if bucket in leaving], meanwhile)
     _under_way.append(saving := Saving(future, writer))
     return saving
+
+
+def _begin(asked: dict, buckets: list, meanwhile: bool) -> Future:
+    """Let DCP write, and step() wait for each of the buckets until that is written. The result: the
+    metadata, or the failures that DCP tells all ranks of."""
+    from torch.distributed import checkpoint as dcp
+
+    def let_go(_=None):
+        for bucket in buckets:
+            if bucket.leaving:
+                bucket.leaving.set()
+
+    future = Future()
+    for bucket in buckets:
+        bucket.leaving = threading.Event()
+    try:
+        if meanwhile:
+            future = dcp.async_save({}, **asked)
+        else:
+            future.set_result(dcp.save({}, **asked))
+    except dcp.CheckpointException as error:
+        future.set_exception(error)
+    except BaseException:  # it has not begun: step() must not wait for ever
+        let_go()
+        raise
+    future.add_done_callback(let_go)
+    return future
+
+
+def _check_numbers(step: int | None, keep: int) -> None:
+    if step is not None and (not isinstance(step, int) or step < 0):
+        raise ValueError(f"step is {step!r}: give a whole number from 0 up, or None to count on")
+    if not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep is {keep!r}: give a whole number; at least one checkpoint is kept")
+
+
+def _check_moment(stage) -> None:
+    """Raises: RuntimeError if a checkpoint would lose what was done since the last step()."""
+    if getattr(stage, "shown", False):
+        raise RuntimeError("leave gather_parameters() before you save: what is changed inside of "
+                           "it comes to the shards at its end")
+    if stage.backward.accumulated and stage.gradient_scale is None:
+        raise RuntimeError("a checkpoint has no gradients, and those of the backward passes since "
+                           "the last zero.step() would be lost: save after zero.step(); or call "
+                           "zero.zero_grad() first, if they are not needed")
+
+
+def _check_alike(encoded_extra, group) -> None:
+    """Raises: ValueError, on all ranks, if `extra` is not alike on all of them."""
+    own = zlib.crc32(json.dumps(encoded_extra, sort_keys=True).encode())
+    every = meet("save", group, own)
+    odd = [str(rank) for rank, one in enumerate(every) if one != every[0]]
+    if odd:
+        raise ValueError(f"extra is not the same on rank 0 and on rank {', '.join(odd)}, and a "
+                         "checkpoint has one for all: give what is alike on all ranks (of "
+                         "numbers their mean, collectives.all_reduce; averages.py says how "
+                         "averages of weights are saved)")
+
+
+def meet(to_do: str, group: dist.ProcessGroup | None, number: int = 0) -> list[int]:
+    """Every rank's number, when all ranks have come to save or to load. A rank that is somewhere
+    else is named at once, since they meet where training does."""
+    every = ownership.numbers_of_all_ranks([number], group, of=notes.CHECKPOINT + to_do)
+    return [number for [number] in every]
 
 
 def write_alone(folder: Path, facts: dict, to_save: list[pieces.Piece], keep: int) -> Path:
@@ -108,14 +170,28 @@ def write_alone(folder: Path, facts: dict, to_save: list[pieces.Piece], keep: in
     saver, writer = PieceSaver(to_save, {}), Writer(folder, facts, keep)
     plans, contents = saver.create_global_plan([saver.create_local_plan()])
     plan = saver.finish_plan(*writer.prepare_global_plan(plans))
-    writer.finish(contents, [writer.write_data(plan, saver).value()])
+    try:
+        writer.finish(contents, [writer.write_data(plan, saver).value()])
+    except BaseException:
+        state_folder.give_up(writer.own)
+        raise
     return contents.planner_data
 
 
 def finish() -> None:
-    """Wait for what is being written. The end of the ranks does so, too."""
+    """Wait for what is being written. Raises: NotSaved, as wait() does."""
     while _under_way:
         _under_way[0].wait()
+
+
+def finish_earlier() -> None:
+    """The same, before another call that can be done all the same: rank 0 warns of what it could
+    not write."""
+    try:
+        finish()
+    except NotSaved as error:
+        if dist.get_rank() == 0:
+            warnings.warn(str(error), stacklevel=4)
 
 
 joining.before_the_end(finish)
@@ -127,5 +203,7 @@ def group_to_save(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     own = group or dist.group.WORLD
     if own not in _groups:
         ranks = dist.get_process_group_ranks(own)
-        _groups[own] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        patience = own._get_backend(own._device_types[0]).options._timeout
+        _groups[own] = dist.new_group(ranks, backend="gloo", timeout=patience,
+                                      use_local_synchronization=True)
     return _groups[own]

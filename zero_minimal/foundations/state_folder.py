@@ -1,31 +1,41 @@
 """A folder of checkpoints: which are whole, and which is the newest.
 
-    DIR/step-00000040/          a checkpoint; a second one of the same step is step-00000040.1
+    DIR/step-00000040/          a checkpoint
         contents.json           what there is: names, shapes, where each box lies; checksums
         rank-0.bin              the bytes of the boxes that rank 0 had, one after the other
         rank-1.bin
+    DIR/step-00000030.1/        one of an earlier step, and yet a newer one: a run went back
     DIR/.writing-…              one that is not finished, or never will be
 
 A checkpoint is written under a name of the last kind, and takes its own when every byte is on the
 disk. The system changes a name at once: so whoever looks finds all of a checkpoint or none of it,
 at whatever instant the ranks were killed. The older ones go only after that.
+
+The newest is the one that was written last, whatever its step. Names say so: whoever saves a step
+that is not beyond the newest one's counts the number behind the point up by one. First comes the
+higher number, then the higher step.
 """
 
 import contextlib
 import errno
+import fcntl
 import functools
 import json
 import os
 import re
 import shutil
+import warnings
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-FORMAT, VERSION = "zero_minimal training state", 1
+FORMAT, VERSION = "zero_minimal training state", 2
 CONTENTS, WRITING, LEAVING = "contents.json", ".writing-", ".deleting-"
 BLOCK = 2**19  # bytes read or written at once
 NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
+
+_passed_over: set[Path] = set()  # damaged ones: they are not among those that are kept
+_writing: dict[Path, int] = {}  # what this process writes in: the lock on it
 
 
 class Damaged(ValueError):
@@ -40,6 +50,7 @@ class Contents:
     facts: dict  # what pieces.facts_of() says, and what the program keeps
     tensors: dict  # name: {"shape", "dtype", "boxes": [[offsets, sizes, file, byte], …]}
     files: dict  # name: [[how many bytes, their crc32], …], one stretch after the other
+    crc32: int = 0  # of all this, in the file
 
     @property
     def step(self) -> int:
@@ -56,21 +67,34 @@ class Contents:
 
 
 def finished(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the newest first; the folder itself if it is one."""
-    if (folder / CONTENTS).is_file():
-        return [folder]
-    found = {}
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for path in folder.iterdir():
-            if (name := NAME.fullmatch(path.name)) and path.is_dir():
-                found[int(name[1]), int(name[2] or 0)] = path
-    return [found[key] for key in sorted(found, reverse=True)]
+    """The checkpoints in a folder, the newest first; the folder itself if it is one. Raises:
+    Damaged if it cannot be looked into."""
+    try:
+        if (folder / CONTENTS).is_file():
+            return [folder]
+        found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise Damaged(f"{folder} cannot be looked into ({error.strerror})") from None
+    return sorted(found, key=_order, reverse=True)
+
+
+def _order(path: Path) -> tuple[int, int]:
+    """What grows from each checkpoint to the next: how often a run went back; the step."""
+    step, number = NAME.fullmatch(path.name).groups()
+    return int(number or 0), int(step)
 
 
 def next_step(folder: Path) -> int:
     """One more than the newest checkpoint's."""
     newest = finished(folder)[:1]
-    return int(NAME.fullmatch(newest[0].name)[1]) + 1 if newest else 0
+    return _order(newest[0])[1] + 1 if newest else 0
+
+
+def pass_over(damaged: Path) -> None:
+    """Remember that it is no good: it is not counted among those that are kept."""
+    _passed_over.add(damaged)
 
 
 def read_contents(folder: Path) -> Contents:
@@ -86,7 +110,7 @@ def read_contents(folder: Path) -> Contents:
         header = json.loads(head + b"0}")
         is_ours = header["format"] == FORMAT
         version, checksum = int(header["version"]), int(header["crc32"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         is_ours = False
     if not is_ours:
         raise Damaged(f"{file} is not a checkpoint's, or its beginning is damaged: it should begin "
@@ -94,10 +118,10 @@ def read_contents(folder: Path) -> Contents:
     if version > VERSION:
         raise Damaged(f"{file} is of format {version}, and this program reads up to {VERSION}: it "
                       "was written by a newer version of zero_minimal; update this one")
-    if head != _head(checksum) or zlib.crc32(rest) != checksum:
+    if head != _head(checksum, version) or zlib.crc32(rest) != checksum:
         raise Damaged(f"{file} is damaged: its checksum is {zlib.crc32(rest)}, and should be "
                       f"{checksum}")
-    return Contents(folder, **json.loads(rest[:-1]))
+    return Contents(folder, **json.loads(rest[:-1]), crc32=checksum)
 
 
 def check_file(contents: Contents, name: str) -> None:
@@ -129,14 +153,52 @@ def _checksum(stream, left: int) -> int:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A new folder inside to write in. What earlier attempts left unfinished goes."""
+    """A new folder inside to write in, until publish() or give_up(). What the dead have left
+    unfinished goes; what another process writes stays. Raises: ValueError for what is no folder of
+    checkpoints, but one of them."""
+    if (folder / CONTENTS).is_file():
+        raise ValueError(f"{folder} is itself a checkpoint: save to the folder that it is in")
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.name.startswith((WRITING, LEAVING)):
-            shutil.rmtree(path, ignore_errors=True)
+            if (lock := _locked(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+            elif path.exists():
+                warnings.warn(f"another run saves to {folder}, too, and only the newest are kept, "
+                              "whosever they are: give each run a folder of its own", stacklevel=2)
     own = folder / f"{WRITING}{step:08}-{os.getpid()}"
     own.mkdir()
+    if (lock := _locked(own)) is not None:
+        _writing[own] = lock
     return own
+
+
+def give_up(written: Path) -> None:
+    """Delete what cannot be finished: the disk may be full."""
+    shutil.rmtree(written, ignore_errors=True)
+    _unlock(written)
+
+
+def _locked(path: Path) -> int | None:
+    """A lock on a folder, until it is closed or this process ends; None if another has it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:  # gone
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:  # some file systems have no locks: whoever begins deletes what is there
+        pass
+    return descriptor
+
+
+def _unlock(written: Path) -> None:
+    if (lock := _writing.pop(written, None)) is not None:
+        os.close(lock)
 
 
 def write_contents(contents: Contents) -> None:
@@ -147,28 +209,28 @@ def write_contents(contents: Contents) -> None:
     rest = (f'{{"facts": {json.dumps(contents.facts)},\n"files": {json.dumps(contents.files)},\n'
             '"tensors": {\n' + ",\n".join(lines) + "\n}}}").encode()
     with open(contents.folder / CONTENTS, "wb") as stream:
-        stream.write(_head(zlib.crc32(rest)) + b"\n" + rest)
+        stream.write(_head(zlib.crc32(rest), VERSION) + b"\n" + rest)
         sync(stream)
 
 
-def _head(crc32: int) -> bytes:
+def _head(crc32: int, version: int) -> bytes:
     """The first line."""
-    words = json.dumps({"format": FORMAT, "version": VERSION, "crc32": crc32})
+    words = json.dumps({"format": FORMAT, "version": version, "crc32": crc32})
     return f'{words[:-1]}, "contents":'.encode()
 
 
 def publish(written: Path, step: int, keep: int) -> Path:
-    """Give a checkpoint whose files are all on the disk its name, and delete all but the `keep`
-    newest."""
+    """Give a checkpoint whose files are all on the disk its name, by which it is the newest, and
+    delete all but the `keep` newest."""
     folder = written.parent
     _sync_folder(written)
-    for number in range(10**6):
-        final = folder / (f"step-{step:08}" + (f".{number}" if number else ""))
-        if not final.exists():
-            break
+    number, newest = max(map(_order, finished(folder)), default=(0, -1))
+    number += step <= newest
+    final = folder / (f"step-{step:08}" + (f".{number}" if number else ""))
     os.rename(written, final)  # no other file of this name is lost: there is none
+    _unlock(written)
     _sync_folder(folder)
-    for old in finished(folder)[keep:]:
+    for old in [path for path in finished(folder) if path not in _passed_over][keep:]:
         leaving = folder / f"{LEAVING}{old.name}"
         with contextlib.suppress(OSError):
             os.rename(old, leaving)  # first, so that no half of one has a checkpoint's name

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from zero_minimal.foundations import as_json, loading, pieces
@@ -27,7 +28,7 @@ def weights(contents: Contents) -> dict[str, torch.Tensor]:
     loading.read_alone(contents, [piece for (kind, name), tensor in made.items()
                                   for piece in pieces.whole_piece(kind, name, tensor)])
     found = {name: tensor for (_, name), tensor in made.items()}
-    return found | {name: found[first].clone() for name, first in facts["also"].items()}
+    return found | {name: found[first].clone() for name, first in facts["also"].items() if first in found}
 
 
 def export(folder: Path, file: Path) -> Contents:
@@ -58,7 +59,13 @@ def main(arguments: list[str]) -> None:
             contents = export(flags.folder, flags.file)
     except Damaged as error:
         parser.error(str(error))
+    except (OSError, SafetensorError) as error:
+        parser.error(f"{flags.file} cannot be written: {getattr(error, 'strerror', None) or error}")
     for one in passed_over:
         print(f"warning: {one.message}", file=sys.stderr)
+    if left := contents.facts.get("extra_states"):
+        names = ", ".join(path or "the model" for path in left)
+        print(f"warning: get_extra_state() of {names} is not in the file: load_state_dict(…, strict=False)",
+              file=sys.stderr)
     count = sum(torch.Size(one["shape"]).numel() for one in contents.facts["parameters"].values())
     print(f"{flags.file}: {count:,} parameters of {contents.folder}")

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 --max-restarts 5 zero_minimal/stage2.py --save runs/a --every 50 --resume auto
 
-When a rank is killed torchrun starts all anew, and they go on from the newest checkpoint that is whole.
+When a rank is killed torchrun starts all anew, and they go on from the newest checkpoint that is whole. The state
+after the last step is written, too.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_minimal.foundations import interrupts, saved_state
+from zero_minimal.foundations import interrupts, saved_state, state_folder
 from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.foundations.ranks import Rank
 from zero_minimal.workload.data import Batches
@@ -29,16 +30,28 @@ class Flags:
 
 
 NO_CHECKPOINTS = Flags()
+KEPT = {"step", "batches", "scaler"}  # what `extra` has of a checkpoint that --resume takes
+WITHOUT_EFFECT = {"bucket_mb", "recompute"}  # settings: losses are the same
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Give the parser the four flags."""
     group = parser.add_argument_group("checkpoints")
-    group.add_argument("--save", type=Path, metavar="DIR", help="write a checkpoint to this folder now and then")
+    group.add_argument("--save", type=_folder, metavar="DIR", help="write a checkpoint to this folder now and then")
     group.add_argument("--every", type=positive, metavar="K", help="steps from one to the next (default: 100)")
     group.add_argument("--keep", type=positive, metavar="COUNT", help="how many stay, the newest (default: 3)")
-    group.add_argument("--resume", default="", metavar="DIR", help="go on from the newest checkpoint in this folder; "
+    group.add_argument("--resume", type=_some, metavar="DIR", help="go on from the newest checkpoint in this folder; "
                        "auto: in that of --save, and begin anew if there is none")
+
+
+def _some(word: str) -> str:
+    if not word:
+        raise argparse.ArgumentTypeError("it names nothing: give a folder, or leave the flag out")
+    return word
+
+
+def _folder(word: str) -> Path:
+    return Path(_some(word))
 
 
 def read_flags(parser: Parser, arguments: argparse.Namespace) -> Flags:
@@ -48,10 +61,25 @@ def read_flags(parser: Parser, arguments: argparse.Namespace) -> Flags:
             parser.error(f"--{flag} says how --save saves: give --save DIR, too")
     if arguments.resume == "auto" and arguments.save is None:
         parser.error("--resume auto looks in the folder of --save: give --save DIR, too; or --resume DIR")
-    if arguments.save is not None and arguments.save.exists() and not arguments.save.is_dir():
-        parser.error(f"--save {arguments.save} is no folder: name one, or a new one")
+    if arguments.save is not None:
+        _check_folder(parser, arguments.save, is_new=arguments.resume is None)
     given = {flag: getattr(arguments, flag) for flag in ("every", "keep") if getattr(arguments, flag) is not None}
-    return Flags(save=arguments.save, resume=arguments.resume, **given)
+    return Flags(save=arguments.save, resume=arguments.resume or "", **given)
+
+
+def _check_folder(parser: Parser, folder: Path, is_new: bool) -> None:
+    """A new run would delete the checkpoints of another one, the oldest first."""
+    try:
+        there = state_folder.finished(folder)
+    except saved_state.Damaged as error:
+        parser.error(f"--save: {error}")
+    if folder.exists() and not folder.is_dir():
+        parser.error(f"--save {folder} is no folder: name one, or a new one")
+    if there == [folder]:
+        parser.error(f"--save {folder} is itself a checkpoint: name the folder that it is in")
+    if there and is_new:
+        parser.error(f"--save {folder} has checkpoints already: give --resume auto, too, to go on from the newest; "
+                     "or name a new folder")
 
 
 class Checkpoints:
@@ -74,25 +102,39 @@ class Checkpoints:
         """Load what --resume asks for; the step to begin with, settings.steps or more if all are done. Ends the
         program, on all ranks, if there is nothing to go on from."""
         folder = self.flags.save if self.flags.resume == "auto" else self.flags.resume
-        if not folder or self.flags.resume == "auto" and not saved_state.any_in(self.zero, folder):
+        if not folder:
+            return 0
+        if self.flags.resume == "auto" and not saved_state.any_in(self.zero, folder):
+            self._say(f"there is no checkpoint in {folder} yet: this run begins anew")
             return 0
         try:
             extra = saved_state.load(self.zero, folder)
         except ValueError as error:
             interrupts.refuse(f"error: --resume {self.flags.resume}: {error}")
-        if not isinstance(extra, dict) or "step" not in extra:
+        if not isinstance(extra, dict) or not extra.keys() >= KEPT:
             interrupts.refuse(f"error: --resume {self.flags.resume}: this checkpoint was not written by --save")
+        self._compare(extra.get("settings", {}))
         self.batches.skip(extra["batches"])
         if self.scaler and extra["scaler"]:
             self.scaler.load_state_dict(extra["scaler"])
-        if self.rank.rank == 0:
-            print(f"resumed after {extra['step']} steps, from {folder}", file=sys.stderr, flush=True)
+        self._say(f"resumed after {extra['step']} steps, from {folder}")
         return extra["step"]
 
+    def _compare(self, before: dict) -> None:
+        """Ends the program for settings that make another model of the same shapes; names the others that differ."""
+        now = dataclasses.asdict(self.settings)
+        if before.get("heads", self.settings.heads) != self.settings.heads:
+            interrupts.refuse(f"error: --resume {self.flags.resume}: this checkpoint is of a model with "
+                              f"{before['heads']} heads: give --heads {before['heads']}")
+        differ = [f"{name} was {before[name]!r} and is {now[name]!r}" for name in before
+                  if name in now and name not in WITHOUT_EFFECT and before[name] != now[name]]
+        if differ:
+            self._say("other settings than before: " + "; ".join(differ))
+
     def after(self, step: int) -> None:
-        """A step is done; its number counts from 0. Every so many of them, begin to save."""
+        """A step is done; its number counts from 0. Every so many of them, and after the last, begin to save."""
         done = step + 1
-        if self.flags.save is None or done % self.flags.every:
+        if self.flags.save is None or done % self.flags.every and done != self.settings.steps:
             return
         self.finish()
         extra = {"step": done, "batches": self.batches.drawn, "settings": dataclasses.asdict(self.settings),
@@ -106,5 +148,8 @@ class Checkpoints:
             if saving:
                 saving.wait()
         except saved_state.NotSaved as error:
-            if self.rank.rank == 0:
-                print(f"warning: {error}", file=sys.stderr, flush=True)
+            self._say(f"warning: {error}")
+
+    def _say(self, line: str) -> None:
+        if self.rank.rank == 0:
+            print(line, file=sys.stderr, flush=True)

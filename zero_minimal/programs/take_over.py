@@ -3,11 +3,13 @@
     python -m zero_minimal import model.safetensors runs/b
     torchrun --nproc-per-node 2 zero_minimal/stage3.py --resume runs/b
 
-A folder of transformers' is taken too, with all its files; the names of its GPT-2 become those of the GPT here.
+A folder of transformers' is taken too, with all its files; the names of its GPT-2 become those of the GPT here. A
+weight for which there is no place here is an error: without it, another model would be trained.
 """
 
 import json
 import re
+import zlib
 from pathlib import Path
 
 import torch
@@ -15,14 +17,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from zero_minimal.foundations import as_json, pieces, saving
+from zero_minimal.foundations.loading import SHOWN
 from zero_minimal.programs.progress import announce
 from zero_minimal.workload.settings import Parser
 
 GPT2 = {  # transformers' name for a part, and ours
     "wte": "token_embedding", "wpe": "position_embedding", "ln_f": "norm", "ln_1": "attention_norm",
     "attn.c_attn": "attention.query_key_value", "attn.c_proj": "attention.projection", "ln_2": "mlp_norm",
-    "mlp.c_fc": "mlp.expansion", "mlp.c_proj": "mlp.projection",
+    "mlp.c_fc": "mlp.expansion", "mlp.c_proj": "mlp.projection", "lm_head": "head",
 }
+MASKS = ("attn.bias", "attn.masked_bias")  # no weights: which tokens attention sees, the same in every model
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
@@ -30,7 +34,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     files = [path]
     if path.is_dir():
         index = path / "model.safetensors.index.json"
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+        names = set(in_json(index, "weight_map").values()) if index.exists() else {"model.safetensors"}
         files = [path / name for name in sorted(names)]
     found = {}
     for file in files:
@@ -41,33 +45,56 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def in_json(file: Path, key: str):
+    """What a JSON file has under this key. Raises: ValueError, naming it."""
+    try:
+        return json.loads(file.read_text())[key]
+    except (OSError, ValueError, LookupError, TypeError):
+        raise ValueError(f"{file} cannot be read, or has no {key!r}") from None
+
+
 def renamed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With our names, if they are those of transformers' GPT-2; else as they are.
+    """With our names, if they are those of transformers' GPT-2; else as they are. Raises: ValueError, with the names
+    that have no place in our GPT.
 
     transformers keeps GPT-2's matrices as [inputs, outputs], and torch.nn.Linear [outputs, inputs].
     """
     short = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
     if "wte.weight" not in short:
         return weights
-    found = {}
+    found, unknown = {}, []
     for name, tensor in short.items():
-        block, part, kind = re.fullmatch(r"(h\.\d+\.)?(.*)\.(\w+)", name).groups()
+        block, part, kind = re.fullmatch(r"(h\.\d+\.)?(?:(.*)\.)?(\w+)", name, re.DOTALL).groups()
         if part in GPT2:
             is_matrix = ".c_" in f".{part}" and kind == "weight"
             place = (block or "").replace("h.", "blocks.", 1)
             found[f"{place}{GPT2[part]}.{kind}"] = tensor.t().contiguous() if is_matrix else tensor
-        elif part == "lm_head":
-            found["head.weight"] = tensor  # else it is a mask, which our attention does not keep
+        elif f"{part}.{kind}" not in MASKS:
+            unknown.append(name)
+    if unknown:
+        more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
+        raise ValueError("this GPT-2 has weights for which the GPT here has no place: "
+                         f"{', '.join(unknown[:SHOWN])}{more}. Take them out of the file, or merge them into the "
+                         "others (LoRA's)")
     return found
 
 
+def described(tensor: torch.Tensor) -> dict:
+    """As pieces.facts_of() has it; and a checksum, which tells if two names are those of one weight."""
+    return {"shape": list(tensor.shape), "dtype": as_json.name_of(tensor.dtype), "group": None,
+            "crc32": zlib.crc32(as_json.bytes_of(tensor))}
+
+
 def take_over(path: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """Write a checkpoint of the weights alone, and return them. Raises: ValueError for what cannot be read."""
-    weights = renamed(read(path))
+    """Write a checkpoint of the weights alone, and return them. Raises: ValueError for what cannot be read; OSError for
+    what cannot be written."""
+    weights, extra = renamed(read(path)), {"step": 0, "batches": 0, "scaler": None}
+    config = path / "config.json"
+    if path.is_dir() and config.exists() and "n_head" in config.read_text():
+        extra["settings"] = {"heads": in_json(config, "n_head")}  # no weight has it in its shape
     facts = {
-        "step": 0, "extra": {"step": 0, "batches": 0, "scaler": None}, "stage": None, "ranks": 0,
-        "parameters": {name: {"shape": list(tensor.shape), "dtype": as_json.name_of(tensor.dtype), "group": None}
-                       for name, tensor in weights.items()},
+        "step": 0, "extra": extra, "stage": None, "ranks": 0,
+        "parameters": {name: described(tensor) for name, tensor in weights.items()},
         "also": {}, "buffers": {}, "optimizer": None, "groups": [], "numbers": {},
     }
     to_save = [piece for name, tensor in weights.items() for piece in pieces.whole_piece("model", name, tensor)]
@@ -82,11 +109,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("path", type=Path, metavar="FILE.safetensors", help="the file, or a folder of transformers'")
     parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, for the checkpoint")
     flags = parser.parse_args(arguments)
-    if flags.folder.exists() and (not flags.folder.is_dir() or any(flags.folder.iterdir())):
-        parser.error(f"{flags.folder} is not empty: name a new folder")
     announce("reading …")
     try:
+        if flags.folder.exists() and (not flags.folder.is_dir() or any(flags.folder.iterdir())):
+            parser.error(f"{flags.folder} is not empty: name a new folder")
         weights = take_over(flags.path, flags.folder)
     except ValueError as error:
         parser.error(str(error))
+    except OSError as error:
+        parser.error(f"{flags.folder} cannot be written: {error.strerror or error}")
     print(f"{flags.folder}: {len(weights)} tensors. Go on with --resume {flags.folder}")

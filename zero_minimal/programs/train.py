@@ -79,7 +79,7 @@ def main(stage_class) -> None:
     with ranks.start(arguments.device, arguments.backend) as rank:
         result = train(stage_class, settings, rank, flags)
     if rank.rank == 0 and result is None:
-        print(f"all {settings.steps} steps were done before")
+        print(f"all {settings.steps} steps were done before" + (", so there is no report" if arguments.json else ""))
     elif rank.rank == 0:
         print(report.describe(result))
         if arguments.json:
