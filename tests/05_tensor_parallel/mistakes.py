@@ -75,6 +75,21 @@ def attention(view=VIEW, permuted=PERMUTED, draws=DRAWS, attend=ATTEND, merged=M
         "def forward(self, x):", "batch, sequence, _ = x.shape", view, permuted, function(draws, attend),
         f"return self.projection({merged})")}
 
+AFTERWARDS = ATTEND.replace("self.dropout if self.training else 0.0", "0.0") + """
+x = F.dropout(x, self.dropout, self.training)"""
+
+
+def by_hand(drop):
+    """Attention with probabilities in sight; in an evaluation nothing is done to them."""
+    return f"""
+        none = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
+        scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+        weights = scores.masked_fill(none, -math.inf).softmax(-1)
+        if self.training and self.dropout:
+            {drop}
+        x = weights @ value
+        """
+
 
 OWN = "own = (tokens >= self.first) & (tokens < self.first + self.part)"
 
@@ -167,7 +182,7 @@ WRONG = {
         r"ColumnParallelLinear's weight, \(24, 6\) as a whole: cut\(\) gives rank 0 of 3 a part of \(24, 2\)",
         column(cut='shard(whole, 1 if name == "weight" else 0, self.group)')),
     "parts are views of the whole": Wrong(
-        2, "test_a_rank_owns_its_part_of_a_layer", r"keeps a memory of 144: it is a view of the whole",
+        2, "test_nobody_holds_the_whole_layer", r"keeps a memory of 144: it is a view of the whole",
         shard(result="parts[0] if blocks == 1 else torch.cat(parts, dim)")),
     "each rank draws the same part": Wrong(
         2, "test_a_rank_owns_its_part_of_a_layer", r"a new ColumnParallelLinear has the same weight on ranks 0 and 1",
@@ -188,13 +203,19 @@ WRONG = {
         mlp("F.gelu(self.projection(self.expansion(x)))")),
     "f is forgotten": Wrong(
         2, "test_gradients_of_an_mlp",
-        r"the MLP's input x, on rank 0 of 3: its gradient is wrong, and those of all layers are right: it is a part of "
-        r"it: the 3 ranks' gradients there add up to the right one.*What stands between x and the first layer\?",
+        r"the MLP's input x, on rank 0 of 3: its gradient is wrong, and those of all layers are right: it is only a "
+        r"part: those of the 3 ranks add up to the right one.*What stands between x and the first layer\?",
         column(forward="F.linear(x, self.weight, self.bias)")),
     "the hidden values are gathered": Wrong(
         2, "test_an_mlp_sends_two_all_reduces", r"made 2 all_reduce in the forward of an MLP.*what else travels\?",
         mlp('self.projection(F.gelu(self.expansion(x) + 0 * g(self.expansion(x.detach())).detach(), '
             'approximate="tanh"))')),
+    "what does not fit is cut all the same": Wrong(
+        2, "test_unequal_parts_are_refused", r"7 rows cannot be cut into 3 equal parts, and on rank 0 shard\(\) said",
+        shard(check="False")),
+    "the bias of a row-parallel layer is cut too": Wrong(
+        2, "test_a_rank_owns_its_part_of_a_layer", r"(?s)IndexError.*a bias has one dimension: is `name` cut at all",
+        row(cut="shard(whole, 1, self.group)")),
 
     # step 3
     "query, key and value are cut as one block": Wrong(
@@ -220,12 +241,20 @@ WRONG = {
         4, "test_the_loss_is_that_of_whole_logits",
         r"and one rank has the target's: what do the others put in its",
         cross_entropy(of_target="of_target = logits.gather(-1, row.unsqueeze(-1)).squeeze(-1)")),
+    "the highest logit, if it is above zero": Wrong(
+        4, "test_the_loss_is_that_of_whole_logits",
+        r"the loss is -inf, and .* with logits from -\d+ to -\d+\. exp\(\) of every logit was 0, and log\(0\) is -inf",
+        cross_entropy(less="highest = highest.clamp(min=0)\nlogits = logits - highest.unsqueeze(-1)")),
+    "a target that is elsewhere times zero": Wrong(
+        4, "test_the_loss_is_that_of_whole_logits",
+        r"the loss is nan, .*Not a number: 0 · -inf is nan, .*is replaced \(torch\.where, masked_fill\)",
+        cross_entropy(of_target=OF_TARGET), world_size=4),
     "rows that fill up are tokens": Wrong(
         4, "test_the_loss_is_that_of_whole_logits", r"2 of the logits on rank 2 of 3, with 31 tokens, belong to rows",
         logits(result="logits")),
     "the head forgets f": Wrong(
         4, "test_the_loss_is_that_of_whole_logits",
-        r"The gradient of x, of which the logits are made, is not: it is a part of it: the 3 ranks' gradients there",
+        r"The gradient of x, of which the logits are made, is not: it is only a part: those of the 3 ranks",
         logits("x")),
     "puts the logits together": Wrong(
         4, "test_the_loss_sends_three_numbers_a_token",
@@ -262,6 +291,24 @@ WRONG = {
         5, "test_ranks_drop_other_values_inside_the_region",
         r"heads that compute the same on ranks 0 and 1 come out the same",
         attention(draws="with nullcontext():")),
+    "what is left is not rescaled": Wrong(
+        5, "test_dropout_is_that_of_attention",
+        r"position 8 has a weight of 0\.1111\. .* 1/9 .*= 0\.1587: is what is left",
+        attention(attend=by_hand("weights = weights * (torch.rand_like(weights) > self.dropout)"))),
+    "one mask for all heads": Wrong(
+        5, "test_dropout_is_that_of_attention",
+        r"heads that compute the same came out the same on rank 0 of 3: .*one mask",
+        attention(attend=by_hand("weights = weights * F.dropout(torch.ones_like(weights[:, :1]), self.dropout)"))),
+    "results are dropped, and no probabilities": Wrong(
+        5, "test_dropout_is_that_of_attention",
+        r"the results of attention were dropped\. `Attention` drops probabilities",
+        attention(attend=AFTERWARDS)),
+    "an evaluation draws a seed": Wrong(
+        5, "test_dropout_is_that_of_attention", r"an evaluation has drawn random numbers on rank 0 of 3",
+        attention(draws="with parallel_random(self.group):")),
+    "one of 64 seeds": Wrong(
+        5, "test_all_ranks_draw_the_same_outside", r"40 times parallel_random\(\) on rank 0, and only \d+ of them drew",
+        parallel_random(begin="seed = 4 * int(torch.randint(64, ()))")),
     "each rank goes on with a state of its own": Wrong(
         5, "test_all_ranks_draw_the_same_outside",
         r"After parallel_random\(\) rank 1 draws other numbers than rank 0",

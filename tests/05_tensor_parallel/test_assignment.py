@@ -6,6 +6,7 @@ names what went wrong and shows the evidence. In between, they run on the refere
 All numbers have mixed signs: with positive ones alone a split before a non-linearity would often be right.
 """
 
+import math
 from dataclasses import replace
 
 import checks
@@ -159,8 +160,7 @@ def words_for(gradients, wanted, rank, ranks, added=True):
     if found is not None and abs(found) > 1e-3:
         return f"it is {found:.3g} times the right one"
     if added and all(near(one, one) for one in gradients) and near(sum(gradients), wanted, 1e-3):
-        return (f"it is a part of it: the {ranks} ranks' gradients there add up to the right one, and nobody has added "
-                "them")
+        return f"it is only a part: those of the {ranks} ranks add up to the right one, and nobody has added them"
     return f"it is off by {off_by(ours, wanted)} of its size"
 
 
@@ -339,14 +339,15 @@ LAYERS = (("ColumnParallelLinear's weight", "column", "weight", OUTPUTS, INPUTS)
 CUT_AT = (0, 0, 1, None)
 
 
-@pytest.mark.step(2, points=8)
+@pytest.mark.step(2, points=5, raised="`cut` gets weights and biases, and a bias has one dimension: is `name` cut at "
+                  "all, and where?")
 @worlds
 def test_a_rank_owns_its_part_of_a_layer(assignment, world_size):
     ranks = once(parts_of_layers, world_size, assignment)
     for number, ((name, _, _, *shape), dim) in enumerate(zip(LAYERS, CUT_AT, strict=True)):
         whole = drawn(0, 10 + number, *shape)
         for rank, (found, *_) in enumerate(ranks):
-            part, held, in_layer = found[name]
+            part = found[name][0]
             wanted = whole if dim is None else whole.chunk(world_size, dim)[rank]
             assert dim is not None or part.shape == wanted.shape, (
                 f"{name}, {tuple(shape)} as a whole: cut() gives rank {rank} of {world_size} a part of "
@@ -358,22 +359,9 @@ def test_a_rank_owns_its_part_of_a_layer(assignment, world_size):
             assert torch.equal(part, wanted), (
                 f"{name}: the part of rank {rank} of {world_size} has other numbers than the {ordinal(rank)} of "
                 f"{world_size} equal parts" + same_part(ranks, name, rank))
-            assert dim is None or held <= wanted.numel(), (
-                f"{name}: the part of rank {rank} has {wanted.numel()} numbers, and keeps a memory of {held}: it is a "
-                "view of the whole, which stays as long as the view does")
-            assert in_layer <= EACH * wanted.numel(), (
-                f"{name}: rank {rank} of {world_size} owns {in_layer} bytes, and its part has {EACH * wanted.numel()}")
-    for rank, (_, _, held, own, _) in enumerate(ranks):
-        assert held <= 1.2 * own, (
-            f"two layers, of which rank {rank} of {world_size} owns {own} bytes: {held} bytes live because of them. "
-            "Who still holds the whole weights?")
     assert not torch.equal(ranks[0][1], ranks[1][1]), (
         "a new ColumnParallelLinear has the same weight on ranks 0 and 1: each rank must draw the whole weight "
         "(random_weight) and take its own part, else the layer has one half twice")
-    for rank, (*_, refused) in enumerate(ranks):
-        assert refused, (
-            f"7 rows cannot be cut into {world_size} equal parts, and on rank {rank} shard() said nothing: a "
-            "ValueError must say so")
 
 
 def ordinal(rank):
@@ -415,7 +403,7 @@ def plain_layers():
     return mlp, {"column": column, "row": row, "erf": erf, "y": y.detach(), "x": x.grad, "gradients": gradients_of(mlp)}
 
 
-@pytest.mark.step(2, points=9, stuck=SAME)
+@pytest.mark.step(2, points=7, stuck=SAME)
 @worlds
 def test_values_of_column_and_row(assignment, world_size):
     mlp, wanted = plain_layers()
@@ -489,6 +477,34 @@ def test_an_mlp_sends_two_all_reduces(assignment, world_size):
         assert_messages(phases, {"forward": (1, size), "backward": (1, size)}, world_size, "an MLP", rank)
 
 
+@pytest.mark.step(2, points=3)
+@worlds
+def test_nobody_holds_the_whole_layer(assignment, world_size):
+    ranks = once(parts_of_layers, world_size, assignment)
+    for (name, _, _, *shape), dim in zip(LAYERS, CUT_AT, strict=True):
+        wanted = math.prod(shape) // (1 if dim is None else world_size)
+        for rank, (found, *_) in enumerate(ranks):
+            _, held, in_layer = found[name]
+            assert dim is None or held <= wanted, (
+                f"{name}: the part of rank {rank} has {wanted} numbers, and keeps a memory of {held}: it is a "
+                "view of the whole, which stays as long as the view does")
+            assert in_layer <= EACH * wanted, (
+                f"{name}: rank {rank} of {world_size} owns {in_layer} bytes, and its part has {EACH * wanted}")
+    for rank, (_, _, held, own, _) in enumerate(ranks):
+        assert held <= 1.2 * own, (
+            f"two layers, of which rank {rank} of {world_size} owns {own} bytes: {held} bytes live because of them. "
+            "Who still holds the whole weights?")
+
+
+@pytest.mark.step(2, points=2)
+@worlds
+def test_unequal_parts_are_refused(assignment, world_size):
+    for rank, (*_, refused) in enumerate(once(parts_of_layers, world_size, assignment)):
+        assert refused, (
+            f"7 rows cannot be cut into {world_size} equal parts, and on rank {rank} shard() said nothing: a "
+            "ValueError must say so")
+
+
 # ------------------------------------------------------------------------------------------ step 3: attention by heads
 
 
@@ -541,8 +557,9 @@ def test_attention_is_that_of_one_process(assignment, world_size):
         first = ~torch.isclose(y, wanted["y"], rtol=1e-3, atol=1e-4).flatten(2).all(-1).all(0)
         assert near(y, wanted["y"]), (
             f"attention on rank {rank} of {world_size} is not that of one process: off by {off_by(y, wanted['y'])} of "
-            f"its size, at {int(first.sum())} of {len(first)} positions. Does each head look at itself and back alone, "
-            "with query, key and value of its own, and come to its own place afterwards?")
+            f"its size, at {int(first.sum())} of {len(first)} positions. Does each *position* look at itself "
+            "and those before it? Has each head its own query, key and value? Do the heads stand side by side in their "
+            "order afterwards?")
     assert_gradients([found["gradients"] for found in ranks], wanted["gradients"],
                      ("projection.bias", "projection.weight", "query_key_value.bias", "query_key_value.weight"),
                      "attention")
@@ -562,8 +579,6 @@ def test_attention_sends_two_all_reduces(assignment, world_size):
 
 
 # ---------------------------------------------------------------- step 4: embedding, and the loss without whole logits
-
-SCALE = 60.0  # logits of several hundred: exp() of them is infinite in fp32
 
 
 def filled_embedding(file, tokens):
@@ -586,17 +601,18 @@ def vocabulary(file, tokens):
     """Logits and loss of the parallel embedding, their gradients, and what is sent."""
     embedding, found = filled_embedding(file, tokens), {}
     inputs, targets = shared_tokens(tokens)
-    for name, scale in SCALES.items():
+    for name, (scale, shift) in CASES.items():
         phases, embedding.weight.grad = Phases(), None
         x = (scale * shared(42, *inputs.shape, CONFIG.hidden)).requires_grad_()
         logits = phases("logits", embedding.logits, x)
-        loss = phases("forward", embedding.cross_entropy, logits, targets)
+        loss = phases("forward", embedding.cross_entropy, logits + shift, targets)
         phases("backward", backward, loss, torch.ones_like(loss))
         found[name] = logits.detach(), loss.detach(), x.grad, embedding.weight.grad, phases.found
     return found
 
 
-SCALES = {"loss": 1.0, "large": 60.0}  # exp() of logits of several hundred is infinite in fp32
+# {case: (scale of x, added to all logits)}; in fp32 exp(100) is infinite, and exp(-300) is 0
+CASES = {"loss": (1.0, 0.0), "large": (60.0, 0.0), "low": (1.0, -300.0)}
 TOKENS = "token_embedding.weight"
 
 
@@ -605,10 +621,10 @@ def plain_vocabulary(tokens=toys.VOCABULARY):
     rows = F.embedding(inputs, weight)
     rows.backward(drawn(0, 41, *inputs.shape, CONFIG.hidden))
     found = {"rows": (rows.detach(), weight.grad)}
-    for name, scale in SCALES.items():
+    for name, (scale, shift) in CASES.items():
         weight.grad = None
         x = (scale * drawn(0, 42, *inputs.shape, CONFIG.hidden)).requires_grad_()
-        logits = F.linear(x, weight)
+        logits = F.linear(x, weight) + shift
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
         found[name] = logits.detach(), loss.detach(), x.grad, weight.grad
@@ -648,13 +664,12 @@ def test_the_loss_is_that_of_whole_logits(assignment, world_size):
         _assert_logits(found["loss"][0], plain["loss"][0], rank, world_size)
     for rank, found in enumerate(ranks):
         where = f"on rank {rank} of {world_size}"
-        for name in SCALES:
+        for name in CASES:
             wanted, ours = plain[name], found[name]
-            largest = f"logits up to {wanted[0].abs().max():.0f}"
+            largest = f"logits from {wanted[0].min():.0f} to {wanted[0].max():.0f}"
             assert ours[1].shape == () and ours[1].dtype == torch.float32, (
                 f"the loss {where} is {ours[1].dtype} of shape {tuple(ours[1].shape)}: a 0-dim fp32 tensor is right")
-            told = "the loss is not a finite number: exp() of it has overflowed, or underflowed to log(0)" \
-                if not ours[1].isfinite() else f"the loss is {ours[1]:.6g}, and {wanted[1]:.6g} is right"
+            told = f"the loss is {ours[1]:.6g}, and {wanted[1]:.6g} is right"
             look = suspect(ours[1], wanted[0], tokens_of(0, tokens)[1], world_size)
             assert near(ours[1], wanted[1], 1e-4), f"{told}, {where} and with {largest}. {look}"
             gradients = [one[name][2] for one in ranks]
@@ -677,8 +692,12 @@ def suspect(loss, whole, targets, world_size):
     owner = targets // parts[0].shape[-1]
     units = (each * (-highest).exp()).sum(-1).log() - target + highest.gather(-1, owner[..., None]).squeeze(-1)
     right = whole.logsumexp(-1) - target
-    if not loss.isfinite():
-        return "What is subtracted from the logits before exp(), and is it the highest of all ranks?"
+    if loss.isnan():
+        return ("Not a number: 0 · -inf is nan, and so is -inf - -inf. A number to be dropped is replaced "
+                "(torch.where, masked_fill), not multiplied with 0")
+    if loss.isinf():
+        happened = "exp() of a logit has overflowed" if loss > 0 else "exp() of every logit was 0, and log(0) is -inf"
+        return f"{happened}. What is subtracted from the logits before exp(), and is it the highest of all ranks?"
     for words, value in {
         "each rank has subtracted its own highest logit, and exponentials of other units were added up": units.mean(),
         "the target's logit is missing": (right + target).mean(),
@@ -808,26 +827,37 @@ def test_a_loss_in_sixteen_bits(assignment):
 # ------------------------------------------------------------------------ step 5: random numbers inside and outside
 
 
+WIDE = replace(DROPOUT, hidden=2 * CONFIG.heads * toys.SEQUENCE)  # a head has room for two numbers a position
+TIMES = 40  # regions, one after the other
+
+
 def dropped(file):
-    """Attention whose heads all do the same: each comes out in a place of its own, so that its mask can be seen."""
-    attention = file.ParallelAttention(DROPOUT)
-    width, heads, rank, ranks = CONFIG.hidden, CONFIG.heads, dist.get_rank(), dist.get_world_size()
-    size = width // heads
-    one = shared(50, 3, size, width)  # query, key and value of a head
+    """Attention whose output is what it did to its probabilities: [batch, position, heads, 2, position looked at].
+
+    Queries and keys are 0: each position looks at itself and those before it alike. Values are one-hot by position,
+    twice.
+    """
+    attention = file.ParallelAttention(WIDE)
+    width, heads, rank, ranks = WIDE.hidden, WIDE.heads, dist.get_rank(), dist.get_world_size()
+    head = torch.eye(toys.SEQUENCE).repeat(2, 1)  # [2 * position, position]
+    value = F.pad(head.repeat(heads // ranks, 1), (0, width - toys.SEQUENCE))
     with torch.no_grad():
-        attention.query_key_value.weight.data = one.repeat(1, heads // ranks, 1).reshape(-1, width)
+        attention.query_key_value.weight.data = torch.cat([torch.zeros(2 * len(value), width), value])
         attention.query_key_value.bias.zero_()
         attention.projection.weight.data = torch.eye(width).chunk(ranks, 1)[rank].clone()
         attention.projection.bias.zero_()
-    x, found = shared(51, 3, 9, width), {}
+    x, found = torch.eye(toys.SEQUENCE, width).expand(8, -1, -1).contiguous(), {}
 
-    def seen():  # [batch, sequence, heads, size]: of all heads, by g
+    def seen():
         with torch.no_grad():
-            return attention(x).unflatten(-1, (heads, size))
+            return attention(x).unflatten(-1, (heads, 2, toys.SEQUENCE))
 
-    torch.manual_seed(60)
-    found["first"], found["second"], found["outside"] = seen(), seen(), torch.rand(3)
-    torch.manual_seed(60)
+    torch.manual_seed(toys.seed(0, 60) if not rank else 0)
+    start = torch.get_rng_state()
+    dist.broadcast(start, 0)
+    torch.set_rng_state(start)
+    found["first"], found["second"] = seen(), seen()
+    torch.set_rng_state(start)
     found["again"] = seen()
     attention.eval()
     state = torch.get_rng_state()
@@ -836,18 +866,18 @@ def dropped(file):
     return found
 
 
-@pytest.mark.step(5, points=4, stuck=SAME)
+@pytest.mark.step(5, points=3, stuck=SAME)
 @worlds
 def test_ranks_drop_other_values_inside_the_region(assignment, world_size):
     per_rank = CONFIG.heads // world_size
-    ranks = once(dropped, world_size, assignment)
-    first, second, again, plain = (ranks[0][name] for name in ("first", "second", "again", "evaluation"))
+    first, second, again, plain = (once(dropped, world_size, assignment)[0][name]
+                                   for name in ("first", "second", "again", "evaluation"))
     assert not near(first, plain), (
         f"with a dropout of {DROPOUT.dropout} attention gives the same in training as in an evaluation: nothing was "
         "dropped")
     for one in range(world_size):
         for other in range(one):
-            here, there = (first[..., rank * per_rank : (rank + 1) * per_rank, :] for rank in (one, other))
+            here, there = (first[:, :, rank * per_rank : (rank + 1) * per_rank] for rank in (one, other))
             assert not torch.equal(here, there), (
                 f"heads that compute the same on ranks {other} and {one} come out the same: both ranks dropped the "
                 "same values. In one process each head has a mask of its own: each rank must draw other numbers here")
@@ -857,10 +887,52 @@ def test_ranks_drop_other_values_inside_the_region(assignment, world_size):
     assert torch.equal(first, again), (
         "attention was called with the same random state outside as before, and dropped other values: recomputation in "
         "backward would not get the masks of forward. What does the state inside start from?")
+
+
+@pytest.mark.step(5, points=3, stuck=SAME)
+@worlds
+def test_dropout_is_that_of_attention(assignment, world_size):
+    ranks = once(dropped, world_size, assignment)
+    kept = (1 / torch.arange(1, toys.SEQUENCE + 1)).diag() @ torch.ones(toys.SEQUENCE, toys.SEQUENCE).tril()
     for rank, found in enumerate(ranks):
-        assert near(found["evaluation"], found["evaluation"][..., :1, :].expand(found["evaluation"].shape)), (
-            f"in an evaluation heads that do the same differ on rank {rank}: nothing may be dropped then")
-        assert found["untouched"], f"an evaluation has drawn random numbers on rank {rank}: nothing is to be dropped"
+        where = f"on rank {rank} of {world_size}"
+        assert near(found["evaluation"][:, :, 0, 0], kept.expand(8, -1, -1)) and near(
+            found["evaluation"], found["evaluation"][:, :, :1, :1].expand(found["evaluation"].shape)), (
+            f"attention {where} in an evaluation is not that without dropout: nothing may be dropped then")
+        assert found["untouched"], f"an evaluation has drawn random numbers {where}: nothing is to be dropped"
+    _assert_weights(ranks[0]["first"].transpose(1, 2), kept)
+    _assert_masks(ranks[0]["first"].transpose(1, 2)[..., 0, :] == 0, kept > 0, world_size)
+
+
+def _assert_weights(whole, kept):
+    """whole [batch, heads, position, 2, position looked at]; kept: what it is without dropout."""
+    seen = f"with a dropout of {DROPOUT.dropout} and heads that look at all positions before them alike"
+    assert torch.equal(whole[..., 0, :], whole[..., 1, :]), (
+        f"{seen}, two numbers that are the same in every value came out differently: the results of attention were "
+        "dropped. `Attention` drops probabilities, before they meet the values")
+    found, wanted = whole[..., 0, :], kept / (1 - DROPOUT.dropout)
+    off = ~(torch.isclose(found, wanted, rtol=1e-3) | torch.isclose(found, torch.zeros(()), atol=1e-6))
+    if off.any():
+        *_, position, _ = place = off.nonzero()[-1].tolist()
+        pytest.fail(f"{seen}, position {position} has a weight of {found[tuple(place)]:.4g}. Each is 0 if it was "
+                    f"dropped, else 1/{position + 1} · 1/(1 - {DROPOUT.dropout}) = {wanted[position, 0]:.4g}: is what "
+                    "is left rescaled, and how often is dropout applied?")
+    share = (found == 0)[..., kept > 0].double().mean().item()
+    assert abs(share - DROPOUT.dropout) < 0.08, f"{seen}, {share:.0%} of all probabilities were dropped"
+
+
+def _assert_masks(dropped, seen, world_size):
+    """dropped [batch, heads, position, position looked at]; seen: which of them a position looks at."""
+    zero, per_rank = dropped[..., seen], WIDE.heads // world_size  # [batch, heads, weights]
+    for rank in range(world_size):
+        of_heads = zero[:, rank * per_rank : (rank + 1) * per_rank].transpose(0, 1)
+        for what, masks in {"heads": of_heads, "sequences": of_heads.transpose(0, 1)}.items():
+            assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks), (
+                f"{what} that compute the same came out the same on rank {rank} of {world_size}: they have one mask "
+                "together. Each head and each sequence has a mask of its own")
+    rows = dropped[..., -2:, : toys.SEQUENCE - 1]
+    assert not torch.equal(rows[..., 0, :], rows[..., 1, :]), (
+        "the last two positions dropped the same of all those before them, in all heads: one mask for all positions")
 
 
 def draws(file):
@@ -879,14 +951,18 @@ def draws(file):
     else:
         ended = "lost"
     outside.append(torch.rand(4))
-    return outside, inside, ended
+    many = []
+    for _ in range(TIMES):
+        with file.parallel_random():
+            many.append(tuple(torch.rand(4).tolist()))
+    return outside, inside, ended, many
 
 
-@pytest.mark.step(5, points=3)
+@pytest.mark.step(5, points=2)
 @worlds
 def test_all_ranks_draw_the_same_outside(assignment, world_size):
     ranks = toys.run(draws, world_size, assignment)
-    for rank, (outside, inside, ended) in enumerate(ranks):
+    for rank, (outside, inside, ended, many) in enumerate(ranks):
         assert ended == "passed on", f"an error inside parallel_random() did not come out of it on rank {rank}"
         for number, what in enumerate(("Before parallel_random()", "After parallel_random()", "After an error in it")):
             assert torch.equal(outside[number], ranks[0][0][number]), (
@@ -895,6 +971,9 @@ def test_all_ranks_draw_the_same_outside(assignment, world_size):
         drawn_inside = [number for part in inside for number in part.tolist()]
         assert not {number for part in outside for number in part.tolist()} & set(drawn_inside), (
             f"rank {rank} draws the same numbers outside as inside: outside must have moved on when it comes back")
+        assert len(set(many)) == TIMES, (
+            f"{TIMES} times parallel_random() on rank {rank}, and only {len(set(many))} of them drew other numbers "
+            "than all before: masks come again. Of how many possible seeds is the one inside?")
 
 
 def trained_with_dropout(file):
@@ -917,7 +996,7 @@ def filled_gpt(file):
     return model
 
 
-@pytest.mark.step(5, points=3, stuck=SAME)
+@pytest.mark.step(5, points=2, stuck=SAME)
 def test_what_each_rank_holds_whole_stays_alike(assignment):
     ranks = toys.run(trained_with_dropout, 3, assignment)
     for rank, (loss, gradients) in enumerate(ranks):
