@@ -50,9 +50,9 @@ def parallel_random(group: Group = None) -> Iterator[None]:
     on nothing but the outside state: checkpointing that restores torch's own random state before it
     recomputes gets the same masks again.
     """
-    # step 5: inside the context this rank draws numbers of its own, which follow from the state
-    # before it and from its rank. Afterwards, also if an error ended it, all ranks draw the same
-    # again, and not what they drew before.
+    # step 5: inside the context this rank draws numbers of its own, which follow from nothing but
+    # the outside state and the rank in the group. Afterwards, also if an error ended it, all ranks
+    # draw the same again, and not what they drew before.
     raise NotImplementedError("step 5: parallel_random")
 
 

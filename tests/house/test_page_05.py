@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ from cells import run_notebook
 from submissions import solution
 from thorough import sample
 
-from zero_minimal.classroom.lessons import found
+from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.foundations import ranks
 from zero_minimal.meters.layer_errors import label
 from zero_minimal.paper import formulas
@@ -172,6 +174,19 @@ def test_counts_of_today(world_size):
     today = ranks.run(program.counted, world_size, settings, device="cpu", timeout=100)[0]
     assert {key: today[key] for key in ("phases", "parameters", "replicated")} == {
         key: row(world_size)[key] for key in ("phases", "parameters", "replicated")}
+
+
+@pytest.mark.thorough
+def test_the_training_that_a_learner_compares_with():
+    told = re.search(r"held-out text was ([\d.]+) before and ([\d.]+) after", PROSE)
+    assert Settings().dropout == 0.0 and "It runs without dropout" in PROSE
+    words = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "zero_minimal/tensor_parallel.py",
+         "--steps", "20"], cwd=HOUSE, capture_output=True, text=True, timeout=200, check=True)
+    words = " ".join((words.stdout + words.stderr).split())
+    found = re.search(r"held-out text ([\d.]+) before and ([\d.]+) after", words)
+    for page, run in zip(told.groups(), found.groups(), strict=True):
+        assert float(page) == pytest.approx(float(run), abs=0.003)
 
 
 # ------------------------------------------------------------------------------------------------------- what is told
