@@ -231,17 +231,16 @@ def freed_twice(assignment):
 def test_a_block_is_freed_once(assignment):
     (seen,) = once(freed_twice, 1, assignment)
     for name, (error, before, holes) in seen.items():
-        what = f"a block that is freed twice is part of what this step is about. A block {name} of four, was given back"
+        point = "a block that is freed twice is part of what this step is about"
+        what = f"{point}. A block {name} of four, was given back a second time, and give()"
         assert error, (
-            f"{what} a second time, and give() took it; then free are {told(holes)}. "
+            f"{what} took it; then free are {told(holes)}. "
             "Two owners would get the same memory: raise ValueError")
         assert error == "ValueError", (
-            f"{what} a second time, and give() raised {error}: raise ValueError "
+            f"{what} raised {error}: raise ValueError "
             "before anything else is done")
         assert holes == before, (
-            f"a block that is freed twice is part of what this step is about. A second give() of a block {name} of four, "
-            f"raised ValueError, and changed what is free: {told(before)} "
-            f"before, {told(holes)} after it")
+            f"{what} raised ValueError, and changed what is free: {told(before)} before, {told(holes)} after it")
 
 
 def random_requests(assignment):
