@@ -14,10 +14,10 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
-import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -28,6 +28,8 @@ import torch.distributed as dist
 
 from zero_minimal.foundations import bus, interrupts, joining, ranks
 from zero_minimal.foundations.bus import Bus, OtherSideGone, Parcel
+
+GRACE = 0.2  # seconds in which the host may still read that this is the end
 
 _open: weakref.WeakSet["Host"] = weakref.WeakSet()
 
@@ -174,7 +176,7 @@ def _serve(serve: Callable, there: Bus) -> None:
     try:
         serve(there)
     except OtherSideGone:
-        threading.Event().wait(1)  # _end_with_rank speaks
+        time.sleep(1)  # _end_with_rank speaks
     except BaseException:
         with contextlib.suppress(OtherSideGone):
             there.send(("failed", traceback.format_exc()))
@@ -186,6 +188,7 @@ def _end_with_rank(rank: int) -> None:
 
     def watch():
         multiprocessing.connection.wait([parent.sentinel])
+        time.sleep(GRACE)  # it may have said "end" before
         print(f"rank {rank} is gone: its host process ends, too", file=sys.stderr, flush=True)
         os._exit(1)
 

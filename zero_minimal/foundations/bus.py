@@ -23,7 +23,6 @@ import queue
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch

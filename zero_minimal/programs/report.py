@@ -37,7 +37,25 @@ def describe(report: dict) -> str:
         f"loss, {of}nats a byte: {first:.3f} → {last:.3f}; validation {before:.3f} → {after:.3f}\n"
         f"speed: {milliseconds:,.1f} ms a step (median), {speed:,.0f} tokens a second"
     )
-    return "\n\n".join((head, table(memory_rows(report)), table(traffic_rows(report)), calls(report), tail))
+    away = [offloaded(report)] if "bus" in report else []
+    return "\n\n".join((head, table(memory_rows(report)), *away, table(traffic_rows(report)), calls(report), tail))
+
+
+def offloaded(report: dict) -> str:
+    """What the rank's host keeps, and what crosses the bus between them, beside the formulas."""
+    ranks, accumulate = report["ranks"], report["settings"]["accumulate"]
+    times = accumulate if report["theory_stage"] >= 2 else 1
+    shard = report["parameters"] * formulas.BYTES[report["dtype"]][0] / ranks
+    size = formulas.BYTES[report["dtype"]][0]
+    away = [["the host of rank 0, bytes", "measured", "formula", ""]]
+    kept = formulas.host_bytes(report["parameters"], ranks, report["dtype"])
+    away.append(["  masters, gradients, state", number(report["host_memory"]), number(kept),
+                 f"{formulas.host_bytes(1, 1, report['dtype'])}Ψ/N"])
+    bus = report["bus"]
+    away.append(["  over the bus, a step, to it", number(bus["to_host"]), number(times * shard),
+                 f"{times * size}Ψ/N"])
+    away.append(["  and back", number(bus["to_device"]), number(shard), f"{size}Ψ/N"])
+    return table(away)
 
 
 def memory_rows(report: dict) -> list[list[str]]:
@@ -45,6 +63,9 @@ def memory_rows(report: dict) -> list[list[str]]:
     memory, theory = report["memory"], report["theory"]
     rows = [["memory of rank 0, bytes", "measured", "formula", "", "padding", "unexplained"]]
     for state in formulas.STATES:
+        if theory[state] == 0:  # offloaded
+            rows.append([f"  {state}", *explained(memory[state], 0, "on the host", 0)])
+            continue
         words = formulas.formula(report["theory_stage"], state, report["dtype"])
         rows.append([f"  {state}", *explained(memory[state], theory[state], words, report["padding"][state])])
     for part, words in (("activations", "activations"), ("buffers", "buffers"), ("peak", "all at once")):
