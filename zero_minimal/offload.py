@@ -27,14 +27,22 @@ update on the CPU.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
 
 from zero_minimal.foundations import collectives, layout, optimizers, ownership, precision
-from zero_minimal.foundations.away import Away, Kept, Shard, all_here, put_all, stand_in
+from zero_minimal.foundations.away import (
+    Away,
+    Kept,
+    Shard,
+    all_here,
+    put_all,
+    refuse_alone,
+    stand_in,
+)
 from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.bus import Bus, Parcel
 from zero_minimal.stage1 import Stage1
@@ -126,7 +134,7 @@ class Offloaded:
         own = {name: value for name, value in options.items() if name not in STAGE_OPTIONS}
         chosen = cloudpickle.dumps((optimizer_class, own, _options_of(self.optimizer)))
         self.host.send(("make_optimizer", chosen))
-        refuse_hooks(self.optimizer)
+        refuse_alone(self.optimizer)
 
     @functools.cached_property
     def host(self) -> Host:
@@ -289,17 +297,6 @@ def _options_of(optimizer: torch.optim.Optimizer) -> list[dict]:
     """Of each of its groups."""
     return [{name: value for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups]
-
-
-def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Hooks on step() would never run."""
-
-    def refuse(hook: Callable):
-        raise RuntimeError("zero.optimizer takes no step hooks under offload: its step runs on the "
-                           "host, in another process. Call what you need before or after "
-                           "zero.step()")
-
-    optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse
 
 
 if __name__ == "__main__":

@@ -1,7 +1,14 @@
 """Offload: the same bits as without it, whatever the speed of the bus; less memory; the bytes of the formula."""
 
 import dataclasses
+import gc
+import os
+import random
+import re
+import signal
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +18,11 @@ from thorough import sample
 
 from zero_minimal import offload
 from zero_minimal.foundations import saved_state
+from zero_minimal.foundations.averages import Average
+from zero_minimal.foundations.bus import Bus, Queues
+from zero_minimal.foundations.ranks import RankError
 
+in_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 OFFLOADED = (None, offload.Offloaded1, offload.Offloaded2, offload.Offloaded3)
 RECIPES = {
     "fp32": toys.Recipe(clip=0.5, steps=4),
@@ -123,3 +134,135 @@ def edits_and_states(folder):
 
 def test_edits_states_and_checkpoints(tmp_path):
     toys.run(edits_and_states, 2, str(tmp_path))
+
+
+def refuse_all(zero):
+    refused = {
+        "clip with zero.clip_grad_norm_()": zero.reduced_gradients,
+        "take zero.state_dict()": zero.optimizer.state_dict,
+        "zero.load_state_dict()": lambda: zero.optimizer.load_state_dict({}),
+        "before or after zero.step()": lambda: zero.optimizer.register_step_pre_hook(print),
+        "call zero.step()": zero.optimizer.step,
+        "give bytes a second": lambda: offload.Offloaded2(toys.MLP(), torch.optim.SGD, lr=1, bus=0),
+        "under zero.gather_parameters()": lambda: Average(zero),
+    }
+    for words, call in refused.items():
+        with pytest.raises((RuntimeError, ValueError), match=re.escape(words)):
+            call()
+
+
+def refusals():
+    zero = pair(2)[1]
+    step_of(zero, 0)
+    refuse_all(zero)
+    step_of(zero, 1)
+    pid = zero.host.process.pid
+    assert alive(pid)
+    del zero
+    gc.collect()
+    return ended([pid])
+
+
+@in_proc
+def test_what_cannot_be_is_refused_and_the_host_goes_with_the_stage():
+    assert toys.run(refusals, 1) == [True]
+
+
+class Fails(torch.optim.SGD):
+    """In its second step."""
+
+    def step(self, closure=None):
+        super().step()
+        if self.param_groups[0]["lr"] == 0.25 and dist.is_initialized() is False:
+            raise ArithmeticError("the optimizer's own error")
+
+
+def a_failing_host():
+    zero = offload.Offloaded2(toys.build(toys.MLP, 0), Fails, lr=0.5)
+    for step in range(2):
+        zero.model(*toys.numbers(0, step)).backward()
+        zero.step()
+        zero.zero_grad()
+        zero.optimizer.param_groups[0]["lr"] = 0.25
+
+
+def test_an_error_on_the_host_is_told():
+    with pytest.raises(RankError, match="the host of rank 0 failed:(.|\n)*the optimizer's own error"):
+        toys.run(a_failing_host, 1)
+
+
+def test_two_threads_have_a_bus_too():
+    """As on a GPU, but for the streams."""
+    (ours, theirs), memory = Queues.pair(), torch.zeros(2, 2, 64, dtype=torch.uint8)
+    here, there = Bus(ours, memory, 0, None), Bus(theirs, memory, 1, None)
+
+    def doubled():
+        for _ in range(5):
+            parcel = there.receive()
+            there.send(parcel.words, 2 * parcel.tensor)
+            there.emptied(parcel)
+
+    thread = threading.Thread(target=doubled)
+    thread.start()
+    for number in range(5):
+        here.send((number,), torch.arange(7.0) + number)
+        parcel = here.receive()
+        assert parcel.words == (number,) and torch.equal(parcel.tensor, 2 * (torch.arange(7.0) + number))
+        here.emptied(parcel)
+    thread.join()
+    assert (here.sent, here.received) == (140, 140)
+
+
+# ------------------------------------------------------------------------------------------------------------- kills
+
+
+def until_killed(stage, folder, whose, seconds):
+    """Train until this rank, or its host process, is killed; the first step is let pass."""
+    zero, rank = pair(stage, bus=3e6)[1], dist.get_rank()
+    pids = os.getpid(), zero.host.process.pid
+    Path(folder, str(rank)).write_text(" ".join(map(str, pids)))
+    for pid in pids:  # the memory of the bus has no name that could stay
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        assert "memfd:bus (deleted)" in maps and "/dev/shm" not in maps
+    step_of(zero, 0)
+    if rank == 0:
+        victim = os.getpid() if whose == "rank" else zero.host.process.pid
+        threading.Timer(seconds, os.kill, (victim, signal.SIGKILL)).start()
+    for step in range(10_000):
+        step_of(zero, step)
+
+
+def alive(pid):
+    """Whether a process runs: one that has ended and whose parent has not asked for it does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def ended(pids):
+    """Whether all of these processes have ended, or do so soon."""
+    deadline = time.monotonic() + 3
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+KILLS = [(whose, number) for whose in ("rank", "host") for number in range(10)]
+
+
+@in_proc
+@pytest.mark.parametrize(("whose", "number"), sample(KILLS, [("rank", 0), ("host", 0)]))
+def test_a_kill_ends_both_and_leaves_nothing(whose, number, tmp_path):
+    fate = random.Random(number)
+    start = time.monotonic()
+    with pytest.raises(RankError) as error:
+        toys.run(until_killed, 2, fate.randrange(1, 4), str(tmp_path), whose, fate.random())
+    assert time.monotonic() - start < 20
+    if whose == "host":
+        assert "the host process of rank 0 is gone (killed by SIGKILL)" in str(error.value)
+        assert "newest checkpoint" in str(error.value)
+    else:
+        assert "killed by SIGKILL" in str(error.value)
+    pids = [int(word) for file in tmp_path.iterdir() for word in file.read_text().split()]
+    assert len(pids) == 4 and ended(pids)

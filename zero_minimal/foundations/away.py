@@ -9,7 +9,7 @@ gradients have left.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,9 +81,11 @@ def all_here(stage) -> Iterator[None]:
         for name, value in described.items():
             is_tensor = isinstance(value, Tensor) and value.shape == bucket.master.shape
             state[bucket.master][name] = bucket.away.fetch(name) if is_tensor else value
+    stage.optimizer.state_is_here = True
     try:
         yield
     finally:
+        stage.optimizer.state_is_here = False
         for bucket in stage.buckets:
             bucket.master.data = placeholders[bucket]
         state.clear()
@@ -94,6 +96,27 @@ def put_all(stage) -> None:
     for bucket in stage.buckets:
         bucket.away.put(bucket.master.data, stage.optimizer.state.get(bucket.master, {}))
         bucket.away.know(bucket)
+
+
+def refuse_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Of an optimizer whose state is on the host: its state_dict() would be empty, and hooks on its
+    step() would never run."""
+    optimizer.state_is_here = False
+
+    def refuse_hook(hook: Callable):
+        raise RuntimeError("zero.optimizer takes no step hooks under offload: its step runs on the "
+                           "host, in another process. Call what you need before or after "
+                           "zero.step()")
+
+    def look(optimizer, *_):
+        if not optimizer.state_is_here:
+            raise RuntimeError("the state of zero.optimizer is on the host: take "
+                               "zero.state_dict() and zero.load_state_dict(), or "
+                               "saved_state.save(zero, folder) and load(), in its place")
+
+    optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse_hook
+    optimizer.register_state_dict_pre_hook(look)
+    optimizer.register_load_state_dict_pre_hook(look)
 
 
 def _fingerprint(shard: Tensor) -> object:
@@ -145,7 +168,8 @@ class Kept:
         self.bus.send(((norms, wide),))
 
     def finite(self, parcel: Parcel) -> None:
-        self.bus.send((all(bool(torch.isfinite(each.gradient).all()) for each in self.shards.values()),))
+        finite = [torch.isfinite(each.gradient).all() for each in self.shards.values()]
+        self.bus.send((bool(torch.stack(finite).all()),))
 
     def describe(self, parcel: Parcel, number: int) -> None:
         """Of the optimizer's state: numbers as they are; of a tensor numel and dtype."""

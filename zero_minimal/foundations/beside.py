@@ -5,7 +5,8 @@ a rank of torchrun has no such server, and starts a new Python. The two see the 
 (bus.py), and each sees when the other ends:
 
     the rank ends, however     its host process says so, and ends too
-    the host process ends      the next use of the bus says so on the rank, which fails
+    the host process ends      the rank says so, and fails when it next uses the bus; if it does not
+                               come to that for some seconds, it ends
 
 Nothing of them has a name, in /dev/shm or elsewhere; so nothing can stay behind.
 """
@@ -30,6 +31,7 @@ from zero_minimal.foundations import bus, interrupts, joining, ranks
 from zero_minimal.foundations.bus import Bus, OtherSideGone, Parcel
 
 GRACE = 0.2  # seconds in which the host may still read that this is the end
+PATIENCE = 5  # seconds in which a rank may come to fail by itself
 
 _open: weakref.WeakSet["Host"] = weakref.WeakSet()
 
@@ -48,7 +50,10 @@ class Host:
         self, serve: Callable, largest: int, device: torch.device, bandwidth: float | None
     ):
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.process = None
+        self.ended = False  # on purpose
+        self.told = False  # the rank, that its host is gone
+        self.words = f"the host process of rank {self.rank} is gone"
+        self.gone = threading.Event()
         start = self._start_thread if device.type == "cuda" else self._start_process
         start(serve, bus.buffer_bytes(largest), device, bandwidth)
         _open.add(self)
@@ -83,6 +88,7 @@ class Host:
 
     def end(self) -> None:
         """Let it end, if it has not."""
+        self.ended = True
         with contextlib.suppress(OtherSideGone):
             self.bus.send(("end",))
         _open.discard(self)
@@ -94,21 +100,27 @@ class Host:
         except OtherSideGone:
             for words in self.bus.last_words():
                 self._hear(words)
-            raise RuntimeError(
-                f"the host process of rank {self.rank} is gone{self._how()}, and with it the "
-                "optimizer state that it kept: go on from the newest checkpoint"
-            ) from None
+            self.gone.wait(1)  # for what _watch knows
+            self.told = True
+            raise RuntimeError(f"{self.words}, and with it the optimizer state that it kept: go on "
+                               "from the newest checkpoint") from None
 
     def _hear(self, words: tuple) -> None:
         if words[:1] == ("failed",):
             raise RuntimeError(f"the host of rank {self.rank} failed:\n{words[1]}")
 
-    def _how(self) -> str:
-        self.process.join(1)
-        code = self.process.exitcode
-        if code is None or code >= 0:
-            return ""
-        return f" (killed by {signal.Signals(-code).name})"
+    def _watch(self, process) -> None:
+        """Say that the host process has ended, if nobody told it to."""
+        process.join()
+        if self.ended:
+            return
+        if process.exitcode < 0:
+            self.words += f" (killed by {signal.Signals(-process.exitcode).name})"
+        print(self.words, file=sys.stderr, flush=True)
+        self.gone.set()
+        time.sleep(PATIENCE)
+        if not self.told:
+            os._exit(1)
 
     # ------------------------------------------------------------------------------ how it is started
 
@@ -124,9 +136,11 @@ class Host:
         theirs.close()
         number = bus.shared_file(size)
         reduction.send_handle(ours, number, self.process.pid)
-        self.bus = Bus(ours, bus.memory_of(number, size), 0, bandwidth)
+        threading.Thread(target=self._watch, args=(self.process,), daemon=True).start()
+        self.bus = Bus(bus.Words(ours), bus.memory_of(number, size), 0, bandwidth)
 
     def _start_thread(self, serve, size, device, bandwidth):
+        self.process = None
         if bandwidth is not None:
             raise ValueError("bus= is for ranks on CPUs: with a GPU the bus is a real one, and has "
                              "the speed that it has; leave bus= out")
@@ -167,7 +181,7 @@ def _main(pipe, setup: dict, serve: Callable) -> None:
     torch.set_num_threads(setup["threads"])  # sums are in the same order as on the rank
     number = reduction.recv_handle(pipe)
     memory = bus.memory_of(number, setup["size"])
-    _serve(serve, Bus(pipe, memory, 1, setup["bandwidth"]))
+    _serve(serve, Bus(bus.Words(pipe), memory, 1, setup["bandwidth"]))
     sys.stderr.flush()
     os._exit(0)
 

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -48,7 +49,7 @@ class Bus:
     """One end of it; both have the same methods.
 
     Args:
-        pipe: for words; it has send_bytes() and recv_bytes().
+        pipe: for words, Words or Queues.
         memory: uint8 [2, BUFFERS, bytes], the same memory for both ends: first what the rank sends.
         side: 0 for the rank's end, 1 for the host's.
         bandwidth: bytes a second in each direction; None: as fast as it goes.
@@ -135,17 +136,11 @@ class Bus:
     # the pipe
 
     def _put(self, message: object) -> None:
-        try:
-            self.pipe.send_bytes(pickle.dumps(message))
-        except OSError:
-            raise OtherSideGone from None
+        self.pipe.put(message)
 
     def _look(self) -> None:
         """Wait for the next message: a parcel, or the number of a buffer that was emptied."""
-        try:
-            message = pickle.loads(self.pipe.recv_bytes())
-        except (EOFError, OSError):
-            raise OtherSideGone from None
+        message = self.pipe.get()
         if isinstance(message, int):
             self._unused.append(message)
         else:
@@ -156,7 +151,26 @@ def _view(buffer: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
     return buffer[: numel * dtype.itemsize].view(dtype)
 
 
-# ------------------------------------------------------------------------- memory of two processes
+# ------------------------------------------------------------------ what two processes have in common
+
+
+class Words:
+    """A pipe between two processes, for anything that can be pickled."""
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+
+    def put(self, message: object) -> None:
+        try:
+            self.connection.send_bytes(pickle.dumps(message))
+        except OSError:
+            raise OtherSideGone from None
+
+    def get(self) -> object:
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            raise OtherSideGone from None
 
 
 def buffer_bytes(largest: int) -> int:
@@ -206,15 +220,6 @@ class PinnedBus(Bus):
     def _until(self, done):
         if done is not None:
             done.synchronize()
-
-    def _put(self, message):
-        self.pipe.put(message)
-
-    def _look(self):
-        message = self.pipe.get()
-        if message is None:
-            raise OtherSideGone
-        (self._unused if isinstance(message, int) else self._arrived).append(message)
 
 
 class Queues:
