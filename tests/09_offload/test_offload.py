@@ -1,11 +1,14 @@
 """Offload: the same bits as without it, whatever the speed of the bus; less memory; the bytes of the formula."""
 
+import contextlib
 import dataclasses
 import gc
 import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,12 +18,17 @@ import torch
 import torch.distributed as dist
 import toys
 from thorough import sample
+from torch import nn
 
 from zero_minimal import offload
-from zero_minimal.foundations import saved_state
+from zero_minimal.foundations import ranks, saved_state
 from zero_minimal.foundations.averages import Average
+from zero_minimal.foundations.away import resident_bytes
 from zero_minimal.foundations.bus import Bus, Queues
 from zero_minimal.foundations.ranks import RankError
+from zero_minimal.programs import report
+from zero_minimal.programs.offload import Offload
+from zero_minimal.workload.settings import Parser, Settings
 
 in_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 OFFLOADED = (None, offload.Offloaded1, offload.Offloaded2, offload.Offloaded3)
@@ -213,6 +221,86 @@ def test_two_threads_have_a_bus_too():
     assert (here.sent, here.received) == (140, 140)
 
 
+# ------------------------------------------------------------------------------------------- memory, and the programs
+
+
+class Wide(nn.Module):
+    """20 million parameters, which compute little."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(1000, 1000, bias=False) for _ in range(20))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + 0.1 * block(x)
+        return x.float().square().mean()
+
+
+def resident(kind):
+    """Bytes that this rank's process has more than before there was a model, after two steps, gradients and all."""
+    before = resident_bytes()
+    zero = kind(Wide().bfloat16(), torch.optim.AdamW, lr=1e-3, fused=True)
+    for _ in range(2):
+        zero.zero_grad()
+        zero.model(torch.randn(2, 1000, dtype=torch.bfloat16)).backward()
+        zero.step()
+    gc.collect()
+    return resident_bytes() - before
+
+
+@in_proc
+@pytest.mark.parametrize(("stage", "world_size"), sample([(s, w) for s in (1, 2, 3) for w in (1, 2)], [(2, 1)]))
+def test_resident_memory_falls(stage, world_size):
+    plain, away = (toys.run(resident, world_size, kind)[0] for kind in (toys.STAGES[stage], OFFLOADED[stage]))
+    leaves = 12 if stage == 1 else 14  # bytes a parameter; stage 1 keeps its whole gradients
+    assert plain - away > 0.9 * leaves * 20e6 / world_size
+
+
+def report_of(stage, accumulate, **options):
+    from zero_minimal.programs import train
+
+    settings = Settings(layers=2, hidden=32, heads=2, steps=3, dtype="bf16", accumulate=accumulate, lr=1e-2)
+    with ranks.start() as rank:
+        return train.train(toys.STAGES[stage], settings, rank, **options)
+
+
+@pytest.mark.parametrize("stage", sample((1, 2, 3), (3,)))
+def test_the_programs_report_what_left(stage):
+    plain = toys.run(report_of, 2, stage, 2)[0]
+    away = toys.run(report_of, 2, stage, 2, away=Offload(True, 1e9))[0]
+    assert away["losses"] == plain["losses"] and away["validation_losses"] == plain["validation_losses"]
+    shard = 2 * (away["parameters"] + 16 * 64) / 2  # with padding at most so much
+    states, gone = plain["memory"], ("optimizer",) if stage == 1 else ("optimizer", "gradients")
+    kept = sum(states[name] for name in ("parameters", "gradients", "optimizer") if name not in gone)
+    assert away["device_memory"] == kept and away["memory"]["optimizer"] == 0
+    assert away["host_memory"] == states["optimizer"] + away["bus"]["to_device"]
+    times = 1 if stage == 1 else 2  # micro-batches that cross by themselves
+    assert away["bus"]["to_host"] == times * away["bus"]["to_device"]
+    assert away["parameters"] <= away["bus"]["to_device"] <= shard
+    assert "2Ψ/N" in report.describe(away)
+    assert "bus" not in plain
+
+
+def flags_of(stage, *words):
+    from zero_minimal.programs import offload as flags
+
+    parser = Parser(prog="stage")
+    flags.add_flags(parser)
+    return flags.read_flags(parser, parser.parse_args(list(words)), toys.STAGES[stage])
+
+
+def test_flags(capsys):
+    assert flags_of(2, "--offload", "cpu", "--bus", "12GB/s") == Offload(True, 12e9)
+    assert flags_of(0) == Offload()
+    wrong = {"--offload cpu, too": (2, "--bus", "1GB/s"), "--offload cpu is": (2, "--offload", "disk:/tmp"),
+             "stage 0 has no shards": (0, "--offload", "cpu"), "a size above 0": (1, "--offload", "cpu", "--bus", "0")}
+    for words, given in wrong.items():
+        with pytest.raises(SystemExit):
+            flags_of(*given)
+        assert words in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------------------- kills
 
 
@@ -266,3 +354,48 @@ def test_a_kill_ends_both_and_leaves_nothing(whose, number, tmp_path):
         assert "killed by SIGKILL" in str(error.value)
     pids = [int(word) for file in tmp_path.iterdir() for word in file.read_text().split()]
     assert len(pids) == 4 and ended(pids)
+
+
+@in_proc
+@pytest.mark.thorough
+@pytest.mark.parametrize("whose", ("rank", "host"))
+def test_a_kill_under_torchrun(whose, tmp_path):
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "zero_minimal/stage2.py",
+               "--device", "cpu", "--layers", "1", "--hidden", "32", "--heads", "2", "--steps", "1000000",
+               "--dtype", "bf16", "--offload", "cpu", "--bus", "1GB/s"]
+    with open(tmp_path / "said", "w") as said:
+        program = subprocess.Popen(command, cwd=root, stderr=said, stdout=said, start_new_session=True,
+                                   env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"})
+        try:
+            deadline = time.monotonic() + 90
+            while len(found := hosts_of(program.pid)) < 2 and time.monotonic() < deadline:
+                time.sleep(0.2)
+            time.sleep(2)
+            rank, host = found[0]
+            os.kill(rank if whose == "rank" else host, signal.SIGKILL)
+            assert program.wait(60) != 0
+        finally:
+            program.kill()
+    words = "its host process ends, too" if whose == "rank" else "is gone (killed by SIGKILL)"
+    assert words in (tmp_path / "said").read_text()
+    assert ended([pid for pair in found for pid in pair])
+
+
+def hosts_of(pid):
+    """Under a torchrun: (a rank, its host process) of those that share the memory of a bus."""
+    pairs = []
+    for rank in children(pid):
+        for child in children(rank):
+            with contextlib.suppress(OSError):
+                if "memfd:bus" in Path(f"/proc/{child}/maps").read_text():
+                    pairs.append((rank, child))
+    return pairs
+
+
+def children(pid):
+    """Of all threads of a process."""
+    with contextlib.suppress(OSError):
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(word) for thread in threads for word in (thread / "children").read_text().split()]
+    return []
