@@ -300,6 +300,6 @@ def _options_of(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 
 if __name__ == "__main__":
-    from zero_minimal.programs.offload import main
+    from zero_minimal.programs.train import main
 
-    main()
+    main(Offloaded2)

@@ -1,17 +1,18 @@
-"""Offload: what --offload and --bus do in the programs of the stages, and what the last line of offload.py starts.
+"""Offload: what --offload and --bus do in the programs of the stages. offload.py itself is stage 2 with it.
 
     torchrun --nproc-per-node 2 zero_minimal/stage2.py --dtype bf16 --offload cpu --bus 12GB/s
 """
 
 import argparse
-import sys
 from dataclasses import dataclass
 
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
 from zero_minimal.paper import quantities
 from zero_minimal.workload.settings import Parser
 
-CLASSES = {"Stage1": Offloaded1, "Stage2": Offloaded2, "Stage3": Offloaded3}  # by the name: a program's own is another
+# by their names: the class of a file that is run as a program is another one
+OFFLOADED = {kind.__name__: kind for kind in (Offloaded1, Offloaded2, Offloaded3)}
+CLASSES = {name.replace("Offloaded", "Stage"): kind for name, kind in OFFLOADED.items()} | OFFLOADED
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def read_flags(parser: Parser, arguments: argparse.Namespace, stage_class: type) -> Offload:
     """Ends the program, saying what is accepted, for flags that make no sense."""
+    if stage_class.__name__ in OFFLOADED and arguments.offload is None:
+        arguments.offload = "cpu"
     if arguments.bus is not None and arguments.offload is None:
         parser.error("--bus is the speed of --offload's bus: give --offload cpu, too")
     if arguments.offload is None:
@@ -57,13 +60,3 @@ def read_flags(parser: Parser, arguments: argparse.Namespace, stage_class: type)
 def speed(text: str) -> float:
     """Bytes a second: "12GB/s" is 12e9. The type of a flag."""
     return float(quantities.size(text.strip().removesuffix("/s")))
-
-
-def main() -> None:
-    """Stage 2, offloaded."""
-    from zero_minimal.programs import train
-    from zero_minimal.stage2 import Stage2
-
-    if "--offload" not in " ".join(sys.argv[1:]):
-        sys.argv += ["--offload", "cpu"]
-    train.main(Stage2)

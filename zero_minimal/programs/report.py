@@ -43,19 +43,21 @@ def describe(report: dict) -> str:
 
 def offloaded(report: dict) -> str:
     """What the rank's host keeps, and what crosses the bus between them, beside the formulas."""
-    ranks, accumulate = report["ranks"], report["settings"]["accumulate"]
-    times = accumulate if report["theory_stage"] >= 2 else 1
-    shard = report["parameters"] * formulas.BYTES[report["dtype"]][0] / ranks
-    size = formulas.BYTES[report["dtype"]][0]
-    away = [["the host of rank 0, bytes", "measured", "formula", ""]]
-    kept = formulas.host_bytes(report["parameters"], ranks, report["dtype"])
-    away.append(["  masters, gradients, state", number(report["host_memory"]), number(kept),
-                 f"{formulas.host_bytes(1, 1, report['dtype'])}Ψ/N"])
-    bus = report["bus"]
-    away.append(["  over the bus, a step, to it", number(bus["to_host"]), number(times * shard),
-                 f"{times * size}Ψ/N"])
-    away.append(["  and back", number(bus["to_device"]), number(shard), f"{size}Ψ/N"])
-    return table(away)
+    ranks, dtype, stage = report["ranks"], report["dtype"], report["theory_stage"]
+    size = formulas.BYTES[dtype][0]
+    is_cut = stage >= formulas.SHARDED_FROM["parameters"]
+    padding = report["padding"]["parameters"] / size * (ranks if is_cut else 1)  # elements of all ranks
+    kept = formulas.host_bytes(1, 1, dtype)
+    times = report["settings"]["accumulate"] if stage >= formulas.SHARDED_FROM["gradients"] else 1
+    rows = [["the host of rank 0, bytes", "measured", "formula", "", "padding", "unexplained"]]
+    for words, measured, each in (
+        ("masters, gradients, state", report["host_memory"], kept),
+        ("over the bus, a step, to it", report["bus"]["to_host"], times * size),
+        ("and back", report["bus"]["to_device"], size),
+    ):
+        cells = each * report["parameters"] / ranks, f"{each}Ψ/N", each * padding / ranks
+        rows.append([f"  {words}", *explained(measured, *cells)])
+    return table(rows)
 
 
 def memory_rows(report: dict) -> list[list[str]]:
