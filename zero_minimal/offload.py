@@ -13,8 +13,8 @@ Over the bus, a step and rank; what the ranks send each other stays as it is:
     backward     a bucket is reduced, its gradient shard leaves for the host     2Ψ/N bytes
     step         the host updates its fp32 masters with torch's own optimizer,
                  and sends the parameters back in 16 bit                         2Ψ/N bytes
-In fp32 4Ψ/N each way. Both overlap: a shard is on the bus while backward makes the next bucket, and
-parameters are while the host updates the next shard, and the ranks gather the one before.
+In fp32 4Ψ/N each way. Both overlap: a gradient shard is on its way while backward makes the next
+bucket, a parameter shard while the host updates the next and the ranks gather the one before.
 
 With k micro-batches a step gradients cross once at stage 1, which adds them up where they are, and
 k times at stages 2 and 3, where the host adds them up. Crossing once would keep 2Ψ/N bytes of them
@@ -179,8 +179,9 @@ class Offloaded:
     # what needs the gradients asks the host
 
     def reduced_gradients(self) -> list[Tensor]:
-        raise RuntimeError("the gradients have left for the host: clip with zero.clip_grad_norm_(), "
-                           "and change one on its way, in param.register_hook()")
+        raise RuntimeError("the gradients have left for the host: clip with "
+                           "zero.clip_grad_norm_(), and change one on its way, in "
+                           "param.register_hook()")
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

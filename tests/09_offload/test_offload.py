@@ -83,22 +83,25 @@ def test_same_bits(stage, world_size):
     toys.run(all_recipes, world_size, stage, tuple(RECIPES), None)
 
 
-def bus_of(stage):
+def bus_of_all():
     """Bytes of a step over a slow bus, each way, and the formula; the seconds of the step, and those of the bus."""
-    zero = pair(stage, bus=2e5)[1]
-    bus, start = zero.host.bus, time.monotonic()
-    before = bus.sent, bus.received
-    step_of(zero, 0)
-    elapsed, crossed = time.monotonic() - start, (bus.sent - before[0], bus.received - before[1])
-    shards = sum(bucket.padded for bucket in zero.buckets) * 2 // zero.world_size
-    return crossed, shards, elapsed, sum(crossed) / 2e5
+    found = []
+    for stage in (1, 2, 3):
+        zero = pair(stage, bus=2e5)[1]
+        bus, start = zero.host.bus, time.monotonic()
+        before = bus.sent, bus.received
+        step_of(zero, 0)
+        elapsed, crossed = time.monotonic() - start, (bus.sent - before[0], bus.received - before[1])
+        shards = sum(bucket.padded for bucket in zero.buckets) * 2 // zero.world_size
+        found.append((crossed, shards, elapsed, sum(crossed) / 2e5))
+    return found
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
-def test_bytes_over_the_bus_and_its_speed(stage):
-    for crossed, shards, elapsed, needed in toys.run(bus_of, 2, stage):
-        assert crossed == (shards, shards)
-        assert elapsed > 0.9 * needed - 0.02
+def test_bytes_over_the_bus_and_its_speed():
+    for found in toys.run(bus_of_all, 2):
+        for crossed, shards, elapsed, needed in found:
+            assert crossed == (shards, shards)
+            assert elapsed > 0.9 * needed - 0.02
 
 
 def through_a_slow_bus():
@@ -110,38 +113,38 @@ def test_a_slow_bus_changes_nothing():
     toys.run(through_a_slow_bus, 2)
 
 
-def edits_and_states(folder):
-    for stage in (1, 2, 3):
-        plain, away = pair(stage)
-        assert [step_of(plain, step) for step in range(2)] == [step_of(away, step) for step in range(2)]
-        for zero in (plain, away):  # an edit of a few elements; the others keep their full precision
-            with zero.gather_parameters(), torch.no_grad():
-                zero.model.head.weight[1:3] += 0.5
-        assert step_of(plain, 2) == step_of(away, 2)
-        if stage < 3:
-            for zero in (plain, away):
-                zero.model.head.weight.data[3] -= 0.25  # where no version counter sees it
-        assert step_of(plain, 3) == step_of(away, 3)
-        # this rank's part
-        state, whole = away.state_dict(), plain.state_dict()
-        assert toys.identical(state["shards"], whole["shards"])
-        for key, held in whole["optimizer"]["state"].items():
-            assert all(torch.equal(value, state["optimizer"]["state"][key][name]) for name, value in held.items())
-        expected = [step_of(away, step) for step in (4, 5)]
-        again = pair(stage)[1]
-        again.load_state_dict(state)
-        assert [step_of(again, step) for step in (4, 5)] == expected
-        # a checkpoint, from the offloaded stage to the plain one and back
-        saved_state.save(again, f"{folder}/{stage}")
-        expected = [step_of(again, step) for step in (6, 7)]
-        plain, away = pair(stage)
+def edits_and_states(folder, stage):
+    plain, away = pair(stage)
+    assert [step_of(plain, step) for step in range(2)] == [step_of(away, step) for step in range(2)]
+    for zero in (plain, away):  # an edit of a few elements; the others keep their full precision
+        with zero.gather_parameters(), torch.no_grad():
+            zero.model.head.weight[1:3] += 0.5
+    assert step_of(plain, 2) == step_of(away, 2)
+    if stage < 3:
         for zero in (plain, away):
-            saved_state.load(zero, f"{folder}/{stage}")
-            assert [step_of(zero, step) for step in (6, 7)] == expected
+            zero.model.head.weight.data[3] -= 0.25  # where no version counter sees it
+    assert step_of(plain, 3) == step_of(away, 3)
+    # this rank's part
+    state, whole = away.state_dict(), plain.state_dict()
+    assert toys.identical(state["shards"], whole["shards"])
+    for key, held in whole["optimizer"]["state"].items():
+        assert all(torch.equal(value, state["optimizer"]["state"][key][name]) for name, value in held.items())
+    expected = [step_of(away, step) for step in (4, 5)]
+    again = pair(stage)[1]
+    again.load_state_dict(state)
+    assert [step_of(again, step) for step in (4, 5)] == expected
+    # a checkpoint, from the offloaded stage to the plain one and back
+    saved_state.save(again, folder)
+    expected = [step_of(again, step) for step in (6, 7)]
+    plain, away = pair(stage)
+    for zero in (plain, away):
+        saved_state.load(zero, folder)
+        assert [step_of(zero, step) for step in (6, 7)] == expected
 
 
-def test_edits_states_and_checkpoints(tmp_path):
-    toys.run(edits_and_states, 2, str(tmp_path))
+@pytest.mark.parametrize("stage", sample((1, 2, 3), (2,)))
+def test_edits_states_and_checkpoints(stage, tmp_path):
+    toys.run(edits_and_states, 2, str(tmp_path), stage)
 
 
 def refuse_all(zero):

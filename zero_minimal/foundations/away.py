@@ -65,7 +65,7 @@ class Away:
 
 
 def stand_in(numel: int, dtype: torch.dtype) -> Tensor:
-    """A tensor [numel] that takes the memory of one element, a NaN: nobody shall compute with it."""
+    """A tensor [numel] in the memory of one element, a NaN: nobody shall compute with it."""
     return torch.full((), float("nan"), dtype=dtype).expand(numel)
 
 

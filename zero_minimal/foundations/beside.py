@@ -122,7 +122,7 @@ class Host:
         if not self.told:
             os._exit(1)
 
-    # ------------------------------------------------------------------------------ how it is started
+    # ----------------------------------------------------------------------------- how it is started
 
     def _start_process(self, serve, size, device, bandwidth):
         ours, theirs = multiprocessing.Pipe()
@@ -172,7 +172,7 @@ def _context():
     return multiprocessing.get_context("forkserver")
 
 
-# ------------------------------------------------------------------------------- in the host process
+# ------------------------------------------------------------------------------ in the host process
 
 
 def _main(pipe, setup: dict, serve: Callable) -> None:

@@ -151,7 +151,7 @@ def _view(buffer: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
     return buffer[: numel * dtype.itemsize].view(dtype)
 
 
-# ------------------------------------------------------------------ what two processes have in common
+# ----------------------------------------------------------------- what two processes have in common
 
 
 class Words:
@@ -197,7 +197,7 @@ def memory_of(number: int, size: int) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8).view(2, BUFFERS, size)
 
 
-# ---------------------------------------------------------------------------------------- with a GPU
+# --------------------------------------------------------------------------------------- with a GPU
 
 
 class PinnedBus(Bus):
