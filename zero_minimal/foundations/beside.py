@@ -122,7 +122,7 @@ class Host:
         if not self.told:
             os._exit(1)
 
-    # ----------------------------------------------------------------------------- how it is started
+    # ---------------------------------------------------------------------------- how it is started
 
     def _start_process(self, serve, size, device, bandwidth):
         ours, theirs = multiprocessing.Pipe()

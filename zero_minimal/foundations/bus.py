@@ -151,7 +151,7 @@ def _view(buffer: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
     return buffer[: numel * dtype.itemsize].view(dtype)
 
 
-# ----------------------------------------------------------------- what two processes have in common
+# ---------------------------------------------------------------- what two processes have in common
 
 
 class Words:
