@@ -25,7 +25,6 @@ GPU a thread and pinned memory. The bits are those of the stage by itself; with 
 update on the CPU.
 """
 
-import functools
 import weakref
 from collections.abc import Iterator
 
@@ -122,6 +121,7 @@ class Offloaded:
     Raises: what the stage raises. RuntimeError, at the next use of the bus, if the host is gone.
     """
 
+    host: Host | None = None
     adds = True  # whether gradients of several passes add up on the host
 
     def __init__(
@@ -136,19 +136,19 @@ class Offloaded:
         self.host.send(("make_optimizer", chosen))
         refuse_alone(self.optimizer)
 
-    @functools.cached_property
-    def host(self) -> Host:
-        """Started when the first bucket needs it."""
+    def _start_host(self, device: torch.device) -> None:
+        """It ends with the stage."""
         largest = max(bucket.padded // self.world_size * bucket.dtype.itemsize
                       for bucket in self.buckets)
-        host = Host(serve, largest, self.buckets[0].device, self.bandwidth)
-        weakref.finalize(self, host.end)
-        return host
+        self.host = Host(serve, largest, device, self.bandwidth)
+        weakref.finalize(self, self.host.end)
 
     def own(self, bucket):
-        """Masters live on the host."""
+        """Masters live on the host, which is started for the first of them."""
         super().own(bucket)
         if bucket.trained:
+            if self.host is None:
+                self._start_host(bucket.parameter_shard.device)
             bucket.away = Away(self.host, self.buckets.index(bucket))
             self.host.send(
                 ("keep", bucket.away.number, bucket.group_index), bucket.parameter_shard
@@ -291,7 +291,8 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
         self.backward.spent = True
 
 
-STAGE_OPTIONS = ("group", "bucket_bytes", "param_groups", "units")  # the others: the optimizer's
+# the other options are the optimizer's
+STAGE_OPTIONS = ("group", "bucket_bytes", "param_groups", "memory", "units")
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> list[dict]:

@@ -78,7 +78,7 @@ def all_recipes(stage, names, bus):
 
 
 @pytest.mark.parametrize(("stage", "world_size"), sample(
-    [(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3)], [(1, 1), (2, 3), (3, 2)]))
+    [(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3)], [(2, 3), (3, 2)]))
 def test_same_bits(stage, world_size):
     toys.run(all_recipes, world_size, stage, tuple(RECIPES), None)
 
