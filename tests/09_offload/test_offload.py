@@ -147,6 +147,53 @@ def test_edits_states_and_checkpoints(stage, tmp_path):
     toys.run(edits_and_states, 2, str(tmp_path), stage)
 
 
+class Slow(torch.autograd.Function):
+    """Takes its time in backward, and no core."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.03)
+        return gradient
+
+
+class SlowBlocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(10))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = Slow.apply(block(x))
+        return x.square().mean()
+
+
+def backward_beside_the_bus():
+    """Seconds: of backward until all gradients are on the host, without a bus that takes time and with one; and of
+    what crosses it."""
+    found = []
+    for bus in (None, 64 * 64 * 4 / 0.02):
+        zero = offload.Offloaded2(SlowBlocks(), torch.optim.SGD, lr=0.1, bucket_bytes=64 * 64 * 4, bus=bus)
+        seconds = []
+        for _ in range(3):
+            start = time.monotonic()
+            zero.model(torch.ones(1, 64)).backward()
+            assert zero.host.ask("finite")  # its answer comes after them
+            seconds.append(time.monotonic() - start)
+            zero.zero_grad()
+        found.append(min(seconds))
+    return *found, 10 * 0.02
+
+
+def test_gradients_cross_while_backward_goes_on():
+    """Of 10 shards the last alone has nothing beside it: 90% is hidden, and much of that is asked for."""
+    [(alone, beside, crossing)] = toys.run(backward_beside_the_bus, 1)
+    assert beside - alone < 0.4 * crossing, (alone, beside, crossing)
+
+
 def refuse_all(zero):
     refused = {
         "clip with zero.clip_grad_norm_()": zero.reduced_gradients,

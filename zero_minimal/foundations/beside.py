@@ -107,6 +107,7 @@ class Host:
 
     def _hear(self, words: tuple) -> None:
         if words[:1] == ("failed",):
+            self.told = True
             raise RuntimeError(f"the host of rank {self.rank} failed:\n{words[1]}")
 
     def _watch(self, process) -> None:
@@ -116,7 +117,8 @@ class Host:
             return
         if process.exitcode < 0:
             self.words += f" (killed by {signal.Signals(-process.exitcode).name})"
-        print(self.words, file=sys.stderr, flush=True)
+        if process.exitcode != 0:  # else an error there was first, which it has sent
+            print(self.words, file=sys.stderr, flush=True)
         self.gone.set()
         time.sleep(PATIENCE)
         if not self.told:
