@@ -20,7 +20,7 @@ backward); P_a adds 1/12 of that.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,20 +70,14 @@ def checkpoint(
         return function(*args, **kwargs)
     leaves, structure = pytree.tree_flatten((args, kwargs))
     checkpoints.refuse_hidden(leaves)
-    checkpoints.check_group(function, leaves, group)
-    structure_of_output = [None]  # known once it has run
-
-    def run(leaves):
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
-        flat, structure_of_output[0] = pytree.tree_flatten(function(*args, **kwargs))
-        checkpoints.refuse_hidden(flat)
-        return tuple(flat)
-
+    tensors = [leaf for leaf in leaves if _is_input(leaf)]
+    checkpoints.check_group(function, tensors, group)
+    call = _Call(function, leaves, structure)
     # Autograd calls _Checkpoint.backward only if one of its arguments wants a gradient. The first
     # block's input wants none, though the parameters inside do; so an empty argument wants one.
     anchor = torch.empty(0, requires_grad=True)
-    flat = _Checkpoint.apply(run, _Keeper(group, to_host, place), anchor, *leaves)
-    return pytree.tree_unflatten(flat, structure_of_output[0])
+    keeper = _Keeper(group, to_host, place)
+    return call.result(_Checkpoint.apply(call.run, keeper, anchor, *tensors))
 
 
 def checkpoint_blocks(
@@ -106,44 +100,72 @@ def checkpoint_blocks(
         block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
+def _is_input(leaf) -> bool:
+    """Whether an argument is kept, and may get a gradient here. Parameters live anyway."""
+    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+
+
+class _Call:
+    """A function and its arguments, for autograd, which does not look into lists and dicts: `run`
+    takes tensors, and returns a tuple. It holds none of these tensors itself: it lives as long as
+    the graph."""
+
+    def __init__(self, function: Callable, leaves: list, structure):
+        self.function, self._structure = function, structure
+        self._places = [place for place, leaf in enumerate(leaves) if _is_input(leaf)]
+        self._others = [None if _is_input(leaf) else leaf for leaf in leaves]
+        self._structure_of_result = None  # known once it has run
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple:
+        """Call the function with these in place of its tensors; what is in its result, in order.
+
+        Raises: RuntimeError if it changes one of them, TypeError for tensors hidden in its result.
+        """
+        leaves = list(self._others)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        with checkpoints.unchanged(tensors):
+            result = self.function(*args, **kwargs)
+        flat, self._structure_of_result = pytree.tree_flatten(result)
+        checkpoints.refuse_hidden(flat)
+        return tuple(flat)
+
+    def result(self, flat: tuple):
+        """The result, as the function built it of what `run` returned."""
+        return pytree.tree_unflatten(flat, self._structure_of_result)
+
+
 class _Checkpoint(torch.autograd.Function):
-    """The whole function as one operator of autograd's. Forward runs it without a graph, and keeps
-    its arguments; backward runs it again, with a graph, and goes back through that."""
+    """The whole call as one operator of autograd's: forward runs it without a graph, and backward
+    runs it again, with one."""
 
     @staticmethod
-    def forward(ctx, run, keeper, anchor, *leaves):
+    def forward(ctx, run, keeper, anchor, *tensors):
+        """What run(tensors) returns. `keeper` says what is kept of a tensor; `anchor` is empty."""
         ctx.run, ctx.keeper = run, keeper
         ctx.random, ctx.precision = random_state(), autocast_state()
         ctx.set_materialize_grads(False)
-        ctx.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        ctx.before = {index: keeper.describe(leaf) for index, leaf in tensors.items()}
+        ctx.before = [keeper.describe(tensor) for tensor in tensors]
         # autograd frees what is saved here as soon as backward has used it
-        ctx.save_for_backward(*(keeper.keep(leaf) for leaf in tensors.values()))
-        versions = [leaf._version for leaf in tensors.values()]
-        output = run(leaves)
-        if versions != [leaf._version for leaf in tensors.values()]:
-            raise RuntimeError("a checkpointed function must not change its arguments in place: it "
-                               "runs again in backward, on what it would have changed")
-        return output
+        ctx.save_for_backward(*(keeper.keep(tensor) for tensor in tensors))
+        return run(tensors)
 
     @staticmethod
+    @checkpoints.plain_backward_only
     def backward(ctx, *gradients):
-        checkpoints.check_pass()
-        leaves = list(ctx.leaves)
-        for (index, before), kept in zip(ctx.before.items(), ctx.saved_tensors, strict=True):
-            leaves[index] = ctx.keeper.bring_back(kept, before)
+        """From a gradient (or None) for each output to one (or None) for each argument."""
+        inputs = []
+        for kept, before in zip(ctx.saved_tensors, ctx.before, strict=True):
+            whole = ctx.keeper.bring_back(kept, before)
+            inputs.append(whole.detach().requires_grad_(before.requires_grad))  # a graph begins
         with random_state_of(ctx.random), autocast_as(ctx.precision), torch.enable_grad():
-            outputs = ctx.run(leaves)
+            outputs = ctx.run(inputs)
         pairs = [(output, gradient) for output, gradient in zip(outputs, gradients, strict=True)
                  if gradient is not None and output.requires_grad]
         if pairs:
             torch.autograd.backward(*zip(*pairs, strict=True))
-        # a parameter among the arguments has its gradient already
-        is_copy = [isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
-                   for leaf in leaves]
-        return None, None, None, *(leaf.grad if copy else None
-                                   for leaf, copy in zip(leaves, is_copy, strict=True))
+        return None, None, None, *(tensor.grad for tensor in inputs)
 
 
 class _Description(NamedTuple):
@@ -162,40 +184,38 @@ class _Keeper:
         self.group, self.to_host, self.place = group, to_host, place
 
     def describe(self, tensor: Tensor) -> _Description:
-        is_cut = (self.group is not None and tensor.is_floating_point()
-                  and not isinstance(tensor, nn.Parameter))
+        is_cut = self.group is not None and tensor.is_floating_point()
         return _Description(tensor.shape, tensor.device, tensor.requires_grad, is_cut)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """The tensor [...], or a copy of its part [numel / M, rounded up]: the whole shall go."""
-        if isinstance(tensor, nn.Parameter):
-            return tensor  # it lives anyway
-        kept = self._part(tensor) if self.describe(tensor).is_cut else tensor.detach()
+        """What stays of it until backward, without its past."""
+        kept = self.cut(tensor.detach()) if self.describe(tensor).is_cut else tensor.detach()
         if self.to_host:
-            return host.to_host(kept)  # from a GPU, while the next block computes
+            return host.to_host(kept)
         return self.place(kept) if self.place and kept.is_floating_point() else kept
 
     def bring_back(self, kept: Tensor, before: _Description) -> Tensor:
-        """The tensor as it was, but for its past: autograd begins here."""
-        if isinstance(kept, nn.Parameter):
-            return kept
-        tensor = kept.to(before.device, non_blocking=True)
-        if before.is_cut:
-            whole = tensor.new_empty(tensor.numel() * dist.get_world_size(self.group))
-            collectives.all_gather(whole, tensor, group=self.group)
-            tensor = whole[: before.shape.numel()].view(before.shape)
-        return tensor.detach().requires_grad_(before.requires_grad)
+        """The whole tensor again, where it was."""
+        here = kept.to(before.device, non_blocking=True)
+        return self.gather(here, before.shape) if before.is_cut else here
 
-    def _part(self, tensor: Tensor) -> Tensor:
+    def cut(self, tensor: Tensor) -> Tensor:
+        """This rank's part [numel / M, rounded up] of a tensor [...], in memory of its own."""
         rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        size = -(-tensor.numel() // world_size)  # the last part may be shorter: it is filled up
-        mine = tensor.detach().reshape(-1)[rank * size : (rank + 1) * size]
-        part = tensor.new_zeros(size)
+        size = -(-tensor.numel() // world_size)
+        mine = tensor.reshape(-1)[rank * size : (rank + 1) * size]
+        part = tensor.new_zeros(size)  # the last ranks may have less: theirs are filled up
         part[: mine.numel()] = mine
         return part
+
+    def gather(self, part: Tensor, shape: torch.Size) -> Tensor:
+        """The tensor [shape] of which each rank has cut a part [numel / M, rounded up]."""
+        whole = part.new_empty(part.numel() * dist.get_world_size(self.group))
+        collectives.all_gather(whole, part, group=self.group)
+        return whole[: shape.numel()].view(shape)
 
 
 if __name__ == "__main__":
     from zero_minimal.programs.activation_partitioning import main
 
-    main()
+    main(checkpoint_blocks)

@@ -10,7 +10,8 @@ size is enough: beyond some MB nothing gets faster.
                                                              2 × `size` bytes, whatever Ψ is
 
 A tensor larger than what is left of the buffer goes through in pieces. While one buffer is on its
-way, the other is filled.
+way, the other is filled. The price: a collective for each load, each with its fixed cost, and two
+buffers that stay, also where all gradients would have been smaller.
 
 The buckets of stages 0 to 2 are the first half of this idea: their size does not depend on the
 model either. What they lack is that the memory stays: stage 2 takes new memory for each bucket and
@@ -18,7 +19,8 @@ gives it back, between activations that come and go. There it leaves holes, whic
 about.
 """
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,8 @@ class ConstantBuffers:
         size: bytes of each of the two.
         dtype: of the buffers, floating-point; fp32 sums 16-bit gradients precisely.
         group: the ranks whose collectives the buffers serve.
+    Attributes: `buffers`, the two [elements]; `elements`, as many as fit into `size` bytes and the
+        ranks can share equally; `group`.
     Raises: ValueError for a size that does not hold one element a rank.
     """
 
@@ -44,7 +48,7 @@ class ConstantBuffers:
     ):
         self.group = group
         world_size = dist.get_world_size(group)
-        self.elements = int(size) // dtype.itemsize // world_size * world_size  # equal shards
+        self.elements = int(size) // dtype.itemsize // world_size * world_size
         if self.elements < 1:
             raise ValueError(f"a buffer of {size} bytes does not hold one element for each of "
                              f"{world_size} ranks: {world_size * dtype.itemsize} bytes are the "
@@ -54,22 +58,23 @@ class ConstantBuffers:
         self._turn = 0
 
     def take(self) -> Tensor:
-        """The buffer whose turn it is [elements], once the collective that used it is over."""
+        """The buffer whose turn it is [elements], once it may be filled again."""
         self._turn = 1 - self._turn
         self._finish(self._turn)
         return self.buffers[self._turn]
 
-    def send(self, pending: collectives.Pending, then: Callable[[], None]) -> None:
-        """The buffer that was taken is on its way: `then()` reads the result, when its turn comes
-        again."""
+    def send(self, pending: collectives.Pending, then: Callable[[], object]) -> None:
+        """The buffer that was taken last is on its way. Once `pending` is over, `then()` is called
+        to read the result: not now, but before the buffer is taken again."""
         self._under_way[self._turn] = pending, then
 
     def wait(self) -> None:
-        """Until both are back."""
+        """Until both are back, and their results read."""
         self._finish(1 - self._turn)  # it left first
         self._finish(self._turn)
 
     def _finish(self, turn: int) -> None:
+        """Until buffer 0 or 1 is back, and its result read."""
         if self._under_way[turn]:
             pending, then = self._under_way[turn]
             pending.wait()
@@ -77,37 +82,59 @@ class ConstantBuffers:
             self._under_way[turn] = None
 
 
+def loads(flats: Iterable[Tensor], elements: int) -> Iterator[list[Tensor]]:
+    """Flat tensors of any sizes, end to end as one long vector, cut into loads of `elements`.
+
+    A load is the list of its pieces, in order, each a view of a tensor. The last load is what is
+    left; no load is empty.
+    """
+    load, room = [], elements
+    for flat in flats:
+        start = 0
+        while start < flat.numel():
+            piece = flat[start : start + room]
+            load.append(piece)
+            start, room = start + piece.numel(), room - piece.numel()
+            if room == 0:
+                yield load
+                load, room = [], elements
+    if load:
+        yield load
+
+
+def fill(buffer: Tensor, load: list[Tensor]) -> Tensor:
+    """Copy the pieces into the buffer, side by side from its start, in the buffer's dtype.
+
+    Returns: the part of the buffer that is filled, a view.
+    """
+    sizes = [piece.numel() for piece in load]
+    filled = buffer[: sum(sizes)]
+    for place, piece in zip(filled.split(sizes), load, strict=True):
+        place.copy_(piece)
+    return filled
+
+
+def unpack(filled: Tensor, load: list[Tensor]) -> None:
+    """Copy what was filled back to where the pieces lie, each in its own dtype."""
+    sizes = [piece.numel() for piece in load]
+    for piece, place in zip(load, filled.split(sizes), strict=True):
+        piece.copy_(place)
+
+
 @torch.no_grad()
 def all_reduce(tensors: Iterable[Tensor], buffers: ConstantBuffers, op: str = "avg") -> None:
     """Average (or sum) tensors of any shapes over the ranks, in place, through constant buffers.
 
-    They are one long vector, cut wherever a buffer is full. All ranks must give the same shapes.
+    All ranks must give the same shapes in the same order.
     Raises: what fused.flat_views raises, while all tensors are as they were: for dtypes that the
         buffers would round, among others.
     """
-    buffer, filled, pieces = None, 0, []
-
-    def send():
-        pending = collectives.all_reduce(
-            buffer[:filled], op=op, group=buffers.group, async_op=True
-        )
-        buffers.send(pending, lambda pieces=pieces, buffer=buffer: _unpack(buffer, pieces))
-
     like = buffers.buffers[0]
-    for flat in fused.flat_views(tensors, like.dtype, like.device):
-        start = 0
-        while start < flat.numel():
-            if buffer is None:
-                buffer, filled, pieces = buffers.take(), 0, []
-            piece = flat[start : start + buffers.elements - filled]
-            buffer[filled : filled + piece.numel()] = piece
-            pieces.append(piece)
-            start, filled = start + piece.numel(), filled + piece.numel()
-            if filled == buffers.elements:
-                send()
-                buffer = None
-    if buffer is not None:
-        send()
+    flats = fused.flat_views(tensors, like.dtype, like.device)
+    for load in loads(flats, buffers.elements):
+        filled = fill(buffers.take(), load)
+        pending = collectives.all_reduce(filled, op=op, group=buffers.group, async_op=True)
+        buffers.send(pending, functools.partial(unpack, filled, load))
     buffers.wait()
 
 
@@ -117,17 +144,10 @@ def fused_all_reduce(tensors: Iterable[Tensor], op: str = "avg", group: Group = 
     pieces = fused.flat_views(tensors, torch.float32)
     buffer = torch.cat([piece.float() for piece in pieces])
     collectives.all_reduce(buffer, op=op, group=group)
-    _unpack(buffer, pieces)
-
-
-def _unpack(buffer: Tensor, pieces: list[Tensor]) -> None:
-    start = 0
-    for piece in pieces:
-        piece.copy_(buffer[start : start + piece.numel()])
-        start += piece.numel()
+    unpack(buffer, pieces)
 
 
 if __name__ == "__main__":
     from zero_minimal.programs.constant_buffers import main
 
-    main()
+    main(ConstantBuffers, all_reduce, fused_all_reduce)

@@ -23,11 +23,12 @@ A backward that comes after the reset fails: what it needs may be overwritten.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+
+from zero_minimal.foundations.blocks import Block, Pool
 
 
 class Slab:
@@ -55,7 +56,7 @@ class Slab:
         if elements < 1:
             raise ValueError(f"a slab must hold at least one element, not {elements}")
         self.memory = torch.empty(elements, dtype=self.dtype, device=self.device)
-        self._round = self.memory.data  # the same memory; autograd counts its changes apart
+        self._kept = self.memory.data  # the same memory; autograd counts its changes apart
 
     @torch.no_grad()
     def keep(self, tensor: Tensor) -> Tensor:
@@ -64,25 +65,30 @@ class Slab:
         Raises: ValueError for another dtype or device than the slab's; MemoryError if the slab is
             full.
         """
+        end = self._end_of(tensor)
+        if self.memory is None:
+            kept = tensor.clone()
+        else:
+            self.memory[self.used : end].view(tensor.shape).copy_(tensor)
+            kept = self._kept[self.used : end].view(tensor.shape)
+        self.used = end
+        return kept
+
+    def _end_of(self, tensor: Tensor) -> int:
+        """What `used` will be with this tensor. Raises as keep() does."""
         if tensor.dtype != self.dtype or tensor.device.type != self.device.type:
             raise ValueError(
                 f"this slab holds {self.dtype} on {self.device}, and was given {tensor.dtype} on "
                 f"{tensor.device}: make one slab for each dtype and device"
             )
         end = self.used + tensor.numel()
-        if self.memory is None:
-            kept = tensor.clone()
-        elif end > len(self.memory):
+        if self.memory is not None and end > len(self.memory):
             raise MemoryError(
                 f"the slab is full: {tensor.numel()} elements do not fit behind the {self.used} of "
                 f"{len(self.memory)} that are used. Make it as large as the largest step needs, "
                 "and reset() it after each step"
             )
-        else:
-            self.memory[self.used : end].view(tensor.shape).copy_(tensor)
-            kept = self._round[self.used : end].view(tensor.shape)
-        self.used = end
-        return kept
+        return end
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in the slab's memory."""
@@ -93,8 +99,7 @@ class Slab:
     def reset(self) -> None:
         """Forget all that was kept: the next tensor goes to the front again. Nothing is freed."""
         if self.memory is not None:
-            self._round[:0].zero_()  # a change: a backward that still needs this round fails
-            self._round = self.memory.data
+            self._kept[:0].zero_()  # a change: a backward that still needs what was kept fails
         elif self.used:
             self._allocate(self.used)
         self.used = 0
@@ -106,15 +111,11 @@ def gradients_in_slab(model: nn.Module) -> Slab:
 
     Returns: the Slab, with room for one gradient of each parameter. Set the gradients to None, then
         reset() it.
-    Raises: ValueError if no parameter wants a gradient, or if they differ in dtype or device.
+    Raises: ValueError if no parameter wants a gradient, or if they differ in dtype or device; in
+        backward RuntimeError, if the slab was reset while gradients were in use.
     """
     params = [param for param in model.parameters() if param.requires_grad]
-    kinds = {(param.dtype, param.device) for param in params}
-    if len(kinds) != 1:
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise ValueError("a gradient slab is for parameters of one dtype on one device; this model "
-                         f"has {found or 'none that wants a gradient'}")
-    slab = Slab(sum(param.numel() for param in params), *kinds.pop())
+    slab = Slab(sum(param.numel() for param in params), *_kind_of(params))
 
     def move(param):
         if not slab.holds(param.grad):
@@ -130,15 +131,18 @@ def gradients_in_slab(model: nn.Module) -> Slab:
     return slab
 
 
+def _kind_of(params: list[nn.Parameter]) -> tuple[torch.dtype, torch.device]:
+    """The dtype and the device of them all."""
+    kinds = {(param.dtype, param.device) for param in params}
+    if len(kinds) != 1:
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError("a gradient slab is for parameters of one dtype on one device; this model "
+                         f"has {found or 'none that wants a gradient'}")
+    return kinds.pop()
+
+
 # A slab empties all at once. Where tensors come and go one by one, holes appear again, and can be
 # closed again:
-
-
-@dataclass(eq=False)
-class _Block:
-    start: int  # in elements
-    size: int
-    tensor: Tensor | None = None  # the one that was handed out; None: the block is free
 
 
 class Arena:
@@ -147,7 +151,8 @@ class Arena:
     Args:
         elements: its size.
         dtype, device: those of all tensors in it.
-    `memory` is the allocation, [elements].
+    `memory` is the allocation, [elements]; `pool` knows which blocks of it are free, and `lent` who
+    has the others.
     """
 
     def __init__(
@@ -157,20 +162,25 @@ class Arena:
         if elements < 1:
             raise ValueError(f"an arena must hold at least one element, not {elements}")
         self.memory = torch.empty(elements, dtype=dtype, device=device)
-        self._blocks = [_Block(0, elements)]  # by address; they touch; no two neighbours are free
+        self.pool = self._empty_pool()
+        self.lent: dict[int, tuple[Tensor, Block]] = {}  # by id of the tensor
+
+    def _empty_pool(self) -> Pool:
+        """All of the memory as one free block; addresses and sizes are in elements."""
+        pool = Pool()
+        pool.add(0, len(self.memory))
+        return pool
 
     @property
     def free_bytes(self) -> int:
         """Bytes that no tensor uses, in all."""
-        return sum(self._free_sizes()) * self.memory.element_size()
+        return sum(size for _, size in self.pool.holes) * self.memory.element_size()
 
     @property
     def largest_free(self) -> int:
         """Bytes of the largest free block: no larger tensor fits now."""
-        return max(self._free_sizes(), default=0) * self.memory.element_size()
-
-    def _free_sizes(self) -> list[int]:
-        return [block.size for block in self._blocks if block.tensor is None]
+        largest = max((size for _, size in self.pool.holes), default=0)
+        return largest * self.memory.element_size()
 
     def allocate(self, shape: Sequence[int]) -> Tensor:
         """A tensor of this shape that is a view of the arena's memory, not initialised.
@@ -181,24 +191,18 @@ class Arena:
             elements.
         """
         shape = torch.Size(shape)
-        size = shape.numel()
-        if size < 1:
+        if shape.numel() < 1:
             raise ValueError("an arena hands out tensors of at least one element, not of shape "
                              f"{tuple(shape)}")
-        fitting = [block for block in self._blocks if block.tensor is None and block.size >= size]
-        if not fitting:
-            self._refuse(shape, size * self.memory.element_size())
-        # best fit: large holes are left for large tensors
-        block = min(fitting, key=lambda block: block.size)
-        if block.size > size:
-            rest = _Block(block.start + size, block.size - size)
-            self._blocks.insert(self._blocks.index(block) + 1, rest)
-            block.size = size
-        block.tensor = torch.empty(0, dtype=self.memory.dtype, device=self.memory.device)
-        self._point(block, shape)
-        return block.tensor
+        block = self.pool.take(shape.numel())
+        if block is None:
+            self._refuse(shape)
+        tensor = torch.empty(0, dtype=self.memory.dtype, device=self.memory.device)
+        self._lend(tensor, block, shape)
+        return tensor
 
-    def _refuse(self, shape: torch.Size, wanted: int) -> NoReturn:
+    def _refuse(self, shape: torch.Size) -> NoReturn:
+        wanted = shape.numel() * self.memory.element_size()
         advice = ("call compact(), then it fits" if wanted <= self.free_bytes
                   else "free tensors that are not needed, or make the arena larger")
         raise MemoryError(f"a tensor of shape {tuple(shape)} needs {wanted} bytes; "
@@ -206,10 +210,12 @@ class Arena:
                           f"{self.largest_free}: {advice}")
 
     @torch.no_grad()
-    def _point(self, block: _Block, shape: torch.Size, stride: Sequence[int] = ()) -> None:
+    def _lend(self, tensor: Tensor, block: Block, shape: torch.Size, stride: Sequence[int] = ()):
+        """The tensor, of this shape, lies in this block from now on."""
         # set_ counts as a change, unlike .data = …: where autograd saved the tensor for backward,
         # backward says so
-        block.tensor.set_(self.memory.untyped_storage(), block.start, shape, stride)
+        tensor.set_(self.memory.untyped_storage(), block.address, shape, stride)
+        self.lent[id(tensor)] = tensor, block
 
     @torch.no_grad()
     def free(self, tensor: Tensor) -> None:
@@ -217,17 +223,12 @@ class Arena:
 
         Raises: ValueError if it is not one that this arena handed out, or was freed before.
         """
-        own = [index for index, block in enumerate(self._blocks) if block.tensor is tensor]
-        if not own:
+        if id(tensor) not in self.lent:
             raise ValueError("free() takes a tensor that allocate() of this arena returned, once: "
                              "it is none, or it was freed before")
-        (index,) = own
-        self._blocks[index].tensor = None
+        _, block = self.lent.pop(id(tensor))
+        self.pool.give(block)
         tensor.set_()
-        for first in (index, index - 1):  # joined to the block behind, then to the one before
-            pair = self._blocks[first : first + 2] if first >= 0 else []
-            if len(pair) == 2 and all(block.tensor is None for block in pair):
-                pair[0].size += self._blocks.pop(first + 1).size
 
     @torch.no_grad()
     def compact(self) -> None:
@@ -237,18 +238,15 @@ class Arena:
         Call it between steps: backward cannot use a tensor that was saved in forward and moved
         since, and says so.
         """
-        front = 0
-        live = [block for block in self._blocks if block.tensor is not None]
-        for block in live:
-            self._move(block.start, front, block.size)
-            block.start = front
-            self._point(block, block.tensor.shape, block.tensor.stride())
-            front += block.size
-        rest = len(self.memory) - front
-        self._blocks = live + ([_Block(front, rest)] if rest else [])
+        self.pool = self._empty_pool()
+        for tensor, old in sorted(self.lent.values(), key=lambda entry: entry[1].address):
+            new = self.pool.take(old.size)  # right behind the one before: nothing else is used
+            self._move(old.address, new.address, old.size)
+            self._lend(tensor, new, tensor.shape, tensor.stride())
 
     def _move(self, source: int, target: int, size: int, piece: int = 2**18) -> None:
-        """Elements from `source` on, to `target` further in front. They may overlap."""
+        """Elements from `source` on, to `target` further in front, of which no more than a `piece`
+        exists twice. They may overlap."""
         if source == target:
             return
         for done in range(0, size, piece):  # front to back: what is overwritten was moved before

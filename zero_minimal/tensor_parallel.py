@@ -3,9 +3,8 @@
 ZeRO works together with it (sections 1 and 8), and P_a, of the next lesson, removes what it leaves
 behind. With f and g, the two ends of the parallel region, a block's MLP is
 
-    x ─ f ─ A's columns ─ GELU ─ B's rows ─ g ─ + B's bias ─ dropout
+    x ─ f ─ A's columns ─ GELU ─ B's rows ─ g ─ dropout
             [h, 4h / M]          [4h / M, h]
-    f: forward identity, backward all-reduce            g: forward all-reduce, backward identity
 
 A rank has some columns of A, so it has some of the hidden values, whole. GELU needs no others. It
 multiplies them with its rows of B, and the ranks' products add up to the result. Attention is the
@@ -17,8 +16,8 @@ Memory a rank (b sequences of s tokens, width h, vocabulary V):
     logits          [b, s, V / M]: the loss is computed without ever putting them together
 
 Communication plan, a block:
-    forward      all-reduce in g, after attention and after the MLP          2 · b·s·h elements
-    backward     all-reduce in f, for the MLP and for attention              2 · b·s·h
+    forward      an all-reduce for attention and one for the MLP          2 · b·s·h elements
+    backward     the same                                                 2 · b·s·h
 A ring sends 2(M−1)/M times that. With recomputation forward runs twice: the 12·b·s·h of section 8.
 The whole model adds an all-reduce of b·s·h after the embedding, one in backward before the head,
 and for the loss 3 numbers a token. Meanwhile nothing can be computed: all is on the critical path.
@@ -42,7 +41,7 @@ from zero_minimal.foundations.random_state import parallel_random
 
 
 class CopyToModelParallelRegion(torch.autograd.Function):
-    """f, where x [any shape] enters: each rank uses it, so the gradients of all add up."""
+    """f, where x [any shape], the same on all ranks, enters the region."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -51,11 +50,11 @@ class CopyToModelParallelRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return g(gradient, ctx.group), None
+        return g(gradient, ctx.group), None  # each rank used x: the gradients of all add up
 
 
 class ReduceFromModelParallelRegion(torch.autograd.Function):
-    """g, where partial results [any shape] leave: they add up; each has the sum's gradient."""
+    """g, where the ranks' partial results [any shape] leave it as one."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -66,10 +65,10 @@ class ReduceFromModelParallelRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return f(gradient, ctx.group), None
+        return f(gradient, ctx.group), None  # each part has the sum's gradient
 
 
-def f(x: Tensor, group: Group = None) -> Tensor:  # f and g are each other's backward
+def f(x: Tensor, group: Group = None) -> Tensor:
     return CopyToModelParallelRegion.apply(x, group)
 
 
@@ -174,7 +173,7 @@ class VocabularyParallelEmbedding(nn.Module):
         """Mean cross-entropy in nats a token, a 0-dim fp32 tensor, the same on all ranks.
 
         Args: logits of this rank, [batch, sequence, part]; targets [batch, sequence].
-        Sent, for each token: the highest logit, the sum of all exponentials, the target's logit.
+        Sent: three numbers a token.
         """
         logits = logits.float()
         highest = logits.detach().amax(-1)  # [batch, sequence]; exp() of the rest cannot overflow
@@ -313,7 +312,7 @@ class ParallelGPT(nn.Module):
                                  f"{int(numbers.min())} to {int(numbers.max())}")
 
     def replicated(self) -> list[nn.Parameter]:
-        """What every rank of the group holds whole: norms, biases after g, positions."""
+        """What every rank of the group holds whole: norms, row-parallel biases, positions."""
         cut = {param for module in self.modules()
                for name, param in module.named_parameters(recurse=False)
                if isinstance(module, (ColumnParallelLinear, VocabularyParallelEmbedding))
@@ -346,4 +345,4 @@ class ParallelGPT(nn.Module):
 if __name__ == "__main__":
     from zero_minimal.programs.tensor_parallel import main
 
-    main()
+    main(ParallelGPT)

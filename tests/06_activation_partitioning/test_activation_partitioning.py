@@ -136,7 +136,7 @@ def test_what_goes_to_host_memory_is_announced():
     call(to_host=True)
     assert toys.identical(heard, [x, index]), "the tensors; the parameter stays, and outside nobody listens"
     kept = {tensor.data_ptr() for tensor in output.grad_fn.saved_tensors}
-    assert {tensor.data_ptr() for tensor in heard} < kept and x.data_ptr() not in kept
+    assert {tensor.data_ptr() for tensor in heard} == kept and x.data_ptr() not in kept
 
 
 def test_a_listener_that_fails_is_not_asked_again():

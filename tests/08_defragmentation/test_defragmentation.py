@@ -388,7 +388,7 @@ def test_training_in_an_arena_leaves_no_holes_after_compaction():
 def test_model_rounds_and_shares_small_segments():
     allocator = CachingAllocator(100 * MIB)
     blocks = [allocator.allocate(bytes) for bytes in (1, 512, 513, MIB)]
-    assert [block.bytes for block in blocks] == [512, 512, 1024, MIB]
+    assert [block.size for block in blocks] == [512, 512, 1024, MIB]
     assert [block.address for block in blocks] == [0, 512, 1024, 2048]
     assert (allocator.reserved, allocator.allocated) == (2 * MIB, MIB + 2048)
     allocator.allocate(MIB)
@@ -419,10 +419,10 @@ def test_model_splits_large_blocks_only_if_much_is_left():
     allocator = CachingAllocator(100 * MIB)
     allocator.free(allocator.allocate(40 * MIB))
     whole = allocator.allocate(39 * MIB)
-    assert (whole.bytes, allocator.free_blocks) == (40 * MIB, [])
+    assert (whole.size, allocator.free_blocks) == (40 * MIB, [])
     allocator.free(whole)
     part = allocator.allocate(39 * MIB - 512)
-    assert (part.bytes, allocator.free_blocks) == (39 * MIB - 512, [MIB + 512])
+    assert (part.size, allocator.free_blocks) == (39 * MIB - 512, [MIB + 512])
 
 
 def test_model_merges_free_neighbours():
@@ -447,7 +447,7 @@ def test_model_gives_back_what_is_idle_and_then_fails():
     allocator.free(a)
     assert allocator.reserved == 90 * MIB, "kept for the next request"
     d = allocator.allocate(36 * MIB)
-    assert (allocator.reserved, d.bytes) == (96 * MIB, 36 * MIB), "the driver took back 30 MiB first"
+    assert (allocator.reserved, d.size) == (96 * MIB, 36 * MIB), "the driver took back 30 MiB first"
     allocator.free(d)
     allocator.free(c)
     held = [allocator.allocate(12 * MIB), allocator.allocate(12 * MIB)]  # one in c's segment, then one behind it
@@ -477,11 +477,11 @@ def test_model_never_overlaps():
         except OutOfMemory as error:
             assert error.largest_free < error.requested or error.requested < 10 * MIB
     by_address = sorted(live, key=lambda block: block.address)
-    assert all(a.address + a.bytes <= b.address for a, b in zip(by_address, by_address[1:], strict=False))
+    assert all(a.address + a.size <= b.address for a, b in zip(by_address, by_address[1:], strict=False))
     for block in live:
-        assert any(s.address <= block.address and block.address + block.bytes <= s.address + s.bytes
+        assert any(s.address <= block.address and block.address + block.size <= s.address + s.bytes
                    for s in allocator.segments)
-    assert allocator.allocated == sum(block.bytes for block in live)
+    assert allocator.allocated == sum(block.size for block in live)
     assert allocator.reserved == sum(s.bytes for s in allocator.segments) <= 150 * MIB
     assert allocator.reserved == allocator.allocated + sum(allocator.free_blocks)
     assert allocator.past_segments
@@ -571,8 +571,8 @@ def segments_of(pool):
 
 def segments_of_model(allocator, live):
     """The same of a model, whose used blocks are `live`."""
-    blocks = [(block.address, block.bytes, True) for block in live]
-    blocks += [(address, bytes, False) for pool in allocator._free.values() for bytes, address, _ in pool]
+    blocks = [(block.address, block.size, True) for block in live]
+    blocks += [(address, bytes, False) for address, bytes in allocator.holes]
     return sorted(
         (segment.bytes, [(bytes, used) for address, bytes, used in sorted(blocks)
                          if segment.address <= address < segment.address + segment.bytes])

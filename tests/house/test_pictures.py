@@ -12,7 +12,7 @@ from zero_minimal.pictures import style
 from zero_minimal.pictures.benchmark import draw_benchmark
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
 from zero_minimal.pictures.ring import draw_ring, meaning
-from zero_minimal.programs import gradients, parameters
+from zero_minimal.programs import buffers, gradients, parameters, patients
 from zero_minimal.programs.compare import agreement
 
 HOUSE = Path(__file__).parents[2]
@@ -46,6 +46,14 @@ def of_parameters(name):
     return parameters.pictures(json.loads((LESSONS / "04_parameters/measured.json").read_text()))[name]
 
 
+def of_buffers(name):
+    return buffers.pictures(json.loads((LESSONS / "07_constant_buffers/measured.json").read_text()))[name]
+
+
+def of_patients(name):
+    return patients.pictures(json.loads((LESSONS / "05_tensor_parallel/measured.json").read_text()))[name]
+
+
 DRAWN = {
     "benchmark": lambda: draw_benchmark(recorded("bench")),
     "buckets": lambda: of_gradients("buckets.png"),
@@ -54,7 +62,12 @@ DRAWN = {
     "conveyor": lambda: of_parameters("conveyor.png"),
     "blocks kept": lambda: of_parameters("kept.png"),
     "configs": lambda: draw_configs(recorded("configs")),
+    "parallel region": lambda: of_patients("region.png"),
+    "patients": lambda: of_patients("patients.png"),
     "ring": a_ring,
+    "two buffers": lambda: of_buffers("trays.png"),
+    "sizes of buffers": lambda: of_buffers("sizes.png"),
+    "a sum of ones": lambda: of_buffers("ones.png"),
 }
 
 

@@ -229,7 +229,7 @@ def in_words(error: BaseException, path: str) -> str:
     if isinstance(error, PermissionError):
         return (f"it did what is denied to a submission ({type(error).__name__}: {text[:LONG]}): it may not start "
                 f"other processes or signal them, nor read or write outside of its own folder{where}")
-    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+    if isinstance(error, MemoryError) and not text or "can't allocate memory" in text:
         return f"it asked for more than {MEMORY // 10**9} GB of memory{where}"
     if "storage of size 0" in text or "its data is not allocated yet" in text:
         return ("it used a tensor whose memory was freed: was it freed before a collective on it had ended, or is it "

@@ -1,9 +1,11 @@
 """Checkpoints: what activation_partitioning.checkpoint refuses, as it would go wrong silently."""
 
+import functools
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -17,12 +19,20 @@ from zero_minimal.foundations.outputs import tensors_in
 _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def check_pass() -> None:
-    """In the backward of a checkpoint. It goes back through its inside in a pass of its own, which
-    adds to .grad of every parameter there, and whose gradients have no past of their own.
+def plain_backward_only(backward: Callable) -> Callable:
+    """A decorator for the backward of a checkpoint. It goes back through its inside in a pass of
+    its own, which adds to .grad of every parameter there, and whose gradients have no past of their
+    own. If the pass around it asks for something else, that is a RuntimeError."""
 
-    Raises: RuntimeError if the pass around it asks for something else.
-    """
+    @functools.wraps(backward)
+    def checked(ctx, *gradients):
+        _check_pass()
+        return backward(ctx, *gradients)
+
+    return checked
+
+
+def _check_pass() -> None:
     if not torch.autograd._is_checkpoint_valid():
         asked = "autograd.grad(), backward(inputs=…)"
     elif torch.is_grad_enabled():
@@ -72,6 +82,17 @@ def checksum(leaves: list) -> int:
                 total = zlib.crc32(repr((tensor.dtype, tuple(tensor.shape))).encode(), total)
                 total = ownership.checksum(tensor, total)
     return total
+
+
+@contextmanager
+def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Context around the function that is checkpointed. Raises: RuntimeError if its arguments,
+    these tensors, were changed in place."""
+    versions = [tensor._version for tensor in tensors]
+    yield
+    if versions != [tensor._version for tensor in tensors]:
+        raise RuntimeError("a checkpointed function must not change its arguments in place: it "
+                           "runs again in backward, on what it would have changed")
 
 
 def refuse_hidden(leaves: list) -> None:

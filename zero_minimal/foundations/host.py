@@ -25,14 +25,19 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu",
                        pin_memory=tensor.is_cuda and torch.cuda.is_available())
     copy.copy_(tensor, non_blocking=True)
+    announce(copy)
+    return copy
+
+
+def announce(copy: torch.Tensor) -> None:
+    """Tell who counts that this tensor stands for one in host memory."""
     for listener in _listeners:
         listener(copy)
-    return copy
 
 
 @contextmanager
 def announced(listener: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Context in which listener(copy) is called for each copy that to_host makes."""
+    """Context in which listener(copy) is called for each copy that is announced."""
     _listeners.append(listener)
     try:
         yield

@@ -50,12 +50,12 @@ def parallel_random(group: Group = None) -> Iterator[None]:
 
     For dropout inside the region of tensor parallelism. Seed all ranks of the group alike: then
     outside the region all drop the same values, and what they compute stays the same. Inside, each
-    rank has other heads, so it needs other masks. The state inside starts from a number drawn from
-    the outside state (of the CPU; it costs no wait for a GPU) plus the rank. On the way out the
-    outside state, of the CPU and of the current GPU, is put back, one draw further on. So the
-    inside depends on nothing but the outside state: checkpointing that restores torch's own random
-    state before it recomputes gets the same masks again.
+    rank has other heads, so it needs other masks. Afterwards the outside state, of the CPU and of
+    the current GPU, is the same on all ranks again, and further on than before. The inside depends
+    on nothing but the outside state: checkpointing that restores torch's own random state before it
+    recomputes gets the same masks again.
     """
+    # drawn from the outside, which so moves on; by the CPU's generator: no wait for a GPU
     seed = int(torch.randint(2**31, (), device="cpu")) + dist.get_rank(group)
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(gpus):

@@ -22,6 +22,7 @@ import bisect
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from zero_minimal.foundations.blocks import Block, Pool
 from zero_minimal.meters.memory import Event
 from zero_minimal.paper.quantities import number
 
@@ -40,29 +41,13 @@ def rounded(bytes: int, unit: int = ROUND) -> int:
 
 
 @dataclass(eq=False)
-class Block:
-    """Memory in a segment, with the blocks before and after it there. `bytes` is a multiple of 512."""
-
-    address: int
-    bytes: int
-    is_small: bool  # of a segment for small requests
-    used: bool = False
-    before: "Block | None" = field(default=None, repr=False)
-    after: "Block | None" = field(default=None, repr=False)
-
-    @property
-    def is_segment(self) -> bool:
-        """Whether it is all of its segment."""
-        return self.before is None and self.after is None
-
-
-@dataclass(eq=False)
 class Segment:
     """Memory from the driver: alive from the request number `begin` to `end` (None: still)."""
 
     address: int
     bytes: int
     begin: int
+    pool: Pool = field(repr=False)  # its blocks are of this one
     end: int | None = None
 
 
@@ -97,66 +82,64 @@ class CachingAllocator:
 
     allocated, reserved: bytes in used blocks, and in segments; peak_allocated, peak_reserved: the most there were.
     requests: how many allocations and frees there were.
+    pool: what finds, splits and merges blocks: another class than Pool, if it does the same.
     """
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, pool: type[Pool] = Pool):
         if capacity < 1:
             raise ValueError(f"an allocator needs a capacity of at least one byte, not {capacity}")
         self.capacity = capacity
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.requests = 0
         self.segments: list[Segment] = []  # the living ones, by address
         self.past_segments: list[Segment] = []  # given back
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # by size, then address
+        self._small, self._large = pool(), pool(slack=SMALL)
 
     def allocate(self, bytes: int) -> Block:
         """A block of at least so many bytes. Raises OutOfMemory, and ValueError for a request of nothing."""
         if bytes < 1:
             raise ValueError(f"a request is for at least one byte, not {bytes}")
         bytes = rounded(bytes)
-        block = self._best_fit(bytes) or self._from_driver(bytes)
-        self._split(block, bytes)
-        block.used = True
+        pool = self._small if bytes <= SMALL else self._large
+        block = pool.take(bytes)
+        if block is None:
+            self._ask_driver(bytes, pool)
+            block = pool.take(bytes)
         self.requests += 1
-        self.allocated += block.bytes
+        self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
     def free(self, block: Block) -> None:
         """Take a block back. Raises ValueError if it is free already."""
-        if not block.used:
-            raise ValueError(f"the block at {block.address} is free already")
-        block.used = False
+        place = bisect.bisect_right(self.segments, block.address, key=lambda segment: segment.address)
+        size = block.size  # it may grow: what is free merges
+        self.segments[place - 1].pool.give(block)
         self.requests += 1
-        self.allocated -= block.bytes
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and not neighbour.used:
-                self._remove(neighbour)
-                self._merge(block, neighbour)
-        self._insert(block)
-
-    @property
-    def free_blocks(self) -> list[int]:
-        """Bytes of each free block in the segments, ascending."""
-        return sorted(bytes for pool in self._free.values() for bytes, _, _ in pool)
+        self.allocated -= size
 
     @property
     def holes(self) -> list[tuple[int, int]]:
         """(address, bytes) of each free block in the segments, by address."""
-        return sorted((block.address, bytes) for pool in self._free.values() for bytes, _, block in pool)
+        return sorted(self._small.holes + self._large.holes)
+
+    @property
+    def free_blocks(self) -> list[int]:
+        """Bytes of each free block in the segments, ascending."""
+        return sorted(bytes for _, bytes in self.holes)
 
     @property
     def largest_free(self) -> int:
         """Bytes of the largest block there is or could be, if segments in which nothing is used were given back."""
-        idle = sum(block.bytes for pool in self._free.values() for *_, block in pool if block.is_segment)
+        idle = sum(segment.bytes for segment in self._idle())
         return max([*self.free_blocks, self.capacity - self.reserved + idle])
 
-    def _best_fit(self, bytes: int) -> Block | None:
-        pool = self._free[bytes <= SMALL]
-        index = bisect.bisect_left(pool, (bytes,))
-        return pool.pop(index)[-1] if index < len(pool) else None
+    def _idle(self) -> list[Segment]:
+        """Segments in which nothing is used."""
+        holes = set(self.holes)
+        return [segment for segment in self.segments if (segment.address, segment.bytes) in holes]
 
-    def _from_driver(self, bytes: int) -> Block:
-        """A new segment, as one block."""
+    def _ask_driver(self, bytes: int, pool: Pool) -> None:
+        """For a segment that is large enough; the pool has it then."""
         size = SMALL_SEGMENT if bytes <= SMALL else LARGE_SEGMENT if bytes < LARGE else rounded(bytes, LARGE_ROUND)
         if self.reserved + size > self.capacity:
             self._give_back()
@@ -167,50 +150,20 @@ class CachingAllocator:
             if segment.address - address >= size:
                 break
             address = segment.address + segment.bytes
-        bisect.insort(self.segments, Segment(address, size, self.requests), key=lambda segment: segment.address)
+        segment = Segment(address, size, self.requests, pool)
+        bisect.insort(self.segments, segment, key=lambda segment: segment.address)
+        pool.add(address, size)
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return Block(address, size, bytes <= SMALL)
 
     def _give_back(self) -> None:
         """Segments in which nothing is used go back to the driver."""
-        idle = {block.address for pool in self._free.values() for *_, block in pool if block.is_segment}
-        for segment in [segment for segment in self.segments if segment.address in idle]:
+        for segment in self._idle():
+            segment.pool.remove(segment.address, segment.bytes)
             segment.end = self.requests
             self.segments.remove(segment)
             self.past_segments.append(segment)
             self.reserved -= segment.bytes
-        for pool in self._free.values():
-            pool[:] = [entry for entry in pool if not entry[-1].is_segment]
-
-    def _split(self, block: Block, bytes: int) -> None:
-        rest = block.bytes - bytes
-        if rest >= ROUND if block.is_small else rest > SMALL:
-            block.bytes = bytes
-            tail = Block(block.address + bytes, rest, block.is_small, before=block, after=block.after)
-            if tail.after:
-                tail.after.before = tail
-            block.after = tail
-            self._insert(tail)
-
-    def _merge(self, block: Block, neighbour: Block) -> None:
-        """Make the free neighbour a part of the block."""
-        if neighbour is block.before:
-            block.address, block.before = neighbour.address, neighbour.before
-            if block.before:
-                block.before.after = block
-        else:
-            block.after = neighbour.after
-            if block.after:
-                block.after.before = block
-        block.bytes += neighbour.bytes
-
-    def _insert(self, block: Block) -> None:
-        bisect.insort(self._free[block.is_small], (block.bytes, block.address, block))
-
-    def _remove(self, block: Block) -> None:
-        pool = self._free[block.is_small]
-        del pool[bisect.bisect_left(pool, (block.bytes, block.address))]
 
 
 # ------------------------------------------------------------------------------------------------------------- replay
@@ -257,12 +210,12 @@ def memory_map(trace: list[Event], allocator: CachingAllocator) -> tuple[list[Ro
     try:
         for last, storage, block in _play(trace, allocator):
             if storage in begun:
-                rows.append(Row(begun.pop(storage)[0], last, block.address, block.bytes, storage.category))
+                rows.append(Row(begun.pop(storage)[0], last, block.address, block.size, storage.category))
             else:
                 begun[storage] = last, block
     except OutOfMemory as error:
         failure = error
-    rows += [Row(begin, last + 1, block.address, block.bytes, storage.category)
+    rows += [Row(begin, last + 1, block.address, block.size, storage.category)
              for storage, (begin, block) in begun.items()]
     return sorted(rows), failure
 
@@ -300,19 +253,19 @@ def _clearness(failure: OutOfMemory) -> tuple:
     return enough_in_all, failure.requested / max(1, failure.largest_free), failure.free_share
 
 
-def smallest_capacity(trace: list[Event], unit: int = 2 * MIB) -> int:
+def smallest_capacity(trace: list[Event], unit: int = 2 * MIB, pool: type[Pool] = Pool) -> int:
     """A multiple of `unit` that is enough for the trace, while one `unit` less is not."""
-    generous = replay(trace, CachingAllocator(2**62))
+    generous = replay(trace, CachingAllocator(2**62, pool))
     low, high = generous.peak_allocated // unit, rounded(generous.peak_reserved, unit) // unit  # fails?, goes through
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fails(trace, middle * unit) else (low, middle)
+        low, high = (middle, high) if fails(trace, middle * unit, pool) else (low, middle)
     return high * unit
 
 
-def fails(trace: list[Event], capacity: int) -> OutOfMemory | None:
+def fails(trace: list[Event], capacity: int, pool: type[Pool] = Pool) -> OutOfMemory | None:
     """The OutOfMemory that the trace ends with at this capacity, or None."""
     try:
-        replay(trace, CachingAllocator(capacity))
+        replay(trace, CachingAllocator(capacity, pool))
     except OutOfMemory as failure:
         return failure.with_traceback(None)

@@ -28,12 +28,12 @@ def draw_map(recordings: dict, finding: Finding) -> Figure:
     picture = Figure(figsize=(8.6, 7.3 if finding.failure else 4.6), layout="constrained")
     bars = [["bar 0", "bar 0"], ["bar 1", "bar 1"]] if finding.failure else []
     axes = picture.subplot_mosaic([["map 0", "map 1"], *bars], height_ratios=(3.6, 1.1, 0.6)[: 1 + len(bars)])
-    moments = _moments(*recordings.values(), capacity) if finding.failure else (None, None)
+    ends = moments(*recordings.values(), capacity) if finding.failure else (None, None)
     seen, top = set(), 0
-    for number, ((name, recording), moment) in enumerate(zip(recordings.items(), moments, strict=True)):
+    for number, ((name, recording), moment) in enumerate(zip(recordings.items(), ends, strict=True)):
         allocator = CachingAllocator(capacity)
         rows, failure = memory_map(recording.trace, allocator)
-        seen |= {_look(row.category) for row in rows}
+        seen |= {look_of(row.category) for row in rows}
         top = max([top, *(segment.address + segment.bytes for segment in _all_segments(allocator))])
         _draw_time(axes[f"map {number}"], rows, allocator, recording.begins, moment)
         axes[f"map {number}"].set_title(name + (": out of memory" if failure else ""), fontsize=11)
@@ -48,7 +48,7 @@ def draw_map(recordings: dict, finding: Finding) -> Figure:
     return picture
 
 
-def _moments(first, second, capacity: int) -> tuple[int, int | None]:
+def moments(first, second, capacity: int) -> tuple[int, int | None]:
     """The event at which the first recording fails, and the same request in the second: in the same micro-batch the one
     of as many bytes, the n-th if it is the n-th there. None if there is none."""
     rows, _ = memory_map(first.trace, CachingAllocator(capacity))
@@ -70,7 +70,7 @@ def _draw_time(axis: Axes, rows: list[Row], allocator: CachingAllocator, begins:
              for segment in _all_segments(allocator)]
     _rectangles(axis, lives, **HOLE)
     for category, (colour, hatch) in LOOKS.items():
-        own = [row for row in rows if _look(row.category) == category]
+        own = [row for row in rows if look_of(row.category) == category]
         large = [row for row in own if row.bytes >= LARGE * allocator.capacity]
         _rectangles(axis, own, facecolor=colour, linewidth=0)
         _rectangles(axis, large, facecolor=colour, edgecolor="white", hatch=hatch, linewidth=0)
@@ -113,7 +113,7 @@ def _draw_moment(axis: Axes, name: str, trace: list, capacity: int, failure: Out
         return (starts[segment] + address - segment) / MIB
 
     for row in alive:
-        colour, hatch = LOOKS[_look(row.category)]
+        colour, hatch = LOOKS[look_of(row.category)]
         axis.barh(0, row.bytes / MIB, 1, left=place(row.address), facecolor=colour, edgecolor="white", hatch=hatch,
                   linewidth=0)
     for address, bytes in allocator.holes:
@@ -149,7 +149,8 @@ def _all_segments(allocator: CachingAllocator) -> list:
     return allocator.segments + allocator.past_segments
 
 
-def _look(category: str) -> str:
+def look_of(category: str) -> str:
+    """The category in whose look this one is drawn."""
     return "optimizer" if category == "scalars" else category
 
 

@@ -3,17 +3,18 @@
     torchrun --nproc-per-node 2 zero_minimal/constant_buffers.py
 """
 
+from collections.abc import Callable
+
 import torch
 
-from zero_minimal.constant_buffers import ConstantBuffers, all_reduce, fused_all_reduce
 from zero_minimal.foundations import interrupts, ranks
 
 
 @interrupts.program
-def main() -> None:
-    """Reduce the same gradients in both ways; rank 0 prints a row for each size."""
+def main(buffers_class: type, all_reduce: Callable, fused_all_reduce: Callable) -> None:
+    """Reduce the same gradients in both ways, those of the file that was started; rank 0 prints a row for each size."""
     with ranks.start("cpu") as rank:
-        buffers = ConstantBuffers(2**20)
+        buffers = buffers_class(2**20)
         if rank.rank == 0:
             print("parameters   fused buffer   constant buffers (MB)")
         for millions in (1, 3, 10, 30):

@@ -34,13 +34,13 @@ class Recording:
 
 
 def record(config: GPTConfig, lengths: list[int], batch: int, accumulate: int, slabs: bool, seed: int = 0,
-           name: str = "training") -> Recording:
+           name: str = "training", shown: bool = True) -> Recording:
     """Train a GPT with AdamW on a micro-batch for each of `lengths` (tokens in a sequence), and record its allocations.
 
     Every block is checkpointed: with `slabs` the checkpoints and the gradients lie in slabs, without they lie where the
     allocator puts them. All else is the same, and so are the losses, to the bit. A step takes `accumulate`
     micro-batches: the gradients stay while the sizes of activations change, which is what fragments most. AdamW's state
-    is made before the first of them, as ZeRO does.
+    is made before the first of them, as ZeRO does. `shown`: how far it is.
     """
     begins: list[int] = []
     settings = Settings(steps=len(lengths) // accumulate, accumulate=accumulate, lr=1e-3)
@@ -53,7 +53,7 @@ def record(config: GPTConfig, lengths: list[int], batch: int, accumulate: int, s
             ledger.claim(zero.slab.memory, "activations")
             ledger.claim(zero.gradient_slab.memory, "gradients")
         batches = crops_of(lengths, batch, seed, lambda: begins.append(len(ledger.trace)))
-        steps = progress.bar(loop.steps(zero, batches, settings), name=name, total=settings.steps)
+        steps = progress.bar(loop.steps(zero, batches, settings), name=name, total=settings.steps, shown=shown)
         losses = [loss.item() * accumulate for parts in steps for loss in parts]
         trace = list(ledger.trace)
     ours = [index for index, event in enumerate(trace) if event.storage not in before]

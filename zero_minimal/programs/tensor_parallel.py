@@ -12,13 +12,12 @@ from zero_minimal.foundations.mesh import Mesh, make_mesh
 from zero_minimal.programs import report
 from zero_minimal.programs.train import bar_over, own_loss
 from zero_minimal.stage2 import Stage2
-from zero_minimal.tensor_parallel import ParallelGPT
 from zero_minimal.workload import loop, settings
 
 
 @interrupts.program
-def main() -> None:
-    """Read the flags, build the model, train it."""
+def main(model_class: type) -> None:
+    """Read the flags, build a model of this class (the lesson's ParallelGPT, or a learner's), train it."""
     parser = settings.Parser(description="Train a GPT with tensor parallelism; over the data-parallel groups "
                                          "works stage 2. Start it with torchrun --nproc-per-node N.")
     parser.add_argument("--model-parallel", type=settings.positive, metavar="M",
@@ -34,13 +33,13 @@ def main() -> None:
         try:
             mesh = make_mesh(arguments.model_parallel or rank.world_size)
             torch.manual_seed(asked.seed)  # the same model at any M
-            model = ParallelGPT(asked.model_config(), mesh.model_group)
+            model = model_class(asked.model_config(), mesh.model_group)
         except ValueError as error:
             parser.error(str(error))
         run(asked, rank, mesh, model)
 
 
-def run(asked: settings.Settings, rank: ranks.Rank, mesh: Mesh, model: ParallelGPT) -> None:
+def run(asked: settings.Settings, rank: ranks.Rank, mesh: Mesh, model: torch.nn.Module) -> None:
     """Train on all ranks; rank 0 prints the loss on held-out text before and after."""
     model.to(rank.device, settings.DTYPES[asked.dtype])
     if asked.recompute:

@@ -1,0 +1,931 @@
+"""Lesson 5's assignment, tensor parallelism, in steps: what is computed, owned and sent, however it is written.
+
+The grader runs these tests against a learner's file, and shows the text of an assertion as the message. So each one
+names what went wrong and shows the evidence. In between, they run on the reference.
+
+All numbers have mixed signs: with positive ones alone a split before a non-linearity would often be right.
+"""
+
+from dataclasses import replace
+
+import checks
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import toys
+from checks import once
+from torch import nn
+
+from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.workload.model import GPT, MLP, Attention, GPTConfig
+
+worlds = pytest.mark.parametrize("world_size", (2, 3))
+CONFIG = GPTConfig(layers=2, hidden=12, heads=6, sequence=toys.SEQUENCE, vocabulary=toys.VOCABULARY, dropout=0.0)
+DROPOUT = replace(CONFIG, dropout=0.3)
+FEW = 5  # tokens: 4 ranks have 2, 2, 1 and none of them
+EACH = 4  # bytes of a number
+
+GROUP = "here ranks 0 and 2 of 3 are the group: is `group` passed on to every collective, rank and number of ranks?"
+SAME = "all ranks of the group must start the same all-reduces in the same order"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# ------------------------------------------------------------------------------------------------ numbers, and parts
+
+
+def drawn(rank, number, *shape):
+    """Random numbers of a rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(toys.seed(rank, number)))
+
+
+def shared(number, *shape):
+    """In a rank: rank 0's, which the test can compute too."""
+    tensor = drawn(dist.get_rank(), number, *shape)
+    dist.broadcast(tensor, 0)
+    return tensor
+
+
+def tokens_of(rank, vocabulary=toys.VOCABULARY, batch=3):
+    return toys.tokens(rank, 0, batch=batch, vocabulary=vocabulary)
+
+
+def shared_tokens(vocabulary=toys.VOCABULARY):
+    inputs, targets = tokens_of(dist.get_rank(), vocabulary)
+    for tensor in (inputs, targets):
+        dist.broadcast(tensor, 0)
+    return inputs, targets
+
+
+def lively(make, rank, scale=0.3):
+    """A module of one process whose weights, biases and norms are all far from where they start: each one matters."""
+    module = make()
+    with torch.no_grad():
+        for number, param in enumerate(module.parameters()):
+            param.copy_(scale * drawn(rank, 500 + number, *param.shape))
+        for norm in (part for part in module.modules() if isinstance(part, nn.LayerNorm)):
+            norm.weight += 1.0
+    return module
+
+
+def filled(module, make, group=None, scale=0.3):
+    """In a rank: the parallel module with this rank's parts of rank 0's lively one. Parts are cut here, not by the
+    file."""
+    whole = dict(lively(make, dist.get_rank(), scale).named_parameters())
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    for name, param in module.named_parameters():
+        dist.broadcast(whole[name].data, 0)
+        param.data = part_of(name, whole[name].detach(), ranks, rank).clone()
+    return module
+
+
+def part_of(name, whole, ranks, rank):
+    """A rank's part of a parameter of the GPT, or of its gradient."""
+    if name.endswith("token_embedding.weight"):
+        size = -(-len(whole) // ranks)
+        return F.pad(whole, (0, 0, 0, size * ranks - len(whole)))[rank * size : (rank + 1) * size]
+    if "query_key_value" in name:
+        return torch.cat([block.chunk(ranks)[rank] for block in whole.chunk(3)])
+    if "expansion" in name:
+        return whole.chunk(ranks)[rank]
+    if name.endswith("projection.weight"):
+        return whole.chunk(ranks, 1)[rank]
+    return whole
+
+
+def is_cut(name):
+    return any(word in name for word in ("token_embedding", "query_key_value", "expansion", "projection.weight"))
+
+
+class Phases:
+    """Counts what this rank asks for in each phase: {phase: (collectives, bytes that a ring sends for them)}."""
+
+    def __init__(self):
+        self.found = {}
+
+    def __call__(self, phase, function, *args):
+        """function(*args), counted."""
+        with TrafficMeter() as meter:
+            result = function(*args)
+        calls = {name: count["calls"] for name, count in meter.collectives.items()}
+        # the two halves of an all-reduce are one
+        number = sum(calls.values()) - min(calls.get("reduce_scatter", 0), calls.get("all_gather", 0))
+        self.found[phase] = 0 if set(calls) == {"send"} else number, meter.sent_bytes, calls
+        return result
+
+
+def backward(y, gradient):
+    """Backward from y, if there is a way."""
+    if y.requires_grad:
+        y.backward(gradient)
+
+
+def gradients_of(module):
+    return {name: param.grad for name, param in module.named_parameters()}
+
+
+# ------------------------------------------------------------------------------------------------------------- words
+
+
+def near(one, other, rtol=1e-4, scale=None):
+    """Equal up to the rounding of some hundred operations; `scale` is the size of its numbers, if not `other`'s."""
+    if one is None or one.shape != other.shape:
+        return False
+    scale = other.abs().max().item() if scale is None else scale
+    return bool(((one - other).abs() <= rtol * (other.abs() + 0.1 * scale) + 1e-9).all())
+
+
+def off_by(one, other):
+    """12%: how far a tensor is from the right one, as a share of its size."""
+    share = ((one - other).norm() / other.norm().clamp(min=1e-12)).item()
+    return "NaN" if share != share else f"{share:.0%}" if share >= 0.01 else f"{share:.2g} times"
+
+
+def factor(one, other):
+    """The number that `other` was multiplied with, if it was, else None."""
+    ratio = ((one * other).sum() / other.square().sum()).item()
+    return ratio if near(one, ratio * other) else None
+
+
+def words_for(gradients, wanted, rank, ranks, added=True):
+    """What a wrong gradient looks like, from those of all ranks."""
+    ours = gradients[rank]
+    if ours is None:
+        return "there is none: the way back ends in between (a collective inside of no autograd function has none)"
+    if ours.shape != wanted.shape:
+        return f"it has the shape {tuple(ours.shape)}, and {tuple(wanted.shape)} is right"
+    found = factor(ours, wanted)
+    if found is not None and abs(found) > 1e-3:
+        return f"it is {found:.3g} times the right one"
+    if added and all(near(one, one) for one in gradients) and near(sum(gradients), wanted, 1e-3):
+        return (f"it is a part of it: the {ranks} ranks' gradients there add up to the right one, and nobody has added "
+                "them")
+    return f"it is off by {off_by(ours, wanted)} of its size"
+
+
+def assert_messages(found, wanted, ranks, what, rank=0):
+    """wanted: {phase: (number of all-reduces, of how many bytes altogether)}."""
+    for phase, (number, size) in wanted.items():
+        calls, sent, names = found[phase]
+        most, least = 2 * size * (ranks - 1) / ranks, f"{count(number)} of {size} bytes together"
+        made = ", ".join(f"{times} {name}" for name, times in names.items()) or "no collective"
+        told = f"rank {rank} of {ranks} made {made} in the {phase} of {what}, for which a ring sends {sent:.0f} bytes"
+        if not number:
+            assert not calls and not sent, f"{told}: there is nothing to send here. Which of f and g sends in {phase}?"
+            continue
+        assert sent >= 0.98 * most - 16, (
+            f"{told}, and {most:.0f} are right, for {least}: something is not added up. Which of f and g sends in "
+            f"{phase}?")
+        assert sent <= 1.02 * most + 64 * ranks * number, (
+            f"{told}. {most:.0f} bytes are enough, for {least}: what else travels?")
+        assert calls <= number, f"{told}: {least} are enough"
+
+
+def count(number):
+    return f"{number} all-reduce{'s' * (number != 1)}"
+
+
+# ------------------------------------------------------------------------------ step 1: f and g, the ends of the region
+
+SHAPE = (3, 5, 7)
+
+
+def ends(file, members=None):
+    """What f and g make of a rank's own numbers, and of gradients: {"f": …, "g": …}; None for who is in no group."""
+    rank = dist.get_rank()
+    group = dist.new_group(members) if members else None
+    if members and rank not in members:
+        return None
+    return {name: _end(getattr(file, name), rank, group) for name in ("f", "g")}
+
+
+def _end(end, rank, group):
+    x = drawn(rank, 1, *SHAPE).requires_grad_()
+    phases, gradient = Phases(), drawn(rank, 2, 5, 3, 7)
+    y = phases("forward", end, x.transpose(0, 1), group)  # its rows do not lie in order
+    assert isinstance(y, torch.Tensor), f"f and g return a tensor, and one of them returns {type(y).__name__}"
+    value, kept = y.detach().clone(), torch.equal(x.detach(), drawn(rank, 1, *SHAPE))
+    phases("backward", backward, y, gradient)
+    found = dict(value=value, kept=kept, gradient=x.grad, phases=phases.found,
+                 gradient_kept=torch.equal(gradient, drawn(rank, 2, 5, 3, 7)))
+    y.detach().zero_()
+    found["apart"] = torch.equal(x.detach(), drawn(rank, 1, *SHAPE))
+    return found
+
+
+def assert_end_forward(name, rank, found, parts, where):
+    own, total = parts[rank], sum(parts)
+    value = found["value"]
+    where = f"{name}(x) on rank {rank} of {where}"
+    assert found["kept"], (
+        f"{name} changed the x that it was given on rank {rank}: a collective that works in place needs a copy to work "
+        "on")
+    wanted = own if name == "f" else total
+    if near(value, wanted):
+        return
+    assert name != "f" or not near(value, total), (
+        f"{where} is the sum of all ranks' x. f stands where x enters the region, and every rank has the whole x "
+        "already: nothing is to be added up in forward there. Have f and g changed places?")
+    assert name != "g" or not near(value, own), (
+        f"{where} is that rank's own x. g stands where results leave the region: each rank has a part of a sum, and "
+        "nobody has added these parts up")
+    assert not near(value, total / len(parts)), (
+        f"{where} is the mean of all ranks' x: parts of a sum are to be added up (op=\"sum\")")
+    pytest.fail(f"{where} is off by {off_by(value, wanted)} of its size; {'x as it is' if name == 'f' else 'the sum'} "
+                "is right")
+
+
+def assert_end_backward(name, rank, found, weights, where):
+    own, total = (part.transpose(0, 1) for part in (weights[rank], sum(weights)))
+    gradient, wanted = found["gradient"], total if name == "f" else own
+    where = f"{name} in backward, on rank {rank} of {where}"
+    assert gradient is not None, (
+        f"{where}: no gradient comes back to x. A collective is none of autograd's operations: who calls one between x "
+        "and the loss must say what its gradient is (torch.autograd.Function)")
+    assert found["gradient_kept"], (
+        f"{where}: the gradient that came in has been changed in place. Autograd may give the same tensor to others, "
+        "too: work on a copy")
+    if near(gradient, wanted):
+        return
+    assert name != "f" or not near(gradient, own), (
+        f"{where}: x gets the gradient of this rank's own part of the layer. But every rank used x: its gradient is "
+        "that of all their parts together")
+    assert name != "g" or not near(gradient, total), (
+        f"{where}: the gradients of all ranks are added up. The result that g returned is the same on all ranks, and "
+        f"each of them has its gradient already: together they make it {len(weights)} times too large")
+    assert not near(gradient, sum(weights).transpose(0, 1) / len(weights)), (
+        f"{where}: x gets the mean of the ranks' gradients, and they must be added up (op=\"sum\")")
+    pytest.fail(f"{where}: the gradient of x is off by {off_by(gradient, wanted)} of its size; "
+                f"{'the sum of all ranks' if name == 'f' else 'the one that came in'} is right")
+
+
+def own_numbers(ranks, number, *shape):
+    return [drawn(rank, number, *shape) for rank in ranks]
+
+
+@pytest.mark.step(1, points=7, stuck=SAME)
+@worlds
+def test_values_pass_f_and_g(assignment, world_size):
+    parts = [part.transpose(0, 1) for part in own_numbers(range(world_size), 1, *SHAPE)]
+    ranks = once(ends, world_size, assignment)
+    for name in ("f", "g"):
+        for rank, found in enumerate(ranks):
+            assert_end_forward(name, rank, found[name], parts, world_size)
+    for rank, found in enumerate(ranks):
+        assert found["g"]["apart"], (
+            f"rank {rank}: the result of g lies in the memory of its x: who changes it changes x")
+
+
+@pytest.mark.step(1, points=10, stuck=SAME)
+@worlds
+def test_gradients_pass_f_and_g(assignment, world_size):
+    weights = own_numbers(range(world_size), 2, 5, 3, 7)
+    for name in ("f", "g"):
+        for rank, found in enumerate(once(ends, world_size, assignment)):
+            assert_end_backward(name, rank, found[name], weights, world_size)
+
+
+@pytest.mark.step(1, points=5, stuck=SAME)
+def test_f_and_g_send_one_all_reduce_each(assignment):
+    size = EACH * SHAPE[0] * SHAPE[1] * SHAPE[2]
+    for rank, found in enumerate(once(ends, 3, assignment)):
+        for name, busy in (("f", "backward"), ("g", "forward")):
+            wanted = {phase: (1, size) if phase == busy else (0, 0) for phase in ("forward", "backward")}
+            assert_messages(found[name]["phases"], wanted, 3, f"{name} alone", rank)
+
+
+@pytest.mark.step(1, points=3, stuck=GROUP, left=GROUP, raised=GROUP)
+def test_f_and_g_in_a_group(assignment):
+    members = (0, 2)
+    ranks = toys.run(ends, 3, assignment, members)
+    parts = [part.transpose(0, 1) for part in own_numbers(members, 1, *SHAPE)]
+    weights = own_numbers(members, 2, 5, 3, 7)
+    for place, member in enumerate(members):
+        for name in ("f", "g"):
+            assert_end_forward(name, place, ranks[member][name], parts, GROUP)
+            assert_end_backward(name, place, ranks[member][name], weights, GROUP)
+
+
+# ------------------------------------------------------------------------------- step 2: linear layers, cut in two ways
+
+INPUTS, OUTPUTS = 6, 24
+
+
+def parts_of_layers(file):
+    """{name: (this rank's part of shared numbers, numbers in its storage, bytes in the layer)} by the layers' cut; what
+    a seed gives; bytes that live because of the two layers, and those of their parameters; what shard() refuses."""
+    torch.manual_seed(3)
+    before = checks.live_bytes()
+    column, row = file.ColumnParallelLinear(INPUTS, OUTPUTS), file.RowParallelLinear(OUTPUTS, INPUTS)
+    own = sum(param.nbytes for layer in (column, row) for param in layer.parameters())
+    held, found = checks.live_bytes(until=before + own, looks=3) - before, {}
+    for number, (name, layer, kind, *shape) in enumerate(LAYERS):
+        layer = {"column": column, "row": row}[layer]
+        part = layer.cut(kind, shared(10 + number, *shape))
+        found[name] = part, part.untyped_storage().nbytes() // EACH, getattr(layer, kind).untyped_storage().nbytes()
+    refused = None
+    try:
+        file.shard(torch.zeros(7, 3), 0)
+    except ValueError as error:
+        refused = str(error)
+    return found, column.weight.detach(), held, own, refused
+
+
+LAYERS = (("ColumnParallelLinear's weight", "column", "weight", OUTPUTS, INPUTS),
+          ("ColumnParallelLinear's bias", "column", "bias", OUTPUTS),
+          ("RowParallelLinear's weight", "row", "weight", INPUTS, OUTPUTS),
+          ("RowParallelLinear's bias", "row", "bias", INPUTS))
+CUT_AT = (0, 0, 1, None)
+
+
+@pytest.mark.step(2, points=8)
+@worlds
+def test_a_rank_owns_its_part_of_a_layer(assignment, world_size):
+    ranks = once(parts_of_layers, world_size, assignment)
+    for number, ((name, _, _, *shape), dim) in enumerate(zip(LAYERS, CUT_AT, strict=True)):
+        whole = drawn(0, 10 + number, *shape)
+        for rank, (found, *_) in enumerate(ranks):
+            part, held, in_layer = found[name]
+            wanted = whole if dim is None else whole.chunk(world_size, dim)[rank]
+            assert dim is not None or part.shape == wanted.shape, (
+                f"{name}, {tuple(shape)} as a whole: cut() gives rank {rank} of {world_size} a part of "
+                f"{tuple(part.shape)}. To which result is this bias added, and who has that result?")
+            assert part.shape == wanted.shape, (
+                f"{name}, {tuple(shape)} as a whole: cut() gives rank {rank} of {world_size} a part of "
+                f"{tuple(part.shape)}, and {tuple(wanted.shape)} is right. Which of the numbers of a weight's shape "
+                "stands for outputs?")
+            assert torch.equal(part, wanted), (
+                f"{name}: the part of rank {rank} of {world_size} has other numbers than the {ordinal(rank)} of "
+                f"{world_size} equal parts" + same_part(ranks, name, rank))
+            assert dim is None or held <= wanted.numel(), (
+                f"{name}: the part of rank {rank} has {wanted.numel()} numbers, and keeps a memory of {held}: it is a "
+                "view of the whole, which stays as long as the view does")
+            assert in_layer <= EACH * wanted.numel(), (
+                f"{name}: rank {rank} of {world_size} owns {in_layer} bytes, and its part has {EACH * wanted.numel()}")
+    for rank, (_, _, held, own, _) in enumerate(ranks):
+        assert held <= 1.2 * own, (
+            f"two layers, of which rank {rank} of {world_size} owns {own} bytes: {held} bytes live because of them. "
+            "Who still holds the whole weights?")
+    assert not torch.equal(ranks[0][1], ranks[1][1]), (
+        "a new ColumnParallelLinear has the same weight on ranks 0 and 1: each rank must draw the whole weight "
+        "(random_weight) and take its own part, else the layer has one half twice")
+    for rank, (*_, refused) in enumerate(ranks):
+        assert refused, (
+            f"7 rows cannot be cut into {world_size} equal parts, and on rank {rank} shard() said nothing: a "
+            "ValueError must say so")
+
+
+def ordinal(rank):
+    return ("first", "second", "third", "fourth")[rank]
+
+
+def same_part(ranks, name, rank):
+    same = [other for other, (found, *_) in enumerate(ranks) if other != rank
+            and torch.equal(found[name][0], ranks[rank][0][name][0])]
+    return f": it is the same as on rank {same[0]}" if same else ""
+
+
+def layers(file):
+    """Values and gradients of the layers alone and of the MLP; {phase: traffic} of the MLP; and a group's MLP."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    phases, found = Phases(), {}
+    mlp = filled(file.ParallelMLP(CONFIG), lambda: MLP(CONFIG))
+    hidden = CONFIG.hidden
+    inside = part_of("expansion", shared(20, 4 * hidden, 3, 5).contiguous(), ranks, rank).permute(1, 2, 0)
+    with torch.no_grad():
+        found["column"] = mlp.expansion(shared(21, 3, 5, hidden))
+        found["row"] = mlp.projection(inside)
+    x, gradient = shared(21, 3, 5, hidden).requires_grad_(), shared(22, 3, 5, hidden)
+    y = phases("forward", mlp, x)
+    phases("backward", backward, y, gradient)
+    found |= {"y": y.detach(), "x": x.grad, "gradients": gradients_of(mlp)}
+    return found, phases.found
+
+
+def plain_layers():
+    mlp, hidden = lively(lambda: MLP(CONFIG), 0), CONFIG.hidden
+    x = drawn(0, 21, 3, 5, hidden).requires_grad_()
+    with torch.no_grad():
+        column = mlp.expansion(x)
+        row = mlp.projection(drawn(0, 20, 4 * hidden, 3, 5).permute(1, 2, 0))
+        erf = mlp.projection(F.gelu(column))
+    y = mlp(x)
+    y.backward(drawn(0, 22, 3, 5, hidden))
+    return mlp, {"column": column, "row": row, "erf": erf, "y": y.detach(), "x": x.grad, "gradients": gradients_of(mlp)}
+
+
+@pytest.mark.step(2, points=9, stuck=SAME)
+@worlds
+def test_values_of_column_and_row(assignment, world_size):
+    mlp, wanted = plain_layers()
+    for rank, (found, _) in enumerate(once(layers, world_size, assignment)):
+        where = f"on rank {rank} of {world_size}"
+        part, bias = wanted["column"].chunk(world_size, -1)[rank], mlp.projection.bias.detach().expand(3, 5, -1)
+        own_bias = mlp.expansion.bias.detach().chunk(world_size)[rank].expand(3, 5, -1)
+        if found["column"].shape == part.shape and near(part - found["column"], own_bias):
+            pytest.fail(f"ColumnParallelLinear {where}: the result lacks the bias")
+        assert_value(found["column"], part, f"ColumnParallelLinear {where}: its part of the layer's outputs")
+        row = found["row"]
+        if row.shape == wanted["row"].shape and near(row - wanted["row"], (world_size - 1) * bias):
+            pytest.fail(f"RowParallelLinear {where}: the result is too large by {world_size - 1} times the bias. Each "
+                        f"of {world_size} ranks has added it to its part, and then the parts were added up")
+        if row.shape == wanted["row"].shape and near(row - wanted["row"], -bias):
+            pytest.fail(f"RowParallelLinear {where}: the result lacks the bias")
+        assert_value(row, wanted["row"], f"RowParallelLinear {where}: the whole layer's outputs, which it gives,")
+        assert not near(found["y"], wanted["erf"]), (
+            f"ParallelMLP {where} uses GELU as it is, and MLP its approximation, approximate=\"tanh\"")
+        assert near(found["y"], wanted["y"]), (
+            f"ParallelMLP {where}: both layers alone are right, and the MLP's output is off by "
+            f"{off_by(found['y'], wanted['y'])} of its size. GELU(a + b) is not GELU(a) + GELU(b): what does GELU need "
+            "to be there?")
+
+
+def assert_value(value, wanted, what):
+    assert value.shape == wanted.shape, f"{what} has the shape {tuple(value.shape)}, and {tuple(wanted.shape)} is right"
+    assert near(value, wanted), f"{what} is off by {off_by(value, wanted)} of its size"
+
+
+# from the loss to the first layer, as backward goes
+MLP_WAY = ("projection.bias", "projection.weight", "expansion.bias", "expansion.weight")
+
+
+@pytest.mark.step(2, points=5, stuck=SAME)
+@worlds
+def test_gradients_of_an_mlp(assignment, world_size):
+    _, wanted = plain_layers()
+    ranks = [found for found, _ in once(layers, world_size, assignment)]
+    assert_gradients([found["gradients"] for found in ranks], wanted["gradients"], MLP_WAY, "the MLP")
+    for rank in range(world_size):
+        gradients = [found["x"] for found in ranks]
+        assert near(gradients[rank], wanted["x"]), (
+            f"the MLP's input x, on rank {rank} of {world_size}: its gradient is wrong, and those of all layers are "
+            f"right: {words_for(gradients, wanted['x'], rank, world_size)}. What stands between x and the first layer?")
+
+
+def assert_gradients(of_ranks, whole, way, what):
+    """`way`: names of the parameters from the loss on, as backward passes them."""
+    ranks, right = len(of_ranks), ""
+    wanted = [{name: part_of(name, whole[name], ranks, rank) for name in way} for rank in range(ranks)]
+    wrong = {name: [rank for rank in range(ranks) if not near(of_ranks[rank][name], wanted[rank][name], 1e-3)]
+             for name in way}
+    for name in way:
+        if wrong[name]:
+            rank, gradients = wrong[name][0], [found[name] for found in of_ranks]
+            told = words_for(gradients, wanted[rank][name], rank, ranks, added=not is_cut(name))
+            pytest.fail(
+                f"gradients of {what} on {ranks} ranks, from the loss backwards: "
+                f"{f'right down to {right}, and wrong' if right else 'wrong'} from {name} on (on rank {rank} "
+                f"{told}). {sum(map(bool, wrong.values()))} of {len(way)} are wrong. To look at: what does backward "
+                f"pass {'between these two' if right else 'before it comes there'}?")
+        right = name
+
+
+@pytest.mark.step(2, points=3, stuck=SAME)
+@worlds
+def test_an_mlp_sends_two_all_reduces(assignment, world_size):
+    size = EACH * 3 * 5 * CONFIG.hidden
+    for rank, (_, phases) in enumerate(once(layers, world_size, assignment)):
+        assert_messages(phases, {"forward": (1, size), "backward": (1, size)}, world_size, "an MLP", rank)
+
+
+# ------------------------------------------------------------------------------------------ step 3: attention by heads
+
+
+def attended(file):
+    attention = file.ParallelAttention(CONFIG)
+    parts = {name: attention.query_key_value.cut(name, shared(30, *shape))
+             for name, shape in (("weight", (3 * CONFIG.hidden, CONFIG.hidden)), ("bias", (3 * CONFIG.hidden,)))}
+    attention = filled(attention, lambda: Attention(CONFIG))
+    x, gradient = shared(31, 3, 9, CONFIG.hidden).requires_grad_(), shared(32, 3, 9, CONFIG.hidden)
+    phases = Phases()
+    y = phases("forward", attention, x)
+    phases("backward", backward, y, gradient)
+    return {"y": y.detach(), "x": x.grad, "gradients": gradients_of(attention), "parts": parts, "phases": phases.found}
+
+
+def plain_attention():
+    attention = lively(lambda: Attention(CONFIG), 0)
+    x = drawn(0, 31, 3, 9, CONFIG.hidden).requires_grad_()
+    y = attention(x)
+    y.backward(drawn(0, 32, 3, 9, CONFIG.hidden))
+    return {"y": y.detach(), "x": x.grad, "gradients": gradients_of(attention)}
+
+
+@pytest.mark.step(3, points=5)
+@worlds
+def test_a_rank_owns_its_heads(assignment, world_size):
+    for name, shape in (("weight", (3 * CONFIG.hidden, CONFIG.hidden)), ("bias", (3 * CONFIG.hidden,))):
+        whole = drawn(0, 30, *shape)
+        for rank, found in enumerate(once(attended, world_size, assignment)):
+            part, wanted = found["parts"][name], part_of("query_key_value", whole, world_size, rank)
+            assert not torch.equal(part, whole.chunk(world_size)[rank]), (
+                f"the {name} of query_key_value on rank {rank} of {world_size} is one piece of the whole. But the rows "
+                "of the whole are first all queries, then all keys, then all values: this rank has queries of heads "
+                "whose keys are elsewhere. What is `blocks` for?")
+            assert part.shape == wanted.shape and torch.equal(part, wanted), (
+                f"the {name} of query_key_value on rank {rank} of {world_size}: query, key and value of this rank's "
+                f"heads are the {ordinal(rank)} part of each of three blocks, one after the other")
+
+
+@pytest.mark.step(3, points=8, stuck=SAME, raised="this rank has heads / M of the heads, and of each three blocks; how "
+                  "wide is one head?")
+@worlds
+def test_attention_is_that_of_one_process(assignment, world_size):
+    wanted = plain_attention()
+    ranks = once(attended, world_size, assignment)
+    for rank, found in enumerate(ranks):
+        y = found["y"]
+        assert y.shape == wanted["y"].shape, (
+            f"attention on rank {rank} of {world_size} gives {tuple(y.shape)}, and {tuple(wanted['y'].shape)} is right")
+        first = ~torch.isclose(y, wanted["y"], rtol=1e-3, atol=1e-4).flatten(2).all(-1).all(0)
+        assert near(y, wanted["y"]), (
+            f"attention on rank {rank} of {world_size} is not that of one process: off by {off_by(y, wanted['y'])} of "
+            f"its size, at {int(first.sum())} of {len(first)} positions. Does each head look at itself and back alone, "
+            "with query, key and value of its own, and come to its own place afterwards?")
+    assert_gradients([found["gradients"] for found in ranks], wanted["gradients"],
+                     ("projection.bias", "projection.weight", "query_key_value.bias", "query_key_value.weight"),
+                     "attention")
+    gradients = [found["x"] for found in ranks]
+    for rank in range(world_size):
+        assert near(gradients[rank], wanted["x"], 1e-3), (
+            f"the gradient of attention's input on rank {rank} of {world_size} is wrong: "
+            f"{words_for(gradients, wanted['x'], rank, world_size)}")
+
+
+@pytest.mark.step(3, points=7, stuck=SAME)
+@worlds
+def test_attention_sends_two_all_reduces(assignment, world_size):
+    size = EACH * 3 * 9 * CONFIG.hidden
+    for rank, found in enumerate(once(attended, world_size, assignment)):
+        assert_messages(found["phases"], {"forward": (1, size), "backward": (1, size)}, world_size, "attention", rank)
+
+
+# ---------------------------------------------------------------- step 4: embedding, and the loss without whole logits
+
+SCALE = 60.0  # logits of several hundred: exp() of them is infinite in fp32
+
+
+def filled_embedding(file, tokens):
+    embedding = file.VocabularyParallelEmbedding(tokens, CONFIG.hidden)
+    part = part_of(TOKENS, 0.3 * shared(40, tokens, CONFIG.hidden), dist.get_world_size(), dist.get_rank())
+    embedding.weight.data = part.clone()
+    return embedding
+
+
+def looked_up(file):
+    """Rows of the parallel embedding, their gradient, and what is sent."""
+    embedding, phases = filled_embedding(file, toys.VOCABULARY), Phases()
+    inputs, _ = shared_tokens()
+    rows = phases("forward", embedding, inputs)
+    phases("backward", backward, rows, shared(41, *inputs.shape, CONFIG.hidden))
+    return rows.detach(), embedding.weight.grad, phases.found
+
+
+def vocabulary(file, tokens):
+    """Logits and loss of the parallel embedding, their gradients, and what is sent."""
+    embedding, found = filled_embedding(file, tokens), {}
+    inputs, targets = shared_tokens(tokens)
+    for name, scale in SCALES.items():
+        phases, embedding.weight.grad = Phases(), None
+        x = (scale * shared(42, *inputs.shape, CONFIG.hidden)).requires_grad_()
+        logits = phases("logits", embedding.logits, x)
+        loss = phases("forward", embedding.cross_entropy, logits, targets)
+        phases("backward", backward, loss, torch.ones_like(loss))
+        found[name] = logits.detach(), loss.detach(), x.grad, embedding.weight.grad, phases.found
+    return found
+
+
+SCALES = {"loss": 1.0, "large": 60.0}  # exp() of logits of several hundred is infinite in fp32
+TOKENS = "token_embedding.weight"
+
+
+def plain_vocabulary(tokens=toys.VOCABULARY):
+    weight, (inputs, targets) = (0.3 * drawn(0, 40, tokens, CONFIG.hidden)).requires_grad_(), tokens_of(0, tokens)
+    rows = F.embedding(inputs, weight)
+    rows.backward(drawn(0, 41, *inputs.shape, CONFIG.hidden))
+    found = {"rows": (rows.detach(), weight.grad)}
+    for name, scale in SCALES.items():
+        weight.grad = None
+        x = (scale * drawn(0, 42, *inputs.shape, CONFIG.hidden)).requires_grad_()
+        logits = F.linear(x, weight)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        found[name] = logits.detach(), loss.detach(), x.grad, weight.grad
+    return found
+
+
+SUMS = ("a rank asks for no row that it has not got; what a collective changes in place was detached before; and what "
+        "a gradient must pass goes through g")
+ROWS = "who has no row of a token adds nothing, and is asked for no row that it has not got"
+
+
+@pytest.mark.step(4, points=4, stuck=SAME, raised=ROWS)
+@worlds
+def test_rows_of_the_embedding(assignment, world_size):
+    rows, gradient = plain_vocabulary()["rows"]
+    for rank, (ours, grown, phases) in enumerate(toys.run(looked_up, world_size, assignment)):
+        where = f"on rank {rank} of {world_size}"
+        assert ours.shape == rows.shape, f"the embedding {where} gives {tuple(ours.shape)}, not {tuple(rows.shape)}"
+        right = torch.isclose(ours, rows, rtol=1e-3, atol=1e-5).all(-1)
+        assert right.all(), (
+            f"the embedding {where}: rows of {int((~right).sum())} of {right.numel()} tokens are wrong. W{ROWS[1:]}")
+        part = part_of(TOKENS, gradient, world_size, rank)
+        assert near(grown, part), (
+            f"the gradient of the embedding's weight {where}: "
+            f"{words_for([grown], part, 0, 1, added=False)}. Only rows of tokens that were looked up here have one")
+        size = EACH * rows.numel()
+        assert_messages(phases, {"forward": (1, size), "backward": (0, 0)}, world_size, "the embedding", rank)
+
+
+@pytest.mark.step(4, points=5, stuck=SAME, raised=SUMS)
+@pytest.mark.parametrize("world_size", (2, 3, 4))
+def test_the_loss_is_that_of_whole_logits(assignment, world_size):
+    tokens = FEW if world_size == 4 else toys.VOCABULARY
+    plain = plain_vocabulary(tokens)
+    ranks = once(vocabulary, world_size, assignment, tokens)
+    for rank, found in enumerate(ranks):
+        _assert_logits(found["loss"][0], plain["loss"][0], rank, world_size)
+    for rank, found in enumerate(ranks):
+        where = f"on rank {rank} of {world_size}"
+        for name in SCALES:
+            wanted, ours = plain[name], found[name]
+            largest = f"logits up to {wanted[0].abs().max():.0f}"
+            assert ours[1].shape == () and ours[1].dtype == torch.float32, (
+                f"the loss {where} is {ours[1].dtype} of shape {tuple(ours[1].shape)}: a 0-dim fp32 tensor is right")
+            told = "the loss is not a finite number: exp() of it has overflowed, or underflowed to log(0)" \
+                if not ours[1].isfinite() else f"the loss is {ours[1]:.6g}, and {wanted[1]:.6g} is right"
+            look = suspect(ours[1], wanted[0], tokens_of(0, tokens)[1], world_size)
+            assert near(ours[1], wanted[1], 1e-4), f"{told}, {where} and with {largest}. {look}"
+            gradients = [one[name][2] for one in ranks]
+            assert near(gradients[rank], wanted[2], 1e-3), (
+                f"the loss {where} is right, with {largest}. The gradient of x, of which the logits are made, is not: "
+                f"{words_for(gradients, wanted[2], rank, world_size)}. What does x pass on its way into the logits, "
+                "and what do the sums of the loss pass?")
+            part = part_of(TOKENS, wanted[3], world_size, rank)
+            assert near(ours[3], part, 1e-3, scale=wanted[3].abs().max().item()), (
+                f"the loss {where} is right, with {largest}. The gradient of this rank's rows is not: "
+                f"{words_for([ours[3]], part, 0, 1, added=False)}")
+
+
+def suspect(loss, whole, targets, world_size):
+    """What a wrong loss came of, from the logits of one process: the mistake that gives just this loss."""
+    parts = whole.split(-(-whole.shape[-1] // world_size), -1)
+    highest = torch.stack([part.amax(-1) for part in parts], -1)
+    each = torch.stack([part.exp().sum(-1) for part in parts], -1)
+    target = whole.gather(-1, targets[..., None]).squeeze(-1)
+    owner = targets // parts[0].shape[-1]
+    units = (each * (-highest).exp()).sum(-1).log() - target + highest.gather(-1, owner[..., None]).squeeze(-1)
+    right = whole.logsumexp(-1) - target
+    if not loss.isfinite():
+        return "What is subtracted from the logits before exp(), and is it the highest of all ranks?"
+    for words, value in {
+        "each rank has subtracted its own highest logit, and exponentials of other units were added up": units.mean(),
+        "the target's logit is missing": (right + target).mean(),
+        "the target's logit is missing, where the highest was subtracted": (right + target - highest.amax(-1)).mean(),
+        "the mean of the ranks' exponentials was taken, and not their sum": (each.mean(-1).log() - target).mean(),
+        "the tokens' losses were added up, and their mean is right": right.sum(),
+        "the ranks' losses were added up": world_size * right.mean(),
+    }.items():
+        if near(loss, value, 1e-4):
+            return f"Just this comes out if {words}"
+    return ("Each rank has some logits of each token, and one rank has the target's: what do the others put in its "
+            "place, and which sums are of all ranks?")
+
+
+def _assert_logits(ours, whole, rank, world_size):
+    where = f"on rank {rank} of {world_size}, with {whole.shape[-1]} tokens,"
+    size = -(-whole.shape[-1] // world_size)
+    wanted = whole[..., rank * size : (rank + 1) * size]
+    assert ours.shape == (*whole.shape[:-1], size), (
+        f"logits {where} have the shape {tuple(ours.shape)}, not {(*whole.shape[:-1], size)}: one for each row here")
+    own, padding = ours[..., : wanted.shape[-1]], ours[..., wanted.shape[-1] :]
+    assert not own.numel() or near(own, wanted, scale=whole.abs().max().item()), (
+        f"logits {where} are off by {off_by(own, wanted)} of their size")
+    assert (padding == -torch.inf).all(), (
+        f"{padding.shape[-1]} of the logits {where} belong to rows that fill up the last part, and to no token: as "
+        f"{padding.flatten()[0]:.3g} they take part in the loss, and exp(-inf) would be 0")
+
+
+@pytest.mark.step(4, points=4, stuck=SAME, raised=SUMS)
+@worlds
+def test_the_loss_sends_three_numbers_a_token(assignment, world_size):
+    tokens = tokens_of(0)[0].numel()
+    for rank, found in enumerate(once(vocabulary, world_size, assignment, toys.VOCABULARY)):
+        phases = found["loss"][-1]
+        assert not phases["logits"][1], (
+            f"rank {rank} of {world_size} sends {phases['logits'][1]:.0f} bytes for its logits: each rank has x whole")
+        calls, sent, _ = phases["forward"]
+        most = 2 * 3 * EACH * tokens * (world_size - 1) / world_size
+        assert sent <= 1.02 * most + 64 * world_size * 3, (
+            f"rank {rank} of {world_size} sends {sent:.0f} bytes for the loss of {tokens} tokens, each with "
+            f"{toys.VOCABULARY} logits. Three numbers a token are enough, {most:.0f} bytes: what does the loss need to "
+            "know of all these logits?")
+        assert calls <= 3, f"rank {rank} of {world_size} makes {calls} collectives for the loss: three are enough"
+        # backward: what x gets, once
+        size = EACH * tokens * CONFIG.hidden
+        assert_messages(phases, {"backward": (1, size)}, world_size, "the loss", rank)
+
+
+def stepped(file, members=None, config=CONFIG, dtype=torch.float32):
+    """A step of the whole model: loss, gradients, bytes of each parameter and gradient, what was sent; None for who is
+    in no group."""
+    group = dist.new_group(members) if members else None
+    inputs, targets = shared_tokens()
+    whole = lively(lambda: GPT(config), dist.get_rank())
+    for param in whole.parameters():
+        dist.broadcast(param.data, 0)
+    if members and dist.get_rank() not in members:
+        return None
+    model = file.ParallelGPT(config, group)
+    model.load_whole({name: value.detach() for name, value in whole.state_dict().items()})
+    model.to(dtype)
+    phases = Phases()
+    loss = phases("forward", model, inputs, targets)
+    phases("backward", backward, loss, torch.ones_like(loss))
+    owned = {name: [part.untyped_storage().nbytes() for part in (param.data, param.grad) if part is not None]
+             for name, param in model.named_parameters()}
+    return {"loss": loss.detach(), "gradients": gradients_of(model), "owned": owned, "phases": phases.found}
+
+
+def plain_step():
+    model = lively(lambda: GPT(CONFIG), 0)
+    loss = model(*tokens_of(0))
+    loss.backward()
+    return loss.detach(), gradients_of(model)
+
+
+def way_back(config):
+    """Names of the GPT's parameters, as backward passes them; the embedding is passed first and last."""
+    layers = ("mlp.projection", "mlp.expansion", "mlp_norm", "attention.projection", "attention.query_key_value",
+              "attention_norm")
+    inside = [f"{layer}.{kind}" for layer in layers for kind in ("bias", "weight")]
+    blocks = [f"blocks.{number}.{name}" for number in reversed(range(config.layers)) for name in inside]
+    return ["norm.bias", "norm.weight", *blocks, "position_embedding.weight", TOKENS]
+
+
+def assert_step(ranks, what):
+    loss, gradients = plain_step()
+    for rank, found in enumerate(ranks):
+        assert found["loss"].dtype == torch.float32 and near(found["loss"], loss), (
+            f"the loss of {what} on rank {rank} is {found['loss']:.6g}, and in one process it is {loss:.6g}")
+    assert_gradients([found["gradients"] for found in ranks], gradients, way_back(CONFIG), what)
+
+
+@pytest.mark.step(4, points=4, stuck=SAME)
+@worlds
+def test_all_gradients_are_those_of_one_process(assignment, world_size):
+    ranks = once(stepped, world_size, assignment)
+    assert_step(ranks, "a GPT")
+    for rank, found in enumerate(ranks):
+        for name, gradient in found["gradients"].items():
+            assert is_cut(name) or torch.equal(gradient, ranks[0]["gradients"][name]), (
+                f"{name} is whole on every rank, and its gradient differs between ranks 0 and {rank} in its last bits: "
+                "with each step the ranks' models move a little apart")
+            wanted = EACH * gradient.numel()
+            held = max(found["owned"][name])
+            assert held <= wanted, f"rank {rank} owns {held} bytes of {name} or of its gradient; its part has {wanted}"
+
+
+@pytest.mark.step(4, points=2, stuck=GROUP, left=GROUP, raised=GROUP)
+def test_a_model_in_a_group(assignment):
+    members = (0, 2)
+    ranks = toys.run(stepped, 3, assignment, members)
+    assert_step([ranks[member] for member in members], f"a GPT ({GROUP})")
+
+
+@pytest.mark.step(4, points=1, stuck=SAME)
+def test_a_loss_in_sixteen_bits(assignment):
+    loss, _ = plain_step()
+    for rank, found in enumerate(toys.run(stepped, 2, assignment, None, CONFIG, torch.bfloat16)):
+        assert found["loss"].dtype == torch.float32, (
+            f"with bf16 parameters the loss on rank {rank} is {found['loss'].dtype}: sums of exponentials are made in "
+            "fp32")
+        assert near(found["loss"], loss, 2e-2), (
+            f"with bf16 parameters the loss on rank {rank} is {found['loss']:.4g}, and {loss:.4g} in fp32")
+
+
+# ------------------------------------------------------------------------ step 5: random numbers inside and outside
+
+
+def dropped(file):
+    """Attention whose heads all do the same: each comes out in a place of its own, so that its mask can be seen."""
+    attention = file.ParallelAttention(DROPOUT)
+    width, heads, rank, ranks = CONFIG.hidden, CONFIG.heads, dist.get_rank(), dist.get_world_size()
+    size = width // heads
+    one = shared(50, 3, size, width)  # query, key and value of a head
+    with torch.no_grad():
+        attention.query_key_value.weight.data = one.repeat(1, heads // ranks, 1).reshape(-1, width)
+        attention.query_key_value.bias.zero_()
+        attention.projection.weight.data = torch.eye(width).chunk(ranks, 1)[rank].clone()
+        attention.projection.bias.zero_()
+    x, found = shared(51, 3, 9, width), {}
+
+    def seen():  # [batch, sequence, heads, size]: of all heads, by g
+        with torch.no_grad():
+            return attention(x).unflatten(-1, (heads, size))
+
+    torch.manual_seed(60)
+    found["first"], found["second"], found["outside"] = seen(), seen(), torch.rand(3)
+    torch.manual_seed(60)
+    found["again"] = seen()
+    attention.eval()
+    state = torch.get_rng_state()
+    found["evaluation"] = seen()
+    found["untouched"] = torch.equal(state, torch.get_rng_state())
+    return found
+
+
+@pytest.mark.step(5, points=4, stuck=SAME)
+@worlds
+def test_ranks_drop_other_values_inside_the_region(assignment, world_size):
+    per_rank = CONFIG.heads // world_size
+    ranks = once(dropped, world_size, assignment)
+    first, second, again, plain = (ranks[0][name] for name in ("first", "second", "again", "evaluation"))
+    assert not near(first, plain), (
+        f"with a dropout of {DROPOUT.dropout} attention gives the same in training as in an evaluation: nothing was "
+        "dropped")
+    for one in range(world_size):
+        for other in range(one):
+            here, there = (first[..., rank * per_rank : (rank + 1) * per_rank, :] for rank in (one, other))
+            assert not torch.equal(here, there), (
+                f"heads that compute the same on ranks {other} and {one} come out the same: both ranks dropped the "
+                "same values. In one process each head has a mask of its own: each rank must draw other numbers here")
+    assert not torch.equal(first, second), (
+        "attention was called twice, and dropped the same values both times: the state inside must follow from one "
+        "that moves on")
+    assert torch.equal(first, again), (
+        "attention was called with the same random state outside as before, and dropped other values: recomputation in "
+        "backward would not get the masks of forward. What does the state inside start from?")
+    for rank, found in enumerate(ranks):
+        assert near(found["evaluation"], found["evaluation"][..., :1, :].expand(found["evaluation"].shape)), (
+            f"in an evaluation heads that do the same differ on rank {rank}: nothing may be dropped then")
+        assert found["untouched"], f"an evaluation has drawn random numbers on rank {rank}: nothing is to be dropped"
+
+
+def draws(file):
+    """Numbers outside and inside the context, which ends with an error once."""
+    torch.manual_seed(70)
+    outside, inside = [torch.rand(4)], []
+    with file.parallel_random():
+        inside.append(torch.rand(4))
+    outside.append(torch.rand(4))
+    try:
+        with file.parallel_random():
+            inside.append(torch.rand(4))
+            raise KeyError("the test's own")
+    except KeyError:
+        ended = "passed on"
+    else:
+        ended = "lost"
+    outside.append(torch.rand(4))
+    return outside, inside, ended
+
+
+@pytest.mark.step(5, points=3)
+@worlds
+def test_all_ranks_draw_the_same_outside(assignment, world_size):
+    ranks = toys.run(draws, world_size, assignment)
+    for rank, (outside, inside, ended) in enumerate(ranks):
+        assert ended == "passed on", f"an error inside parallel_random() did not come out of it on rank {rank}"
+        for number, what in enumerate(("Before parallel_random()", "After parallel_random()", "After an error in it")):
+            assert torch.equal(outside[number], ranks[0][0][number]), (
+                f"{what} rank {rank} draws other numbers than rank 0, from the same seed: dropout outside the region "
+                "would differ, and so would what every rank holds whole")
+        drawn_inside = [number for part in inside for number in part.tolist()]
+        assert not {number for part in outside for number in part.tolist()} & set(drawn_inside), (
+            f"rank {rank} draws the same numbers outside as inside: outside must have moved on when it comes back")
+
+
+def trained_with_dropout(file):
+    """Gradients of two steps with dropout everywhere; what every rank holds whole must get the same on each."""
+    model = filled_gpt(file)
+    inputs, targets = shared_tokens()
+    torch.manual_seed(80)
+    for _ in range(2):
+        loss = model(inputs, targets)
+        loss.backward()
+    return loss.detach(), gradients_of(model)
+
+
+def filled_gpt(file):
+    whole = lively(lambda: GPT(CONFIG), dist.get_rank())
+    for param in whole.parameters():
+        dist.broadcast(param.data, 0)
+    model = file.ParallelGPT(DROPOUT)
+    model.load_whole({name: value.detach() for name, value in whole.state_dict().items()})
+    return model
+
+
+@pytest.mark.step(5, points=3, stuck=SAME)
+def test_what_each_rank_holds_whole_stays_alike(assignment):
+    ranks = toys.run(trained_with_dropout, 3, assignment)
+    for rank, (loss, gradients) in enumerate(ranks):
+        assert torch.equal(loss, ranks[0][0]), (
+            f"with dropout the loss on rank {rank} is {loss:.6g}, and {ranks[0][0]:.6g} on rank 0: what they dropped "
+            "outside the region was not the same")
+        differ = [name for name, gradient in gradients.items()
+                  if not is_cut(name) and not torch.equal(gradient, ranks[0][1][name])]
+        assert not differ, (
+            f"with dropout {len(differ)} gradients of what each rank holds whole differ between ranks 0 and {rank}, "
+            f"the first is that of {differ[0]}: the ranks' models will drift apart")

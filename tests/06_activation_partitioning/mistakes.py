@@ -1,0 +1,221 @@
+"""Lesson 6: what goes wrong with checkpoints, and with their parts.
+
+Each of the functions below gives the text of one that is right, or that differs in the parts that are named.
+"""
+
+from submissions import Wrong, function
+
+STATE = "ctx.random, ctx.precision = random_state(), autocast_state()"
+SAVE = "ctx.save_for_backward(*[keeper.keep(tensor) for tensor in tensors])"
+
+
+def forward(begin="", state=STATE, describe="ctx.before = [keeper.describe(tensor) for tensor in tensors]", save=SAVE,
+            end="return run(tensors)"):
+    return {"_Checkpoint.forward": "@staticmethod\n" + function(
+        "def forward(ctx, run, keeper, anchor, *tensors):", begin,
+        "ctx.run, ctx.keeper = run, keeper\nctx.set_materialize_grads(False)", state, describe, save, end)}
+
+
+BACK = "tensors = [ctx.keeper.bring_back(*pair) for pair in zip(ctx.saved_tensors, ctx.before)]"
+LEAVES = """
+inputs = [tensor.detach().requires_grad_(before.requires_grad) for tensor, before in zip(tensors, ctx.before)]
+"""
+AGAIN = "random_state_of(ctx.random), autocast_as(ctx.precision), torch.enable_grad()"
+THROUGH = """
+wanted = [(output, gradient) for output, gradient in zip(outputs, gradients)
+          if gradient is not None and output.requires_grad]
+if wanted:
+    torch.autograd.backward([output for output, _ in wanted], [gradient for _, gradient in wanted])
+"""
+
+
+def backward(begin="", back=BACK, leaves=LEAVES, again=AGAIN, run="outputs = ctx.run(inputs)", through=THROUGH,
+             end="return None, None, None, *[tensor.grad for tensor in inputs]"):
+    return {"_Checkpoint.backward": "@staticmethod\n@checkpoints.plain_backward_only\n" + function(
+        "def backward(ctx, *gradients):", begin, back, leaves, function(f"with {again}:", run), through, end)}
+
+
+def random_state_of(begin="before = random_state()", take="set_random_state(states)", end="set_random_state(before)",
+                    body=None):
+    body = body or function("try:", "yield") + "\n" + function("finally:", end)
+    return {"random_state_of": "@contextmanager\n" + function(
+        "def random_state_of(states):", begin, take, body)}
+
+
+def autocast_as(loop="for kind, enabled, dtype in states:",
+                enter="stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))"):
+    return {"autocast_as": "@contextmanager\n" + function(
+        "def autocast_as(states):", function("with ExitStack() as stack:", function(loop, enter), "yield"))}
+
+
+SIZE = "size = (tensor.numel() + world_size - 1) // world_size"
+PART = """
+part = tensor.new_zeros(size)
+mine = tensor.flatten()[rank * size : (rank + 1) * size]
+part[: len(mine)] = mine
+"""
+
+
+def cut(ranks="rank, world_size = dist.get_rank(self.group), dist.get_world_size(self.group)", size=SIZE, part=PART,
+        end="return part"):
+    return {"_Keeper.cut": function("def cut(self, tensor):", ranks, size, part, end)}
+
+
+ROOM = "whole = part.new_empty(dist.get_world_size(self.group) * len(part))"
+GATHER = "collectives.all_gather(whole, part, group=self.group)"
+
+
+def gather(begin="", room=ROOM, gather=GATHER, end="return whole[: shape.numel()].reshape(shape)"):
+    return {"_Keeper.gather": function("def gather(self, part, shape):", begin, room, gather, end)}
+
+
+def to_host(copy="copy = tensor.clone()", tell="announce(copy)", end="return copy"):
+    return {"to_host": function("def to_host(tensor):", copy, tell, end)}
+
+
+def keep(kept="kept = self.cut(tensor.detach()) if self.describe(tensor).is_cut else tensor.detach()",
+         host="if self.to_host:\n    return to_host(kept)", end="return kept"):
+    return {"_Keeper.keep": function("def keep(self, tensor):", kept, host, end)}
+
+
+def checkpoint(body):
+    return {"checkpoint": function(
+        "def checkpoint(function, *args, group=None, to_host=False, place=None, **kwargs):", body)}
+
+
+WITHOUT_ANCHOR = checkpoint("""
+if not torch.is_grad_enabled():
+    return function(*args, **kwargs)
+leaves, structure = pytree.tree_flatten((args, kwargs))
+tensors = [leaf for leaf in leaves if _is_input(leaf)]
+checkpoints.check_group(function, tensors, group)
+call = _Call(function, leaves, structure)
+return call.result(_Checkpoint.apply(call.run, _Keeper(group, to_host, place), None, *tensors))
+""")
+ONE_BY_ONE = "dist.all_gather(list(whole.chunk(dist.get_world_size(self.group))), part, group=self.group)"
+
+WRONG = {
+    "nothing is checkpointed": Wrong(
+        1, "test_only_the_inputs_stay", r"423\.\d kB a block live on rank 0, .*a graph leads to all that was computed",
+        checkpoint("return function(*args, **kwargs)")),
+    "forward records a graph, and keeps it": Wrong(
+        1, "test_only_the_inputs_stay", r"a block live on rank 0, .*a graph leads to all that was computed",
+        forward(end="with torch.enable_grad():\n    ctx.outputs = run([t.detach().requires_grad_() for t in tensors])\n"
+                    "return tuple(output.detach() for output in ctx.outputs)")),
+    "a copy of the input is kept besides": Wrong(
+        1, "test_only_the_inputs_stay", r"169\.4 kB a block live on rank 0, .*more than the input is kept",
+        forward(begin="ctx.inputs = [tensor.clone() for tensor in tensors]")),
+    "forward runs twice": Wrong(
+        1, "test_forward_runs_the_function_once", r"the 6 blocks have run \[2, 2, 2, 2, 2, 2\] times",
+        forward(begin="run(tensors)")),
+    "a block whose input wants no gradient never gets backward": Wrong(
+        1, "test_the_result_is_the_functions", r"requires no gradient though the block has parameters", WITHOUT_ANCHOR),
+
+    "the second run makes no graph": Wrong(
+        2, "test_parameters_get_their_gradients",
+        r"(no gradient came to up.weight\. Backward must run the function again with a graph|it raised RuntimeError)",
+        backward(again="random_state_of(ctx.random), autocast_as(ctx.precision), torch.no_grad()")),
+    "backward inside backward, twice": Wrong(
+        2, "test_parameters_get_their_gradients", r"the gradient of up.weight is 2 times what it should be",
+        backward(through=THROUGH.replace("[gradient for _, gradient in wanted]", "[gradient for _, gradient in wanted],"
+                                         " retain_graph=True") + THROUGH)),
+    "the input gets no gradient": Wrong(
+        2, "test_the_input_gets_its_gradient",
+        r"no gradient came to blocks.1.\S+. The blocks above have theirs, so the chain ends at a checkpoint", backward(
+            end="return None, None, None, *[None for _ in inputs]")),
+    "inputs are detached, and require no gradient": Wrong(
+        2, "test_the_input_gets_its_gradient", r"Did the tensor that the second run began with require one\?",
+        backward(leaves="inputs = [tensor.detach() for tensor in tensors]")),
+    "the gradient of the output goes down unchanged": Wrong(
+        2, "test_the_input_gets_its_gradient", 
+        r"the gradient of blocks.1.\S+ is \S+ where \S+ is right .*the tensor with which the second run began",
+        backward(end="return None, None, None, *gradients")),
+    "the second run happens twice": Wrong(
+        2, "test_the_function_runs_twice_in_all", r"have run \[3, 3, 3\] times, and each runs twice",
+        backward(run="ctx.run(inputs)\noutputs = ctx.run(inputs)")),
+    "inputs are attributes of ctx": Wrong(
+        2, "test_what_was_kept_goes_with_backward", r"after backward 508\.\d kB still live of 6 blocks",
+        forward(save="ctx.kept = [keeper.keep(tensor) for tensor in tensors]")
+        | backward(back=BACK.replace("ctx.saved_tensors", "ctx.kept"))),
+    "the graph of each second run stays": Wrong(
+        2, "test_one_block_at_a_time", r"live at the highest moment .*before the next block runs again",
+        backward(through=THROUGH.replace("wanted])", "wanted], retain_graph=True)"),
+                 end="ctx.outputs = outputs\nreturn None, None, None, *[tensor.grad for tensor in inputs]")),
+    "each output has a gradient": Wrong(
+        2, "test_any_arguments", r"(?s)it raised .*To look at: an output may get no gradient \(None\)",
+        backward(through="torch.autograd.backward(outputs, gradients)")),
+
+    "dropout drops others in backward": Wrong(
+        3, "test_dropout_drops_the_same_again", r"in backward other numbers were dropped than in forward",
+        backward(again="autocast_as(ctx.precision), torch.enable_grad()")),
+    "the state is taken after the run": Wrong(
+        3, "test_dropout_drops_the_same_again", r"in backward other numbers were dropped than in forward",
+        forward(state="outputs = run(tensors)\n" + STATE, end="return outputs")),
+    "random numbers go on from the second run": Wrong(
+        3, "test_who_draws_next_draws_the_same", r"the next random number is 0\.\d+, and 0\.\d+ without checkpoints",
+        random_state_of(end="pass")),
+    "an error leaves the random state of the second run": Wrong(
+        3, "test_an_error_leaves_all_as_it_was", r"the random state is not what it was before backward",
+        random_state_of(body="yield\nset_random_state(before)")),
+    "autocast is on in the second run, and stays on": Wrong(
+        3, "test_autocast_is_as_it_was", r"ran in torch.autocast, with backward outside of it: the gradient",
+        backward(again="random_state_of(ctx.random), torch.enable_grad()")),
+    "autocast is never switched off": Wrong(
+        3, "test_autocast_is_as_it_was", r"ran outside of torch.autocast, with backward in it: the gradient",
+        autocast_as(enter="if enabled:\n    stack.enter_context(torch.autocast(kind, dtype=dtype))")),
+
+    "the part is a view of the whole": Wrong(
+        4, "test_a_rank_keeps_its_part", r"a view keeps all of its storage alive",
+        cut(size="size = -(-tensor.numel() // world_size)\nflat = torch.nn.functional.pad(tensor.flatten(), (0, size * "
+                 "world_size - tensor.numel()))", part="part = flat[rank * size : (rank + 1) * size]"), 2),
+    "the tail is lost": Wrong(
+        4, "test_what_is_gathered_is_the_input", r"P_a over 2 ranks, rank \d.*(it raised|gradient)|it raised",
+        cut(size="size = tensor.numel() // world_size") | gather(
+            end="return torch.nn.functional.pad(whole, (0, shape.numel() - len(whole))).view(shape)"), 2),
+    "parts in the wrong order": Wrong(
+        4, "test_what_is_gathered_is_the_input", r"the parts in order of rank", gather(
+            end="return whole.roll(len(part))[: shape.numel()].reshape(shape)"), 3),
+    "an all-reduce of parts among zeros": Wrong(
+        4, "test_one_gather_a_block_and_only_in_backward",
+        r"sent 677\.\d kB in backward. 6 blocks gather their inputs once each: 338\.\d kB",
+        gather(gather="rank = dist.get_rank(self.group)\nwhole.zero_()\n"
+                      "whole[rank * len(part) : (rank + 1) * len(part)] = part\n"
+                      "collectives.all_reduce(whole, op='sum', group=self.group)")),
+    "integers are cut too": Wrong(
+        4, "test_integers_stay_whole", r"of a block that takes 169\.4 kB of integers .*Only floating-point tensors",
+        {"_Keeper.describe": function(
+            "def describe(self, tensor):", "return _Description(tensor.shape, tensor.device, tensor.requires_grad, "
+            "self.group is not None)")}),
+    "all ranks there are": Wrong(
+        4, "test_a_group_of_some_ranks", r"here group= is a group of ranks 0 and 2 of three",
+        gather(room="whole = part.new_empty(dist.get_world_size() * len(part))",
+               gather="collectives.all_gather(whole, part)"), hangs=True),
+    "the rank among all ranks": Wrong(
+        4, "test_a_group_of_some_ranks", r"is the rank that in the group\?",
+        cut(ranks="rank, world_size = dist.get_rank(), dist.get_world_size(self.group)")),
+    "the whole, where Python's list of tensors does not show it": Wrong(
+        4, "test_the_kernel_counts_parts", r"rank 0 holds up to \d+\.\d MB, as the kernel counts",
+        forward(begin="ctx.hidden = [tensor.detach().numpy().copy() for tensor in tensors]")),
+
+    "to('cpu') is the tensor itself": Wrong(
+        5, "test_a_copy_goes_to_the_host", r"is a block's input itself, 6 times",
+        to_host(copy="copy = tensor.to('cpu')")),
+    "nobody is told": Wrong(
+        5, "test_a_copy_goes_to_the_host", r"with to_host=True nothing was announced", to_host(tell="")),
+    "the whole crosses the bus, and is cut there": Wrong(
+        5, "test_only_the_part_goes_there", r"brought 508\.\d kB to host memory .* its parts are 254\.\d kB: cut first",
+        keep(kept="kept = to_host(tensor.detach()) if self.to_host else tensor.detach()",
+             host="if self.describe(tensor).is_cut:\n    kept = self.cut(kept)")),
+    "an empty copy": Wrong(
+        5, "test_it_comes_back_from_there", r"Is the copy filled with the tensor's values\?",
+        to_host(copy="copy = torch.zeros_like(tensor)")),
+}
+
+RIGHT = {
+    "other words": forward() | backward() | random_state_of() | autocast_as() | cut() | gather() | to_host(),
+    "torch's own all-gather, and padding": cut(
+        part="flat = tensor.new_zeros(size * world_size)\nflat[: tensor.numel()] = tensor.flatten()\n"
+             "part = flat.chunk(world_size)[rank].clone()") | gather(gather=ONE_BY_ONE),
+}
+SHORT = {"forward records a graph, and keeps it", "the input gets no gradient", "dropout drops others in backward",
+         "the part is a view of the whole"}

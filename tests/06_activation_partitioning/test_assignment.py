@@ -1,0 +1,769 @@
+"""Lesson 6's assignment, checkpoints and P_a, in steps: what is kept, sent and computed, however it is written.
+
+The grader runs these tests against a learner's file, and shows the text of an assertion as the message. So each one
+names what went wrong and shows the evidence. In between, they run on the reference.
+"""
+
+import functools
+
+import checks
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from checks import in_words, once
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_minimal.foundations import host
+
+FEW, MANY = 2, 6  # blocks
+BATCH, SEQUENCE, WIDTH = 5, 77, 55
+NUMBERS = BATCH * SEQUENCE * WIDTH  # of a block's input: odd, and 3 does not divide them
+WHOLE = 4 * NUMBERS  # bytes
+SLACK = 8192  # bytes a block for states of random numbers and the like
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """What is computed here to compare with is small: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ------------------------------------------------------------------------------------------------- what is checkpointed
+
+
+class Rung(nn.Module):
+    """A block that is wide inside. It counts how often it runs."""
+
+    def __init__(self, width, inside, dropout):
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(width, inside), nn.Linear(inside, width), nn.Dropout(dropout)
+        self.runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        return x + self.dropout(self.down(torch.tanh(self.up(x))))
+
+
+class Tower(nn.Module):
+    """Blocks between two layers. tower(x, call) calls each block by call(block, x)."""
+
+    def __init__(self, blocks=FEW, dropout=0.0, width=WIDTH, inside=4 * WIDTH):
+        super().__init__()
+        self.first, self.last = nn.Linear(7, width), nn.Linear(width, 3)
+        self.blocks = nn.ModuleList(Rung(width, inside, dropout) for _ in range(blocks))
+
+    def forward(self, x, call):
+        x = self.first(x)
+        for block in self.blocks:
+            x = call(block, x)
+        return self.last(x)
+
+
+def plainly(function, *args, group=None, to_host=False, place=None, **kwargs):
+    """What a checkpoint must come to."""
+    return function(*args, **kwargs)
+
+
+def numbers_of(rank, *shape):
+    generator = torch.Generator().manual_seed(toys.data_seed(rank, 17 * rank + 1))
+    return torch.randn(*shape, generator=generator)
+
+
+def batch_of(rank, width=7):
+    return numbers_of(rank, BATCH, SEQUENCE, width)
+
+
+def alike(tensors, group=None):
+    """Those of the group's rank 0 for all of its ranks, as in a model-parallel group."""
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), 0, group=group)
+
+
+class Stock(TorchDispatchMode):
+    """Of all memory that operators make while it is open: how many bytes still live, whoever refers to them.
+
+    known: tensors that were there before, such as parameters.
+    """
+
+    def __init__(self, known):
+        super().__init__()
+        self.noted, self.highest = {}, 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known and storage._cdata not in self.noted:
+                    self.noted[storage._cdata] = StorageWeakRef(storage)
+        self.highest = max(self.highest, self.alive())
+        return result
+
+    def alive(self):
+        sizes = {address: _bytes(reference) for address, reference in self.noted.items()}
+        self.noted = {address: self.noted[address] for address, size in sizes.items() if size}
+        return sum(sizes.values())
+
+
+def _bytes(reference):
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else storage.nbytes()
+
+
+def gradients_of(module):
+    """{name: gradient or False}"""
+    return {name: False if param.grad is None else param.grad for name, param in module.named_parameters()}
+
+
+# --------------------------------------------------------------------- step 1: run without a graph, keep the input
+
+
+def held_between(call, blocks, group=None, **options):
+    """Bytes that live between forward and backward, without the output; how often each block ran. With a group the
+    ranks in it work on the same."""
+    model, x = toys.build(functools.partial(Tower, blocks), dist.get_rank()), batch_of(dist.get_rank())
+    if group:
+        alike([*model.parameters(), x], group)
+    with Stock([*model.parameters(), x]) as stock:
+        output = model(x, functools.partial(call, group=group, **options) if options or group else call)
+        return stock.alive() - output.nbytes, [block.runs for block in model.blocks]
+
+
+def held_by_a_block(call, **options):
+    """Bytes that live between forward and backward for each block more."""
+    few, _ = held_between(call, FEW, **options)
+    many, runs = held_between(call, MANY, **options)
+    return (many - few) / (MANY - FEW), runs
+
+
+def forwards(assignment):
+    """See held_by_a_block; without any checkpoint; the output, and whether a graph leads back from it."""
+    with_checkpoints, runs = held_by_a_block(assignment.checkpoint)
+    without, _ = held_by_a_block(plainly)
+    return with_checkpoints, without, runs
+
+
+@pytest.mark.step(1, points=12)
+def test_only_the_inputs_stay(assignment):
+    for rank, (size, without, _) in enumerate(once(forwards, 2, assignment)):
+        kinds = (
+            "the inside of the block is still there: a graph leads to all that was computed. Who records it, and where?"
+            if size >= 0.9 * without else
+            "more than the input is kept. What else do you save, or hold a reference to?"
+        )
+        assert size <= WHOLE + SLACK, (
+            f"between forward and backward {in_words(size)} a block live on rank {rank}, and its input has "
+            f"{in_words(WHOLE)} (without checkpoints it is {in_words(without)}): {kinds}"
+        )
+        assert size >= 0.99 * WHOLE, (
+            f"between forward and backward {in_words(size)} a block live on rank {rank}, and its input has "
+            f"{in_words(WHOLE)}: it is lost, and backward will need it. Was it saved? Does forward return a tuple, of "
+            "which autograd knows the tensors, and not a list?"
+        )
+
+
+@pytest.mark.step(1, points=3)
+def test_forward_runs_the_function_once(assignment):
+    for rank, (_, _, runs) in enumerate(once(forwards, 2, assignment)):
+        assert set(runs) == {1}, (
+            f"rank {rank}: before any backward the {len(runs)} blocks have run {runs} times: in forward each runs once"
+        )
+
+
+class Odd(nn.Module):
+    """Takes and returns whatever a block may."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, pair, where, *, mask=None, scale=1.0):
+        x, index = pair
+        x = torch.tanh(self.linear(x)) * scale * where["weight"]
+        x = x.masked_fill(mask, 0.0)
+        return {"x": x + index[:, None], "index": index + 1, "nothing": None, "both": (x.sum(), 3), "unused": 2 * x}
+
+
+def odd_call(call, rank, backward=False):
+    """The tensors in what it returns; after a backward: gradients by name."""
+    module = toys.build(Odd, rank)
+    x, weight = numbers_of(rank, 7, 5).requires_grad_(), numbers_of(rank, 5)
+    mask = numbers_of(rank, 7, 5) < 0.5
+    result = call(module, (x * 2, torch.arange(7)), {"weight": weight}, mask=mask, scale=2.0)
+    if not backward:
+        return {"index": result["index"], "x": result["x"].detach(), "both": result["both"][0].detach(),
+                "unused": result["unused"].detach()}, result["x"].requires_grad, str(result["nothing"])
+    (result["x"].square().sum() + result["both"][0]).backward()
+    return gradients_of(module) | {"the input": False if x.grad is None else x.grad}
+
+
+def plain_output(call, rank):
+    """A block's whose input wants no gradient: the output, and whether it wants one."""
+    block, x = toys.build(functools.partial(Rung, WIDTH, WIDTH, 0.0), rank), batch_of(rank, WIDTH)
+    output = call(block, x)
+    return output.detach(), output.requires_grad
+
+
+def outputs(assignment):
+    rank = dist.get_rank()
+    return plain_output(assignment.checkpoint, rank), odd_call(assignment.checkpoint, rank)
+
+
+@pytest.mark.step(1, points=5)
+def test_the_result_is_the_functions(assignment):
+    for rank, (plain, odd) in enumerate(once(outputs, 2, assignment)):
+        wanted, _ = plain_output(plainly, rank)
+        assert torch.equal(plain[0], wanted), (
+            f"rank {rank}: checkpoint(block, x) returned other numbers than block(x): forward runs the function on "
+            "what it was given"
+        )
+        assert plain[1], (
+            f"rank {rank}: the output of checkpoint(block, x) requires no gradient though the block has parameters, so "
+            "backward will never come here. The input is data, and wants none itself: what else among the arguments "
+            "of forward does (anchor)?"
+        )
+        for name, value in odd_call(plainly, rank)[0].items():
+            assert torch.equal(odd[0][name], value), (
+                f"rank {rank}: a function that takes tuples, dicts, integers and a mask, and returns a dict, gave "
+                f"other numbers under a checkpoint, in {name!r}"
+            )
+
+
+# ---------------------------------------------------------------- step 2: backward: run again, go back through that
+
+
+def one_block(call, rank):
+    """Gradients of a block alone, whose input wants none."""
+    block = toys.build(functools.partial(Rung, WIDTH, 2 * WIDTH, 0.0), rank)
+    call(block, batch_of(rank, WIDTH)).square().mean().backward()
+    return gradients_of(block)
+
+
+def tower_step(call, rank):
+    """Gradients of a tower, and of its input; how often each block ran."""
+    model, x = toys.build(functools.partial(Tower, 3), rank), batch_of(rank).requires_grad_()
+    model(x, call).square().mean().backward()
+    found = gradients_of(model) | {"the tower's input": False if x.grad is None else x.grad}
+    return found, [block.runs for block in model.blocks]
+
+
+def backward_of_one(assignment):
+    return one_block(assignment.checkpoint, dist.get_rank())
+
+
+def backward_of_a_tower(assignment):
+    return tower_step(assignment.checkpoint, dist.get_rank())
+
+
+def assert_gradients(found, wanted, where, why="", why_wrong=None):
+    """`why`: what to look at if one is missing; why_wrong: if one is another, the same by default."""
+    why_wrong = why if why_wrong is None else why_wrong
+    for name, gradient in wanted.items():
+        if gradient is False:
+            continue
+        got = found[name]
+        assert got is not False, f"{where}: no gradient came to {name}. {why}"
+        assert got.shape == gradient.shape, f"{where}: the gradient of {name} has the shape {list(got.shape)}"
+        size = gradient.double().abs().max().item()
+        if (got.double() - gradient.double()).abs().max().item() <= 1e-5 * size:
+            continue
+        ratio = ((got.double() * gradient).sum() / gradient.double().square().sum()).item()
+        if abs(ratio) < 1e-6 and not got.any():
+            pytest.fail(f"{where}: the gradient of {name} is zero everywhere. {why}")
+        close = (got.double() - ratio * gradient).abs().max().item() <= 1e-4 * abs(ratio) * size
+        if close and abs(ratio - round(ratio)) < 1e-3:
+            pytest.fail(f"{where}: the gradient of {name} is {ratio:.0f} times what it should be: was it added to "
+                        ".grad more than once, or summed over ranks?")
+        index = int((got.double() - gradient).abs().argmax())
+        pytest.fail(
+            f"{where}: the gradient of {name} is {got.flatten()[index]:.5g} where {gradient.flatten()[index]:.5g} is "
+            f"right (element {index}). {why_wrong}"
+        )
+
+
+INSIDE = ("Backward must run the function again with a graph, and go back through it: does it record one "
+          "(torch.enable_grad), and begin with the gradients that came in?")
+
+
+@pytest.mark.step(2, points=8, raised=INSIDE)
+def test_parameters_get_their_gradients(assignment):
+    for rank, found in enumerate(once(backward_of_one, 2, assignment)):
+        assert_gradients(found, one_block(plainly, rank), f"rank {rank}, backward of one checkpoint", INSIDE)
+
+
+CHAIN = ("The blocks above have theirs, so the chain ends at a checkpoint: of a tensor that required a gradient "
+         "backward returns it. Did the tensor that the second run began with require one?")
+
+
+@pytest.mark.step(2, points=8, raised=INSIDE)
+def test_the_input_gets_its_gradient(assignment):
+    for rank, (found, _) in enumerate(once(backward_of_a_tower, 2, assignment)):
+        wanted = tower_step(plainly, rank)[0]
+        from_above = [name for part in ("last", "blocks.2", "blocks.1", "blocks.0", "first", "the tower")
+                      for name in wanted if name.startswith(part)]
+        top = {name: wanted[name] for name in from_above if name.startswith(("last", "blocks.2"))}
+        assert_gradients(found, top, f"rank {rank}, backward through three checkpoints", INSIDE)
+        assert_gradients(found, {name: wanted[name] for name in from_above},
+                         f"rank {rank}, backward through three checkpoints", CHAIN,
+                         "Above this all is right: what a checkpoint returns must be the gradient of the tensor with "
+                         "which the second run began")
+
+
+@pytest.mark.step(2, points=3, raised=INSIDE)
+def test_the_function_runs_twice_in_all(assignment):
+    for rank, (_, runs) in enumerate(once(backward_of_a_tower, 2, assignment)):
+        assert set(runs) == {2}, (
+            f"rank {rank}: after forward and backward the three blocks have run {runs} times, and each runs twice: "
+            "once in forward, once again in backward"
+        )
+
+
+def memory_of_a_step(assignment):
+    """Bytes that live after backward, while the output does, and at the highest moment, and those of gradients; the
+    same without checkpoints."""
+    found = []
+    for call in (assignment.checkpoint, plainly):
+        model, x = toys.build(functools.partial(Tower, MANY), dist.get_rank()), batch_of(dist.get_rank())
+        with Stock([*model.parameters(), x]) as stock:
+            output = model(x, call)
+            output.sum().backward()
+            gradients = sum(param.grad.nbytes for param in model.parameters() if param.grad is not None)
+            found.append((stock.alive() - output.nbytes - gradients, stock.highest, gradients))
+    return found
+
+
+@pytest.mark.step(2, points=5, raised=INSIDE)
+def test_what_was_kept_goes_with_backward(assignment):
+    for rank, ((after, *_), _) in enumerate(once(memory_of_a_step, 1, assignment)):
+        assert after <= WHOLE, (
+            f"rank {rank}: after backward {in_words(after)} still live of {MANY} blocks, whose inputs have "
+            f"{in_words(WHOLE)} each, while the output is still there. What ctx has as an attribute lives as long as "
+            "the graph; what is saved by ctx.save_for_backward goes when backward has used it"
+        )
+
+
+@pytest.mark.step(2, points=4, raised=INSIDE)
+def test_one_block_at_a_time(assignment):
+    for rank, ((_, high, gradients), (_, without, _)) in enumerate(once(memory_of_a_step, 1, assignment)):
+        most = (MANY + 14) * WHOLE + gradients + MANY * SLACK  # inputs, one block's inside, and its gradients
+        assert high <= most < without, (
+            f"rank {rank}: in a step of {MANY} blocks {in_words(high)} live at the highest moment ({in_words(without)} "
+            f"without checkpoints), and inputs and the inside of one block are less than {in_words(most)}: a block's "
+            "inside goes when backward has gone through it, before the next block runs again"
+        )
+
+
+def odd_backwards(assignment):
+    return odd_call(assignment.checkpoint, dist.get_rank(), backward=True), frozen(assignment.checkpoint)
+
+
+def frozen(call):
+    """Backward through a checkpoint in which nothing wants a gradient; two micro-batches through one that does."""
+    rank = dist.get_rank()
+    return frozen_and_twice(call, rank)
+
+
+def frozen_and_twice(call, rank):
+    block, last = toys.build(lambda: Rung(5, 7, 0.0), rank), toys.build(lambda: nn.Linear(5, 2), rank)
+    block.requires_grad_(False)
+    for _ in range(2):
+        last(call(block, numbers_of(rank, 3, 5))).sum().backward()
+    return gradients_of(last)
+
+
+@pytest.mark.step(2, points=2, raised="an output may get no gradient (None), as integers and what nobody uses; an "
+                                      "argument may want none; and where nothing inside wants one, there is nothing to "
+                                      "go back through")
+def test_any_arguments(assignment):
+    for rank, (odd, other) in enumerate(once(odd_backwards, 2, assignment)):
+        assert_gradients(odd, odd_call(plainly, rank, backward=True),
+                         f"rank {rank}, a function that takes and returns tuples and dicts",
+                         "Is each gradient that comes in paired with its output, and each that goes out with its "
+                         "argument?")
+        assert_gradients(other, frozen_and_twice(plainly, rank), f"rank {rank}, a layer after a frozen block",
+                         "Nothing in the block wants a gradient.")
+
+
+# ----------------------------------------------------------------- step 3: the same again: random numbers and autocast
+
+
+def with_dropout(call, rank):
+    """Gradients of a tower with dropout, and a number that is drawn after the step."""
+    model, x = toys.build(functools.partial(Tower, 3, 0.3), rank), batch_of(rank)
+    torch.manual_seed(toys.seed(rank, 77))
+    output = model(x, call)
+    torch.rand(3)  # others draw numbers before backward
+    output.square().mean().backward()
+    return gradients_of(model), torch.rand(1).item()
+
+
+def in_autocast(call, rank, inside=True):
+    """Gradients of a block that ran in autocast, or out of it, while backward runs where it did not."""
+    block, x = toys.build(functools.partial(Rung, WIDTH, WIDTH, 0.0), rank), batch_of(rank, WIDTH).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+        loss = call(block, x).float().square().mean()
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        loss.backward()
+        left_on = torch.is_autocast_enabled("cpu")
+    return gradients_of(block) | {"the input": False if x.grad is None else x.grad}, left_on
+
+
+def same_again(assignment):
+    return with_dropout(assignment.checkpoint, dist.get_rank())
+
+
+def autocasts(assignment):
+    return [in_autocast(assignment.checkpoint, dist.get_rank(), inside) for inside in (True, False)]
+
+
+@pytest.mark.step(3, points=6)
+def test_dropout_drops_the_same_again(assignment):
+    for rank, (found, _) in enumerate(once(same_again, 2, assignment)):
+        assert_gradients(
+            found, with_dropout(plainly, rank)[0], f"rank {rank}, three checkpointed blocks with dropout",
+            "Without dropout it would be right: in backward other numbers were dropped than in forward. Was the random "
+            "state taken before the first run, and set for the second one?")
+
+
+@pytest.mark.step(3, points=2)
+def test_who_draws_next_draws_the_same(assignment):
+    for rank, (_, drawn) in enumerate(once(same_again, 2, assignment)):
+        wanted = with_dropout(plainly, rank)[1]
+        assert drawn == wanted, (
+            f"rank {rank}: after the step the next random number is {drawn:.6f}, and {wanted:.6f} without checkpoints: "
+            "the second run must leave the random state as it found it, or the next forward drops what this one did"
+        )
+
+
+def after_an_error(assignment):
+    """Whether an error in the second run came out, and whether random numbers and autocast were as before then."""
+
+    runs = []
+
+    def fails(x):
+        torch.rand(3)
+        runs.append(x.shape)
+        if len(runs) > 1:
+            raise KeyError("in backward only")
+        return x.exp()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        output = assignment.checkpoint(fails, torch.ones(2, requires_grad=True))
+    torch.rand(5)
+    before, failed = torch.get_rng_state(), False
+    try:
+        output.sum().backward()
+    except KeyError:
+        failed = True
+    return failed, torch.equal(torch.get_rng_state(), before), torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.step(3, points=2)
+def test_an_error_leaves_all_as_it_was(assignment):
+    failed, random, autocast = once(after_an_error, 1, assignment)[0]
+    assert failed, "an error that the function raised in its second run did not come out of backward()"
+    assert random and not autocast, (
+        "the function raised an error in its second run, and after that "
+        f"{'autocast is still on' if random else 'the random state is not what it was before backward'}: "
+        "what a context has set it sets back, also when an error ends it"
+    )
+
+
+@pytest.mark.step(3, points=5, raised="the second run computes in the precision of the first: is autocast set in "
+                                      "backward as it was in forward, and off where it was off?")
+def test_autocast_is_as_it_was(assignment):
+    for rank, found in enumerate(once(autocasts, 2, assignment)):
+        for inside, (gradients, _) in zip((True, False), found, strict=True):
+            ran, backward = ("in", "outside of") if inside else ("outside of", "in")
+            assert_gradients(
+                gradients, in_autocast(plainly, rank, inside)[0],
+                f"rank {rank}, a block that ran {ran} torch.autocast, with backward {backward} it",
+                "The second run must compute in the precision of the first one: set autocast as it was then, on or off")
+
+
+# ---------------------------------------------------------------------------------------------- step 4: cut and gather
+
+
+def part_of(numbers, world_size):
+    return -(-numbers // world_size)
+
+
+def parts_held(assignment, **options):
+    """Bytes a block that live between forward and backward, where the ranks' inputs are cut over all of them."""
+    return held_by_a_block(assignment.checkpoint, group=dist.group.WORLD, **options)[0]
+
+
+CUT = ("With group= each rank keeps a part of [numel / M, rounded up] elements: is what `cut` returns in memory of its "
+       "own, and what `gather` returns of the old shape?")
+
+
+@pytest.mark.step(4, points=7, raised=CUT)
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_a_rank_keeps_its_part(assignment, world_size):
+    share = 4 * part_of(NUMBERS, world_size)
+    for rank, size in enumerate(once(parts_held, world_size, assignment)):
+        why = ("the whole is kept besides its part: who else refers to it?" if size >= WHOLE + 0.9 * share else
+               "the whole is still there. Is what `keep` gives what you save? And a view keeps all of its storage "
+               "alive: the part needs memory of its own"
+               if size >= 0.95 * WHOLE else "more than the part is kept")
+        assert size <= share + SLACK, (
+            f"P_a over {world_size} ranks: between forward and backward {in_words(size)} a block live on rank {rank}. "
+            f"Its input has {in_words(WHOLE)}, and a part {in_words(share)}: {why}"
+        )
+        assert size >= 0.98 * WHOLE / world_size - 8 * world_size, (
+            f"P_a over {world_size} ranks: rank {rank} keeps {in_words(size)} of a block's input, which has "
+            f"{in_words(WHOLE)}. All parts together are less than the whole: a tail is lost"
+        )
+
+
+def partitioned_step(call, group, dtype=torch.float32):
+    """Gradients of a tower that all ranks of the group work on alike, with inputs of awkward sizes and strides."""
+    rank = dist.get_rank()
+    model = toys.build(functools.partial(Tower, 2, width=11, inside=13), rank).to(dtype)
+    x = numbers_of(rank, 5, 7, 7).to(dtype)
+    alike([*model.parameters(), x], group)
+    return step_of(model, x, functools.partial(call, group=group))
+
+
+def step_of(model, x, call):
+    """Also of a tensor that is not contiguous, one of a single element, integers and a mask."""
+    turned = x.transpose(0, 2).detach().requires_grad_()  # [7, 7, 5]
+    one = x[0, 0, :1].detach().clone().requires_grad_()
+    index, mask = torch.arange(5), x.transpose(0, 2) > 0
+    mixed = call(mix, turned, one, index, mask=mask)
+    (model(x, call).float().square().mean() + mixed.float().square().mean()).backward()
+    return gradients_of(model) | {name: False if part.grad is None else part.grad for name, part in
+                                  (("an input that is not contiguous", turned), ("an input of one element", one))}
+
+
+def mix(x, one, index, mask):
+    return torch.tanh(x * one * index).masked_fill(mask, 0.5)
+
+
+def partitioned(assignment):
+    return [partitioned_step(assignment.checkpoint, dist.group.WORLD, dtype)
+            for dtype in (torch.float32, torch.bfloat16)]
+
+
+def wanted_step(dtype=torch.float32):
+    model = toys.build(functools.partial(Tower, 2, width=11, inside=13), 0).to(dtype)
+    return step_of(model, numbers_of(0, 5, 7, 7).to(dtype), plainly)
+
+
+ORDER = "What is gathered must be the input bit for bit: the parts in order of rank, the tail too, in the old shape"
+
+
+@pytest.mark.step(4, points=8, raised=CUT, stuck="all ranks of the group must gather, the same tensors in the same "
+                                                 "order, and all parts have the same length")
+@pytest.mark.parametrize("world_size", (2, 3, 4))
+def test_what_is_gathered_is_the_input(assignment, world_size):
+    for rank, found in enumerate(once(partitioned, world_size, assignment)):
+        for dtype, gradients in zip((torch.float32, torch.bfloat16), found, strict=True):
+            assert_gradients(gradients, wanted_step(dtype), f"P_a over {world_size} ranks, rank {rank}, "
+                             f"{str(dtype).removeprefix('torch.')}", ORDER)
+
+
+def messages_of_a_step(assignment):
+    """Bytes that this rank sends in the second step: in forward, in backward; the same with integers among the
+    arguments, and their bytes."""
+    group = dist.group.WORLD
+    model, x = toys.build(functools.partial(Tower, MANY), dist.get_rank()), batch_of(dist.get_rank())
+    index = torch.arange(NUMBERS)
+    alike([*model.parameters(), x])
+    call = functools.partial(assignment.checkpoint, group=group)
+    found = []
+    for step in range(3):  # the first pass of a block compares checksums, too
+        with checks.Calls() as forward:
+            if step < 2:
+                output = model(x, call)
+            else:
+                output = call(with_integers, x.detach().requires_grad_(), index)
+        with checks.Calls() as backward:
+            output.square().mean().backward()
+        found.append((forward.sent(), backward.sent()))
+    return found[1:], index.nbytes
+
+
+def with_integers(x, index):
+    return x * index[: x.numel()].view(x.shape)
+
+
+@pytest.mark.step(4, points=5, raised=CUT)
+def test_one_gather_a_block_and_only_in_backward(assignment):
+    world_size = 3
+    share = MANY * 4 * part_of(NUMBERS, world_size) * (world_size - 1)
+    for rank, (((forward, backward), _), _) in enumerate(once(messages_of_a_step, world_size, assignment)):
+        assert forward <= 1024, (
+            f"rank {rank} of {world_size} sent {in_words(forward)} in forward. To cut sends nothing: each rank has the "
+            "whole input, and takes its part"
+        )
+        assert backward <= 1.02 * share + 1024, (
+            f"rank {rank} of {world_size} sent {in_words(backward)} in backward. {MANY} blocks gather their inputs "
+            f"once each: {in_words(share)}, (M−1)/M of the whole. Is it gathered twice, or by an all-reduce of parts "
+            "among zeros, which sends twice as much?"
+        )
+        assert backward >= 0.98 * share, (
+            f"rank {rank} of {world_size} sent {in_words(backward)} in backward, and {MANY} blocks cannot be gathered "
+            f"with less than {in_words(share)}: the parts of others come from them alone"
+        )
+
+
+@pytest.mark.step(4, points=2, raised=CUT)
+def test_integers_stay_whole(assignment):
+    for rank, ((_, (_, backward)), size) in enumerate(once(messages_of_a_step, 3, assignment)):
+        most = 1.1 * 4 * part_of(BATCH * SEQUENCE * 7, 3) * 2 + 1024
+        assert backward <= most, (
+            f"rank {rank} of 3 sent {in_words(backward)} in backward of a block that takes {in_words(size)} of "
+            f"integers and a small tensor; {in_words(most)} are enough. Only floating-point tensors are cut: "
+            "self.describe says which"
+        )
+
+
+GROUP = ("here group= is a group of ranks 0 and 2 of three, and rank 1 has no part in it: is the group passed to every "
+         "call, and is the rank that in the group?")
+
+
+def in_a_group(assignment):
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return None
+    return partitioned_step(assignment.checkpoint, group)
+
+
+@pytest.mark.step(4, points=3, stuck=GROUP, left=GROUP, raised=GROUP)
+def test_a_group_of_some_ranks(assignment):
+    for place, found in enumerate(once(in_a_group, 3, assignment)):
+        if place != 1:
+            assert_gradients(found, wanted_step(), f"P_a over a group of ranks 0 and 2 of three, rank {place}", GROUP)
+
+
+# ------------------------------------------------------------------------------------------- step 5: to host memory
+
+
+def to_the_host(assignment, cut):
+    """Bytes of the copies that were announced, those of them that still live between forward and backward, what lives
+    then besides, and how many copies are a block's input itself; the gradients."""
+    rank, group = dist.get_rank(), dist.group.WORLD if cut else None
+    model, x = toys.build(functools.partial(Tower, MANY), rank), batch_of(rank)
+    alike([*model.parameters(), x])
+    heard, inputs = [], {}  # weak references keep an address from being used again
+
+    def call(block, x):
+        reference = StorageWeakRef(x.untyped_storage())
+        inputs[reference.cdata] = reference
+        return assignment.checkpoint(block, x, group=group, to_host=True)
+
+    def hear(copy):
+        heard.append((copy.nbytes, StorageWeakRef(copy.untyped_storage())))
+
+    with Stock([*model.parameters(), x]) as stock, host.announced(hear):
+        output = model(x, call)
+        on_host = sum(_bytes(reference) for _, reference in heard)
+        on_device = stock.alive() - output.nbytes - on_host
+        themselves = sum(reference.cdata in inputs for _, reference in heard)
+    output.square().mean().backward()
+    return [size for size, _ in heard], on_host, on_device, themselves, gradients_of(model)
+
+
+def wanted_on_the_host():
+    model = toys.build(functools.partial(Tower, MANY), 0)
+    model(batch_of(0), plainly).square().mean().backward()
+    return gradients_of(model)
+
+
+HOST = "to_host gets a tensor, and returns a copy of it in host memory, of the same shape and dtype"
+
+
+@pytest.mark.step(5, points=5, raised=HOST)
+def test_a_copy_goes_to_the_host(assignment):
+    for rank, (sizes, on_host, on_device, themselves, _) in enumerate(once(to_the_host, 2, assignment, False)):
+        assert sizes, (
+            f"rank {rank}: with to_host=True nothing was announced as host memory. On a CPU both are the same memory, "
+            "and .to('cpu') returns the tensor itself: make a copy, and tell by announce(copy) that it stands for one "
+            "in host memory"
+        )
+        assert not themselves, (
+            f"rank {rank}: what was announced as host memory is a block's input itself, {themselves} times. On a CPU "
+            ".to('cpu') copies nothing, and returns the tensor: a copy needs memory of its own, on any device"
+        )
+        assert len(sizes) == MANY, (
+            f"rank {rank}: {MANY} blocks keep one tensor each, and {len(sizes)} copies were announced: each copy once"
+        )
+        assert on_host >= 0.99 * MANY * WHOLE, (
+            f"rank {rank}: between forward and backward {in_words(on_host)} live of what was announced as host memory, "
+            f"and the inputs of {MANY} blocks have {in_words(MANY * WHOLE)}: what is announced must be what is kept"
+        )
+        assert on_device <= WHOLE + MANY * SLACK, (  # the last layer keeps its input, too
+            f"rank {rank}: between forward and backward {in_words(on_device)} still live on the device, though the "
+            f"inputs of {MANY} blocks are in host memory. Is the copy what is kept, in memory of its own?"
+        )
+
+
+@pytest.mark.step(5, points=2, raised=HOST)
+def test_only_the_part_goes_there(assignment):
+    share = 4 * part_of(NUMBERS, 2)
+    for rank, (sizes, _, on_device, *_) in enumerate(once(to_the_host, 2, assignment, True)):
+        assert sum(sizes) <= 1.01 * MANY * share, (
+            f"P_a+cpu over 2 ranks: rank {rank} brought {in_words(sum(sizes))} to host memory for {MANY} blocks, and "
+            f"its parts are {in_words(MANY * share)}: cut first, and then only the part crosses the bus"
+        )
+        assert on_device <= WHOLE + MANY * SLACK, (  # the last layer keeps its input, too
+            f"P_a+cpu over 2 ranks: between forward and backward {in_words(on_device)} live on rank {rank}'s device "
+            "besides: parts and inputs must go when their copy has been made"
+        )
+
+
+@pytest.mark.step(5, points=3, raised=HOST)
+def test_it_comes_back_from_there(assignment):
+    for cut in (False, True):
+        for rank, (*_, gradients) in enumerate(once(to_the_host, 2, assignment, cut)):
+            assert_gradients(gradients, wanted_on_the_host(), f"to_host=True{' over 2 ranks' * cut}, rank {rank}",
+                             "Is the copy filled with the tensor's values?")
+
+
+# --------------------------------------------------------------- all steps: what the kernel counts, at a plain size
+
+TALL, BROAD = 16, 256
+EACH = 4 * 8 * 256 * BROAD  # bytes of a block's input, 2.1 MB
+
+
+def a_large_step(assignment):
+    """The loss of a step of a tall model with P_a."""
+    rank = dist.get_rank()
+    model, x = toys.build(functools.partial(Tower, TALL, 0.0, BROAD, BROAD), rank), numbers_of(rank, 8, 256, 7)
+    alike([*model.parameters(), x])
+    assignment.checkpoint_blocks(model, group=dist.group.WORLD)
+    loss = model(x, lambda block, x: block(x)).square().mean()
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.thorough
+@pytest.mark.step(4, points=0, raised=CUT)
+def test_the_kernel_counts_parts(assignment):
+    losses, accounts = toys.run_counted(a_large_step, 4, assignment)
+    wanted = toys.build(functools.partial(Tower, TALL, 0.0, BROAD, BROAD), 0)(numbers_of(0, 8, 256, 7), plainly)
+    for rank, loss in enumerate(losses):
+        assert loss == pytest.approx(wanted.square().mean().item(), rel=1e-4), f"rank {rank} has another loss"
+    model = 2 * TALL * 4 * 2 * BROAD * (BROAD + 1)  # parameters and gradients
+    needed, room = model + TALL * EACH / 4, 7 * EACH + 6e6
+    for rank, account in enumerate(accounts):
+        assert account.held is None or account.held <= needed + room, (
+            f"a model of {TALL} blocks with inputs of {in_words(EACH)} on 4 ranks: rank {rank} holds up to "
+            f"{in_words(account.held)}, as the kernel counts, and parameters, gradients and parts are "
+            f"{in_words(needed)}, the inside of a block {in_words(room)} at most: copies of something live there"
+        )
+    if accounts and accounts[0].sent is not None:
+        sent, least = sum(account.sent for account in accounts), 3 * TALL * EACH  # each part goes to three others
+        assert 0.98 * least <= sent <= 1.6 * least, (  # with the parameters, which the test itself makes alike
+            f"{TALL} blocks with inputs of {in_words(EACH)} on 4 ranks: together they sent {in_words(sent)}, as the "
+            f"kernel counts, and to gather each input once is {in_words(least)}"
+        )

@@ -1,0 +1,238 @@
+"""Lesson 7: what goes wrong with constant buffers.
+
+Each of the functions below gives the text of one that is right, or that differs in the parts that are named.
+"""
+
+from submissions import Wrong, function
+
+INIT = """
+def __init__(
+    self, size: float, *, dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu", group: Group = None,
+):"""
+SHARED = "int(size) // dtype.itemsize // world_size * world_size"
+TWO = "[torch.zeros(self.elements, dtype=dtype, device=device) for _ in range(2)]"
+
+
+def init(world_size="dist.get_world_size(group)", elements=SHARED, refuse="if self.elements < 1:\n    raise ValueError",
+         buffers=TWO, group="group"):
+    return {"ConstantBuffers.__init__": function(
+        INIT, f"self.group = {group}", f"world_size = {world_size}", f"self.elements = {elements}", refuse,
+        f"self.buffers = {buffers}", "self._under_way, self._turn = [None, None], 0")}
+
+
+def take(turn="self._turn = 1 - self._turn", finish="self._finish(self._turn)", result="self.buffers[self._turn]"):
+    return {"ConstantBuffers.take": function("def take(self):", turn, finish, f"return {result}")}
+
+
+def send(body="self._under_way[self._turn] = pending, then"):
+    return {"ConstantBuffers.send": function("def send(self, pending, then):", body)}
+
+
+def wait(body="self._finish(1 - self._turn)\nself._finish(self._turn)"):
+    return {"ConstantBuffers.wait": function("def wait(self):", body)}
+
+
+def finish(first="pending.wait()", second="then()", forget="self._under_way[turn] = None"):
+    return {"ConstantBuffers._finish": function(
+        "def _finish(self, turn):",
+        function("if self._under_way[turn]:", "pending, then = self._under_way[turn]", first, second, forget))}
+
+
+def loads(piece="flat[start : start + room]", kept="piece", full="room == 0",
+          again="load, room = [], elements", end="if load:\n    yield load", while_="start < flat.numel()",
+          before=""):
+    loop = function(f"while {while_}:", f"piece = {piece}", f"load.append({kept})",
+                    "start, room = start + piece.numel(), room - piece.numel()",
+                    full and function(f"if {full}:", "yield load", again))
+    return {"loads": function("def loads(flats, elements):", "load, room = [], elements",
+                              function("for flat in flats:", "start = 0", before, loop), end)}
+
+
+SIZES = "sizes = [piece.numel() for piece in load]"
+
+
+def fill(filled="buffer[: sum(sizes)]", copy="place.copy_(piece)", result="filled", split="filled.split(sizes)"):
+    return {"fill": function("def fill(buffer, load):", SIZES, f"filled = {filled}",
+                             function(f"for place, piece in zip({split}, load):", copy), f"return {result}")}
+
+
+def unpack(split="filled.split(sizes)", copy="piece.copy_(place)"):
+    return {"unpack": function("def unpack(filled, load):", SIZES,
+                               function(f"for piece, place in zip(load, {split}):", copy))}
+
+
+LIKE = "like = buffers.buffers[0]"
+FLATS = "fused.flat_views(tensors, like.dtype, like.device)"
+TAKEN = "filled = fill(buffers.take(), load)"
+SENT = "pending = collectives.all_reduce(filled, op=op, group=buffers.group, async_op=True)"
+LATER = "buffers.send(pending, functools.partial(unpack, filled, load))"
+
+
+def all_reduce(before="", flats=FLATS, loop="for load in loads(flats, buffers.elements):", take=TAKEN, send=SENT,
+               later=LATER, end="buffers.wait()"):
+    return {"all_reduce": "@torch.no_grad()\n" + function(
+        "def all_reduce(tensors, buffers, op='avg'):", before, LIKE, f"flats = {flats}",
+        function(loop, take, send, later), end)}
+
+
+NATIVE = "pending = dist.all_reduce(filled, group=buffers.group, async_op=True)"
+DIVIDED = "filled.div_(dist.get_world_size(buffers.group) if op == 'avg' else 1)"
+
+WRONG = {
+    # ------------------------------------------------------------------------------------------------------- step 1
+    "takes the size for a number of elements": Wrong(
+        1, "test_two_buffers_of_the_size", r"ConstantBuffers\(100, .*has buffers of \d{3} bytes each: `size` is in",
+        init(elements="int(size) // world_size * world_size")),
+    "the same memory twice": Wrong(
+        1, "test_two_buffers_of_the_size", r"both of its buffers are the same memory",
+        init(buffers="[torch.zeros(self.elements, dtype=dtype, device=device)] * 2")),
+    "elements that the ranks cannot share": Wrong(
+        1, "test_two_buffers_of_the_size", r"holds 25 elements, of which 3 ranks have no equal parts",
+        init(elements="int(size) // dtype.itemsize")),
+    "buffers of 16 bit": Wrong(
+        1, "test_two_buffers_of_the_size", r"dtype=torch.float32\) on 3 ranks has buffers of torch.bfloat16",
+        init(buffers="[torch.zeros(self.elements, dtype=torch.bfloat16, device=device) for _ in range(2)]")),
+    "buffers of nothing": Wrong(
+        1, "test_a_size_that_holds_nothing", r"ConstantBuffers\(8\) on 3 ranks was made, though there is no element",
+        init(refuse="")),
+    "new memory for each load": Wrong(
+        1, "test_two_buffers_for_ever", r"take\(\) number 1 returned memory that is none of the two in `buffers`",
+        take(result="torch.zeros_like(self.buffers[self._turn])")),
+    "always the same buffer": Wrong(  # DeepSpeed #7805
+        1, "test_two_buffers_for_ever", r"take\(\) returned the buffers 0, 0, 0, 0, 0: they must take turns",
+        take(turn="self._turn = 0")),
+    "takes a buffer that is on its way": Wrong(
+        1, "test_a_buffer_is_taken_when_it_is_back",
+        r"take\(\) number 3 returned a buffer that is still on its way: nobody has waited", take(finish="")),
+    "waits for the one that was sent last": Wrong(
+        1, "test_one_may_travel_while_the_other_is_taken",
+        r"take\(\) number 2 waited for the collective that was sent last, in the other buffer",
+        take(finish="self.wait()")),
+    "reads a result again and again": Wrong(
+        1, "test_a_result_is_read_once_and_in_time", r"the result of send\(\) number \d of 5 was read 2 times",
+        finish(forget="")),
+    # ------------------------------------------------------------------------------------------------------- step 2
+    "drops what is too large": Wrong(
+        2, "test_every_element_is_in_one_load",
+        r"of a tensor of 8, for buffers of 7 elements, 8 of 8 elements are in no load, the first is element 0: a te",
+        loads(before="if flat.numel() > elements:\n    continue")),
+    "loses the tail": Wrong(
+        2, "test_every_element_is_in_one_load",
+        r"of a tensor of 1, .* 1 of 1 elements are in no load, .*: what is left at the end is a load as well",
+        loads(end="")),
+    "never gets on": Wrong(
+        2, "test_every_element_is_in_one_load",
+        r"(?s)rank 0 stood at line \d+ of assignment.py \(loads\): .*loop that never",
+        loads(piece="flat[:room]", while_="True"), hangs=True),
+    "a tensor that does not fit begins a load": Wrong(
+        2, "test_loads_are_full", r"of tensors of 3, 9, 1 and 15 elements, .* there are loads of 3, 7, 3, 7, 7 and 1",
+        loads(before="if load and flat.numel() > room:\n    yield load\n    load, room = [], elements")),
+    "an empty load at the end": Wrong(
+        2, "test_loads_are_full", r"of a tensor of 7, .* load 2 of 2 is empty: a collective of nothing",
+        loads(end="yield load")),
+    "one list for all loads": Wrong(
+        2, "test_a_load_is_a_list_of_views", r"load 1 held 7 elements when it came, and \d after the next ones",
+        loads(again="load.clear()\nroom = elements")),
+    "copies the pieces": Wrong(
+        2, "test_a_load_is_a_list_of_views", r"there are pieces that are copies: the result would be written to them",
+        loads(kept="piece.clone()")),
+    # ------------------------------------------------------------------------------------------------------- step 3
+    "sends the whole buffer": Wrong(
+        3, "test_fill_puts_pieces_side_by_side", r"fill\(\) returned all 12 elements of the buffer, and 10 are filled",
+        fill(result="buffer")),
+    "a third buffer": Wrong(
+        3, "test_fill_puts_pieces_side_by_side", r"fill\(\) returned new memory: what is sent must be the buffer",
+        {"fill": "def fill(buffer, load):\n    return torch.cat(load).to(buffer.dtype)"}),
+    "gives a name a new meaning": Wrong(
+        3, "test_unpack_brings_each_piece_its_part", r"unpack\(\) left the tensors as they were: it must write into",
+        unpack(copy="piece = place.to(piece.dtype)")),
+    "rounds before it fills": Wrong(
+        3, "test_numbers_are_rounded_when_they_come_back_and_never_before",
+        r"fill\(\) put .* into an fp32 buffer for .*: it was rounded on the way",
+        {"fill": """
+def fill(buffer, load):
+    together = torch.cat([piece.to(load[0].dtype) for piece in load])
+    return buffer[: len(together)].copy_(together)
+"""}),
+    # ------------------------------------------------------------------------------------------------------- step 4
+    "binds the load late": Wrong(
+        4, "test_tensors_become_mean_or_sum", r"tensor \d+ of 10, .*holds",
+        all_reduce(later="buffers.send(pending, lambda: unpack(filled, load))")),
+    "ends while the last one is on its way": Wrong(
+        4, "test_tensors_become_mean_or_sum", r"tensor \d+ of 10, .*own numbers in \d+% of its elements: a load was",
+        all_reduce(end="")),
+    "divides by the ranks once more": Wrong(
+        4, "test_tensors_become_mean_or_sum", r"reduced with op='avg', is 0.333 times what is right: op='avg' is",
+        all_reduce(take=f"{TAKEN}\n{DIVIDED}")),
+    "the largest first, on each rank": Wrong(
+        4, "test_tensors_become_mean_or_sum", r"holds wrong numbers in .*do all ranks send the same elements together",
+        all_reduce(flats=f"sorted({FLATS}, key=lambda flat: -flat.sum())")),
+    "sends no more than one at a time": Wrong(
+        4, "test_one_is_filled_while_the_other_travels",
+        r"rank 1 was 0.5 s late, and meanwhile rank 0 sent 1 buffer and then waited: it could fill and send the other",
+        all_reduce(send="pending = collectives.Pending([])\n" + SENT.removeprefix("pending = ").replace(
+            ", async_op=True", ""))),
+    "trusts that it is back after a while": Wrong(
+        4, "test_a_slow_rank_changes_nothing", r"where rank 1 comes 0.5 s late: tensor .*before what was sent in it",
+        all_reduce(before="turn = 0", take="filled, turn = fill(buffers.buffers[turn], load), 1 - turn", send=NATIVE,
+                   later=f"time.sleep(0.05)\n{DIVIDED}\nunpack(filled, load)", end=""), top="import time\n"),
+    "sends the rest of the last buffer, too": Wrong(
+        4, "test_each_element_is_sent_once",
+        r"rank 0 sent 7,340,032 bytes in 7 collectives, of [\d,]+ bytes of tensors: each element goes once",
+        all_reduce(take="whole = buffers.take()\nfilled = fill(whole, load)", send=SENT.replace("filled", "whole"))),
+    "divides in 16 bit before it sends": Wrong(
+        4, "test_sums_are_those_of_fp32", r"the mean of 5.96046e-08, .* in torch.float16 is 0 on rank 0, and 5.96",
+        all_reduce(before="if op == 'avg':\n    for tensor in (tensors := list(tensors)):\n"
+                          "        tensor /= dist.get_world_size(buffers.group)",
+                   send=SENT.replace("op=op", "op='sum'"))),
+    "divides in 16 bit when it is back": Wrong(
+        4, "test_sums_are_those_of_fp32", r"the mean of 40000, 40000 and 40000 in torch.float16 is inf on rank 0",
+        all_reduce(before="tensors = list(tensors)", send=SENT.replace("op=op", "op='sum'"), end="""
+            buffers.wait()
+            if op == 'avg':
+                for tensor in tensors:
+                    tensor /= dist.get_world_size(buffers.group)
+            """)),
+    "sends 16 bit": Wrong(
+        4, "test_sums_are_those_of_fp32", r"the mean of 4096, 1 and -4096 in torch.float16 is 0 on rank 0, and 0.33",
+        {"all_reduce": """
+@torch.no_grad()
+def all_reduce(tensors, buffers, op="avg"):
+    flats = fused.flat_views(tensors, buffers.buffers[0].dtype)
+    if not flats or flats[0].dtype == torch.float32:
+        return right(flats, buffers, op)
+    for flat in flats:
+        dist.all_reduce(flat, group=buffers.group)
+        flat /= dist.get_world_size(buffers.group) if op == "avg" else 1
+""", "right": all_reduce()["all_reduce"].replace("def all_reduce", "def right")}),
+    "keeps what it sent": Wrong(
+        4, "test_memory_does_not_grow_with_the_model", r"needs [\d.]+ \wB for .* of tensors, and 2.\d MB for",
+        all_reduce(before="kept = []", send=f"kept.append(filled.clone())\n{SENT}")),
+    "reduces over all ranks": Wrong(
+        4, "test_reduces_in_a_group", r"here only ranks 0 and 2 form the group of the buffers", init(group="None"),
+        hangs=True),
+}
+
+RIGHT = {
+    "loads in a list, counted by hand": {"loads": """
+def loads(flats, elements):
+    cut, load, room = [], [], elements
+    for flat in flats:
+        while flat.numel():
+            piece, flat = flat[:room], flat[room:]
+            load += [piece]
+            room -= len(piece)
+            if not room:
+                cut += [load]
+                load, room = [], elements
+    return cut + [load] * bool(load)
+""", "fill": """
+def fill(buffer, load):
+    end = 0
+    for piece in load:
+        begin, end = end, end + len(piece)
+        buffer[begin:end] = piece
+    return buffer[:end]
+"""},
+}

@@ -1,0 +1,645 @@
+"""Lesson 7's assignment, constant buffers, in steps: whose turn it is, how tensors are cut, what is sent and when.
+
+The grader runs these tests against a learner's file, and shows the text of an assertion as the message. In between,
+they run on the reference.
+"""
+
+import time
+
+import checks
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from checks import in_words, once
+
+from zero_minimal.foundations import collectives
+from zero_minimal.meters.memory import Ledger
+
+worlds = pytest.mark.parametrize("world_size", (3, 2))
+
+
+@pytest.fixture
+def lesson(assignment):
+    """The module under test."""
+    return assignment
+
+
+def number_of(tensor, buffers):
+    """Which of the two buffers a tensor lies in, 0 or 1; None: it is neither."""
+    return next((number for number, buffer in enumerate(buffers.buffers)
+                 if 0 <= tensor.data_ptr() - buffer.data_ptr() < buffer.nbytes), None)
+
+
+# -------------------------------------------------------------------------------- step 1: two buffers that take turns
+
+SIZES = ((100, torch.float32), (4096, torch.float32), (4097, torch.float32), (100, torch.float16),
+         (100, torch.float64), (1e3, torch.float32))
+
+
+def made(lesson):
+    """Of buffers of each size: `elements`; of each buffer its shape, dtype, bytes, and where it lies. And which sizes
+    were refused."""
+    found, refused = [], []
+    for size, dtype in SIZES:
+        buffers = lesson.ConstantBuffers(size, dtype=dtype)
+        found.append((buffers.elements, [
+            (tuple(buffer.shape), str(buffer.dtype), buffer.nbytes, buffer.data_ptr()) for buffer in buffers.buffers]))
+    standard = str(lesson.ConstantBuffers(100).buffers[0].dtype)
+    for elements in (dist.get_world_size() - 1, dist.get_world_size()):
+        try:
+            lesson.ConstantBuffers(4 * elements)
+            refused.append(None)
+        except Exception as error:
+            refused.append(type(error).__name__)
+    return found, standard, refused
+
+
+@pytest.mark.step(1, points=7)
+def test_two_buffers_of_the_size(lesson, world_size=3):
+    for found, standard, _ in once(made, world_size, lesson):
+        for (size, dtype), (elements, buffers) in zip(SIZES, found, strict=True):
+            what = f"ConstantBuffers({size}, dtype={dtype}) on {world_size} ranks"
+            fit = int(size) // dtype.itemsize
+            assert len(buffers) == 2, f"{what} has {len(buffers)} in `buffers`, and two take turns"
+            assert abs(buffers[0][3] - buffers[1][3]) >= buffers[0][2], (
+                f"{what}: both of its buffers are the same memory. One could not be filled while the other is on its "
+                "way"
+            )
+            for shape, kind, held, _ in buffers:
+                assert kind == str(dtype), f"{what} has buffers of {kind}"
+                assert held <= size, (
+                    f"{what} has buffers of {held} bytes each: `size` is in bytes, and an element has {dtype.itemsize}"
+                )
+                assert shape == (elements,), (
+                    f"{what} has buffers {list(shape)}, and its `elements` is {elements!r}: both must be the same, as "
+                    "a number of elements"
+                )
+            assert elements % world_size == 0, (
+                f"{what} holds {elements} elements, of which {world_size} ranks have no equal parts: it must be a "
+                "multiple of the number of ranks"
+            )
+            assert elements == fit // world_size * world_size, (
+                f"{what} holds {elements} elements, and {fit // world_size * world_size} fit: as many as there is room "
+                "for, down to a multiple of the number of ranks"
+            )
+        assert standard == "torch.float32", f"without dtype= the buffers are of {standard}, and fp32 is the default"
+
+
+@pytest.mark.step(1, points=1)
+def test_a_size_that_holds_nothing(lesson):
+    for _, _, (one_too_few, enough) in once(made, 3, lesson):
+        assert enough is None, f"ConstantBuffers(12) on 3 ranks raised {enough}: one element a rank is enough"
+        assert one_too_few == "ValueError", (
+            f"ConstantBuffers(8) on 3 ranks {'raised ' + one_too_few if one_too_few else 'was made'}, though there is "
+            "no element for each rank: ValueError is wanted, else a loop over loads of nothing never ends"
+        )
+
+
+TRIPS = 5
+
+
+class Trip:
+    """A collective under way, for a test."""
+
+    def __init__(self, number, events):
+        self.number, self.events = number, events
+
+    def wait(self):
+        self.events.append(("waited", self.number))
+
+    def read(self):
+        self.events.append(("read", self.number))
+
+
+def trips(lesson):
+    """What happens in five trips, in order: a buffer is "taken" and "sent", the trip is "waited" for and "read"; the
+    "end" is when wait() has returned, "twice" when it has again. And the buffers that were taken, by their numbers."""
+    buffers, events, taken = lesson.ConstantBuffers(48), [], []
+    for number in range(TRIPS):
+        buffer, trip = buffers.take(), Trip(number, events)
+        taken.append(number_of(buffer, buffers) if isinstance(buffer, torch.Tensor) else repr(buffer))
+        events.append(("taken", number))
+        buffers.send(trip, trip.read)
+        events.append(("sent", number))
+    buffers.wait()
+    events.append(("end", None))
+    buffers.wait()
+    events.append(("twice", None))
+    return events, taken
+
+
+def place(events, *event):
+    """Where an event first stands; beyond the end if it does not."""
+    return events.index(event) if event in events else len(events)
+
+
+@pytest.mark.step(1, points=4)
+def test_two_buffers_for_ever(lesson):
+    for events, taken in once(trips, 1, lesson):
+        del events
+        assert None not in taken, (
+            f"take() number {taken.index(None) + 1} returned memory that is none of the two in `buffers`: they are "
+            "allocated once, when the object is made, and used again and again"
+        )
+        assert set(taken) == {0, 1} and all(a != b for a, b in zip(taken, taken[1:], strict=False)), (
+            f"take() returned the buffers {', '.join(map(str, taken))}: they must take turns, 0, 1, 0, 1 or 1, 0, 1, 0"
+        )
+
+
+@pytest.mark.step(1, points=6)
+def test_a_buffer_is_taken_when_it_is_back(lesson):
+    for events, _ in once(trips, 1, lesson):
+        for number in range(TRIPS - 2):
+            again = place(events, "taken", number + 2)
+            assert place(events, "waited", number) < again, (
+                f"take() number {number + 3} returned a buffer that is still on its way: nobody has waited for what "
+                f"was sent in it after take() number {number + 1}. Who fills it now changes what is being sent"
+            )
+            assert place(events, "read", number) < again, (
+                f"take() number {number + 3} returned a buffer whose result nobody has read: then() of the send after "
+                f"take() number {number + 1} was not called. Who fills it now destroys the result"
+            )
+
+
+@pytest.mark.step(1, points=5)
+def test_one_may_travel_while_the_other_is_taken(lesson):
+    for events, _ in once(trips, 1, lesson):
+        for number in range(TRIPS):
+            early = place(events, "waited", number)
+            assert early > place(events, "sent", number), (
+                f"send() number {number + 1} waited for its collective at once: it is over before the other buffer is "
+                "filled, and two buffers are no better than one"
+            )
+            if number + 1 < TRIPS:
+                assert early > place(events, "taken", number + 1), (
+                    f"take() number {number + 2} waited for the collective that was sent last, in the other buffer: "
+                    "only the one that used this buffer must be over, else nothing travels while it is filled"
+                )
+
+
+@pytest.mark.step(1, points=2)
+def test_a_result_is_read_once_and_in_time(lesson):
+    for events, _ in once(trips, 1, lesson):
+        for number in range(TRIPS):
+            what, count = f"the result of send() number {number + 1} of {TRIPS}", events.count(("read", number))
+            assert place(events, "read", number) < place(events, "end"), (
+                f"wait() returned, and {what} was not read: both buffers may be on their way"
+            )
+            assert place(events, "read", number) > place(events, "waited", number), (
+                f"{what} was read before pending.wait() had returned: its numbers are not there yet. then() comes after"
+            )
+            assert count == 1, (
+                f"{what} was read {count} times: then() is called once. Is it forgotten when it was called?"
+            )
+
+
+# --------------------------------------------------------------------------------------------- step 2: cut into loads
+
+ROOM = 7  # elements of a load
+CUTS = ((1,), (ROOM - 1,), (ROOM,), (ROOM + 1,), (3 * ROOM + 1,), (3, 9, 1, 15), (ROOM, ROOM), (5, 0, 4), (0,), ())
+
+
+def cut(lesson):
+    """For each of CUTS its loads: of each piece the number of its tensor (None: it is no view of any), and of each load
+    the numbers in it, as they were when the load came and when all had come. The tensors hold 0, 1, 2 and so on."""
+    found = []
+    for sizes in CUTS:
+        flats = list(torch.arange(float(sum(sizes))).split(sizes)) if sizes else []
+        flats = [flat.clone() for flat in flats]
+        loads, at_once = [], []
+        for load in lesson.loads(iter(flats), ROOM):
+            loads.append(load)
+            at_once.append(_numbers(load))
+            if len(loads) > 50:
+                break
+        found.append(([[_tensor_of(piece, flats) for piece in load] for load in loads], at_once,
+                      list(map(_numbers, loads))))
+    return found
+
+
+def _numbers(load):
+    return [number for piece in load for number in piece.tolist()]
+
+
+def _tensor_of(piece, flats):
+    places = [flat.untyped_storage().data_ptr() for flat in flats]
+    place = piece.untyped_storage().data_ptr()
+    return places.index(place) if place in places else None
+
+
+def each_cut(lesson):
+    """what was cut in words, number of elements, the three that cut() found."""
+    for results in once(cut, 1, lesson):
+        for sizes, found in zip(CUTS, results, strict=True):
+            tensors = f"tensors of {listed_numbers(sizes)} elements" if len(sizes) != 1 else f"a tensor of {sizes[0]}"
+            what = f"loads(): of {tensors if sizes else 'no tensors'}, for buffers of {ROOM} elements,"
+            yield what, sum(sizes), *found
+
+
+def listed_numbers(numbers):
+    *others, last = map(str, numbers) if numbers else ("no",)
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+TAIL = "what is left at the end is a load as well"
+CUT = "a tensor goes on in the next load where one is full, and a large one goes through several"
+
+
+@pytest.mark.step(2, points=10,
+                  raised="there may be a tensor without elements, or no tensor at all; and `flats` may be an iterable "
+                  "that can be read once")
+def test_every_element_is_in_one_load(lesson):
+    for what, total, _, at_once, _ in each_cut(lesson):
+        cut_up, right = [number for load in at_once for number in load], list(range(total))
+        missing, twice = sorted(set(right) - set(cut_up)), len(cut_up) - len(set(cut_up))
+        assert len(at_once) <= 50, f"{what} there are more than 50 loads, and no end: does each one bring `start` on?"
+        assert not missing, (
+            f"{what} {len(missing)} of {total} elements are in no load, the first is element {missing[0]}: "
+            f"{TAIL if missing == right[-len(missing):] and len(missing) < ROOM else CUT}"
+        )
+        assert not twice, f"{what} {twice} elements are in two loads: their mean would be taken twice"
+        assert cut_up == right, (
+            f"{what} the order is {', '.join(f'{number:.0f}' for number in cut_up[:12])} …: loads follow the order of "
+            "the tensors, else ranks could send different ones together"
+        )
+
+
+@pytest.mark.step(2, points=8)
+def test_loads_are_full(lesson):
+    for what, total, _, at_once, _ in each_cut(lesson):
+        sizes = list(map(len, at_once))
+        right = [ROOM] * (total // ROOM) + [total % ROOM] * (total % ROOM > 0)
+        assert max(sizes, default=0) <= ROOM, f"{what} a load has {max(sizes)} elements: it does not fit into a buffer"
+        assert 0 not in sizes, (
+            f"{what} load {sizes.index(0) + 1} of {len(sizes)} is empty: a collective of nothing would be sent"
+        )
+        assert sizes == right, (
+            f"{what} there are loads of {listed_numbers(sizes)} elements, and {listed_numbers(right)} is right: each "
+            "one is filled up, with a part of the next tensor too, so that there are as few collectives as can be"
+        )
+
+
+@pytest.mark.step(2, points=7)
+def test_a_load_is_a_list_of_views(lesson):
+    for what, _, tensors, at_once, later in each_cut(lesson):
+        assert not any(None in load for load in tensors), (
+            f"{what} there are pieces that are copies: the result would be written to them, and not into the tensors"
+        )
+        for number, (before, after) in enumerate(zip(at_once, later, strict=True), 1):
+            assert before == after, (
+                f"{what} load {number} held {len(before)} elements when it came, and {len(after)} after the next ones "
+                "had come: each load needs a list of its own, since it is read again when its buffer is back"
+            )
+
+
+# --------------------------------------------------------------------------------------- step 3: into the buffer, back
+
+OLD = -5.0  # what is in a buffer from the trip before
+
+
+def carried(lesson):
+    """A buffer after it was filled, what fill() returned and whether that is a view of the buffer's start; what
+    unpack() left in the tensors, and in what it unpacked."""
+    buffer, sizes = torch.full((12,), OLD), (3, 1, 4)
+    tensors = [flat.clone() for flat in torch.arange(1.0, 9.0).split(sizes)]
+    whole = torch.arange(20.0, 26.0)  # of which a part is a piece
+    load = [*tensors[:2], whole[2:4], tensors[2]]
+    filled = lesson.fill(buffer, load)
+    is_tensor = isinstance(filled, torch.Tensor)
+    is_view = is_tensor and filled.data_ptr() == buffer.data_ptr()
+    after = buffer.tolist()
+    result = torch.arange(100.0, 110.0)
+    lesson.unpack(result, load)
+    return after, filled.tolist() if is_tensor else repr(filled), is_view, [
+        *(tensor.tolist() for tensor in tensors), whole.tolist()], result.tolist()
+
+
+FILLED = [1.0, 2, 3, 4, 22, 23, 5, 6, 7, 8]
+
+
+@pytest.mark.step(3, points=5)
+def test_fill_puts_pieces_side_by_side(lesson):
+    for buffer, filled, is_view, *_ in once(carried, 1, lesson):
+        assert filled != FILLED or is_view, (
+            "fill() returned new memory: what is sent must be the buffer itself, from its start, as far as it is "
+            "filled. Else there is a third buffer, and the result comes back into it"
+        )
+        assert filled != [*FILLED, OLD, OLD], (
+            f"fill() returned all {len(buffer)} elements of the buffer, and {len(FILLED)} are filled: behind them are "
+            "numbers of the load before, which would be sent again"
+        )
+        assert filled == FILLED, f"fill() of pieces {FILLED[:3]}, {FILLED[3:4]} and so on returned {filled}"
+        assert buffer[len(FILLED):] == [OLD, OLD], "fill() changed what is behind the load: nothing is written there"
+
+
+@pytest.mark.step(3, points=5)
+def test_unpack_brings_each_piece_its_part(lesson):
+    for *_, tensors, filled in once(carried, 1, lesson):
+        assert filled == list(range(100, 110)), "unpack() changed the buffer"
+        before = [FILLED[:3], FILLED[3:4], FILLED[6:], list(range(20, 26))]
+        right = [[100, 101, 102], [103], [106, 107, 108, 109], [20, 21, 104, 105, 24, 25]]
+        assert tensors != before, (
+            "unpack() left the tensors as they were: it must write into the memory of each piece (an assignment to a "
+            "name, or a new tensor, does not)"
+        )
+        assert tensors == right, (
+            f"after unpack() of 100, 101 … 109 the tensors hold {tensors}, and {right} is right: each piece gets its "
+            "own part, in the memory in which it lies"
+        )
+
+
+def rounded(lesson):
+    """For 16 bit and fp32 in one load: what fill() put into an fp32 buffer, and what unpack() of thirds made of it."""
+    buffer = torch.zeros(12)
+    load = [(torch.arange(1.0, 4.0) * 1.001).to(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)]
+    exact = torch.cat([piece.double() for piece in load])
+    filled = lesson.fill(buffer, load).clone()
+    thirds = torch.full((9,), 1 / 3)
+    lesson.unpack(thirds, load)
+    return filled, exact, load
+
+
+@pytest.mark.step(3, points=5)
+def test_numbers_are_rounded_when_they_come_back_and_never_before(lesson):
+    for filled, exact, thirds in once(rounded, 1, lesson):
+        assert filled.dtype == torch.float32, f"fill() returned numbers of {filled.dtype} for an fp32 buffer"
+        worst = int((filled.double() - exact).abs().argmax())
+        assert torch.equal(filled.double(), exact), (
+            f"fill() put {filled[worst].item():.7g} into an fp32 buffer for {exact[worst].item():.7g}: it was rounded "
+            "on the way. The buffer has digits enough for numbers of 16 bit and of fp32"
+        )
+        for piece in thirds:
+            right = torch.tensor(1 / 3).to(piece.dtype)
+            assert (piece == right).all(), (
+                f"unpack() of 1/3 into a piece of {piece.dtype} left {piece.tolist()}, not {right.item():.7g}"
+            )
+
+
+# ----------------------------------------------------------------------------- step 4: fill one while the other travels
+
+ROOM_BYTES = 4 * 12
+SHAPES = ((3, 5), (1,), (4, 7), (), (0, 3), (2, 13), (12,), (11,), (13,), (37,))
+
+
+def numbers(rank, dtype=torch.float32, shapes=SHAPES):
+    """Tensors of a rank's own. A test can compute them for all ranks, a rank for itself alone (toys.seed)."""
+    generator = torch.Generator().manual_seed(toys.seed(rank, 17 * rank))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def reduced(lesson):
+    """What all_reduce() made of numbers(): the mean, then the sum, through the same buffers."""
+    rank, found = dist.get_rank(), {}
+    buffers = lesson.ConstantBuffers(ROOM_BYTES)
+    for op in ("avg", "sum"):
+        tensors = numbers(rank)
+        lesson.all_reduce(iter(tensors), buffers, op)
+        found[op] = tensors
+    return found
+
+
+LOST = ("{} still holds rank {}'s own numbers: its result was not read, or not written into this tensor. Is it the "
+        "load of this send that then() reads? (A function made in a loop sees the loop's variables as they are when it "
+        "is called.)")
+
+
+def assert_reduced(ours, parts, op, what):
+    """Tensors of rank after rank are the mean (or the sum) of `parts`, tensors of rank after rank."""
+    for rank, tensors in enumerate(ours):
+        for number, tensor in enumerate(tensors):
+            exact = sum(part[number].double() for part in parts) / (len(parts) if op == "avg" else 1)
+            if torch.allclose(tensor.double(), exact, atol=1e-5):
+                continue
+            which = f"tensor {number + 1} of {len(tensors)}, {list(tensor.shape)}, on rank {rank} of {len(parts)}"
+            which += f", {what},"
+            own = torch.isclose(tensor, parts[rank][number]).double().mean().item()
+            assert own < 1, LOST.format(which, rank)
+            assert own == 0 or own == 1, (
+                f"{which} holds the rank's own numbers in {own:.0%} of its elements: a load was not sent, or its "
+                "result was not read. Is the last one waited for?"
+            )
+            ratio = (tensor.double().flatten() @ exact.flatten() / exact.flatten().square().sum()).item()
+            close = torch.allclose(tensor.double(), ratio * exact, atol=1e-4)
+            assert not close, (
+                f"{which} is {ratio:.3g} times what is right: op={op!r} is the {'mean' if op == 'avg' else 'sum'} over "
+                "the ranks"
+            )
+            wrong = ~torch.isclose(tensor.double(), exact, atol=1e-5)
+            pytest.fail(
+                f"{which} holds wrong numbers in {int(wrong.sum())} of {tensor.numel()} elements, for example "
+                f"{tensor[wrong][0]:.4g} where {exact[wrong][0]:.4g} is right. Does each load get the numbers of its "
+                "own buffer, was it back when they were read, and do all ranks send the same elements together?"
+            )
+
+
+@pytest.mark.step(4, points=8, stuck="every rank must send the same loads in the same order")
+@worlds
+def test_tensors_become_mean_or_sum(lesson, world_size):
+    ranks = once(reduced, world_size, lesson)
+    for op in ("avg", "sum"):
+        assert_reduced([found[op] for found in ranks], [numbers(rank) for rank in range(world_size)], op,
+                       f"reduced with op={op!r}")
+
+
+class Starts:
+    """While open, lists what this rank begins to send: (seconds, number of the buffer or None, its bytes, name)."""
+
+    def __init__(self, buffers):
+        self.buffers, self.made = buffers, []
+
+    def __enter__(self):
+        starts = self
+
+        class Natives(checks.Calls):
+            """Torch's own collectives, where the learner calls them."""
+
+            def hear(self, function, args):
+                if not collectives.inside_collective() and function.namespace == "c10d":
+                    for tensor in tensors_in(args[:2]):
+                        if tensor.numel():
+                            starts.note(tensor, function.__name__.split(".")[0].strip("_"))
+                            break
+
+        self._undo = Natives(), collectives.heard_by(self._hear)
+        for context in self._undo:
+            context.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        for context in reversed(self._undo):
+            context.__exit__(*error)
+
+    def _hear(self, moment, call):
+        if moment == "start":
+            self.note(max(call.tensors, key=lambda tensor: tensor.nbytes), call.name)
+
+    def note(self, tensor, name):
+        self.made.append((time.monotonic(), number_of(tensor, self.buffers), tensor.nbytes, name))
+
+
+def tensors_in(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, (list, tuple)) else []
+
+
+LATE = 0.5  # seconds
+TRAY = 2**20  # bytes
+LARGE = ((TRAY // 4 - 3,), (3 * TRAY // 4,), (7,), (TRAY // 2,))
+
+
+def with_a_slow_rank(lesson):
+    """Rank 1 comes late, then rank 0. What each rank begins to send, and what came of it, each time."""
+    rank, found = dist.get_rank(), []
+    buffers = lesson.ConstantBuffers(TRAY)
+    for slow in (1, 0):
+        tensors = numbers(rank, shapes=LARGE)
+        dist.barrier()
+        time.sleep(LATE if rank == slow else 0)
+        with Starts(buffers) as starts:
+            lesson.all_reduce(tensors, buffers)
+        found.append((starts.made, tensors))
+    return found
+
+
+@pytest.mark.step(4, points=8)
+def test_one_is_filled_while_the_other_travels(lesson):
+    ranks = once(with_a_slow_rank, 2, lesson)
+    for turn, (slow, quick) in enumerate(((1, 0), (0, 1))):
+        begun = ranks[slow][turn][0]
+        assert begun, f"all_reduce() sent nothing on rank {slow}"
+        meanwhile = {number for at, number, *_ in ranks[quick][turn][0] if at < begun[0][0]}
+        assert len(meanwhile) > 1, (
+            f"rank {slow} was {LATE} s late, and meanwhile rank {quick} sent {len(meanwhile) or 'no'} buffer and then "
+            "waited: it could fill and send the other one. Who waits for each collective at once (or calls "
+            "it without async_op=True) needs no second buffer"
+        )
+
+
+@pytest.mark.step(4, points=4)
+def test_a_slow_rank_changes_nothing(lesson):
+    ranks = once(with_a_slow_rank, 2, lesson)
+    parts = [numbers(rank, shapes=LARGE) for rank in range(2)]
+    for turn, slow in enumerate((1, 0)):
+        try:
+            assert_reduced([found[turn][1] for found in ranks], parts, "avg", "reduced")
+        except (AssertionError, pytest.fail.Exception) as error:
+            raise AssertionError(
+                f"where rank {slow} comes {LATE} s late: {error} (A buffer that is filled before what was sent in it "
+                "is over changes what the other ranks get.)") from None
+
+
+@pytest.mark.step(4, points=4)
+def test_each_element_is_sent_once(lesson):
+    for rank, turns in enumerate(once(with_a_slow_rank, 2, lesson)):
+        sent = [(number, size) for _, number, size, name in turns[0][0] if "gather" not in name]
+        total = 4 * sum(shape[0] for shape in LARGE)
+        assert None not in {number for number, _ in sent}, (
+            f"rank {rank} sent memory that is none of the two buffers: what travels must lie in them, else there are "
+            "more"
+        )
+        assert sum(size for _, size in sent) == total, (
+            f"rank {rank} sent {sum(size for _, size in sent):,} bytes in {len(sent)} collectives, of {total:,} bytes "
+            "of tensors: each element goes once, in 4 bytes, and of the last buffer only what is filled"
+        )
+        right = -(-total // TRAY)
+        assert len(sent) == right, (
+            f"rank {rank} made {len(sent)} collectives for {total:,} bytes, and {right} are enough with buffers of "
+            f"{TRAY:,}: each costs its time before the first byte"
+        )
+
+
+PROBES = {  # of each rank, and what their mean is
+    torch.float16: (((4096, 1, -4096), 1 / 3), ((40000, 40000, 40000), 40000), ((2.0**-24,) * 3, 2.0**-24),
+                    ((2048, 1, 1), 2050 / 3)),
+    torch.bfloat16: (((256, 1, -256), 1 / 3), ((1, 2.0**-9, 2.0**-9), (1 + 2.0**-8) / 3)),
+}
+
+
+def probed(lesson):
+    """What all_reduce() makes of PROBES on three ranks, mean by mean, and of the sum of random numbers."""
+    rank, found = dist.get_rank(), {}
+    buffers = lesson.ConstantBuffers(400)
+    for dtype, probes in PROBES.items():
+        mean = torch.tensor([parts[rank] for parts, _ in probes], dtype=torch.float64).to(dtype)
+        total = numbers(rank, dtype, ((200,),))[0]
+        lesson.all_reduce([mean], buffers)
+        lesson.all_reduce([total], buffers, "sum")
+        found[str(dtype)] = mean, total
+    return found
+
+
+@pytest.mark.step(4, points=6)
+def test_sums_are_those_of_fp32(lesson):
+    for rank, found in enumerate(once(probed, 3, lesson)):
+        for dtype, probes in PROBES.items():
+            for (parts, exact), mean in zip(probes, found[str(dtype)][0].double().tolist(), strict=True):
+                right = torch.tensor(exact, dtype=torch.float64).to(dtype).item()
+                assert mean == right, (
+                    f"the mean of {parts[0]:.6g}, {parts[1]:.6g} and {parts[2]:.6g} in {dtype} is {mean:.6g} on rank "
+                    f"{rank}, and {right:.6g} is right: between the tensor and its result nothing is rounded to 16 "
+                    "bit. The buffers are fp32: add and divide there"
+                )
+            exact = sum(numbers(other, dtype, ((200,),))[0].double() for other in range(3)).to(dtype)
+            wrong = int((found[str(dtype)][1] != exact).sum())
+            assert not wrong, (
+                f"of 200 sums of three numbers of {dtype} {wrong} are wrong in the last digit on rank {rank}: they "
+                "were rounded more than once. The buffers are fp32, and what comes back is rounded once"
+            )
+
+
+SMALL = 2**16  # bytes of a buffer
+
+
+def memory(lesson):
+    """Bytes beyond tensors and buffers at the highest moment of all_reduce(), for 4 and for 40 buffers' worth of
+    tensors."""
+    found = []
+    for times in (4, 40):
+        tensors = [torch.ones(SMALL // 16 + 5) for _ in range(4 * times)]
+        buffers = lesson.ConstantBuffers(SMALL)
+        lesson.all_reduce(tensors, buffers)
+        ledger = Ledger()
+        with ledger:
+            before = live(tensors) + live(buffers.buffers)
+            lesson.all_reduce(tensors, buffers)
+        found.append(max((moment.total for moment in ledger.timeline), default=0) - before)
+    return found
+
+
+def live(tensors):
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+@pytest.mark.step(4, points=4)
+def test_memory_does_not_grow_with_the_model(lesson):
+    for rank, (small, large) in enumerate(once(memory, 2, lesson)):
+        assert large <= small + SMALL, (
+            f"besides tensors and buffers rank {rank} needs {in_words(small)} for {in_words(4 * SMALL)} of tensors, "
+            f"and {in_words(large)} for {in_words(40 * SMALL)}: it must be the same, however large the model is. What "
+            "is kept or copied, load after load?"
+        )
+
+
+def in_a_group(lesson):
+    """Ranks 0 and 2 share buffers."""
+    rank, group = dist.get_rank(), dist.new_group([0, 2])
+    if rank == 1:
+        return None
+    tensors = numbers(rank)
+    lesson.all_reduce(tensors, lesson.ConstantBuffers(ROOM_BYTES, group=group))
+    return tensors
+
+
+GROUP = ("here only ranks 0 and 2 form the group of the buffers: is it kept, and passed on to every call, to "
+         "get_world_size() too?")
+
+
+@pytest.mark.step(4, points=1, stuck=GROUP, left=GROUP, raised=GROUP, unsent=GROUP)
+def test_reduces_in_a_group(lesson):
+    first, _, last = toys.run(in_a_group, 3, lesson)
+    try:
+        assert_reduced([first, last], [numbers(rank) for rank in (0, 2)], "avg", "reduced")
+    except (AssertionError, pytest.fail.Exception) as error:
+        raise AssertionError(f"{error} To look at: {GROUP}") from None

@@ -1,0 +1,308 @@
+"""Lesson 8: what goes wrong with blocks, slabs and an arena.
+
+Each of the functions below gives the text of one that is right, or that differs in the parts that are named.
+"""
+
+from submissions import Wrong, function
+
+FOUND = """
+index = bisect.bisect_left(self._free, (size,))
+if index == len(self._free):
+    return None
+*_, block = self._free.pop(index)
+"""
+SPLIT = """
+if block.size - size > self.slack:
+    rest = Block(block.address + size, block.size - size, before=block, after=block.after)
+    if rest.after:
+        rest.after.before = rest
+    block.size, block.after = size, rest
+    self._insert(rest)
+"""
+
+
+def take(find=FOUND, split=SPLIT, end="return block"):
+    return {"Pool.take": function("def take(self, size):", find, "block.used = True", split, end)}
+
+
+def first_of(order):
+    """Takes the first of the fitting entries (size, address, block), put in this order."""
+    return f"""
+        fitting = sorted((entry for entry in self._free if entry[0] >= size), key=lambda entry: {order})
+        if not fitting:
+            return None
+        self._free.remove(fitting[0])
+        *_, block = fitting[0]
+        """
+
+
+REFUSED = 'if not block.used:\n    raise ValueError("it is free already")'
+BEFORE = """
+before, after = block.before, block.after
+if before and not before.used:
+    self._take_out(before.size, before.address)
+    block.address, block.size = before.address, before.size + block.size
+    block.before = before.before
+    if block.before:
+        block.before.after = block
+"""
+AFTER = """
+if after and not after.used:
+    self._take_out(after.size, after.address)
+    block.size += after.size
+    block.after = after.after
+    if block.after:
+        block.after.before = block
+"""
+
+
+def give(refuse=REFUSED, before=BEFORE, after=AFTER, insert="self._insert(block)"):
+    return {"Pool.give": function("def give(self, block):", refuse, "block.used = False", before, after, insert)}
+
+
+BY_ADDRESS = """
+self._insert(block)
+joined = []
+for address, size in self.holes:
+    if joined and sum(joined[-1]) == address:
+        joined[-1] = joined[-1][0], joined[-1][1] + size
+    else:
+        joined.append((address, size))
+self._free = sorted((size, address, Block(address, size)) for address, size in joined)
+"""
+
+COPIED = "self.memory[self.used : end].view(tensor.shape).copy_(tensor)"
+KEPT = "kept = self._kept[self.used : end].view(tensor.shape)"
+
+
+def keep(end="end = self._end_of(tensor)", measured="kept = tensor.clone()", copy=COPIED, kept=KEPT,
+         used="self.used = end", result="return kept"):
+    return {"Slab.keep": "@torch.no_grad()\n" + function(
+        "def keep(self, tensor):", end, function("if self.memory is None:", measured),
+        function("else:", copy, kept), used, result)}
+
+
+def reset(change="self._kept[:0].zero_()", measured="self._allocate(self.used)", front="self.used = 0"):
+    return {"Slab.reset": function(
+        "def reset(self):", function("if self.memory is not None:", change or "pass"),
+        function("elif self.used:", measured), front)}
+
+
+MOVE = """
+if not slab.holds(param.grad):
+    param.grad = slab.keep(param.grad)
+elif param.grad.storage_offset() + param.grad.numel() > slab.used:
+    raise RuntimeError("set gradients to None first, then reset() the slab")
+"""
+HOOKS = "for param in params:\n    param.register_post_accumulate_grad_hook(move)"
+
+
+def gradients(params="[param for param in model.parameters() if param.requires_grad]",
+              size="sum(param.numel() for param in params)", move=MOVE, hooks=HOOKS):
+    return {"gradients_in_slab": function(
+        "def gradients_in_slab(model):", f"params = {params}", f"slab = Slab({size}, *_kind_of(params))",
+        function("def move(param):", move), hooks, "return slab")}
+
+
+IN_ORDER = "sorted(self.lent.values(), key=lambda entry: entry[1].address)"
+LEND = "self._lend(tensor, new, tensor.shape, tensor.stride())"
+
+
+def compact(begin="self.pool = self._empty_pool()", order=IN_ORDER, place="new = self.pool.take(old.size)",
+            move="self._move(old.address, new.address, old.size)", lend=LEND, end=""):
+    return {"Arena.compact": "@torch.no_grad()\n" + function(
+        "def compact(self):", begin, function(f"for tensor, old in {order}:", place, move, lend), end)}
+
+
+def move(pieces="range(0, size, piece)", clone="moving = moving.clone()", when="source - target < count",
+         begin="if source == target:\n    return"):
+    return {"Arena._move": function(
+        "def _move(self, source, target, size, piece=2**18):", begin,
+        function(f"for done in {pieces}:", "count = min(piece, size - done)",
+                 "moving = self.memory[source + done :][:count]", function(f"if {when}:", clone),
+                 "self.memory[target + done :][:count] = moving"))}
+
+
+WRONG = {
+    # ------------------------------------------------------------------------------------------------------- step 1
+    "takes the first block that fits, by address": Wrong(
+        1, "test_the_smallest_block_that_is_large_enough",
+        r"take\(60\) took the block of 100 at 0; the smallest that is large enough has 60, at 600 .* best fit",
+        take(find=first_of("entry[1]"))),
+    "never splits": Wrong(
+        1, "test_what_is_too_much_is_split_off",
+        r"of a free block of 100 at 1000, take\(30\) gave 100 at 1000: the block must be as large as what was asked",
+        take(split="")),
+    "splits off blocks of nothing": Wrong(
+        1, "test_what_is_too_much_is_split_off", r"after take\(50\) there is a free block of size 0",
+        take(split=SPLIT.replace("> self.slack", ">= self.slack"))),
+    "raises where nothing fits": Wrong(
+        1, "test_a_request_that_is_too_large_gets_none", r"it raised MemoryError: no free block is so large",
+        take(find=FOUND.replace("return None", "raise MemoryError('no free block is so large')"))),
+    # ------------------------------------------------------------------------------------------------------- step 2
+    "merges with the block behind it alone": Wrong(
+        2, "test_free_neighbours_are_one_block",
+        r"the first, then the second were freed in this order \(the block before it was free\); free are then 25 at 0, "
+        r"25 at 25, and 50 at 0 is right", give(before="before, after = block.before, block.after")),
+    "merges whatever addresses touch": Wrong(
+        2, "test_free_neighbours_are_one_block",
+        r"two ranges of 40 were added, whose addresses touch; when both are free again, free are: 80 at 0",
+        give(before="", after="", insert=BY_ADDRESS)),
+    "takes a block back twice": Wrong(
+        2, "test_a_block_is_freed_once",
+        r"a block which is free, number 1 of four, was given back a second time, and give\(\) took it; then free are",
+        give(refuse="")),
+    "looks for a second free among free blocks alone": Wrong(
+        2, "test_a_block_is_freed_once",
+        r"which is free and merged with its neighbour, number 1 of four, was given back a second time, and give\(\) t",
+        give(refuse='if any(entry[-1] is block for entry in self._free):\n    raise ValueError("free already")')),
+    "notes no border after a merge": Wrong(
+        2, "test_used_and_free_are_all_there_is",
+        r"(?s)it raised IndexError.*To look at: do the blocks around a merged one know",
+        give(after=AFTER.replace("""    if block.after:
+        block.after.before = block
+""", ""))),
+    "merges large blocks alone with those before them": Wrong(
+        2, "test_recorded_trainings_are_served",
+        r"the allocator held \d+ MiB at most with your pool, and \d+ MiB with best fit|had .* MiB in use|on 254 MiB",
+        give(before="before = after = None\nif block.size > 2**22:\n    before, after = block.before, block.after\n"
+             + BEFORE.split("\n", 2)[2])),
+    # ------------------------------------------------------------------------------------------------------- step 3
+    "a slab of separate allocations": Wrong(
+        3, "test_what_is_kept_lies_side_by_side_in_one_allocation",
+        r"the copy of a tensor \[3, 5\] does not lie in slab.memory", keep(copy="", kept="kept = tensor.clone()")),
+    "keeps a view of the source": Wrong(
+        3, "test_what_is_kept_lies_side_by_side_in_one_allocation",
+        r"the copy of a tensor \[3, 5\] does not lie in slab.memory", keep(copy="", kept="kept = tensor.detach()")),
+    "lays each tensor at the front": Wrong(
+        3, "test_what_is_kept_lies_side_by_side_in_one_allocation",
+        r"tensor 2 lies 0 bytes from the front of the slab; it must lie at 60, right behind",
+        keep(copy="self.memory[: tensor.numel()].view(tensor.shape).copy_(tensor)",
+             kept="kept = self._kept[: tensor.numel()].view(tensor.shape)")),
+    "lets autograd count each copy as a change of all": Wrong(
+        3, "test_a_training_step_with_its_checkpoints_in_the_slab",
+        r"(?s)modified by an inplace operation.*To look at: backward reads what keep\(\) has returned",
+        keep(kept="kept = self.memory[self.used : end].view(tensor.shape)")),
+    "goes to the front when a block's input comes that is as large": Wrong(
+        3, "test_with_p_a_the_slab_holds_a_part",
+        r"keep half of each block's input, 609 elements in all; slab.used is 203 on rank 0",
+        keep(end="if tensor.numel() == 203 and tensor.dim() == 1:\n    self.used = 0\nend = self._end_of(tensor)")),
+    "a reset that autograd does not notice": Wrong(
+        3, "test_a_backward_after_reset_fails",
+        r"then another tensor was kept, and backward computed a gradient that is wrong without a word",
+        reset(change="")),
+    "frees the memory at reset": Wrong(
+        3, "test_reset_goes_back_to_the_front_and_frees_nothing",
+        r"it used a tensor whose memory was freed",
+        reset(change="self._kept[:0].zero_()\nself.memory.untyped_storage().resize_(0)")),
+    "does not go back to the front": Wrong(
+        3, "test_reset_goes_back_to_the_front_and_frees_nothing",
+        r"after reset\(\) number 1 slab.used is 10|after reset\(\) number 1 keep\(\) raised MemoryError",
+        reset(front="")),
+    "allocates for the last tensor that it measured": Wrong(
+        3, "test_a_slab_without_a_size_measures_its_first_round",
+        r"it raised MemoryError: the slab is full: 8 elements do not fit behind the 5 of 8", keep(
+            used="self.used = end if self.memory is not None else tensor.numel()")),
+    # ------------------------------------------------------------------------------------------------------- step 4
+    "copies gradients, and leaves .grad where it was": Wrong(
+        4, "test_gradients_lie_in_one_slab", r"(\d+) of \1 gradients do not lie in the slab: param.grad must be what k",
+        gradients(move="if not slab.holds(param.grad):\n    slab.keep(param.grad)")),
+    "moves the gradients in the end": Wrong(
+        4, "test_a_gradient_is_moved_as_soon_as_it_is_complete",
+        r"at \d+ of \d+ moments of backward a gradient that was complete did not lie in the slab yet",
+        gradients(hooks="""
+            def last(param, done=set()):
+                done.add(param)
+                if len(done) == len(params):
+                    for each in list(done):
+                        move(each)
+                    done.clear()
+
+            for param in params:
+                param.register_post_accumulate_grad_hook(last)
+            """)),
+    "keeps a gradient again in each micro-batch": Wrong(
+        4, "test_micro_batches_add_up_in_place", r"it raised MemoryError: the slab is full",
+        gradients(move="param.grad = slab.keep(param.grad)")),
+    "does not notice a reset that comes too early": Wrong(
+        4, "test_a_reset_while_gradients_are_in_use_is_refused", r"it was reset, and the next backward added to them w",
+        gradients(move="if not slab.holds(param.grad):\n    param.grad = slab.keep(param.grad)")),
+    # ------------------------------------------------------------------------------------------------------- step 5
+    "moves what lies last first": Wrong(
+        5, "test_compaction_leaves_one_free_block", r"after compact\(\) they lie at \[45, 30, 0\]",
+        compact(order=f"reversed({IN_ORDER})")),
+    "forgets the pool": Wrong(
+        5, "test_compaction_leaves_one_free_block", r"after compact\(\) the arena's pool has free: 10 at 0, 5 at 30, ",
+        compact(begin="front = 0", place="new = Block(front, old.size, True)", end="",
+                lend=LEND + "\nfront += old.size")),
+    "hands out new tensors": Wrong(
+        5, "test_tensors_follow_where_they_are_moved", r"the tensor .* has other values: do its holders see the new",
+        compact(lend="fresh = torch.empty(0, dtype=tensor.dtype)\n"
+                     "self._lend(fresh, new, tensor.shape, tensor.stride())\ndel self.lent[id(fresh)]\n"
+                     "self.lent[id(tensor)] = tensor, new")),
+    "copies over itself": Wrong(
+        5, "test_compaction_leaves_one_free_block", r"(?s)Please clone\(\) the tensor .*A piece that overlaps its own",
+        move(clone="pass")),
+    "copies pieces back to front": Wrong(
+        5, "test_overlapping_moves_keep_the_values", r"moved by \d+ to the front, over itself, and \d+ of its numbers ",
+        move(pieces="reversed(range(0, size, piece))")),
+    "clones the whole arena": Wrong(
+        5, "test_compaction_takes_memory_for_one_piece", r"held 32.0 MiB more at its highest moment",
+        compact(begin="self.pool, whole = self._empty_pool(), self.memory.clone()",
+                move="self.memory[new.address : new.address + old.size] = "
+                     "whole[old.address : old.address + old.size]")),
+    "autograd does not notice that a tensor moves": Wrong(
+        5, "test_a_backward_that_needs_what_was_moved_fails",
+        r"compact\(\) moved it, and backward went through(, with a wrong gradient)?",
+        compact(lend="tensor.data = self.memory[new.address :].as_strided(tensor.shape, tensor.stride(), new.address)\n"
+                     "self.lent[id(tensor)] = tensor, new")),
+}
+
+SHORT = {"merges with the block behind it alone", "takes the first block that fits, by address",
+         "lets autograd count each copy as a change of all", "clones the whole arena"}
+
+RIGHT = {
+    "the parts of these mistakes": take() | give() | keep() | reset() | gradients() | compact() | move(),
+    "a list by address, searched through": {
+        "Pool.__init__": function("def __init__(self, slack=0):", "self.slack, self.ranges = slack, []"),
+        "Pool.holes": "@property\n" + function(
+            "def holes(self):",
+            "return sorted((one.address, one.size) for blocks in self.ranges for one in blocks if not one.used)"),
+        "Pool.add": function("def add(self, address, size):", "self.ranges.append([Block(address, size)])"),
+        "Pool.remove": function("def remove(self, address, size):",
+                                "self.ranges = [blocks for blocks in self.ranges if blocks[0].address != address]"),
+        "Pool.take": """
+            def take(self, size):
+                best = None
+                for blocks in self.ranges:
+                    for place, block in enumerate(blocks):
+                        if not block.used and block.size >= size and (best is None or block.size < best[0].size):
+                            best = block, blocks, place
+                if best is None:
+                    return None
+                block, blocks, place = best
+                if block.size - size > self.slack:
+                    blocks.insert(place + 1, Block(block.address + size, block.size - size))
+                    block.size = size
+                block.used = True
+                return block
+            """,
+        "Pool.give": """
+            def give(self, block):
+                if not block.used:
+                    raise ValueError("twice")
+                block.used = False
+                blocks = next(blocks for blocks in self.ranges if block in blocks)
+                place = blocks.index(block)
+                if place + 1 < len(blocks) and not blocks[place + 1].used:
+                    block.size += blocks.pop(place + 1).size
+                if place and not blocks[place - 1].used:
+                    blocks[place - 1].size += blocks.pop(place).size
+            """,
+        "Pool._insert": None, "Pool._take_out": None},
+    "an untyped storage of its own for each copy": keep(
+        copy="place = torch.empty(0, dtype=self.dtype).set_(self.memory.untyped_storage(), self.used, tensor.shape)\n"
+             "place.copy_(tensor)\nself.handed = [*getattr(self, 'handed', []), place]",
+        kept="kept = place") | reset(change="for place in getattr(self, 'handed', []):\n    place[..., :0].zero_() "
+                                            "if place.dim() else place.fill_(place)\nself.handed = []"),
+}

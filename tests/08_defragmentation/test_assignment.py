@@ -1,0 +1,948 @@
+"""Lesson 8's assignment, M_D, in steps: which block is taken, what merges, what lies where, and what moves.
+
+The grader runs these tests against a learner's file, and shows the text of an assertion as the message. So each one
+names what went wrong and shows the evidence. In between, they run on the reference.
+"""
+
+import json
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from checks import once
+
+from zero_minimal.activation_partitioning import checkpoint_blocks
+from zero_minimal.classroom.lessons import HOUSE
+from zero_minimal.meters.allocator import CachingAllocator, OutOfMemory
+
+MIB = 2**20
+KINDS = ((torch.float32, "fp32"), (torch.float64, "fp64"), (torch.bfloat16, "bf16"))
+
+
+def measured():
+    """measured.json: the recorded trainings, and what replaying them came to."""
+    return json.loads((HOUSE / "lessons/08_defragmentation/measured.json").read_text(encoding="utf-8"))
+
+
+# ------------------------------------------------------------------------------------- in a rank: what a pool has done
+
+
+def pool_of(assignment, *ranges, slack=0):
+    """A Pool with these ranges (address, size)."""
+    pool = assignment.Pool(slack)
+    for address, size in ranges:
+        pool.add(address, size)
+    return pool
+
+
+def in_numbers(block):
+    """(address, size) of what take() returned; None stays; of anything else what it is."""
+    if block is None:
+        return None
+    if not hasattr(block, "address") or not hasattr(block, "size"):
+        return f"a {type(block).__name__}"
+    return int(block.address), int(block.size)
+
+
+def after_each(pool, sizes):
+    """[(what take(size) gave, all holes then)] for each size."""
+    return [(in_numbers(pool.take(size)), list(pool.holes)) for size in sizes]
+
+
+def told(holes):
+    """Free blocks in words."""
+    return ", ".join(f"{size} at {address}" for address, size in holes) or "none"
+
+
+# ------------------------------------------------------------------------------------------------------ step 1: take
+
+RANGES = ((0, 100), (200, 50), (400, 80), (600, 60), (800, 50))
+ASKED = (60, 20, 70, 31)
+
+
+def taken(assignment):
+    return after_each(pool_of(assignment, *RANGES), ASKED)
+
+
+def is_block(found, call):
+    assert not isinstance(found, str), f"{call} returned {found}: return a Block, which has address and size, or None"
+
+
+@pytest.mark.step(1, points=6)
+def test_the_smallest_block_that_is_large_enough(assignment):
+    """It is asked where neither splitting nor merging matters."""
+    before = sorted(RANGES)
+    for size, (found, holes) in zip(ASKED, *once(taken, 1, assignment), strict=True):
+        fitting = [hole for hole in before if hole[1] >= size]
+        best = min(fitting, key=lambda hole: (hole[1], hole[0]))
+        is_block(found, f"take({size})")
+        assert found is not None, (
+            f"take({size}) returned None, and there was a free block that is large enough (free were {told(before)})")
+        place = next((tuple(hole) for hole in before if hole[0] <= found[0] < hole[0] + hole[1]), None)
+        assert place, f"take({size}) gave address {found[0]}, which was not free: free were {told(before)}"
+        assert place[1] >= size, (
+            f"take({size}) took the block of {place[1]} at {place[0]}, which is too small (free were {told(before)})")
+        assert place[1] == best[1], (
+            f"take({size}) took the block of {place[1]} at {place[0]}; the smallest that is large enough has "
+            f"{best[1]}, at {best[0]} (free were {told(before)}). Large blocks are for large requests: best fit")
+        assert place == tuple(best), (
+            f"take({size}) took the block of {place[1]} at {place[0]}, and there is one as large at {best[0]}: of "
+            "blocks of one size the one at the lowest address is taken, as CUDA does")
+        assert found[0] == place[0], (
+            f"take({size}) took address {found[0]} inside of the free block of {place[1]} at {place[0]}: take its "
+            "front, and leave the rest behind it")
+        before = sorted(holes)
+
+
+def split(assignment):
+    """Of one range, taken piece by piece; with slack; and a size that fits exactly."""
+    plain = after_each(pool_of(assignment, (1000, 100)), (30, 20, 50))
+    slack = after_each(pool_of(assignment, (0, 100), slack=10), (60, 30))
+    border = after_each(pool_of(assignment, (0, 100), slack=10), (89,))
+    return plain, slack, border
+
+
+@pytest.mark.step(1, points=6)
+def test_what_is_too_much_is_split_off(assignment):
+    ((plain, slack, border),) = once(split, 1, assignment)
+    rest = 100
+    for size, (found, holes) in zip((30, 20, 50), plain, strict=True):
+        is_block(found, f"take({size})")
+        start = 1100 - rest
+        assert found == (start, size), (
+            f"of a free block of {rest} at {start}, take({size}) gave {_block(found)}: the block must be as large as "
+            "what was asked for, and begin where the free one did. The rest is another block")
+        rest -= size
+        assert all(bytes > 0 for _, bytes in holes), (
+            f"after take({size}) there is a free block of size 0: where a request fits exactly nothing is split off")
+        wanted = [(1100 - rest, rest)] if rest else []
+        assert list(holes) == wanted, (
+            f"after take({size}), of a free block of {rest + size} at {start}, free are: {told(holes)}. It must be: "
+            f"{told(wanted)}")
+    (found, holes), (second, after) = slack
+    assert found == (0, 60) and holes == [(60, 40)], (
+        f"in a pool with slack 10, take(60) of a block of 100 gave {_block(found)} and left {told(holes)}: 40 too much "
+        "is more than the slack, so it is split off")
+    assert second == (60, 40) and not after, (
+        f"in a pool with slack 10, take(30) of a block of 40 gave {_block(second)} and left {told(after)}: 10 too much "
+        "is within the slack. Then nothing is split off, and the block is larger than what was asked for")
+    found, holes = border[0]
+    assert found == (0, 89) and holes == [(89, 11)], (
+        f"in a pool with slack 10, take(89) of a block of 100 gave {_block(found)} and left {told(holes)}: 11 too much "
+        "is more than the slack")
+
+
+def _block(found):
+    return "None" if found is None else f"{found[1]} at {found[0]}"
+
+
+def refused(assignment):
+    pool = pool_of(assignment, (0, 40), (40, 40), (200, 30))
+    return after_each(pool, (50, 41, 30))
+
+
+@pytest.mark.step(1, points=3)
+def test_a_request_that_is_too_large_gets_none(assignment):
+    ((first, second, third),) = once(refused, 1, assignment)
+    whole = [(0, 40), (40, 40), (200, 30)]
+    for size, (found, holes) in zip((50, 41), (first, second), strict=True):
+        assert found is None, (
+            f"take({size}) gave {_block(found)}, and no free block is so large: free were {told(whole)}. (Ranges that "
+            "were added one by one stay apart, though their addresses touch.) It must return None")
+        assert list(holes) == whole, f"take({size}) returned None, and changed what is free: {told(holes)} now"
+    assert third[0] == (200, 30), f"take(30) gave {_block(third[0])} after two requests that were refused"
+
+
+# ------------------------------------------------------------------------------------------------------- step 2: give
+
+FREED = {  # in which order four blocks of 25 are freed, and what must be free then
+    "the block before it was free": ([0, 1], [(0, 50)]),
+    "the block behind it was free": ([1, 0], [(0, 50)]),
+    "both its neighbours were free": ([0, 2, 1], [(0, 75)]),
+    "no neighbour was free": ([0, 2], [(0, 25), (50, 25)]),
+    "it is the last of its range": ([2, 3], [(50, 50)]),
+    "all were free but it": ([0, 3, 2, 1], [(0, 100)]),
+}
+
+
+def merged(assignment):
+    """What is free after each of these, and what one request of all that was freed gets then."""
+    found = {}
+    for name, (order, wanted) in FREED.items():
+        pool = pool_of(assignment, (0, 100))
+        blocks = [pool.take(25) for _ in range(4)]
+        for number in order:
+            pool.give(blocks[number])
+        holes = list(pool.holes)
+        found[name] = holes, in_numbers(pool.take(max(size for _, size in wanted)))
+    pool = pool_of(assignment, (0, 40), (40, 40))
+    one, other = pool.take(40), pool.take(40)
+    pool.give(one)
+    pool.give(other)
+    return found, list(pool.holes), in_numbers(pool.take(80))
+
+
+@pytest.mark.step(2, points=6)
+def test_free_neighbours_are_one_block(assignment):
+    ((found, apart, over_the_border),) = once(merged, 1, assignment)
+    for name, (holes, again) in found.items():
+        order, wanted = FREED[name]
+        size = max(size for _, size in wanted)
+        assert sum(size for _, size in holes) == sum(size for _, size in wanted), (
+            f"of four blocks of 25, {_numbers(order)} were freed in this order; free are then {told(holes)}: that is "
+            f"{sum(size for _, size in holes)} in all, and {25 * len(order)} were freed")
+        assert list(holes) == wanted, (
+            f"of four blocks of 25, {_numbers(order)} were freed in this order ({name}); free are then {told(holes)}, "
+            f"and {told(wanted)} is right: a block that is freed becomes one with free neighbours, on both sides")
+        assert again is not None and again[1] == size, (
+            f"of four blocks of 25, {_numbers(order)} were freed; then take({size}) gave {_block(again)}, though "
+            f"{told(holes)} is free")
+    assert apart == [(0, 40), (40, 40)] and over_the_border is None, (
+        f"two ranges of 40 were added, whose addresses touch; when both are free again, free are: {told(apart)}. "
+        "Blocks of different ranges (CUDA's segments) never become one: memory of two allocations")
+
+
+def _numbers(order):
+    return "the " + ", then the ".join(("first", "second", "third", "fourth")[number] for number in order)
+
+
+def freed_twice(assignment):
+    """What a second give() does: to a block that stands alone, and to one that another has swallowed."""
+    seen = {}
+    for name, first in (("which is free", [0]), ("which is free and merged with its neighbour", [0, 1])):
+        for again in first:
+            pool = pool_of(assignment, (0, 100))
+            blocks = [pool.take(25) for _ in range(4)]
+            for number in first:
+                pool.give(blocks[number])
+            before = list(pool.holes)
+            try:
+                pool.give(blocks[again])
+                error = ""
+            except Exception as raised:
+                error = type(raised).__name__
+            seen[f"{name}, number {again + 1}"] = error, before, list(pool.holes)
+    return seen
+
+
+@pytest.mark.step(2, points=4)
+def test_a_block_is_freed_once(assignment):
+    (seen,) = once(freed_twice, 1, assignment)
+    for name, (error, before, holes) in seen.items():
+        assert error, (
+            f"a block {name} of four, was given back a second time, and give() took it; then free are {told(holes)}. "
+            "Two owners would get the same memory: raise ValueError")
+        assert error == "ValueError", (
+            f"a block {name} of four, was given back a second time, and give() raised {error}: raise ValueError "
+            "before anything else is done")
+        assert holes == before, (
+            f"a second give() of a block {name} of four, raised ValueError, and changed what is free: {told(before)} "
+            f"before, {told(holes)} after it")
+
+
+def random_requests(assignment):
+    """[(what happened, address, size, all holes)] of some hundred requests in two ranges."""
+    chance, log, live = random.Random(toys.seed(0, 8)), [], []
+    pool = pool_of(assignment, (0, 5000), (5000, 3000))
+    for _ in range(400):
+        if live and chance.random() < 0.47:
+            block, address, size = live.pop(chance.randrange(len(live)))
+            pool.give(block)
+            log.append(("give", address, size, list(pool.holes)))
+            continue
+        size = chance.randint(1, 600)
+        block = pool.take(size)
+        if block is not None:
+            live.append((block, int(block.address), int(block.size)))
+        log.append(("take", *(live[-1][1:] if block is not None else (-1, size)), list(pool.holes)))
+    return log
+
+
+@pytest.mark.step(2, points=4, raised="do the blocks around a merged one know that it is their neighbour now?")
+def test_used_and_free_are_all_there_is(assignment):
+    (log,) = once(random_requests, 1, assignment)
+    used, free = {}, [(0, 5000), (5000, 3000)]
+    for number, (kind, address, size, holes) in enumerate(log, 1):
+        where = f"after {number} requests (the last: {kind}, {size})"
+        if kind == "take" and address < 0:
+            assert all(bytes < size for _, bytes in free), (
+                f"request {number}, take({size}), got None, though free were {told(free)[:200]}")
+        elif kind == "take":
+            other = next((a for a, b in used.items() if a < address + size and address < a + b), None)
+            assert other is None, (
+                f"{where} two used blocks overlap: {size} at {address}, and {used[other]} at {other}")
+            used[address] = size
+        else:
+            del used[address]
+        total = sum(used.values()) + sum(bytes for _, bytes in holes)
+        assert total == 8000, (
+            f"{where} {sum(used.values())} are used and {total - sum(used.values())} free: together {total}, and the "
+            "ranges have 8000. Nothing may get lost, or be counted twice")
+        lying = sorted([*used.items(), *map(tuple, holes)])
+        for (one, bytes), (other, _) in zip(lying, lying[1:], strict=False):
+            assert one + bytes <= other, f"{where} the block of {bytes} at {one} reaches into the one at {other}"
+        for (one, bytes), (other, _) in zip(sorted(map(tuple, holes)), sorted(map(tuple, holes))[1:], strict=False):
+            assert one + bytes < other or other == 5000, (
+                f"{where} two free blocks touch, at {one} and {other}: they must be one")
+        free = holes
+
+
+def replayed(assignment, requests, capacity):
+    """What CUDA's allocator does with the learner's pools: [(address, size)] of each request, bytes allocated and
+    reserved at most, and how it ended."""
+    allocator, got, failure = CachingAllocator(capacity, assignment.Pool), [], None
+    try:
+        for number in requests:
+            if number > 0:
+                block = allocator.allocate(number)
+                got.append((block, int(block.address), int(block.size)))
+            else:
+                allocator.free(got[-number - 1][0])
+    except OutOfMemory as error:
+        failure = [error.request, error.requested, error.free, error.largest_free]
+    return [place[1:] for place in got], allocator.peak_allocated, allocator.peak_reserved, failure
+
+
+def wanted_of(name, figures):
+    """(bytes in use at most, bytes held at most, a capacity, how it ends there or None) for a trace."""
+    row, failure = figures["rows"][name], figures["failure"]
+    ending = [failure[key] for key in ("request", "requested", "free", "largest_free")]
+    capacity = figures["capacity"] if name in ("without slabs", "with slabs") else row["least"]
+    return row["allocated"], row["reserved"], capacity, ending if name == "without slabs" else None
+
+
+@pytest.mark.step(2, points=6)
+def test_recorded_trainings_are_served(assignment):
+    figures = measured()
+    for name, trace in figures["traces"].items():
+        allocated, reserved, capacity, ending = wanted_of(name, figures)
+        (places, used, held, failure), = once(replayed, 1, assignment, tuple(trace["requests"]), 2**62)
+        assert failure is None, f"the recorded training {name!r} ran out of memory on a device without end"
+        _assert_apart(name, trace["requests"], places)
+        assert used == allocated, (
+            f"the recorded training {name!r} had {used / MIB:.1f} MiB in use at its peak with your pool, and "
+            f"{allocated / MIB:.1f} MiB is right")
+        assert held == reserved, (
+            f"for the recorded training {name!r} the allocator held {held / MIB:.0f} MiB at most with your pool, and "
+            f"{reserved / MIB:.0f} MiB with best fit, splitting and merging")
+        (*_, failure), = once(replayed, 1, assignment, tuple(trace["requests"]), capacity)
+        said = f"the recorded training {name!r} on {capacity / MIB:.0f} MiB"
+        if ending is None:
+            assert failure is None, f"{said} is out of memory at event {failure[0]} with your pool; it must go through"
+        else:
+            assert failure is not None, f"{said} goes through with your pool: best fit fails there, at {ending[0]}"
+            assert failure == ending, (
+                f"{said} ends at event {failure[0]} with {failure[2] / MIB:.1f} MiB free, the largest block of "
+                f"{failure[3] / MIB:.1f} MiB; best fit ends at event {ending[0]} with {ending[2] / MIB:.1f} MiB free, "
+                f"the largest block of {ending[3] / MIB:.1f} MiB")
+
+
+def _assert_apart(name, requests, places):
+    """At no moment two requests have the same memory."""
+    live, number = {}, 0
+    for event, request in enumerate(requests):
+        if request < 0:
+            del live[-request]
+            continue
+        address, size = places[number]
+        number += 1
+        assert size >= request, f"in {name!r} a request of {request} bytes got a block of {size}"
+        other = next((one for one, (start, bytes) in live.items()
+                      if start < address + size and address < start + bytes), None)
+        assert other is None, (
+            f"in the recorded training {name!r}, at event {event}, request {number} got memory that request {other} "
+            "has and uses still")
+        live[number] = address, size
+
+
+# ------------------------------------------------------------------------------------------------------ step 3: a slab
+
+
+def extent(tensor):
+    """(first byte, number of bytes) of a tensor."""
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def kept_in_a_slab(assignment):
+    """For tensors of all kinds: what keep() gave, where, and whether it stays as it is."""
+    found = {}
+    for dtype, name in KINDS:
+        torch.manual_seed(toys.seed(0, 11))
+        sources = [torch.randn(3, 5), torch.randn(5, 4).t(), torch.randn(()), torch.randn(2, 6)[:, ::2], torch.randn(7)]
+        sources = [source.to(dtype) for source in sources]
+        sources[0].requires_grad_()
+        wanted = [source.detach().clone() for source in sources]
+        slab = assignment.Slab(1000, dtype)
+        storage = slab.memory.untyped_storage()
+        start, room, kept, used = slab.memory.data_ptr(), storage.nbytes(), [], []
+        for source in sources:
+            kept.append(slab.keep(source))
+            used.append(int(slab.used))
+        with torch.no_grad():
+            for source in sources:
+                source.zero_()
+        places = [extent(tensor) for tensor in kept]
+        found[name] = {
+            "values": [torch.equal(one, other) if one.shape == other.shape else None
+                       for one, other in zip(kept, wanted, strict=True)],
+            "shapes": [(list(tensor.shape), str(tensor.dtype)) for tensor in kept],
+            "wanted": [(list(tensor.shape), str(tensor.dtype)) for tensor in wanted],
+            "in it": [tensor.untyped_storage().data_ptr() == storage.data_ptr() for tensor in kept],
+            "places": [(address - start, size) for address, size in places], "used": used,
+            "room": room, "same": slab.memory.data_ptr() == start, "memory": slab.memory.untyped_storage().nbytes(),
+            "history": [tensor.requires_grad for tensor in kept],
+        }
+    return found
+
+
+@pytest.mark.step(3, points=5, raised="keep() takes tensors of any shape and stride; the copy has the shape")
+def test_what_is_kept_lies_side_by_side_in_one_allocation(assignment):
+    (found,) = once(kept_in_a_slab, 1, assignment)
+    for kind, seen in found.items():
+        assert seen["shapes"] == seen["wanted"], (
+            f"keep() of tensors of shapes {[shape for shape, _ in seen['wanted']]} in {kind} gave "
+            f"{[shape for shape, _ in seen['shapes']]}: a copy has shape and dtype of what it is a copy of")
+        assert all(seen["in it"]), (
+            f"the copy of a tensor {seen['wanted'][seen['in it'].index(False)][0]} does not lie in slab.memory: "
+            "it has memory of its own, which would lie anywhere between the short-lived tensors")
+        assert seen["same"] and seen["memory"] == seen["room"], (
+            f"slab.memory is another tensor after keep(), of {seen['memory']} bytes in place of {seen['room']}: the "
+            "slab is allocated once")
+        at = 0
+        for number, (place, size) in enumerate(seen["places"], 1):
+            assert place == at, (
+                f"in {kind} tensor {number} lies {place} bytes from the front of the slab; it must lie at {at}, right "
+                "behind those before it (lay the first at the front, and let `used` say where the next one goes)")
+            at += size
+        assert all(seen["values"]), (
+            f"in {kind} copy number {seen['values'].index(False) + 1} is not what was kept, once the sources were "
+            "overwritten with zeros: keep() must copy the numbers into the slab")
+        sums = [sum(size for _, size in seen["places"][: number + 1]) // seen["places"][2][1]
+                for number in range(len(seen["places"]))]
+        assert seen["used"] == sums, (
+            f"after each keep() in {kind}, slab.used was {seen['used']}, and {sums} is right: it counts elements")
+        assert not any(seen["history"]), (
+            "what keep() gave for a tensor that wants a gradient wants one, too: it is a plain copy, and its keeper "
+            "knows what the tensor was")
+
+
+def rounds(assignment):
+    """Storage and place of what is kept, in several rounds; and a round that is refused."""
+    slab = assignment.Slab(10)
+    storage, room, seen = slab.memory.untyped_storage().data_ptr(), slab.memory.untyped_storage().nbytes(), []
+    for number in range(4):
+        try:
+            first = slab.keep(torch.full((6,), float(number)))
+        except MemoryError as error:
+            return [*seen, str(error)], room
+        second = slab.keep(torch.full((4,), -1.0))
+        place = first.data_ptr() - slab.memory.data_ptr(), second.data_ptr() - slab.memory.data_ptr()
+        values = first.tolist() == [number] * 6 and second.tolist() == [-1.0] * 4
+        try:
+            slab.keep(torch.ones(1))
+            refused = ""
+        except Exception as error:
+            refused = type(error).__name__
+        slab.reset()
+        seen.append((place, values, refused, int(slab.used), slab.memory.untyped_storage().data_ptr() == storage,
+                     slab.memory.untyped_storage().nbytes()))
+    return seen, room
+
+
+@pytest.mark.step(3, points=4)
+def test_reset_goes_back_to_the_front_and_frees_nothing(assignment):
+    ((seen, room),) = once(rounds, 1, assignment)
+    for number, one in enumerate(seen, 1):
+        assert not isinstance(one, str), (
+            f"after reset() number {number - 1} keep() raised MemoryError ({one}): nothing is kept any more then, and "
+            "the next tensor goes to the front")
+        place, values, refused, used, same, bytes = one
+        assert same and bytes == room, (
+            f"after reset() number {number} slab.memory is other memory, or of other size ({bytes} bytes, and {room} "
+            "before): a slab is allocated once, and keeps its place")
+        assert used == 0, f"after reset() number {number} slab.used is {used}: nothing is kept any more"
+        assert place == (0, 24), (
+            f"in round {number} two tensors were kept {place[0]} and {place[1]} bytes from the front, and 0 and 24 is "
+            "right: after a reset() the next tensor goes to the front")
+        assert values, f"in round {number} what was kept has other values"
+        assert refused == "MemoryError", (
+            f"a slab of 10 elements was full, and keep() of one more {'raised ' + refused if refused else 'took it'}: "
+            "it must raise MemoryError (_end_of does)")
+
+
+SIZES = dict(blocks=3, hidden=15, heads=3, dropout=0.1)
+BATCHES = 3
+INPUT = 3 * toys.SEQUENCE * 15  # elements of a block's input: batch, sequence, hidden
+
+
+def make_transformer():
+    return toys.Transformer(**SIZES)
+
+
+def trained_with_a_slab(assignment):
+    """Losses and gradients of some steps, plain and with blocks whose inputs the slab keeps; and bytes held more than
+    the slab after forward."""
+    plain, checkpointed = (toys.build(make_transformer, 0) for _ in range(2))
+    slab = assignment.Slab(SIZES["blocks"] * INPUT)
+    places = []
+
+    def keep(tensor):
+        kept = slab.keep(tensor)
+        places.append(extent(kept))
+        return kept
+
+    checkpoint_blocks(checkpointed, place=keep)
+    results = {"plain": [], "slab": []}
+    for step in range(BATCHES):
+        for name, model in (("plain", plain), ("slab", checkpointed)):
+            torch.manual_seed(toys.seed(0, 40 + step))
+            places.clear()
+            model.zero_grad()
+            loss = model(*toys.tokens(0, step))
+            loss.backward()
+            results[name].append((loss.item(), [param.grad.clone() for param in model.parameters()]))
+        kept = list(places)
+        slab.reset()
+    start, room = slab.memory.data_ptr(), slab.memory.untyped_storage().nbytes()
+    return results, [(address - start, size) for address, size in kept], room
+
+
+@pytest.mark.step(3, points=5, raised="backward reads what keep() has returned: is it as it was? For autograd it has "
+                  "changed if anything was written through the same tensor or a view of it since")
+def test_a_training_step_with_its_checkpoints_in_the_slab(assignment):
+    ((results, kept, room),) = once(trained_with_a_slab, 1, assignment)
+    for step, ((loss, gradients), (other, others)) in enumerate(zip(*results.values(), strict=True), 1):
+        assert loss == other, f"in step {step} the loss with checkpoints in your slab is {other}, and {loss} is right"
+        assert toys.identical(gradients, others), (
+            f"in step {step} gradients with checkpoints in your slab are others than without. In backward a block is "
+            "computed again from what keep() had returned: do two of them share memory?")
+    assert len(set(kept)) == SIZES["blocks"] and all(0 <= place and place + size <= room for place, size in kept), (
+        f"in step {BATCHES} the {SIZES['blocks']} blocks' inputs lie {[place for place, _ in kept]} bytes from the "
+        f"slab's front, which has {room} bytes")
+
+
+def cut_over_two_ranks(assignment):
+    """Loss and gradients where a group of two keeps half of each input on each rank (P_a), in a slab and without one;
+    elements in the slab after forward."""
+    results = {}
+    slab = assignment.Slab(SIZES["blocks"] * -(-INPUT // 2))
+    generator = torch.Generator().manual_seed(5)  # a model-parallel group has one model, and one batch
+    batch = [torch.randint(toys.VOCABULARY, (3, toys.SEQUENCE), generator=generator) for _ in range(2)]
+    for name, place in (("plain", None), ("slab", slab.keep)):
+        torch.manual_seed(7)
+        model = make_transformer()
+        checkpoint_blocks(model, group=dist.group.WORLD, place=place)
+        loss = model(*batch)
+        used = int(slab.used)
+        loss.backward()
+        results[name] = loss.item(), [param.grad.clone() for param in model.parameters()], used
+    return results
+
+
+@pytest.mark.step(3, points=2)
+def test_with_p_a_the_slab_holds_a_part(assignment):
+    for rank, results in enumerate(once(cut_over_two_ranks, 2, assignment)):
+        (loss, gradients, _), (other, others, used) = results["plain"], results["slab"]
+        wanted = SIZES["blocks"] * -(-INPUT // 2)
+        assert used == wanted, (
+            f"two ranks keep half of each block's input, {wanted} elements in all; slab.used is {used} on rank {rank}")
+        assert loss == other and toys.identical(gradients, others), (
+            f"rank {rank}: where two ranks keep half of each block's input in their slabs, gradients are others than "
+            "without slabs")
+
+
+def reset_before_backward(assignment):
+    """What backward does with a tensor that the slab has forgotten: error, and how far the gradient is off. Once the
+    memory is as it was, once another tensor lies there."""
+    seen = {}
+    for overwritten in (False, True):
+        torch.manual_seed(toys.seed(0, 21))
+        weight, x = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
+        slab = assignment.Slab(100)
+        loss = (weight * slab.keep(x)).sum()
+        slab.reset()
+        if overwritten:
+            slab.keep(torch.zeros(4, 6))
+        try:
+            loss.backward()
+            error = ""
+        except RuntimeError as raised:
+            error = str(raised)
+        seen[overwritten] = error, None if weight.grad is None else not torch.equal(weight.grad, x)
+        slab.reset()
+        fresh = (weight * slab.keep(x)).sum()  # the next round must work
+        weight.grad = None
+        fresh.backward()
+        seen[f"again {overwritten}"] = torch.equal(weight.grad, x)
+    return seen
+
+
+@pytest.mark.step(3, points=5, raised="after reset() the slab is used as before")
+def test_a_backward_after_reset_fails(assignment):
+    (seen,) = once(reset_before_backward, 1, assignment)
+    for overwritten in (True, False):
+        error, wrong = seen[overwritten]
+        what = ("then another tensor was kept, and backward computed a gradient that is wrong without a word"
+                if wrong else "then backward went through: the next keep() would have made it wrong without a word")
+        assert error, (
+            f"a tensor was kept, a product of it was computed, and the slab was reset; {what}. Let reset() change "
+            "what it has handed out, for autograd, so that backward says so")
+        assert "modified by an inplace operation" in error, f"backward after reset() raised something else: {error}"
+        assert seen[f"again {overwritten}"], "in the round after a reset() gradients are wrong"
+
+
+def measuring(assignment):
+    """A slab that measures: its first round, and the next."""
+    slab = assignment.Slab()
+    first = [slab.keep(torch.full((size,), float(size))) for size in (5, 8)]
+    own = slab.memory is None, int(slab.used), len({tensor.untyped_storage().data_ptr() for tensor in first})
+    slab.reset()
+    elements = None if slab.memory is None else slab.memory.numel()
+    again = [slab.keep(tensor) for tensor in first]
+    inside = elements is not None and all(
+        tensor.untyped_storage().data_ptr() == slab.memory.untyped_storage().data_ptr() for tensor in again)
+    idle = assignment.Slab()
+    idle.reset()
+    return own, elements, inside, [tensor.tolist() for tensor in again], idle.memory is None
+
+
+@pytest.mark.step(3, points=4, raised="a slab without a size measures: memory is None until the first reset()")
+def test_a_slab_without_a_size_measures_its_first_round(assignment):
+    ((is_none, used, storages), elements, inside, values, idle), = once(measuring, 1, assignment)
+    assert is_none and storages == 2, (
+        "a slab that was made without a size has no memory in its first round: what it keeps then has its own")
+    assert used == 13, f"in its first round a slab kept 5 and 8 elements, and slab.used is {used}"
+    assert elements == 13, (
+        f"in its first round a slab kept 5 and 8 elements. After reset() its memory must have 13, and "
+        f"{'there is none' if elements is None else f'it has {elements}'}")
+    assert inside and values == [[5.0] * 5, [8.0] * 8], (
+        "in the round after the one that measured, what is kept does not lie in slab.memory with its values")
+    assert idle, "a round in which nothing was kept measured nothing: there is no memory to be allocated yet"
+
+
+# ------------------------------------------------------------------------------------------------- step 4: gradients
+
+
+class Late:
+    """Notes, in backward, which gradients lie in the slab at the moment a gradient of another parameter is made."""
+
+    def __init__(self, model, slab):
+        self.model, self.slab, self.seen = model, slab, []
+
+    def look(self):
+        inside = self.slab.memory.untyped_storage().data_ptr()
+        self.seen.append([param.grad.untyped_storage().data_ptr() == inside
+                          for param in self.model.parameters() if param.grad is not None])
+
+
+def gradients_kept(assignment):
+    """Three steps of SGD with gradients in a slab and without: where they lie, and what they are."""
+    plain, model = (toys.build(make_transformer, 0) for _ in range(2))
+    frozen = [next(iter(each.parameters())).requires_grad_(False) for each in (plain, model)]
+    slab = assignment.gradients_in_slab(model)
+    wanted = [param for param in model.parameters() if param.requires_grad]
+    order, late = [], Late(model, slab)
+    for param in wanted:
+        param.register_post_accumulate_grad_hook(lambda param: order.append(param))
+        param.register_hook(lambda gradient: late.look())
+    steps = []
+    for step in range(3):
+        order.clear()
+        late.seen.clear()
+        results = []
+        for each in (plain, model):
+            torch.manual_seed(toys.seed(0, 70 + step))
+            each(*toys.tokens(0, step)).backward()
+            results.append([None if param.grad is None else param.grad.clone() for param in each.parameters()
+                            if param is not frozen[each is model]])
+        start = slab.memory.data_ptr()
+        places = [extent(param.grad) for param in order]
+        inside = [param.grad.untyped_storage().data_ptr() == slab.memory.untyped_storage().data_ptr()
+                  for param in wanted]
+        steps.append({
+            "same": toys.identical(*results), "inside": inside, "used": int(slab.used),
+            "places": [(address - start, size) for address, size in places],
+            "late": [all(one) for one in late.seen], "frozen": frozen[1].grad is None})
+        for each in (plain, model):
+            torch.optim.SGD([param for param in each.parameters() if param.requires_grad], lr=0.1).step()
+            each.zero_grad()
+        slab.reset()
+    return steps, slab.memory.numel(), sum(param.numel() for param in wanted)
+
+
+@pytest.mark.step(4, points=5, raised="a hook runs for each parameter, when its gradient is complete")
+def test_gradients_lie_in_one_slab(assignment):
+    ((steps, elements, wanted),) = once(gradients_kept, 1, assignment)
+    assert elements == wanted, (
+        f"the gradient slab has room for {elements} elements; the parameters that want a gradient have {wanted}")
+    for number, step in enumerate(steps, 1):
+        assert all(step["inside"]), (
+            f"after the backward of step {number}, {step['inside'].count(False)} of {len(step['inside'])} gradients do "
+            "not lie in the slab: param.grad must be what keep() returned")
+        assert step["same"], f"in step {number} gradients in the slab are others than without a slab"
+        assert step["frozen"], "a parameter that wants no gradient has one"
+        assert step["used"] == wanted, f"after backward slab.used is {step['used']}, and {wanted} were kept"
+        at = 0
+        for place, (start, size) in enumerate(step["places"], 1):
+            assert start == at, (
+                f"in step {number} gradient {place}, in the order in which backward completed them, lies {start} bytes "
+                f"from the slab's front, and {at} is right: one after the other, as they come")
+            at += size
+
+
+@pytest.mark.step(4, points=3)
+def test_a_gradient_is_moved_as_soon_as_it_is_complete(assignment):
+    ((steps, *_),) = once(gradients_kept, 1, assignment)
+    late = sum(not moved for step in steps for moved in step["late"])
+    total = sum(len(step["late"]) for step in steps)
+    assert late == 0, (
+        f"at {late} of {total} moments of backward a gradient that was complete did not lie in the slab yet. What is "
+        "moved after backward has lain between the short-lived tensors in the meantime: use a hook for each parameter "
+        "that runs when its gradient is there")
+
+
+def micro_batches(assignment):
+    """Gradients of two backward passes, in a slab and without; slab.used after each; whether they moved."""
+    results, used, places = [], [], []
+    for in_slab in (False, True):
+        model = toys.build(make_transformer, 0)
+        slab = assignment.gradients_in_slab(model) if in_slab else None
+        for micro in range(3):
+            torch.manual_seed(toys.seed(0, 90 + micro))
+            model(*toys.tokens(0, micro)).backward()
+            if in_slab:
+                used.append(int(slab.used))
+                places.append([param.grad.data_ptr() for param in model.parameters()])
+        results.append([param.grad.clone() for param in model.parameters()])
+    return results, used, places[0] == places[-1], sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.step(4, points=4, raised="a second backward adds to a gradient that lies in the slab already: it has its "
+                  "place")
+def test_micro_batches_add_up_in_place(assignment):
+    ((results, used, stay, wanted),) = once(micro_batches, 1, assignment)
+    assert used == [wanted] * 3, (
+        f"after each of three backward passes slab.used was {used}, and it must be {wanted} each time: autograd adds "
+        "to the gradient that lies in the slab, so nothing new is kept")
+    assert stay, "a gradient that lies in the slab was moved in a later backward: it has its place"
+    assert toys.identical(*results), "gradients of three micro-batches in the slab are others than without a slab"
+
+
+def reset_too_early(assignment):
+    """What backward says when the slab was reset while gradients were in use; and after they were set to None."""
+    model = toys.build(toys.MLP, 0)
+    slab = assignment.gradients_in_slab(model)
+    model(*toys.numbers(0, 0)).backward()
+    slab.reset()
+    try:
+        model(*toys.numbers(0, 1)).backward()
+        error = ""
+    except RuntimeError as raised:
+        error = str(raised)
+    other = toys.build(toys.MLP, 0)
+    fine = assignment.gradients_in_slab(other)
+    for _ in range(2):
+        other(*toys.numbers(0, 0)).backward()
+        other.zero_grad()
+        fine.reset()
+    return error
+
+
+@pytest.mark.step(4, points=3)
+def test_a_reset_while_gradients_are_in_use_is_refused(assignment):
+    (error,) = once(reset_too_early, 1, assignment)
+    assert error, (
+        "gradients lay in the slab, it was reset, and the next backward added to them without a word. What is kept "
+        "next would lie over them: raise RuntimeError in backward where a gradient lies where nothing is kept")
+
+
+# --------------------------------------------------------------------------------------------------- step 5: compact
+
+
+def arena_state(arena, tensors):
+    """Where the tensors lie, in elements, and what is free."""
+    step = arena.memory.element_size()
+    return [(tensor.data_ptr() - arena.memory.data_ptr()) // step for tensor in tensors], list(arena.pool.holes)
+
+
+def compacted(assignment):
+    """An arena with holes, before and after compact(): places, holes, what can be allocated; then freed and again."""
+    arena = assignment.Arena(100)
+    parts = [arena.allocate((size,)) for size in (10, 20, 5, 15, 10, 30)]
+    for number in (0, 2, 4):
+        arena.free(parts[number])
+    live = [parts[number] for number in (1, 3, 5)]
+    before = arena_state(arena, live)
+    arena.compact()
+    after = arena_state(arena, live)
+    free = arena.free_bytes, arena.largest_free
+    try:
+        rest = arena.allocate((35,))
+        second = arena_state(arena, [rest])[0]
+        arena.free(live[1])
+        arena.free(live[0])
+        arena.compact()
+        third = arena_state(arena, [live[2], rest])
+        error = ""
+    except Exception as raised:
+        second, third, error = None, None, f"{type(raised).__name__}: {raised}"
+    nothing = assignment.Arena(50)
+    nothing.compact()
+    full = assignment.Arena(50)
+    whole = full.allocate((50,)).fill_(3.0)
+    full.compact()
+    return (before, after, free, second, third, error, list(nothing.pool.holes), list(full.pool.holes),
+            whole.tolist() == [3.0] * 50)
+
+
+@pytest.mark.step(5, points=6, raised="self.lent says who has which block. A piece that overlaps its own new place "
+                  "goes through memory of its own")
+def test_compaction_leaves_one_free_block(assignment):
+    ((before, after, free, second, third, error, nothing, full, whole),) = once(compacted, 1, assignment)
+    places, holes = after
+    assert places == [0, 20, 35], (
+        f"tensors of 20, 15 and 30 lay at {before[0]} with holes between them; after compact() they lie at {places}, "
+        "and [0, 20, 35] is right: side by side, from the front, in the order in which they lay")
+    assert holes == [(65, 35)], (
+        f"after compact() the arena's pool has free: {told(holes)}; 35 at 65, in one block, is right. (self.pool must "
+        "know where all tensors lie now)")
+    assert free == (140, 140), f"after compact() {free[0]} bytes are free, the largest block has {free[1]}; 140 each"
+    assert not error, f"after compact() the arena was used further, and raised {error}"
+    assert second == [65], f"after compact() a tensor of 35 was allocated at {second[0]}, and 65 is right"
+    assert third == ([0, 30], [(65, 35)]), (
+        f"after a second compact() the two tensors left lie at {third[0]}, and free are {told(third[1])}; 0 and 30, "
+        "and 35 at 65, are right")
+    assert nothing == [(0, 50)] and full == [] and whole, (
+        f"an empty arena of 50 has free {told(nothing)} after compact(), a full one {told(full)}")
+
+
+def followed(assignment):
+    """Tensors of many kinds after compact(): the same objects, shapes, strides, values."""
+    arena = assignment.Arena(400)
+    hole = arena.allocate((5,))
+    torch.manual_seed(toys.seed(0, 31))
+    turned = arena.allocate((3, 7)).normal_().t_()
+    weight = arena.allocate((6, 4)).normal_().requires_grad_()
+    small = arena.allocate(()).fill_(7.0)
+    gap = arena.allocate((9,))
+    behind = arena.allocate((2, 1, 5)).normal_()
+    tensors = {"[7, 3], transposed": turned, "[6, 4], which wants a gradient": weight, "of one element": small,
+               "[2, 1, 5]": behind}
+    wanted = {name: (tensor.detach().clone(), list(tensor.shape), tensor.stride()) for name, tensor in tensors.items()}
+    arena.free(hole)
+    arena.free(gap)
+    arena.compact()
+    inside = arena.memory.untyped_storage().data_ptr()
+    seen = {name: (torch.equal(tensor.detach(), wanted[name][0]) if list(tensor.shape) == wanted[name][1] else False,
+                   list(tensor.shape), tuple(tensor.stride()) == tuple(wanted[name][2]),
+                   tensor.untyped_storage().data_ptr() == inside) for name, tensor in tensors.items()}
+    return seen, {name: shape for name, (_, shape, _) in wanted.items()}, weight.is_leaf and weight.requires_grad
+
+
+@pytest.mark.step(5, points=4, raised="every tensor that the arena has handed out must point to its new place")
+def test_tensors_follow_where_they_are_moved(assignment):
+    ((seen, shapes, leaf),) = once(followed, 1, assignment)
+    for name, (same, shape, strides, inside) in seen.items():
+        assert shape == shapes[name], f"after compact() the tensor {name} has shape {shape}"
+        assert inside, (
+            f"after compact() the tensor {name} does not lie in arena.memory: it must point to its new place there")
+        assert strides, f"after compact() the tensor {name} has other strides: pass them on"
+        assert same, (
+            f"after compact() the tensor {name} has other values: do its holders see the new place, and did all of its "
+            "numbers arrive there?")
+    assert leaf, "a parameter in the arena is no parameter any more after compact()"
+
+
+GAPS = (1, 3, 700, 2**18 - 1, 2**18 + 1)
+
+
+def overlapped(assignment):
+    """For each gap: how many elements of a large tensor, moved by it, differ afterwards; and of the one behind it."""
+    wrong = {}
+    for gap in GAPS:
+        size = 2**19 + 12345
+        arena = assignment.Arena(gap + size + 5000)
+        hole, large, behind = (arena.allocate((elements,)) for elements in (gap, size, 4000))
+        torch.arange(size, out=large)
+        torch.arange(4000, out=behind)
+        arena.free(hole)
+        arena.compact()
+        wrong[gap] = [int((tensor != torch.arange(float(tensor.numel()))).sum()) for tensor in (large, behind)]
+    return wrong
+
+
+@pytest.mark.step(5, points=6)
+def test_overlapping_moves_keep_the_values(assignment):
+    (wrong,) = once(overlapped, 1, assignment)
+    for gap, (inside, behind) in wrong.items():
+        assert not inside, (
+            f"a tensor of {2**19 + 12345} elements was moved by {gap} to the front, over itself, and {inside} of its "
+            "numbers are others now. Old and new place overlap: copy front to back, piece by piece, and a piece that "
+            "overlaps its own new place through memory of its own")
+        assert not behind, (
+            f"a tensor of 4000 behind a large one, moved by {gap}, has {behind} other numbers now: it was overwritten "
+            "before it was moved")
+
+
+def memory_of_a_compaction(assignment):
+    """Bytes that compact() holds at most beyond what was there, of an arena of 32 MiB; and whether it is the same."""
+    from zero_minimal.meters.memory import Ledger
+
+    arena = assignment.Arena(2**23)
+    hole, large, other = arena.allocate((1000,)), arena.allocate((3 * 2**20,)), arena.allocate((4 * 2**20,))
+    large.fill_(1.0)
+    other.fill_(2.0)
+    arena.free(hole)
+    start = arena.memory.data_ptr()
+    with Ledger("cpu") as ledger:
+        before = ledger.total
+        ledger.reset()
+        arena.compact()
+        peak = ledger.peak.total
+    return peak - before, arena.memory.data_ptr() == start, float(large.sum()), float(other.sum())
+
+
+PIECE = 4 * 2**18  # bytes
+
+
+@pytest.mark.step(5, points=5)
+def test_compaction_takes_memory_for_one_piece(assignment):
+    ((more, same, *sums),) = once(memory_of_a_compaction, 1, assignment)
+    assert same, "compact() has made other memory for the arena: it must move in place, there is no room for two"
+    assert more <= PIECE + 65536, (
+        f"compact() of an arena of 32 MiB held {more / MIB:.1f} MiB more at its highest moment; a piece of 2**18 "
+        "elements, 1 MiB, is enough. Who compacts has no memory left: move piece by piece")
+    assert sums == [3 * 2**20, 8 * 2**20], "after compact() of an arena of 32 MiB the values are others"
+
+
+def moved_before_backward(assignment):
+    """What backward does with a tensor that was saved in forward and has moved since."""
+    arena = assignment.Arena(100)
+    hole, x = arena.allocate((7,)), arena.allocate((20,)).fill_(1.5)
+    behind = arena.allocate((7,)).fill_(9.0)
+    weight = torch.ones(20, requires_grad=True)
+    loss = (weight * x).sum()
+    arena.free(hole)
+    arena.compact()
+    try:
+        loss.backward()
+        error = ""
+    except RuntimeError as raised:
+        error = str(raised)
+    wrong = weight.grad is not None and not torch.equal(weight.grad, torch.full((20,), 1.5))
+    again = torch.ones(20, requires_grad=True)
+    (again * x).sum().backward()
+    return error, wrong, torch.equal(again.grad, torch.full((20,), 1.5)), behind.tolist() == [9.0] * 7
+
+
+@pytest.mark.step(5, points=4)
+def test_a_backward_that_needs_what_was_moved_fails(assignment):
+    ((error, wrong, again, behind),) = once(moved_before_backward, 1, assignment)
+    assert error, (
+        "forward saved a tensor of the arena, compact() moved it, and backward went through"
+        + (", with a wrong gradient: other numbers lie there now" if wrong else "")
+        + ". It must fail: `_lend` counts as a change, `tensor.data = …` does not")
+    assert "modified by an inplace operation" in error, f"backward raised something else: {error}"
+    assert again and behind, "a tensor that was moved gives wrong gradients in the next forward and backward"

@@ -1,0 +1,243 @@
+"""Lesson 05's page: a run or a formula gave each figure on it; what the learner is to find is not there."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from cells import run_notebook
+from submissions import solution
+from thorough import sample
+
+from zero_minimal.classroom.lessons import found
+from zero_minimal.foundations import ranks
+from zero_minimal.meters.layer_errors import label
+from zero_minimal.paper import formulas
+from zero_minimal.pictures.batches import draw_sent_by_batch
+from zero_minimal.pictures.patients import RIGHT
+from zero_minimal.programs import patients as program
+from zero_minimal.workload.settings import Settings
+
+LESSON = found()["05_tensor_parallel"]
+PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
+PROSE, TOLD = (" ".join(text.split()) for text in (PAGE, TEACHER))  # wherever lines are broken
+MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
+MB = 1e6
+HOLES, LINES, BATCH = 16, 50, Settings().batch
+
+
+def row(world_size, batch=BATCH):
+    return next(row for row in MEASURED["rows"] if (row["ranks"], row["batch"]) == (world_size, batch))
+
+
+def calls(row, phase):
+    return row["phases"][phase]["collectives"]["all_reduce"]["calls"]
+
+
+def sent(row):
+    return sum(phase["sent_bytes"] for phase in row["phases"].values())
+
+
+def layers(mistake):
+    return {one["layer"]: one for one in MEASURED["patients"][mistake]["layers"]}
+
+
+# -------------------------------------------------------------------------------------------------------- the figures
+
+
+def test_the_table_on_the_page_is_what_was_measured():
+    for one in MEASURED["rows"]:
+        cells = [str(one["ranks"]), str(one["batch"]), f"{one['parameters']:,}", str(calls(one, "forward")),
+                 str(calls(one, "backward")), f"{sent(one) / MB:.2f} MB"]
+        assert "| " + " | ".join(cells) + " |" in PROSE
+    assert len({row["loss"] for row in MEASURED["rows"] if row["batch"] == 4}) == 1, "M changes no loss"
+
+
+def test_what_the_page_says_of_messages():
+    settings, two = Settings(), row(2)
+    assert f"6 blocks, h = {settings.hidden}, b = {settings.batch} and s = {settings.sequence}" in PROSE
+    each = 4 * settings.batch * settings.sequence * settings.hidden
+    assert f"b·s·h numbers are {each / MB:.2f} MB" in PROSE
+    assert calls(two, "forward") + calls(two, "backward") == 4 * settings.layers + 4
+    assert f"There are {4 * settings.layers + 4}. Each block has two in forward and two in backward, 24 in all" in PROSE
+    assert sent(two) == (4 * settings.layers + 2) * each + 3 * 4 * settings.batch * settings.sequence
+    assert f"It sends {sent(two) / MB:.2f} MB: 26 times {each / MB:.2f} MB, and three numbers a token" in PROSE
+    assert sent(row(2, 8)) == 2 * sent(two) and f"twice as much: {sent(row(2, 8)) / MB:.2f} MB" in PROSE
+    data_parallel = formulas.traffic(0, row(1)["parameters"], 2, "fp32")
+    assert f"Data parallelism sends {data_parallel / MB:.2f} MB" in PROSE
+
+
+def test_what_the_page_says_of_parameters():
+    whole, two = row(1), row(2)
+    assert f"How many of the {whole['parameters']:,} parameters" in PROSE
+    assert two["parameters"] == (whole["parameters"] - two["replicated"]) // 2 + two["replicated"]
+    assert f"It has {two['parameters']:,}. The {two['replicated']:,} replicated ones are on both ranks" in PROSE
+
+
+def test_what_the_page_says_of_signs():
+    signs = MEASURED["signs"]
+    assert signs == pytest.approx(program.by_signs(), rel=1e-4, abs=1e-6) and signs["positive"] < 1e-6
+    assert f"the outputs are off by {signs['mixed']:.0%} of their size. With positive numbers alone" in PROSE
+    assert "the error is 0%" in PROSE
+
+
+def test_what_the_page_says_of_the_patients():
+    assert MEASURED["loss"] == pytest.approx(MEASURED["patients"]["no mistake"]["losses"][0], rel=1e-6)
+    assert f"In one process the loss is {MEASURED['loss']:.4f}" in PROSE
+    for mistake, letter in program.PATIENTS.items():
+        first, second = MEASURED["patients"][mistake]["losses"]
+        assert first == second and f"| {letter} | {first:.4f} | {mistake} |" in PROSE
+    assert f"It is the MLP of block {program.ILL} each time" in PROSE
+    assert program.SMALL.layers == 3 and f"A GPT of three blocks was trained for {program.SMALL.steps} steps" in PROSE
+    ill = f"blocks.{program.ILL}"
+    b = layers("f forgotten")
+    assert f"off by {b[ill + '.mlp_norm']['error']:.0%}, in the layers before by another share each" in PROSE
+    assert b[ill + ".mlp"]["error"] < RIGHT < b[ill + ".mlp_norm"]["spread"]
+
+
+def test_the_patients_are_as_they_are_told():
+    """What the diagnosis on the page rests on."""
+    names = [one["layer"] for one in MEASURED["patients"]["no mistake"]["layers"]]
+    place = names.index(f"blocks.{program.ILL}.mlp")
+    assert all(one["error"] < RIGHT and (one["spread"] or 0) == 0 for one in layers("no mistake").values())
+    a, b, c = ([layers(mistake)[name] for name in names] for mistake in program.PATIENTS)
+    assert all(one["error"] > RIGHT for one in (*a, *b[:place], *c))
+    assert all(one["error"] < RIGHT for one in b[place:]), "right down to the ill MLP"
+    assert not any(one["spread"] for one in a), "its ranks agree"
+    norms = [number for number, name in enumerate(names) if name.endswith("norm")]
+    assert [number for number in norms if b[number]["spread"] > RIGHT] == [place - 1]
+    assert [number for number in norms if c[number]["spread"] > RIGHT] == [number for number in norms if number > place]
+    assert c[1]["spread"] > 0 and b[1]["spread"] > 0, "question 3: positions, by the residual stream"
+
+
+def test_the_alt_text_of_the_patients():
+    (words,) = re.findall(r"!\[(.*?)\]\(patients.png\)", PAGE)
+    names = [one["layer"] for one in MEASURED["patients"]["no mistake"]["layers"]]
+    place = names.index(f"blocks.{program.ILL}.mlp")
+    for mistake, letter in program.PATIENTS.items():
+        rows = MEASURED["patients"][mistake]["layers"]
+        wrong = [round(100 * one["error"]) for one in rows if one["error"] > RIGHT]
+        apart = [round(100 * one["spread"]) for one in rows if (one["spread"] or 0) > 0.01]
+        part = words.partition(f"Patient {letter}:")[2].partition("Patient")[0]
+        if letter == "B":
+            before = [round(100 * one["error"]) for one in rows[: place - 1]]
+            assert f"the {('', 'six')[len(names) - place == 6]} layers at the right end" in part
+            assert f"wrong by {wrong[place - 1]} percent" in part and f"by {apart[0]} percent" in part
+            assert f"by {min(before)} to {max(before)} percent" in part
+        else:
+            assert f"all {len(names)}" in part and f"by {min(wrong)} to {max(wrong)} percent" in part
+            assert not apart or f"differ by {min(apart)} to {max(apart)} percent" in part
+            assert ("no two ranks differ" in part) == (not apart)
+    assert {label(name) for name in names} == {"tokens", "positions", "norm", "attention", "MLP"}
+
+
+def test_every_figure_in_bytes_is_a_known_one():
+    """No other ones have crept in: MB and GB on both pages."""
+    known = exam_figures() | {f"{sent(one) / MB:.2f} MB" for one in MEASURED["rows"]}
+    known |= {"0.26 MB", f"{formulas.traffic(0, row(1)['parameters'], 2, 'fp32') / MB:.2f} MB"}
+    said = {figure for text in (PAGE, TEACHER) for figure in re.findall(r"\d[\d.,]* [MG]B\b", text)}
+    assert len(said) >= 8 and not said - known
+    assert exam_figures() <= said
+
+
+def exam_figures():
+    """Of the first exam question: h = 4096, s = 2048, b = 1, 16 bits, M = 8, 32 blocks."""
+    one = 2048 * 4096 * 2
+    ring = 2 * 7 / 8 * one
+    block = {f"{size / MB:.1f} MB" for size in (one, 4 * ring, 6 * ring)}
+    return block | {f"{32 * count * ring / 1e9:.1f} GB" for count in (4, 6)}
+
+
+# --------------------------------------------------------------------------------------------------- a run of today
+
+
+def test_patients_of_today():
+    """Other sizes, and a rank more: the same signs."""
+    settings = replace(program.SMALL, layers=2, hidden=24, heads=3, steps=5)
+    weights, gradients, loss, batch = program.trained(settings)
+    found = ranks.run(program.examine, 3, settings, weights, gradients, batch, device="cpu", timeout=100)[0]
+    rows = {name: {one["layer"]: one for one in entry["layers"]} for name, entry in found.items()}
+    ill = f"blocks.{program.ILL}"
+    assert max(one["error"] for one in rows["no mistake"].values()) < RIGHT
+    assert found["f forgotten"]["losses"] == pytest.approx([loss] * 3, rel=1e-5)
+    assert rows["f forgotten"][f"{ill}.mlp"]["error"] < RIGHT < rows["f forgotten"][f"{ill}.mlp_norm"]["error"]
+    assert rows["f forgotten"][f"{ill}.mlp_norm"]["spread"] > RIGHT
+    assert rows["g forgotten"]["norm"]["spread"] > RIGHT and rows["split before GELU"]["norm"]["spread"] == 0
+
+
+@pytest.mark.parametrize("world_size", sample((1, 2, 4), [2]))
+def test_counts_of_today(world_size):
+    settings = Settings()
+    today = ranks.run(program.counted, world_size, settings, device="cpu", timeout=100)[0]
+    assert {key: today[key] for key in ("phases", "parameters", "replicated")} == {
+        key: row(world_size)[key] for key in ("phases", "parameters", "replicated")}
+
+
+# ------------------------------------------------------------------------------------------------------- what is told
+
+
+def test_how_much_there_is_to_write():
+    assert len(LESSON.tasks) == HOLES and "is the reference with sixteen holes" in PROSE
+    assert LESSON.starter.read_text().endswith("    main(ParallelGPT)\n"), "a learner trains the learner's own"
+    lines = sum(len(solution(LESSON, name)) for name in LESSON.tasks)
+    assert abs(lines - LINES) <= 5 and f"about {LINES} lines" in PROSE and f"these {LINES} lines" in TOLD
+
+
+GIVEN = {"batch, sequence, _ = x.shape", "own, row = self.find(targets)"}  # in the hints: names alone
+
+
+@pytest.mark.parametrize("name", LESSON.tasks)
+def test_no_line_of_the_solution_is_on_the_page(name):
+    """Nor in the starter. What computes something, that is."""
+    starter = LESSON.starter.read_text()
+    lines = [line.partition("  #")[0] for line in solution(LESSON, name)]
+    telling = [line for line in lines if ("= " in line or "return " in line) and "(" in line and line not in GIVEN]
+    assert telling or name.endswith(("Region.forward", "shard"))
+    assert not [line for line in telling if line in PAGE or line in starter]
+
+
+def test_the_grader_says_what_the_teachers_page_quotes():
+    """What it says of wrong submissions is tested where they are: mistakes.py."""
+    source = re.sub(r'"\s*\n\s*f?"', "", LESSON.tests.read_text())  # one text of several pieces
+    table = " ".join(TEACHER.split("## Stumbles")[1].split("## Rubric")[0].split())
+    quoted = re.findall(r'"([^"]+)"', table)
+    assert len(quoted) > 10
+    assert not [words for words in quoted if words not in source]
+
+
+def test_the_pictures_are_shown_where_they_belong():
+    assert set(program.pictures(MEASURED)) == {"region.png", "patients.png"}
+    plain = re.sub(r"<details>.*?</details>", "", PAGE, flags=re.DOTALL)
+    assert "](region.png)" in plain and "](patients.png)" in plain
+    assert "f forgotten |" not in plain, "the diagnosis is folded"
+
+
+def test_the_notebooks_bars_of_batches_are_what_was_sent():
+    axis = draw_sent_by_batch({2: 700_000, 4: 1_400_000}, 1_000_000).axes[0]
+    assert [bar.get_height() for bar in axis.patches] == [0.7, 1.4]
+    assert {text.get_text() for text in axis.texts} == {"0.70", "1.40"} and set(axis.lines[0].get_ydata()) == {1.0}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ranks_of_it", (3, 4))
+def test_the_notebook_on_more_ranks(monkeypatch, ranks_of_it):
+    world = run_notebook("05_tensor_parallel.ipynb", monkeypatch, ranks_of_it)["world"]
+    try:
+        assert world["right"] == [True] * ranks_of_it and max(world["positive"]) < 1e-6
+        ill = {name: {one["layer"]: one for one in rows} for name, (rows, _) in world["ill"][0].items()}
+        place = f"blocks.{program.ILL}"
+        assert ill["f forgotten"][f"{place}.mlp"]["error"] < RIGHT < ill["f forgotten"][f"{place}.mlp_norm"]["spread"]
+        assert ill["g forgotten"]["norm"]["spread"] > RIGHT and not ill["split before GELU"]["norm"]["spread"]
+        each = 4 * 4 * 64 * 96 * 2 * (ranks_of_it - 1) / ranks_of_it
+        assert world["sent[4]"][0] == pytest.approx(14 * each, rel=0.01) and world["sent[8]"][0] > 27 * each
+    finally:
+        world.stop()
+
+
+def test_what_torch_does_is_what_the_page_says():
+    from torch.distributed.tensor import parallel
+
+    for name in ("parallelize_module", "ColwiseParallel", "RowwiseParallel", "loss_parallel", "SequenceParallel"):
+        assert f"`{name}`" in PAGE and hasattr(parallel, name)
+    assert torch.relu(torch.tensor(3.0 - 2.0)) != torch.relu(torch.tensor(3.0)) + torch.relu(torch.tensor(-2.0))

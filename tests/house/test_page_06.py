@@ -1,0 +1,214 @@
+"""Lesson 06's page: a run or a formula gave each figure on it, and today's run gives the same."""
+
+import json
+import re
+
+import pytest
+from submissions import solution
+
+from zero_minimal.classroom.lessons import found
+from zero_minimal.foundations import ranks
+from zero_minimal.programs import staircase as program
+from zero_minimal.programs.activation_partitioning import BATCH, CONFIG, INPUT, MODES
+from zero_minimal.programs.simulation import Case, simulate
+from zero_minimal.workload.model import GPTConfig
+
+LESSON = found()["06_activation_partitioning"]
+PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
+PROSE = " ".join(PAGE.split())  # wherever lines are broken
+MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
+BLOCKS = CONFIG.layers
+MB = 1e6
+
+
+def step(world_size, mode):
+    return MEASURED["steps"][str(world_size)][mode]
+
+
+def units(world_size, kind="fused"):
+    """What autograd saves in a block, [shape, in inputs of a block]."""
+    return [(shape, size / INPUT) for shape, size in MEASURED["saved"][str(world_size)][kind]]
+
+
+# -------------------------------------------------------------------------------------------------------- the figures
+
+
+def test_the_table_on_the_page_is_what_was_measured():
+    for world_size in (2, 4):
+        for mode in MODES:
+            found = step(world_size, mode)
+            cells = [f"{found[name] / MB:.1f} MB" for name in ("kept", "on_host", "highest", "sent")]
+            assert "| " + " | ".join([str(world_size), mode, *cells]) + " |" in PROSE
+    losses = {round(found["loss"], 6) for modes in MEASURED["steps"].values() for found in modes.values()}
+    assert len(losses) == 1, "checkpoints change nothing that is computed"
+
+
+def test_the_model_of_the_page():
+    assert f"has {BLOCKS} blocks and a width of {CONFIG.hidden}, in fp32" in PROSE
+    assert f"reads {BATCH} sequences of {CONFIG.sequence} tokens: b·s·h are {INPUT // 4:,} numbers" in PROSE
+    assert f"numbers, {INPUT / MB:.2f} MB." in PROSE and MEASURED["input"] == INPUT
+
+
+def test_what_is_kept_is_the_formula_and_the_ends():
+    ends = step(2, "checkpoints")["kept"] - BLOCKS * INPUT
+    assert step(2, "P_a")["kept"] - BLOCKS * INPUT / 2 == ends == step(2, "P_a+cpu")["kept"]
+    assert f"about {ends / MB:.0f} MB more" in PROSE
+    block = sum(size for _, size in units(2))
+    assert step(2, "no checkpoints")["kept"] == pytest.approx(ends + BLOCKS * block * INPUT, rel=1e-3)
+    assert f"Six times {block:.2f} · {INPUT / MB:.2f} MB are {BLOCKS * block * INPUT / MB:.1f} MB" in PROSE
+    assert f"6 · {INPUT / MB:.2f} = {BLOCKS * INPUT / MB:.1f} MB, with P_a {BLOCKS * INPUT / 2 / MB:.1f} MB" in PROSE
+    for world_size in program.WORLDS:
+        assert step(world_size, "P_a")["kept"] - step(world_size, "P_a+cpu")["kept"] == BLOCKS * INPUT / world_size
+
+
+def test_what_the_page_says_of_the_highest_moment_and_of_traffic():
+    falls = step(2, "checkpoints")["highest"] - step(2, "P_a")["highest"]
+    assert f"By {falls / MB:.1f} MB on two ranks, less than the {BLOCKS * INPUT / 2 / MB:.1f} MB of the parts" in PROSE
+    blocks = step(2, "checkpoints")["sent"] - ends_of_the_model()
+    more = step(2, "P_a")["sent"] - step(2, "checkpoints")["sent"]
+    assert (blocks, more) == (12 * BLOCKS * INPUT / 2, BLOCKS * INPUT / 2)
+    assert f"six blocks send {blocks / MB:.1f} MB with checkpoints, and {more / MB:.1f} MB more with P_a" in PROSE
+
+
+def ends_of_the_model():
+    """Bytes that embedding, head and loss send on two ranks: what no checkpoint changes."""
+    return step(2, "no checkpoints")["sent"] - 8 * BLOCKS * INPUT / 2
+
+
+def test_twelve_messages_a_block_and_then_the_thirteenth():
+    counts = {mode: sum(2 if name == "all_reduce" else 1 for _, name, _ in calls)
+              for mode, calls in MEASURED["messages"].items()}
+    assert counts == {"no checkpoints": 8, "checkpoints": 12, "P_a": 13, "P_a+cpu": 13}
+    assert all(size == INPUT for calls in MEASURED["messages"].values() for *_, size in calls)
+    phases = [phase for phase, *_ in MEASURED["messages"]["P_a"]]
+    assert phases == ["forward"] * 2 + ["gather"] + ["again"] * 2 + ["backward"] * 2
+    assert "| no checkpoints | (4 + 12/M)·b·s·h | 8:" in PAGE and "one block sends 8 messages" in PROSE
+    assert "Twelve, and then the thirteenth" in PAGE.split("What was measured</summary>")[1], "it is asked, then told"
+    assert "Twelve, and" not in PAGE.split("What was measured</summary>")[0]
+
+
+def test_what_a_block_saves():
+    for world_size, column in ((1, 0), (2, 1)):
+        sizes = [size for _, size in units(world_size)]
+        large = [size for size in sizes if size >= 0.5]
+        norms, inside = [size for size in large if size == 1.0][:4], sum(large) - 4
+        assert len(norms) == 4 and inside == 12 / world_size, "4 + 12/M"
+        rest = sum(sizes) - sum(large)
+        lines = [("two norms: the input of each, and its output", "4", "4"),
+                 ("attention: queries, keys, values", "3", "1.5"), ("attention: its result", "1", "0.5"),
+                 ("MLP: before and after GELU", "8", "4")]
+        assert sum(float(line[1 + column]) for line in lines) == sum(large)
+        assert all("| " + " | ".join(line) + " |" in PAGE for line in lines)
+        cells = [line.split("|")[2 + column].strip() for line in PAGE.splitlines()
+                 if line.startswith(("| a few numbers", "| together"))]
+        assert cells == [f"{rest:.2f}", f"{sum(sizes):.2f}"]
+
+
+def test_what_the_scores_would_be():
+    matrices = [size for shape, size in units(1, "dropout") if shape[-1] == shape[-2] == CONFIG.sequence]
+    assert len(matrices) == 3 and set(matrices) == {CONFIG.heads * CONFIG.sequence / CONFIG.hidden}
+    assert f"heads·s/h units more: here {matrices[0]:.1f}" in PROSE
+    fused, dropout = (sum(size for _, size in units(1, kind)) for kind in ("fused", "dropout"))
+    assert f"keeps three of them, and a block has {dropout:.2f} units in place of {fused:.2f}" in PROSE
+
+
+def test_the_copies_of_the_picture():
+    world_size = len(MEASURED["copies"])
+    for rank, held in enumerate(MEASURED["copies"]):
+        all_of_it, part = [0, INPUT // 4], INPUT // 4 // world_size
+        assert held["checkpoints"] == [all_of_it, all_of_it, all_of_it, [0, 0]]
+        assert held["P_a"] == [all_of_it, [rank * part, part], all_of_it, [0, 0]]
+
+
+def test_what_the_alt_texts_say_of_the_stairs():
+    for mode in ("no checkpoints", "checkpoints", "P_a"):
+        stairs = MEASURED["stairs"][mode]
+        assert stairs["activations"][stairs["backward"] - 1] == step(2, mode)["kept"]
+        assert f"{step(2, mode)['kept'] / MB:.1f} MB" in PAGE.split("](staircase.png)")[0].rsplit("![", 1)[1]
+
+
+def test_the_exam():
+    model, ranks_ = 32 * 1024 * 8192 * 2, 16
+    assert f"{model / 2 / 1e6:.0f} million numbers, {model / 1e6:.0f} MB" in TEACHER
+    assert f"times 125 are {125 * model / 1e9:.1f} GB, and {125 * model / ranks_ / 1e9:.1f} GB with P_a" in TEACHER
+    assert f"125 · 537 MB · 15/16 = {125 * model * 15 / 16 / 1e9:.1f} GB" in " ".join(TEACHER.split())
+    assert f"{125 * model / 2 / 1e9:.1f} billion is the count" in " ".join(TEACHER.split())
+
+
+# -------------------------------------------------------------------------------------------------- as they are today
+
+
+@pytest.mark.thorough
+def test_a_run_of_today_gives_the_same_messages():
+    assert ranks.run(program.watched_messages, 2, device="cpu", timeout=100)[0] == MEASURED["messages"]
+
+
+@pytest.mark.thorough
+def test_a_step_of_today_is_the_same():
+    found = ranks.run(program.watched_steps, 2, device="cpu", timeout=200)[0]
+    for mode, step in found.items():
+        stairs = MEASURED["stairs"][mode]
+        assert (step.pop("activations"), step.pop("backward")) == (stairs["activations"], stairs["backward"])
+        del step["timeline"]
+        loss, norm = step.pop("loss"), step.pop("norm")
+        before = dict(MEASURED["steps"]["2"][mode])
+        assert (loss, norm) == pytest.approx((before.pop("loss"), before.pop("norm")), rel=1e-5)
+        assert step == before
+
+
+@pytest.mark.thorough
+def test_copies_and_savings_of_today_are_the_same():
+    assert ranks.run(program.watched_copies, 4, device="cpu", timeout=200) == MEASURED["copies"]
+    assert ranks.run(program.watched_savings, 2, device="cpu", timeout=200)[0] == MEASURED["saved"]["2"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("config, kept", [
+    ("C3, no P_a", "12 × {whole:.1f} MB"), ("C4, P_a", "12 parts, {parts:.1f} MB together"), ("C5, P_a+cpu", "none")])
+def test_the_simulators_table(config, kept):
+    model = GPTConfig(layers=12, hidden=8192, heads=64, vocabulary=50257, sequence=1024, dropout=0.0)
+    report = simulate(Case(model, ranks=64, dtype="fp16", batch=8, model_parallel=16, config=config[:2],
+                           bucket_bytes=64 * 2**20)).report
+    whole, parts = 2 * 8 * 1024 * 8192, 12 * 2 * 8 * 1024 * 8192 / 16
+    memory, sent = report["memory"], report["traffic"]["sent_bytes"]
+    host = memory.get("host", 0)
+    assert host == (parts if config.endswith("cpu") else 0)
+    cells = [config, kept.format(whole=whole / MB, parts=parts / MB), f"{memory['activations'] / 1e9:.3f} GB",
+             f"{host / MB:.1f} MB" * bool(host), f"{sent / 1e9:.2f} GB"]
+    assert "| " + " | ".join(cells).replace("|  |", "| |") + " |" in PAGE
+
+
+# ------------------------------------------------------------------------------------------ what is not on the page
+
+
+def test_the_page_does_not_print_what_is_to_be_written():
+    """One line of code alone may be there, if it is short; two in a row are found in test_pages.py."""
+    code = {line for name in LESSON.tasks for line in solution(LESSON, name)}
+    telling = {line for line in code if len(line) > 28}
+    assert len(telling) > 15
+    starter = LESSON.starter.read_text()
+    assert not [line for line in telling if line in PAGE or line in starter]
+
+
+def test_the_grader_says_what_the_teachers_page_quotes():
+    """What it says of wrong submissions is tested where they are: mistakes.py."""
+    source = re.sub(r'"\s*\n\s*f?"', "", LESSON.tests.read_text())  # one text of several pieces
+    table = " ".join(TEACHER.split("## Stumbles")[1].split("## Rubric")[0].split())
+    quoted = re.findall(r'"([^"]+)"', table)
+    assert len(quoted) > 10
+    assert not [words for words in quoted if words not in source]
+
+
+# ------------------------------------------------------------------------------------------------------- the pictures
+
+
+def test_the_pictures_show_what_the_page_says():
+    drawn = program.pictures(MEASURED)
+    assert set(drawn) == {"copies.png", "staircase.png", "messages.png"}
+    told, folded = re.sub(r"<details>.*?</details>", "", PAGE, flags=re.DOTALL), re.findall(
+        r"<details><summary>What was measured</summary>.*?</details>", PAGE, re.DOTALL)
+    assert "](copies.png)" in told and "](staircase.png)" not in told and "](messages.png)" not in told
+    assert "](staircase.png)" in folded[0] and "](messages.png)" in folded[0]
+    assert all(len(text) > 100 for text in re.findall(r"!\[(.*?)\]", PAGE)), "words for who cannot see the picture"
+    numbers = [text.get_text() for text in drawn["messages.png"].axes[0].texts]
+    assert numbers == ["8", "12", "13"]

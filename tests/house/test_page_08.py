@@ -1,0 +1,252 @@
+"""Lesson 08's page: a recorded run gave each figure on it, and replaying the record gives them again; what the learner
+is to find is not there."""
+
+import ast
+import json
+import re
+
+import pytest
+from thorough import sample
+
+from zero_minimal.classroom import references, starters
+from zero_minimal.classroom.lessons import found
+from zero_minimal.foundations.blocks import Pool
+from zero_minimal.meters import traces
+from zero_minimal.meters.allocator import CachingAllocator, fails, smallest_capacity
+from zero_minimal.programs import defragmentation as program
+from zero_minimal.programs.fragmentation import record, varied_lengths
+
+LESSON = found()["08_defragmentation"]
+PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
+PROSE = " ".join(PAGE.split())  # wherever lines are broken
+MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
+RECORDED = MEASURED["traces"]
+ROWS, FAILURE = MEASURED["rows"], MEASURED["failure"]
+MIB = 2**20
+
+
+# --------------------------------------------------------------------------------------- the figures are those of a run
+
+
+@pytest.fixture(scope="module")
+def recordings():
+    return program.recordings(MEASURED)
+
+
+@pytest.mark.parametrize("name, seed, slabs", sample(
+    [(program.WITHOUT, program.SEED, False), (program.WITH, program.SEED, True),
+     (program.OTHER, program.OTHER_SEED, False)], [(program.WITH, program.SEED, True)]))
+def test_the_record_is_that_of_a_run_of_today(name, seed, slabs):
+    """What it asks for, in what order, and what is freed: all but the losses, which another processor may round."""
+    lengths = varied_lengths(program.ACCUMULATE, program.CONFIG.sequence, seed)
+    recording = record(program.CONFIG, lengths, program.BATCH, program.ACCUMULATE, slabs, seed)
+    assert RECORDED[name]["lengths"] == lengths and RECORDED[name]["begins"] == recording.begins
+    assert traces.packed(recording.trace) == {key: RECORDED[name][key] for key in ("requests", "categories")}
+    assert recording.losses == pytest.approx(RECORDED[name]["losses"], rel=1e-4)
+
+
+def test_replaying_the_record_gives_the_figures(recordings):
+    assert json.loads(json.dumps(program.replayed(recordings))) | {"traces": RECORDED} == MEASURED
+
+
+def test_a_record_is_read_as_it_was_written(recordings):
+    for name, recording in recordings.items():
+        assert traces.packed(recording.trace) == {key: RECORDED[name][key] for key in ("requests", "categories")}
+        assert {event.storage.category for event in recording.trace} >= {"parameters", "gradients", "optimizer"}
+
+
+def test_what_is_asked_for_before_a_record_begins_is_left_out(recordings):
+    trace = recordings[program.WITHOUT].trace
+    cut = next(number for number, event in enumerate(trace) if event.bytes < 0)
+    packed = traces.packed(trace[cut:])
+    assert len(packed["requests"]) < len(trace) - cut and packed["requests"][0] > 0
+    assert traces.packed(traces.unpacked(packed)) == packed
+
+
+def test_pools_that_lack_something_lack_it():
+    """What the picture calls first fit, and so on, is that, and nothing else."""
+    for name, kind in program.POOLS.items():
+        pool = kind()
+        for address, size in ((0, 50), (100, 30), (200, 30)):
+            pool.add(address, size)
+        block = pool.take(20)
+        assert block.address == (0 if name == "first fit" else 100)
+        assert block.size == (30 if name == "never splits" else 20)
+        one, two = pool.take(30 if name == "first fit" else 25), pool.take(25)
+        for each in (block, one, two):
+            pool.give(each)
+        whole = [(0, 50), (100, 30), (200, 30)]
+        assert (pool.holes == whole) == (name != "never merges")
+        assert sum(size for _, size in pool.holes) == 110
+
+
+# ------------------------------------------------------------------------------------------- what the page says of them
+
+
+def test_the_table_on_the_page_is_what_was_measured():
+    for name, row in ROWS.items():
+        cells = [name, f"{row['allocated'] / MIB:.1f}", f"{row['reserved'] / MIB:.0f}", f"{row['least'] / MIB:.0f}"]
+        assert "| " + " | ".join(cells) + " |" in PROSE
+
+
+def test_what_the_page_says_of_the_failure():
+    capacity, free, asked = (size / MIB for size in (MEASURED["capacity"], FAILURE["free"], FAILURE["requested"]))
+    assert f"The device has {capacity:.0f} MiB, {free:.0f} of them are free, and {asked:.1f} are asked for" in PROSE
+    used = FAILURE["allocated"] / MIB
+    assert f"The device has {capacity:.0f} MiB. {used:.1f} of them are in use when {asked:.1f}" in PROSE
+    assert f"1. {FAILURE['largest_free'] / MIB:.0f} MiB. There are two pieces of that size" in PROSE
+    assert free / capacity > 1 / 3 and "with a third of it free" in PROSE
+    assert f"{free / capacity:.0%} of a memory is free, and a request for {asked / capacity:.0%} of it fails" in PROSE
+    least, with_slabs = ROWS[program.WITHOUT]["least"], ROWS[program.WITH]["least"]
+    used = ROWS[program.WITHOUT]["allocated"]
+    assert used == ROWS[program.WITH]["allocated"], "both runs have the same peak"
+    assert f"2. {least / MIB:.0f} MiB, a third more than it ever uses" in PROSE and 1.3 < least / used < 1.36
+    assert f"At no moment has this training more than {used / MIB:.0f} MiB in use" in PROSE
+    checkpoints, gradients = (MEASURED["slabs"][name] / MIB for name in ("checkpoints", "gradients"))
+    assert f"3. {with_slabs / MIB:.0f} MiB. The slab of checkpoints has {checkpoints:.1f} MiB here" in PROSE
+    assert f"that of gradients {gradients:.1f}." in PROSE
+    assert f"with {with_slabs / MIB:.0f} MiB in place of {least / MIB:.0f}" in PROSE
+    assert MEASURED["same losses"] and "those without, to the bit" in PROSE
+
+
+def test_what_the_page_says_of_slabs(recordings):
+    """The formulas of the table."""
+    config, lengths = program.CONFIG, RECORDED[program.WITH]["lengths"]
+    assert MEASURED["slabs"]["checkpoints"] == 4 * config.layers * program.BATCH * max(lengths) * config.hidden
+    trace = recordings[program.WITH].trace
+    parameters = {event.storage for event in trace if event.storage.category == "parameters"}
+    assert MEASURED["slabs"]["gradients"] <= sum(one.bytes for one in parameters)
+    assert "with more than 30% of it free (section 3.2)" in PROSE
+
+
+def test_what_the_page_says_of_allocators_that_lack_something():
+    pools = {name: size / MIB for name, size in MEASURED["pools"].items()}
+    assert pools["first fit"] == pools["best fit, split, merge"] and "First fit needs the same" in PROSE
+    assert f"merging is worth {pools['never merges'] - pools['best fit, split, merge']:.0f} MiB here" in PROSE
+    told = (f"best fit, split and merge {pools['best fit, split, merge']:.0f} MiB; first fit {pools['first fit']:.0f}; "
+            f"never splits {pools['never splits']:.0f}; never merges {pools['never merges']:.0f}; the first one with "
+            f"slabs {ROWS[program.WITH]['least'] / MIB:.0f}.")
+    assert told in PROSE
+    slabs = {name: size / MIB for name, size in MEASURED["pools with slabs"].items()}
+    assert f"With slabs merging is worth {slabs['never merges'] - slabs['best fit, split, merge']:.0f} MiB" in PROSE
+    less = slabs["best fit, split, merge"] - slabs["first fit"]
+    assert f"first fit is better than best fit by {less:.0f} MiB" in PROSE
+
+
+def test_the_gradient_that_lies_alone(recordings):
+    """The picture's and the teacher's: a segment of 50 MiB is pinned by one gradient of 8 MiB."""
+    allocator, blocks = CachingAllocator(MEASURED["capacity"]), {}
+    for event in recordings[program.WITHOUT].trace[: FAILURE["request"]]:
+        if event.bytes > 0:
+            blocks[event.storage] = allocator.allocate(event.bytes)
+        else:
+            allocator.free(blocks.pop(event.storage))
+    segment = next(segment for segment in allocator.segments if segment.bytes == 50 * MIB and any(
+        hole[0] in range(segment.address, segment.address + segment.bytes) for hole in allocator.holes))
+    inside = [(storage.category, block.size) for storage, block in blocks.items()
+              if segment.address <= block.address < segment.address + segment.bytes]
+    assert inside == [("gradients", 8 * MIB)]
+    assert "A gradient of 8 MiB lies in the middle of a segment of 50 MiB" in PROSE
+    assert "a segment of 50 MiB is pinned by one gradient of 8 MiB" in " ".join(TEACHER.split())
+    large = [size / MIB for _, size in allocator.holes if size > 3 * MIB]
+    driver = (MEASURED["capacity"] - allocator.reserved) / MIB
+    assert f"It would have {driver + 50:.0f} MiB in one piece, more than enough" in PROSE
+    assert driver + 50 > FAILURE["requested"] / MIB
+    assert f"free pieces of {', '.join(f'{size:.0f}' for size in large)} and {driver:.0f} MiB between" in PROSE
+
+
+def test_the_game_on_the_sheet_of_paper():
+    """The page's table can be played, and asks what can be answered."""
+    pool = Pool()
+    pool.add(0, 100)
+    a, b, c = pool.take(30), pool.take(20), pool.take(30)
+    pool.give(a)
+    assert pool.take(10).address == 80, "the hole of 20 at the end, not that of 30 at the front"
+    pool.give(c)
+    assert pool.take(45) is None and sum(size for _, size in pool.holes) == 70
+    pool.give(b)
+    assert pool.take(45).address == 0
+
+
+def test_the_exam_on_the_teachers_page():
+    pool = Pool()
+    pool.add(0, 100)
+    a, b, c, _ = (pool.take(size) for size in (20, 30, 10, 25))
+    pool.give(a)
+    pool.give(c)
+    assert [pool.take(size).address for size in (10, 15)] == [50, 85]
+    pool.give(b)
+    assert pool.holes == [(0, 50)]
+    said = " ".join(TEACHER.split())
+    assert f"elements of 2 bytes are {24 * 4 * 4096 * 2048 * 2 / 1e9:.1f} GB" in said
+    assert f"An eighth, {24 * 4 * 4096 * 2048 * 2 / 8 / 1e9:.1f} GB" in said
+
+
+def test_every_figure_in_mib_is_a_known_one():
+    """No other ones have crept in."""
+    sizes = [*MEASURED["pools"].values(), *MEASURED["slabs"].values(), MEASURED["capacity"], 50 * MIB, 8 * MIB, 2 * MIB,
+             MIB, *(MEASURED[name]["never merges"] - MEASURED[name]["best fit, split, merge"]
+                    for name in ("pools", "pools with slabs"))]
+    sizes += [FAILURE[key] for key in ("requested", "free", "largest_free", "allocated")]
+    sizes += [FAILURE["largest_free"] + 50 * MIB]
+    sizes += [row[key] for row in ROWS.values() for key in ("allocated", "reserved", "least")]
+    known = {f"{size / MIB:.{digits}f} MiB" for size in sizes for digits in (0, 1)}
+    said = {figure for text in (PAGE, TEACHER) for figure in re.findall(r"\d[\d.,]* MiB\b", text)}
+    assert len(said) > 10 and not said - known
+
+
+def solution(name):
+    """The lines of a function of the reference that a learner writes."""
+    source = references.reference(LESSON)
+    body = starters.functions_of(ast.parse(source))[name].body
+    body = [part for part in body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
+    lines = [line.strip() for line in source.splitlines()[body[0].lineno - 1 : body[-1].end_lineno]]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def test_how_much_there_is_to_write():
+    assert len(LESSON.tasks) == 7 and "with seven holes" in PROSE
+    lines = sum(len(solution(name)) for name in LESSON.tasks)
+    assert abs(lines - 70) <= 5 and "about 70 short lines" in PROSE
+
+
+GIVEN = {"block.used = False", "self.used = 0", "self.pool = self._empty_pool()"}
+
+
+@pytest.mark.parametrize("name", LESSON.tasks)
+def test_no_line_of_the_solution_is_on_the_page(name):
+    """Nor in the starter. What sets or keeps something, that is."""
+    starter = LESSON.starter.read_text()
+    lines = [line.partition("  #")[0] for line in solution(name)]
+    telling = [line for line in lines if "= " in line and line[-1] not in "([" and line not in GIVEN]
+    assert telling or name == "Slab.reset"
+    assert not [line for line in telling if line in PAGE or line in starter]
+
+
+def test_the_grader_says_what_the_teachers_page_quotes():
+    sources = [LESSON.tests.read_text(), (LESSON.tests.parent / "mistakes.py").read_text()]
+    sources = [re.sub(r'"\s*\n\s*f?"', "", source) for source in sources]  # one text of several pieces
+    table = " ".join(TEACHER.split("## Stumbles")[1].split("## Rubric")[0].split())
+    quoted = re.findall(r'"([^"]+)"', table)
+    assert len(quoted) > 10
+    assert not [words for words in quoted if not any(words in source for source in sources)]
+
+
+# -------------------------------------------------------------------------------------------------------- the pictures
+
+
+def test_the_pictures_show_what_the_page_says():
+    drawn = program.pictures(MEASURED)
+    assert set(drawn) == {"map.png", "allocators.png"}
+    told, folded = re.sub(r"<details>.*?</details>", "", PAGE, flags=re.DOTALL), re.findall(
+        r"<details><summary>What was measured</summary>.*?</details>", PAGE, re.DOTALL)
+    assert "](map.png)" in told and "](allocators.png)" not in told and "](allocators.png)" in folded[0]
+    assert all(len(text) > 100 for text in re.findall(r"!\[(.*?)\]", PAGE)), "words for who cannot see the picture"
+    bars = drawn["allocators.png"].axes[0].patches
+    assert [round(bar.get_width()) for bar in bars] == [276, 276, 752, 288, 220]
+
+
+def test_another_pool_can_be_replayed(recordings):
+    trace = recordings[program.WITH].trace
+    assert fails(trace, MEASURED["capacity"], program.NeverSplits)
+    assert smallest_capacity(trace, pool=program.FirstFit) == MEASURED["pools with slabs"]["first fit"]
