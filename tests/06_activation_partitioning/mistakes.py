@@ -169,7 +169,7 @@ WRONG = {
         autocast_as(enter="if enabled:\n    stack.enter_context(torch.autocast(kind, dtype=dtype))")),
     "a yield for each device type": Wrong(
         3, "test_autocast_of_two_device_types",
-        r"(?s)it raised .*To look at: with a GPU autocast_state\(\) has two entries.* before the one yield",
+        r"(?s)it raised .*To look at: here autocast_state\(\) has an entry for each of two .* before the one yield",
         {"autocast_as": "@contextmanager\n" + function("def autocast_as(states):", function(
             "for kind, enabled, dtype in states:", function(
                 "with torch.autocast(kind, enabled=enabled, dtype=dtype):", "yield")))}),

@@ -528,8 +528,8 @@ def two_device_types(assignment):
         return in_autocast(assignment.checkpoint, dist.get_rank())
 
 
-TYPES = ("with a GPU autocast_state() has two entries, one for each device type: are all of them set before the one "
-         "yield, and set back after it?")
+TYPES = ("here autocast_state() has an entry for each of two device types, as where there is a GPU: are all of them "
+         "set before the one yield, and set back after it?")
 
 
 @pytest.mark.step(3, points=1, raised=TYPES)
