@@ -49,19 +49,19 @@ def random_state_of(states: list[torch.Tensor]) -> Iterator[None]:
 @contextmanager
 def autocast_as(states: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
     """Context with such a setting."""
-    # step 3: inside, torch.autocast is set as `states` say. Then use it, too.
+    # step 3: inside, torch.autocast is set as `states` say, for each device type. Then use it, too.
     raise NotImplementedError("step 3: autocast_as")
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory [same shape], pinned if it comes from a GPU.
+    """A copy in host memory [same shape and dtype], pinned if it comes from a GPU.
 
     From a GPU the copy is under way when this returns, behind all that the current stream has to do
     before. What that stream does later finds it complete; the CPU must wait for the stream to read
     it.
     """
-    # step 5: returns a copy of the tensor in host memory, announced once by announce(copy). From a
-    # GPU: the copy is pinned, and under way.
+    # step 5: returns a copy of the tensor in host memory, of the same dtype, announced once by
+    # announce(copy). From a GPU: the copy is pinned, and under way.
     raise NotImplementedError("step 5: to_host")
 
 
@@ -168,8 +168,8 @@ class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, keeper, anchor, *tensors):
         """What run(tensors) returns. `keeper` says what is kept of a tensor; `anchor` is empty."""
-        # step 1: returns run(tensors), of which autograd has recorded nothing. Of each tensor what
-        # keeper.keep gives is kept until backward has used it, and what keeper.describe gives;
+        # step 1: returns run(tensors), of which no graph is left when it returns. Of each tensor
+        # what keeper.keep gives is kept until backward has used it, and what keeper.describe gives;
         # nothing else is. (From step 3 on: so is the state of random numbers and of autocast, as it
         # was before the run.)
         raise NotImplementedError("step 1: forward")

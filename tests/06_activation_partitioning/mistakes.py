@@ -10,10 +10,10 @@ SAVE = "ctx.save_for_backward(*[keeper.keep(tensor) for tensor in tensors])"
 
 
 def forward(begin="", state=STATE, describe="ctx.before = [keeper.describe(tensor) for tensor in tensors]", save=SAVE,
-            end="return run(tensors)"):
+            end="return run(tensors)", zeros="ctx.set_materialize_grads(False)"):
     return {"_Checkpoint.forward": "@staticmethod\n" + function(
         "def forward(ctx, run, keeper, anchor, *tensors):", begin,
-        "ctx.run, ctx.keeper = run, keeper\nctx.set_materialize_grads(False)", state, describe, save, end)}
+        "ctx.run, ctx.keeper = run, keeper", zeros, state, describe, save, end)}
 
 
 BACK = "tensors = [ctx.keeper.bring_back(*pair) for pair in zip(ctx.saved_tensors, ctx.before)]"
@@ -134,7 +134,8 @@ WRONG = {
         2, "test_the_function_runs_twice_in_all", r"have run \[3, 3, 3\] times, and each runs twice",
         backward(run="ctx.run(inputs)\noutputs = ctx.run(inputs)")),
     "inputs are attributes of ctx": Wrong(
-        2, "test_what_was_kept_goes_with_backward", r"after backward 508\.\d kB still live of 6 blocks",
+        2, "test_what_was_kept_goes_with_backward",
+        r"after backward 508\.\d kB still live of 6 blocks.*\(look at forward, step 1\)",
         forward(save="ctx.kept = [keeper.keep(tensor) for tensor in tensors]")
         | backward(back=BACK.replace("ctx.saved_tensors", "ctx.kept"))),
     "the graph of each second run stays": Wrong(
@@ -144,6 +145,9 @@ WRONG = {
     "each output has a gradient": Wrong(
         2, "test_any_arguments", r"(?s)it raised .*To look at: an output may get no gradient \(None\)",
         backward(through="torch.autograd.backward(outputs, gradients)")),
+    "zeros for an output that nobody uses": Wrong(
+        2, "test_what_nobody_uses_gets_no_gradient", r"backward got zeros for .*: see ctx\.set_materialize_grads",
+        forward(zeros="")),
 
     "dropout drops others in backward": Wrong(
         3, "test_dropout_drops_the_same_again", r"in backward other numbers were dropped than in forward",
@@ -163,6 +167,12 @@ WRONG = {
     "autocast is never switched off": Wrong(
         3, "test_autocast_is_as_it_was", r"ran outside of torch.autocast, with backward in it: the gradient",
         autocast_as(enter="if enabled:\n    stack.enter_context(torch.autocast(kind, dtype=dtype))")),
+    "a yield for each device type": Wrong(
+        3, "test_autocast_of_two_device_types",
+        r"(?s)it raised .*To look at: here autocast_state\(\) has an entry for each of two .* before the one yield",
+        {"autocast_as": "@contextmanager\n" + function("def autocast_as(states):", function(
+            "for kind, enabled, dtype in states:", function(
+                "with torch.autocast(kind, enabled=enabled, dtype=dtype):", "yield")))}),
 
     "the part is a view of the whole": Wrong(
         4, "test_a_rank_keeps_its_part", r"a view keeps all of its storage alive",
@@ -187,11 +197,11 @@ WRONG = {
             "def describe(self, tensor):", "return _Description(tensor.shape, tensor.device, tensor.requires_grad, "
             "self.group is not None)")}),
     "all ranks there are": Wrong(
-        4, "test_a_group_of_some_ranks", r"here group= is a group of ranks 0 and 2 of three",
+        4, "test_a_group_of_some_ranks", r"Here group= is a group of ranks 0 and 2 of three",
         gather(room="whole = part.new_empty(dist.get_world_size() * len(part))",
                gather="collectives.all_gather(whole, part)"), hangs=True),
     "the rank among all ranks": Wrong(
-        4, "test_a_group_of_some_ranks", r"is the rank that in the group\?",
+        4, "test_a_group_of_some_ranks", r"is the rank the one in the group, dist\.get_rank\(group\)\?",
         cut(ranks="rank, world_size = dist.get_rank(), dist.get_world_size(self.group)")),
     "the whole, where Python's list of tensors does not show it": Wrong(
         4, "test_the_kernel_counts_parts", r"rank 0 holds up to \d+\.\d MB, as the kernel counts",
@@ -209,6 +219,10 @@ WRONG = {
     "an empty copy": Wrong(
         5, "test_it_comes_back_from_there", r"Is the copy filled with the tensor's values\?",
         to_host(copy="copy = torch.zeros_like(tensor)")),
+    "a copy of the default dtype": Wrong(
+        5, "test_a_copy_has_the_tensors_dtype",
+        r"takes tensors of bfloat16, int64, bool had copies of float32, float32, float32 announced.*made with dtype=",
+        to_host(copy='copy = torch.empty(tensor.shape, device="cpu")\ncopy.copy_(tensor)')),
 }
 
 RIGHT = {

@@ -4,7 +4,9 @@ The grader runs these tests against a learner's file, and shows the text of an a
 names what went wrong and shows the evidence. In between, they run on the reference.
 """
 
+import contextlib
 import functools
+from unittest import mock
 
 import checks
 import pytest
@@ -17,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.foundations import host
+from zero_minimal.foundations import host, random_state
 
 FEW, MANY = 2, 6  # blocks
 BATCH, SEQUENCE, WIDTH = 5, 77, 55
@@ -277,7 +279,7 @@ def assert_gradients(found, wanted, where, why="", why_wrong=None):
             continue
         ratio = ((got.double() * gradient).sum() / gradient.double().square().sum()).item()
         if abs(ratio) < 1e-6 and not got.any():
-            pytest.fail(f"{where}: the gradient of {name} is zero everywhere. {why}")
+            pytest.fail(f"{where}: the gradient of {name} is None or zero. {why}")
         close = (got.double() - ratio * gradient).abs().max().item() <= 1e-4 * abs(ratio) * size
         if close and abs(ratio - round(ratio)) < 1e-3:
             pytest.fail(f"{where}: the gradient of {name} is {ratio:.0f} times what it should be: was it added to "
@@ -293,7 +295,7 @@ INSIDE = ("Backward must run the function again with a graph, and go back throug
           "(torch.enable_grad), and begin with the gradients that came in?")
 
 
-@pytest.mark.step(2, points=8, raised=INSIDE)
+@pytest.mark.step(2, points=7, raised=INSIDE)
 def test_parameters_get_their_gradients(assignment):
     for rank, found in enumerate(once(backward_of_one, 2, assignment)):
         assert_gradients(found, one_block(plainly, rank), f"rank {rank}, backward of one checkpoint", INSIDE)
@@ -346,11 +348,11 @@ def test_what_was_kept_goes_with_backward(assignment):
         assert after <= WHOLE, (
             f"rank {rank}: after backward {in_words(after)} still live of {MANY} blocks, whose inputs have "
             f"{in_words(WHOLE)} each, while the output is still there. What ctx has as an attribute lives as long as "
-            "the graph; what is saved by ctx.save_for_backward goes when backward has used it"
+            "the graph (look at forward, step 1); what is saved by ctx.save_for_backward goes when backward has used it"
         )
 
 
-@pytest.mark.step(2, points=4, raised=INSIDE)
+@pytest.mark.step(2, points=3, raised=INSIDE)
 def test_one_block_at_a_time(assignment):
     for rank, ((_, high, gradients), (_, without, _)) in enumerate(once(memory_of_a_step, 1, assignment)):
         most = (MANY + 14) * WHOLE + gradients + MANY * SLACK  # inputs, one block's inside, and its gradients
@@ -390,6 +392,28 @@ def test_any_arguments(assignment):
                          "argument?")
         assert_gradients(other, frozen_and_twice(plainly, rank), f"rank {rank}, a layer after a frozen block",
                          "Nothing in the block wants a gradient.")
+
+
+def half_used(assignment):
+    """Gradients of the two layers of a function of which the first result alone is used."""
+    layers = toys.build(lambda: nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)]), 0)
+    first, _ = assignment.checkpoint(lambda x: (layers[0](x), layers[1](x)), numbers_of(0, 4, 5).requires_grad_())
+    first.square().sum().backward()
+    return gradients_of(layers)
+
+
+@pytest.mark.step(2, points=2, raised="an output that nobody uses gets no gradient (None): there is nothing to go back "
+                                      "through")
+def test_what_nobody_uses_gets_no_gradient(assignment):
+    found = once(half_used, 1, assignment)[0]
+    assert found["0.weight"] is not False, (
+        "a function returns two results, and the first alone is used: no gradient came to the layer it comes from"
+    )
+    assert found["1.weight"] is False, (
+        "a function returns two results, and the first alone is used. The layer of the second has None as gradient "
+        "without a checkpoint, and with it a tensor: backward got zeros for an output that has no gradient: see "
+        "ctx.set_materialize_grads"
+    )
 
 
 # ----------------------------------------------------------------- step 3: the same again: random numbers and autocast
@@ -477,7 +501,7 @@ def test_an_error_leaves_all_as_it_was(assignment):
     )
 
 
-@pytest.mark.step(3, points=5, raised="the second run computes in the precision of the first: is autocast set in "
+@pytest.mark.step(3, points=4, raised="the second run computes in the precision of the first: is autocast set in "
                                       "backward as it was in forward, and off where it was off?")
 def test_autocast_is_as_it_was(assignment):
     for rank, found in enumerate(once(autocasts, 2, assignment)):
@@ -487,6 +511,32 @@ def test_autocast_is_as_it_was(assignment):
                 gradients, in_autocast(plainly, rank, inside)[0],
                 f"rank {rank}, a block that ran {ran} torch.autocast, with backward {backward} it",
                 "The second run must compute in the precision of the first one: set autocast as it was then, on or off")
+
+
+def two_device_types(assignment):
+    """in_autocast, where autocast has a setting for the GPU, too, as on a machine that has one."""
+    real = random_state.autocast_state
+
+    def both():
+        return [*(state for state in real() if state[0] == "cpu"), ("cuda", False, torch.float16)]
+
+    names = getattr(assignment.checkpoint, "__globals__", {})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(random_state, "autocast_state", both))
+        if "autocast_state" in names:
+            stack.enter_context(mock.patch.dict(names, autocast_state=both))
+        return in_autocast(assignment.checkpoint, dist.get_rank())
+
+
+TYPES = ("here autocast_state() has an entry for each of two device types, as where there is a GPU: are all of them "
+         "set before the one yield, and set back after it?")
+
+
+@pytest.mark.step(3, points=1, raised=TYPES)
+def test_autocast_of_two_device_types(assignment):
+    gradients, _ = once(two_device_types, 1, assignment)[0]
+    assert_gradients(gradients, in_autocast(plainly, 0)[0],
+                     "a block that ran in torch.autocast, with settings for two device types", f"To look at: {TYPES}")
 
 
 # ---------------------------------------------------------------------------------------------- step 4: cut and gather
@@ -561,8 +611,8 @@ def wanted_step(dtype=torch.float32):
 ORDER = "What is gathered must be the input bit for bit: the parts in order of rank, the tail too, in the old shape"
 
 
-@pytest.mark.step(4, points=8, raised=CUT, stuck="all ranks of the group must gather, the same tensors in the same "
-                                                 "order, and all parts have the same length")
+@pytest.mark.step(4, points=8, raised=CUT, stuck="all parts have the same length; all ranks of the group must gather, "
+                                                 "the same tensors in the same order")
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 def test_what_is_gathered_is_the_input(assignment, world_size):
     for rank, found in enumerate(once(partitioned, world_size, assignment)):
@@ -627,8 +677,8 @@ def test_integers_stay_whole(assignment):
         )
 
 
-GROUP = ("here group= is a group of ranks 0 and 2 of three, and rank 1 has no part in it: is the group passed to every "
-         "call, and is the rank that in the group?")
+GROUP = ("Here group= is a group of ranks 0 and 2 of three, and rank 1 has no part in it: is the group passed to every "
+         "call, and is the rank the one in the group, dist.get_rank(group)?")
 
 
 def in_a_group(assignment):
@@ -682,7 +732,7 @@ def wanted_on_the_host():
 HOST = "to_host gets a tensor, and returns a copy of it in host memory, of the same shape and dtype"
 
 
-@pytest.mark.step(5, points=5, raised=HOST)
+@pytest.mark.step(5, points=4, raised=HOST)
 def test_a_copy_goes_to_the_host(assignment):
     for rank, (sizes, on_host, on_device, themselves, _) in enumerate(once(to_the_host, 2, assignment, False)):
         assert sizes, (
@@ -721,12 +771,42 @@ def test_only_the_part_goes_there(assignment):
         )
 
 
-@pytest.mark.step(5, points=3, raised=HOST)
+@pytest.mark.step(5, points=2, raised=HOST)
 def test_it_comes_back_from_there(assignment):
     for cut in (False, True):
         for rank, (*_, gradients) in enumerate(once(to_the_host, 2, assignment, cut)):
             assert_gradients(gradients, wanted_on_the_host(), f"to_host=True{' over 2 ranks' * cut}, rank {rank}",
                              "Is the copy filled with the tensor's values?")
+
+
+def of_other_dtypes(assignment):
+    """dtypes of the arguments in the first run and in the second, and of the copies that were announced."""
+    seen, heard = [], []
+
+    def notes(*tensors):
+        seen.append([_named(tensor) for tensor in tensors])
+        x, index, mask = (tensor.float() for tensor in tensors)
+        return x * index * mask
+
+    x = numbers_of(0, 6).to(torch.bfloat16).requires_grad_()
+    with host.announced(lambda copy: heard.append(_named(copy))):
+        output = assignment.checkpoint(notes, x, torch.arange(6), torch.arange(6) > 2, to_host=True)
+    output.sum().backward()
+    return *seen[:2], heard
+
+
+def _named(tensor):
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+@pytest.mark.step(5, points=2, raised=HOST)
+def test_a_copy_has_the_tensors_dtype(assignment):
+    first, second, heard = once(of_other_dtypes, 1, assignment)[0]
+    assert sorted(heard) == sorted(first) and second == first, (
+        f"with to_host=True a function that takes tensors of {', '.join(first)} had copies of "
+        f"{', '.join(heard) or 'nothing'} announced, and got {', '.join(second)} in its second run: is the copy made "
+        "with dtype= of the tensor? (float32 is the default: twice the memory of bfloat16, and no index or mask)"
+    )
 
 
 # --------------------------------------------------------------- all steps: what the kernel counts, at a plain size

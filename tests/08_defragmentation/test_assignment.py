@@ -231,15 +231,16 @@ def freed_twice(assignment):
 def test_a_block_is_freed_once(assignment):
     (seen,) = once(freed_twice, 1, assignment)
     for name, (error, before, holes) in seen.items():
+        point = "a block that is freed twice is part of what this step is about"
+        what = f"{point}. A block {name} of four, was given back a second time, and give()"
         assert error, (
-            f"a block {name} of four, was given back a second time, and give() took it; then free are {told(holes)}. "
+            f"{what} took it; then free are {told(holes)}. "
             "Two owners would get the same memory: raise ValueError")
         assert error == "ValueError", (
-            f"a block {name} of four, was given back a second time, and give() raised {error}: raise ValueError "
+            f"{what} raised {error}: raise ValueError "
             "before anything else is done")
         assert holes == before, (
-            f"a second give() of a block {name} of four, raised ValueError, and changed what is free: {told(before)} "
-            f"before, {told(holes)} after it")
+            f"{what} raised ValueError, and changed what is free: {told(before)} before, {told(holes)} after it")
 
 
 def random_requests(assignment):
@@ -260,7 +261,8 @@ def random_requests(assignment):
     return log
 
 
-@pytest.mark.step(2, points=4, raised="do the blocks around a merged one know that it is their neighbour now?")
+@pytest.mark.step(2, points=4, raised="do the blocks around one that was merged, or split off in `take`, know "
+                  "that it is their neighbour now?")
 def test_used_and_free_are_all_there_is(assignment):
     (log,) = once(random_requests, 1, assignment)
     used, free = {}, [(0, 5000), (5000, 3000)]
@@ -596,7 +598,11 @@ def test_a_backward_after_reset_fails(assignment):
 def measuring(assignment):
     """A slab that measures: its first round, and the next."""
     slab = assignment.Slab()
-    first = [slab.keep(torch.full((size,), float(size))) for size in (5, 8)]
+    sources = [torch.full((size,), float(size)) for size in (5, 8)]
+    first = [slab.keep(source) for source in sources]
+    for source in sources:
+        source.zero_()
+    copies = [tensor.tolist() for tensor in first]
     own = slab.memory is None, int(slab.used), len({tensor.untyped_storage().data_ptr() for tensor in first})
     slab.reset()
     elements = None if slab.memory is None else slab.memory.numel()
@@ -605,14 +611,18 @@ def measuring(assignment):
         tensor.untyped_storage().data_ptr() == slab.memory.untyped_storage().data_ptr() for tensor in again)
     idle = assignment.Slab()
     idle.reset()
-    return own, elements, inside, [tensor.tolist() for tensor in again], idle.memory is None
+    return own, copies, elements, inside, [tensor.tolist() for tensor in again], idle.memory is None
 
 
 @pytest.mark.step(3, points=4, raised="a slab without a size measures: memory is None until the first reset()")
 def test_a_slab_without_a_size_measures_its_first_round(assignment):
-    ((is_none, used, storages), elements, inside, values, idle), = once(measuring, 1, assignment)
+    ((is_none, used, storages), copies, elements, inside, values, idle), = once(measuring, 1, assignment)
     assert is_none and storages == 2, (
         "a slab that was made without a size has no memory in its first round: what it keeps then has its own")
+    assert copies == [[5.0] * 5, [8.0] * 8], (
+        "in the first round of a slab without a size two tensors were kept, and then the originals were overwritten "
+        f"with zeros. What keep() had returned begins with {[copy[0] for copy in copies]} now, and [5.0, 8.0] was "
+        "kept. Also while it measures, keep() returns a copy, with memory of its own, and not the original's")
     assert used == 13, f"in its first round a slab kept 5 and 8 elements, and slab.used is {used}"
     assert elements == 13, (
         f"in its first round a slab kept 5 and 8 elements. After reset() its memory must have 13, and "
@@ -672,7 +682,7 @@ def gradients_kept(assignment):
     return steps, slab.memory.numel(), sum(param.numel() for param in wanted)
 
 
-@pytest.mark.step(4, points=5, raised="a hook runs for each parameter, when its gradient is complete")
+@pytest.mark.step(4, points=4, raised="a hook runs for each parameter, when its gradient is complete")
 def test_gradients_lie_in_one_slab(assignment):
     ((steps, elements, wanted),) = once(gradients_kept, 1, assignment)
     assert elements == wanted, (
@@ -703,6 +713,31 @@ def test_a_gradient_is_moved_as_soon_as_it_is_complete(assignment):
         "that runs when its gradient is there")
 
 
+def with_a_frozen_layer(assignment):
+    """A slab for a model whose frozen layer is in bf16, and the others in fp32: (dtype, elements), or what it raised;
+    and how many elements want a gradient."""
+    model = toys.build(toys.MLP, 0)
+    frozen = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
+    frozen.to(torch.bfloat16).requires_grad_(False)
+    wanted = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    try:
+        slab = assignment.gradients_in_slab(model)
+    except ValueError as error:
+        return str(error), wanted
+    return (str(slab.memory.dtype), slab.memory.numel()), wanted
+
+
+@pytest.mark.step(4, points=1)
+def test_a_frozen_layer_may_be_of_another_dtype(assignment):
+    ((slab, wanted),) = once(with_a_frozen_layer, 1, assignment)
+    model = "of a model the first layer is frozen, and in bf16; all that want a gradient are in fp32"
+    assert not isinstance(slab, str), (
+        f"{model}. gradients_in_slab raised ValueError: {slab}. Only parameters that want a gradient have to be of one "
+        "dtype on one device: which of them did you pass to `_kind_of`?")
+    assert slab == ("torch.float32", wanted), (
+        f"{model}. The gradient slab has {slab[1]} elements of {slab[0]}, and {wanted} of torch.float32 are right")
+
+
 def micro_batches(assignment):
     """Gradients of two backward passes, in a slab and without; slab.used after each; whether they moved."""
     results, used, places = [], [], []
@@ -731,31 +766,45 @@ def test_micro_batches_add_up_in_place(assignment):
 
 
 def reset_too_early(assignment):
-    """What backward says when the slab was reset while gradients were in use; and after they were set to None."""
-    model = toys.build(toys.MLP, 0)
-    slab = assignment.gradients_in_slab(model)
-    model(*toys.numbers(0, 0)).backward()
-    slab.reset()
-    try:
-        model(*toys.numbers(0, 1)).backward()
-        error = ""
-    except RuntimeError as raised:
-        error = str(raised)
+    """What backward says when the slab was reset while gradients were in use: all of them, or all but the one that
+    backward completes first; and how many there are. After they were set to None it must go through."""
+    errors, order = [], []
+    for forgotten in (0, 1):
+        model = toys.build(toys.MLP, 0)
+        slab = assignment.gradients_in_slab(model)
+        order.clear()
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(order.append)
+        model(*toys.numbers(0, 0)).backward()
+        for param in order[:forgotten]:
+            param.grad = None
+        total = len(order)
+        slab.reset()
+        try:
+            model(*toys.numbers(0, 1)).backward()
+            errors.append("")
+        except RuntimeError as raised:
+            errors.append(str(raised))
     other = toys.build(toys.MLP, 0)
     fine = assignment.gradients_in_slab(other)
     for _ in range(2):
         other(*toys.numbers(0, 0)).backward()
         other.zero_grad()
         fine.reset()
-    return error
+    return errors, total
 
 
 @pytest.mark.step(4, points=3)
 def test_a_reset_while_gradients_are_in_use_is_refused(assignment):
-    (error,) = once(reset_too_early, 1, assignment)
+    (((error, partly), total),) = once(reset_too_early, 1, assignment)
     assert error, (
         "gradients lay in the slab, it was reset, and the next backward added to them without a word. What is kept "
         "next would lie over them: raise RuntimeError in backward where a gradient lies where nothing is kept")
+    assert partly, (
+        f"of {total} gradients in the slab the one that backward completes first was set to None, and the slab was "
+        f"reset. The next backward kept that one again, and added to the {total - 1} others without a word, though "
+        "nothing is kept where they lie. slab.used is not 0 any more when their hooks run: look at where each gradient "
+        "lies")
 
 
 # --------------------------------------------------------------------------------------------------- step 5: compact
@@ -815,7 +864,9 @@ def test_compaction_leaves_one_free_block(assignment):
         f"after a second compact() the two tensors left lie at {third[0]}, and free are {told(third[1])}; 0 and 30, "
         "and 35 at 65, are right")
     assert nothing == [(0, 50)] and full == [] and whole, (
-        f"an empty arena of 50 has free {told(nothing)} after compact(), a full one {told(full)}")
+        f"an empty arena of 50 has free {told(nothing)} after compact(), and 50 at 0 is right; "
+        f"a full one has free {told(full)}, and none is right"
+        + ("" if whole else ", and its tensor has lost its numbers"))
 
 
 def followed(assignment):

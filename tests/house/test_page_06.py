@@ -63,7 +63,12 @@ def test_what_is_kept_is_the_formula_and_the_ends():
 
 def test_what_the_page_says_of_the_highest_moment_and_of_traffic():
     falls = step(2, "checkpoints")["highest"] - step(2, "P_a")["highest"]
-    assert f"By {falls / MB:.1f} MB on two ranks, less than the {BLOCKS * INPUT / 2 / MB:.1f} MB of the parts" in PROSE
+    spared = BLOCKS * INPUT / 2
+    assert falls == spared - INPUT, "the block that runs again has its whole input beside its part"
+    rounded = [round(step(2, mode)["highest"] / MB, 1) for mode in ("checkpoints", "P_a")]
+    assert f"By {falls / MB:.1f} MB on two ranks (the table's {rounded[0] - rounded[1]:.1f} is rounding)" in PROSE
+    assert f"not by {spared / MB:.1f}. Six parts spare {spared / MB:.1f} MB." in PROSE
+    assert f"its whole input, {INPUT / MB:.2f} MB, beside its part" in PROSE
     blocks = step(2, "checkpoints")["sent"] - ends_of_the_model()
     more = step(2, "P_a")["sent"] - step(2, "checkpoints")["sent"]
     assert (blocks, more) == (12 * BLOCKS * INPUT / 2, BLOCKS * INPUT / 2)
@@ -109,7 +114,14 @@ def test_what_the_scores_would_be():
     assert len(matrices) == 3 and set(matrices) == {CONFIG.heads * CONFIG.sequence / CONFIG.hidden}
     assert f"heads·s/h units more: here {matrices[0]:.1f}" in PROSE
     fused, dropout = (sum(size for _, size in units(1, kind)) for kind in ("fused", "dropout"))
-    assert f"keeps three of them, and a block has {dropout:.2f} units in place of {fused:.2f}" in PROSE
+    assert f"keeps three of them, {sum(matrices):.1f} units" in PROSE
+    fused_has, dropout_has = ([shape for shape, _ in units(1, kind)] for kind in ("fused", "dropout"))
+    masks = dropout_has.count([BATCH, CONFIG.sequence, CONFIG.hidden]) - fused_has.count(
+        [BATCH, CONFIG.sequence, CONFIG.hidden])
+    (own,) = [size for shape, size in units(1) if shape == [BATCH, CONFIG.heads, CONFIG.sequence]]
+    assert f"The masks of the two dropouts outside of attention are {masks} more, and {own:.2f} of the fused" in PROSE
+    assert dropout == pytest.approx(fused + sum(matrices) + masks - own)
+    assert f"a block has {dropout:.2f} units in place of {fused:.2f}" in PROSE
 
 
 def test_the_copies_of_the_picture():

@@ -95,7 +95,7 @@ def test_what_the_page_says_of_the_failure():
     used = FAILURE["allocated"] / MIB
     assert f"The device has {capacity:.0f} MiB. {used:.1f} of them are in use when {asked:.1f}" in PROSE
     assert f"1. {FAILURE['largest_free'] / MIB:.0f} MiB. There are two pieces of that size" in PROSE
-    assert free / capacity > 1 / 3 and "with a third of it free" in PROSE
+    assert free / capacity > 1 / 3 and "with more than a third of it free" in PROSE
     assert f"{free / capacity:.0%} of a memory is free, and a request for {asked / capacity:.0%} of it fails" in PROSE
     least, with_slabs = ROWS[program.WITHOUT]["least"], ROWS[program.WITH]["least"]
     used = ROWS[program.WITHOUT]["allocated"]
@@ -106,6 +106,10 @@ def test_what_the_page_says_of_the_failure():
     assert f"3. {with_slabs / MIB:.0f} MiB. The slab of checkpoints has {checkpoints:.1f} MiB here" in PROSE
     assert f"that of gradients {gradients:.1f}." in PROSE
     assert f"with {with_slabs / MIB:.0f} MiB in place of {least / MIB:.0f}" in PROSE
+    assert f"Before you look: {free:.0f} MiB are free, and {asked:.1f} do not fit" in PROSE
+    (*first, second), (*others, last) = (RECORDED[name]["lengths"] for name in (program.WITHOUT, program.OTHER))
+    assert f"have {', '.join(map(str, first))} and {second} tokens, in the last row" in PROSE
+    assert f"in the last row {', '.join(map(str, others))} and {last}." in PROSE
     assert MEASURED["same losses"] and "those without, to the bit" in PROSE
 
 
@@ -150,22 +154,34 @@ def test_the_gradient_that_lies_alone(recordings):
     assert "a segment of 50 MiB is pinned by one gradient of 8 MiB" in " ".join(TEACHER.split())
     large = [size / MIB for _, size in allocator.holes if size > 3 * MIB]
     driver = (MEASURED["capacity"] - allocator.reserved) / MIB
+    assert "50 alone would not be enough" in PROSE and FAILURE["requested"] > 50 * MIB
+    assert f"which has {driver:.0f} already" in PROSE
     assert f"It would have {driver + 50:.0f} MiB in one piece, more than enough" in PROSE
     assert driver + 50 > FAILURE["requested"] / MIB
     assert f"free pieces of {', '.join(f'{size:.0f}' for size in large)} and {driver:.0f} MiB between" in PROSE
 
 
 def test_the_game_on_the_sheet_of_paper():
-    """The page's table can be played, and asks what can be answered."""
-    pool = Pool()
+    """The page's table can be played, and filled in it says what a pool does."""
+    filled = PAGE.split("The table, filled in</summary>")[1].split("</details>")[0]
+    lines = [line for line in filled.split("\n") if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+    assert len(rows) == 9 and all(f"| {request} | | |" in PAGE for request, *_ in rows)
+    pool, blocks = Pool(), {}
     pool.add(0, 100)
-    a, b, c = pool.take(30), pool.take(20), pool.take(30)
-    pool.give(a)
-    assert pool.take(10).address == 80, "the hole of 20 at the end, not that of 30 at the front"
-    pool.give(c)
-    assert pool.take(45) is None and sum(size for _, size in pool.holes) == 70
-    pool.give(b)
-    assert pool.take(45).address == 0
+    for request, which, free in rows:
+        before = {f"{size} at {address}" for address, size in pool.holes}
+        name, _, size = request.rpartition("take ")
+        if request.startswith("give "):
+            pool.give(blocks[request[-1]])
+        elif (block := pool.take(int(size))) is None:
+            assert which == f"none, and {sum(size for _, size in pool.holes)} are free"
+        else:
+            blocks[name[:1]] = block
+            assert re.split("[,;]", which)[0] in before and f" at {block.address}" in which
+            assert not name or which.endswith(f"{name[0]} lies at {block.address}")
+        told = ", ".join(f"{size} at {address}" for address, size in pool.holes)
+        assert free == told or free == "the same" and before == set(told.split(", "))
 
 
 def test_the_exam_on_the_teachers_page():

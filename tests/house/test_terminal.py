@@ -59,6 +59,7 @@ RUNS = {  # command: what its progress begins with, and ends with
     "zero_minimal/defragmentation.py --layers=2 --hidden=64 --heads=2 --longest=128 --vocabulary=16384 --batch=2 "
     "--picture=PICTURE": ("without slabs: 0 of 2 steps", "with slabs: 2 of 2 steps"),
     f"{TWO}/stage3.py {TINY} --steps=3": ("Stage3: building", "Stage3: 3 of 3 steps, rank 0's loss"),
+    f"{TWO}/offload.py {TINY} --steps=3": ("Offloaded2: building", "Offloaded2: 3 of 3 steps, rank 0's loss"),
     f"zero_minimal/naive.py {TINY} --steps=3": ("Naive: building", "Naive: 3 of 3 steps, loss"),
     f"zero_minimal/tensor_parallel.py {TINY} --steps=3": ("", "D × M = 1 × 1: 3 of 3 steps, loss"),
     f"{TWO}/zero_100b.py {TINY} --steps=3": ("C4: 0 of 3 steps", "C4: 3 of 3 steps, rank 0's loss"),

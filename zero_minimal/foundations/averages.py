@@ -38,6 +38,9 @@ class Average:
     """
 
     def __init__(self, zero, decay: float = 0.999):
+        if any(bucket.away is not None for bucket in zero.buckets):
+            raise RuntimeError("the weights to average are on the host: average whole ones, with "
+                               "torch's AveragedModel, under zero.gather_parameters()")
         self.zero, self.decay = zero, decay
         self.shards = [bucket.master.detach().clone() for bucket in zero.buckets]
 

@@ -16,7 +16,7 @@ _listeners: list[Callable[[torch.Tensor], None]] = []
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory [same shape], pinned if it comes from a GPU.
+    """A copy in host memory [same shape and dtype], pinned if it comes from a GPU.
 
     From a GPU the copy is under way when this returns, behind all that the current stream has to do
     before. What that stream does later finds it complete; the CPU must wait for the stream to read

@@ -8,7 +8,9 @@ A bucket, its shards and its padding are not in these names: they are how this r
 optimizer keeps once for a shard (the number of steps) is a number of each parameter in it.
 """
 
-from collections.abc import Iterator
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +30,37 @@ class Piece:
     box: Box
     tensor: torch.Tensor  # [*box.sizes], a view: to read when saved, to fill when loaded
     bucket: Bucket | None = None  # whose update changes it
+
+
+class FetchedPiece:
+    """A piece that is on the rank's host (away.py), and comes when it is to be written. Used like a
+    Piece. `fetched`: the pieces of its bucket and kind, here()."""
+
+    def __init__(self, piece: Piece, number: int, fetched: "Fetched"):
+        self.name, self.shape, self.box, self.bucket = (
+            piece.name, piece.shape, piece.box, piece.bucket)
+        self.number, self.fetched = number, fetched
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.fetched.here()[self.number].tensor
+
+
+class Fetched:
+    """What a bucket's host has of a kind, cut into pieces. `latest` are the ones that are here, two
+    at most: pieces are written one after the other, so no more of the state is ever on the rank."""
+
+    def __init__(self, bucket: Bucket, name: str | None, cut: Callable, latest: deque["Fetched"]):
+        self.bucket, self.name, self.cut, self.latest = bucket, name, cut, latest
+        self._pieces: list[Piece] | None = None
+
+    def here(self) -> list[Piece]:
+        if self._pieces is None:
+            if len(self.latest) == 2:
+                self.latest.popleft()._pieces = None
+            self._pieces = self.cut(self.bucket.away.fetch(self.name))
+            self.latest.append(self)
+        return self._pieces
 
 
 @dataclass
@@ -121,20 +154,31 @@ def in_bucket(
 def to_save(holding: Holding) -> list[Piece]:
     """All that this rank writes, in the order in which step() updates it. Views of the state, so
     nothing is copied; but buffers are, which a forward pass may change."""
-    stage, pieces = holding.stage, []
+    stage, pieces, latest = holding.stage, [], deque()
     for bucket in stage.all_buckets:
         own = bucket.master.data if bucket.trained else bucket.parameter_shard
         tensors = {"model": own, **_of_elements(stage, bucket)}
         for kind, tensor in tensors.items():
+            cut = functools.partial(_cut, holding, bucket, kind)
+            if bucket.away is not None:
+                name = kind.split("/")[1] if "/" in kind else None
+                fetched = Fetched(bucket, name, cut, latest)
+                pieces += [FetchedPiece(piece, number, fetched)
+                           for number, piece in enumerate(cut(tensor))]
+                continue
             if tensor.numel() == bucket.padded:  # stage 0 has all of it: each rank writes a part
                 tensor = bucket.shard(tensor, stage.rank)
-            pieces += in_bucket(holding, bucket, kind, tensor)
+            pieces += cut(tensor)
     whole = [("model", name, param.data) for name, param in in_no_bucket(stage).items()]
     whole += [("buffer", name, buffer.clone()) for name, buffer in persistent_buffers(stage.model)]
     for number, (kind, name, tensor) in enumerate(whole):
         if number % stage.world_size == stage.rank:  # alike on all ranks: they take turns
             pieces += whole_piece(kind, name, tensor, holding.places.get(name))
     return [piece for piece in pieces if holding.saves(parameter_of(piece.name))]
+
+
+def _cut(holding: Holding, bucket: Bucket, kind: str, held: torch.Tensor) -> list[Piece]:
+    return list(in_bucket(holding, bucket, kind, held))
 
 
 def _of_elements(stage, bucket: Bucket) -> dict[str, torch.Tensor]:
@@ -145,6 +189,8 @@ def _of_elements(stage, bucket: Bucket) -> dict[str, torch.Tensor]:
 
 
 def _state(stage, bucket: Bucket) -> dict:
+    if bucket.away is not None:
+        return bucket.away.state()
     return stage.optimizer.state.get(bucket.master, {}) if bucket.trained else {}
 
 

@@ -26,6 +26,9 @@ def master_of(shard: torch.Tensor) -> nn.Parameter:
 def keep_changes(bucket: Bucket) -> None:
     """Carry a user's edit of the parameters (loaded weights, say) over to the fp32 master. Elements
     that were not edited keep their full precision."""
+    if getattr(bucket, "away", None) is not None:  # its master is on a host
+        bucket.away.keep_changes(bucket)
+        return
     shard, master = bucket.parameter_shard, bucket.master.data
     if master.dtype != shard.dtype:
         master.copy_(torch.where(shard == master.to(shard.dtype), master, shard.float()))
@@ -114,8 +117,7 @@ class LossScaler:
     def step(self, zero) -> bool:
         """zero.step(), unless a gradient is infinite or NaN on any rank. Whether it was taken."""
         self.unscale_(zero)
-        finite = [torch.isfinite(gradient).all() for gradient in zero.reduced_gradients()]
-        overflow = (~torch.stack(finite).all()).float()
+        overflow = (~_finite(zero)).float()
         # this rank sees its own shards only, and all must decide alike
         for group in self.groups or [zero.group]:
             collectives.all_reduce(overflow, op="max", group=group)
@@ -147,3 +149,10 @@ class LossScaler:
 
     def load_state_dict(self, state: dict) -> None:
         self.scale_value, self._good_steps = state["scale"], state["good_steps"]
+
+
+def _finite(zero) -> torch.Tensor:
+    """Whether no gradient of this rank's is infinite or NaN, []."""
+    if hasattr(zero, "gradients_are_finite"):  # they lie elsewhere, and zero asks there
+        return zero.gradients_are_finite()
+    return torch.stack([torch.isfinite(each).all() for each in zero.reduced_gradients()]).all()

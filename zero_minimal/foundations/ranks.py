@@ -79,7 +79,7 @@ def run(
                     timeout=timeout, folder=folder, environment=dict(os.environ), path=sys.path,
                 )
                 process = context.Process(target=_rank_main, args=(theirs, setup, work))
-                with _main_hidden(), _hash_seed(rank) if fresh else contextlib.nullcontext():
+                with main_hidden(), _hash_seed(rank) if fresh else contextlib.nullcontext():
                     with interrupts.held_off():  # until they are ranks
                         forkserver.ensure_running()
                     process.start()
@@ -95,7 +95,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _main_hidden() -> Iterator[None]:
+def main_hidden() -> Iterator[None]:
     """multiprocessing would run the caller's script again in every rank; cloudpickle carries what
     is needed of it."""
     main = sys.modules["__main__"]

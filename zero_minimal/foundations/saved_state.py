@@ -67,7 +67,7 @@ def async_save(
 
     The state that is saved is that of this moment: step() waits for the bucket it is about to
     update, if that has not been written yet. The next checkpoint, and the end of the ranks, wait
-    for the whole.
+    for the whole. An offloaded stage writes all of it before this returns.
     """
     return saving.start(zero, Path(folder), extra, step, keep, meanwhile=True)
 

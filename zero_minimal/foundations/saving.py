@@ -84,6 +84,8 @@ def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: boo
     finish_earlier()
     _check_alike(encoded, holding.group)
     buckets = holding.stage.buckets
+    if any(bucket.away is not None for bucket in buckets):
+        meanwhile = False  # the bus is training's: it carries the state before that goes on
     for bucket in buckets:
         precision.keep_changes(bucket)
     facts = {"step": step, "extra": encoded, **pieces.facts_of(holding)}

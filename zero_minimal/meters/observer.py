@@ -80,11 +80,12 @@ class Observer:
         padding = sum(bucket.padded - bucket.numel for bucket in getattr(zero, "buckets", []))  # elements
         is_peer = hasattr(zero, "theory_stage")  # torch's own: it says whose formulas it is to be held against
         stage = zero.theory_stage if is_peer else stage_in(type(zero).__name__)
-        states = formulas.model_states(stage, parameters, rank.world_size, settings.dtype)
+        offloaded = hasattr(zero, "host")
+        rest = (rank.world_size, settings.dtype, offloaded)
         # the first steps were slowed down, but a short run has no others
         step_seconds = statistics.median(self.seconds[self.traffic_to :] or self.seconds)
         return {
-            "name": f"stage {stage}" if type(zero).__name__ == f"Stage{stage}" else type(zero).__name__,
+            "name": _name(zero, stage),
             "stage": None if is_peer else stage,
             "theory_stage": stage,
             "ranks": rank.world_size,
@@ -95,8 +96,8 @@ class Observer:
             "step_seconds": step_seconds,
             "tokens_per_second": settings.tokens_per_step(rank.world_size) / step_seconds,
             "memory": self._memory(),
-            "theory": states,
-            "padding": formulas.model_states(stage, padding, rank.world_size, settings.dtype),
+            "theory": formulas.states_on_device(stage, parameters, *rest),
+            "padding": formulas.states_on_device(stage, padding, *rest),
             "traffic": self._traffic(stage, parameters, padding),
             "settings": asdict(settings),
         }
@@ -124,6 +125,12 @@ class Observer:
             # the median: other programs of this machine speak over the loopback too, now and then
             "wire_bytes": statistics.median(self.wire_bytes) if self.wire_bytes else None,
         }
+
+
+def _name(zero, stage: int) -> str:
+    """How tables call it."""
+    known = {f"Stage{stage}": f"stage {stage}", f"Offloaded{stage}": f"stage {stage}, offloaded"}
+    return known.get(type(zero).__name__, type(zero).__name__)
 
 
 def stage_in(name: str) -> int:

@@ -52,6 +52,7 @@ class Owners:
         yield "buffers", [memory.constant_buffers.buffers for memory in memories if hasattr(memory, "constant_buffers")]
         yield "activations", [owner.slab.memory for owner in owners if getattr(owner, "slab", None)]
         yield "scalars", [state for state in states if state.dim() == 0]
+        yield "scalars", [master for master in masters if _is_smaller(master)]  # of an offloaded one
         yield "scalars", [param for param in params if _is_smaller(param)]
         yield "scalars", [param.grad for param in params if param.grad is not None and _is_smaller(param.grad)]
 

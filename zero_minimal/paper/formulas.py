@@ -39,6 +39,22 @@ def model_states(
     }
 
 
+def states_on_device(
+    stage: int, elements: int, world_size: int, dtype: str, offloaded: bool = False
+) -> dict[str, int | float]:
+    """The same of what stays on the device: offloaded, it has no optimizer state, and of gradients what stage 1 has."""
+    states = model_states(stage, elements, world_size, dtype)
+    if offloaded:
+        states["optimizer"] = 0
+        states["gradients"] = 0 if stage >= SHARDED_FROM["gradients"] else states["gradients"]
+    return states
+
+
+def host_bytes(elements: int, world_size: int, dtype: str) -> int | float:
+    """Bytes that an offloaded rank's host keeps: fp32 masters, Adam's state, gradients in the model's dtype."""
+    return _whole((12 + BYTES[dtype][1]) * elements / world_size)
+
+
 def bytes_a_parameter(stage: int, world_size: int, dtype: str, optimizer_bytes: float | None = None) -> float:
     """Bytes of model states on one rank for each parameter of the model: 16, 4 + 12/N, 2 + 14/N, 16/N."""
     return sum(model_states(stage, 1, world_size, dtype, optimizer_bytes).values())

@@ -37,7 +37,27 @@ def describe(report: dict) -> str:
         f"loss, {of}nats a byte: {first:.3f} → {last:.3f}; validation {before:.3f} → {after:.3f}\n"
         f"speed: {milliseconds:,.1f} ms a step (median), {speed:,.0f} tokens a second"
     )
-    return "\n\n".join((head, table(memory_rows(report)), table(traffic_rows(report)), calls(report), tail))
+    away = [offloaded(report)] if "bus" in report else []
+    return "\n\n".join((head, table(memory_rows(report)), *away, table(traffic_rows(report)), calls(report), tail))
+
+
+def offloaded(report: dict) -> str:
+    """What the rank's host keeps, and what crosses the bus between them, beside the formulas."""
+    ranks, dtype, stage = report["ranks"], report["dtype"], report["theory_stage"]
+    size = formulas.BYTES[dtype][0]
+    is_cut = stage >= formulas.SHARDED_FROM["parameters"]
+    padding = report["padding"]["parameters"] / size * (ranks if is_cut else 1)  # elements of all ranks
+    kept = formulas.host_bytes(1, 1, dtype)
+    times = report["settings"]["accumulate"] if stage >= formulas.SHARDED_FROM["gradients"] else 1
+    rows = [["the host of rank 0, bytes", "measured", "formula", "", "padding", "unexplained"]]
+    for words, measured, each in (
+        ("masters, gradients, state", report["host_memory"], kept),
+        ("over the bus, a step, to it", report["bus"]["to_host"], times * size),
+        ("and back", report["bus"]["to_device"], size),
+    ):
+        cells = each * report["parameters"] / ranks, f"{each}Ψ/N", each * padding / ranks
+        rows.append([f"  {words}", *explained(measured, *cells)])
+    return table(rows)
 
 
 def memory_rows(report: dict) -> list[list[str]]:
@@ -45,6 +65,9 @@ def memory_rows(report: dict) -> list[list[str]]:
     memory, theory = report["memory"], report["theory"]
     rows = [["memory of rank 0, bytes", "measured", "formula", "", "padding", "unexplained"]]
     for state in formulas.STATES:
+        if theory[state] == 0:  # offloaded
+            rows.append([f"  {state}", *explained(memory[state], 0, "on the host", 0)])
+            continue
         words = formulas.formula(report["theory_stage"], state, report["dtype"])
         rows.append([f"  {state}", *explained(memory[state], theory[state], words, report["padding"][state])])
     for part, words in (("activations", "activations"), ("buffers", "buffers"), ("peak", "all at once")):

@@ -7,28 +7,35 @@ from dataclasses import asdict, replace
 
 from zero_minimal.foundations import interrupts, ranks
 from zero_minimal.foundations.precision import LossScaler
+from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.observer import Observer
-from zero_minimal.programs import progress, report
+from zero_minimal.programs import offload, progress, report
 from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, read_flags
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Parser, Settings, add_device, add_settings, output_file, read_settings
 
 
-def train(stage_class, settings: Settings, rank: ranks.Rank, flags: Flags = NO_CHECKPOINTS) -> dict | None:
+def train(
+    stage_class, settings: Settings, rank: ranks.Rank, flags: Flags = NO_CHECKPOINTS,
+    away: offload.Offload = offload.NOTHING,
+) -> dict | None:
     """Train a GPT on this rank's batches, and return this rank's report (the JSON object of the README).
 
     Args:
         stage_class: Stage0 … Stage3, or a peer with the same API.
         flags: which checkpoints to write, and to go on from; a peer has none.
+        away: what lives on the ranks' hosts.
     The losses, in nats a token, are means over the ranks; of a run that was resumed those of the steps since then
     ("resumed_after" says after how many), and None if that had done all. Raises ValueError if the text cannot be read
     or is too short.
     """
+    stage_class = away.class_of(stage_class)
     if rank.rank == 0:
         progress.announce(f"{stage_class.__name__}: building the model, evaluating it for the first time …")
     batches = loop.training_batches(settings, rank.rank)
     validation = loop.validation_batches(settings, rank.rank, rank.world_size)
-    zero = loop.build(stage_class, settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
+    bucket_bytes = int(settings.bucket_mb * 2**20)
+    zero = loop.build(stage_class, settings, rank, bucket_bytes=bucket_bytes, **away.options())
     scaler = LossScaler() if settings.dtype == "fp16" else None
     checkpoints = Checkpoints(flags, zero, batches, scaler, settings, rank)
     first = checkpoints.resume()
@@ -36,9 +43,11 @@ def train(stage_class, settings: Settings, rank: ranks.Rank, flags: Flags = NO_C
         return None
     left = replace(settings, steps=settings.steps - first)
     observer = Observer(zero, rank, left)
+    bus = BusMeter(zero) if away.cpu else None
+    observers = [observer, bus] if bus else [observer]
 
     losses, validation_losses = [], [loop.evaluate(zero, validation, rank)]
-    steps = loop.steps(zero, batches, settings, scaler=scaler, observers=[observer], first=first)
+    steps = loop.steps(zero, batches, settings, scaler=scaler, observers=observers, first=first)
     for step, parts in enumerate(bar := bar_over(steps, left, stage_class.__name__, rank), first):
         losses.append(sum(part.item() for part in parts))
         bar.note(f"{own_loss(rank)} {losses[-1]:.3f}")
@@ -46,7 +55,8 @@ def train(stage_class, settings: Settings, rank: ranks.Rank, flags: Flags = NO_C
     checkpoints.finish()
     validation_losses.append(loop.evaluate(zero, validation, rank))
 
-    return observer.report() | {
+    measured = observer.report()
+    return measured | (bus.report(measured["memory"]) if bus else {}) | {
         "losses": loop.mean_over_ranks(losses, rank),
         "validation_losses": validation_losses,
     } | ({"resumed_after": first, "settings": asdict(settings)} if first else {})
@@ -73,11 +83,13 @@ def main(stage_class) -> None:
     add_device(parser)
     add_settings(parser)
     add_flags(parser)
+    offload.add_flags(parser)
     arguments = parser.parse_args()
     settings, flags = read_settings(parser, arguments), read_flags(parser, arguments)
+    away = offload.read_flags(parser, arguments, stage_class)
 
     with ranks.start(arguments.device, arguments.backend) as rank:
-        result = train(stage_class, settings, rank, flags)
+        result = train(stage_class, settings, rank, flags, away)
     if rank.rank == 0 and result is None:
         print(f"all {settings.steps} steps were done before" + (", so there is no report" if arguments.json else ""))
     elif rank.rank == 0:

@@ -1,0 +1,219 @@
+"""Away: what of a bucket is on its rank's host (offload.py), and how it is asked for there.
+
+    on the rank     bucket.away, an Away: edits go to the host, its state comes back to be saved
+    on the host     Kept: the shards, and the answers
+
+A rank that is asked for its norm, or whether a gradient has overflowed, lets the host look: the
+gradients have left.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from zero_minimal.foundations import ownership
+from zero_minimal.foundations.beside import Host
+from zero_minimal.foundations.bus import Bus, Parcel
+from zero_minimal.foundations.layout import Bucket
+
+# ------------------------------------------------------------------------------------- on the rank
+
+
+@dataclass(eq=False)
+class Away:
+    """Where a bucket's master and optimizer state are: at `number` on this host."""
+
+    host: Host
+    number: int
+    seen: object = None  # what the parameters were when the host knew them last
+
+    def know(self, bucket: Bucket) -> None:
+        """Rank and host have the same parameters."""
+        self.seen = _fingerprint(bucket.parameter_shard)
+
+    def keep_changes(self, bucket: Bucket) -> None:
+        """Carry a user's edit of the parameters over to the host, if there was one."""
+        if _fingerprint(bucket.parameter_shard) != self.seen:
+            self.host.send(("changed", self.number), bucket.parameter_shard)
+            self.know(bucket)
+
+    def state(self) -> dict:
+        """The optimizer's state of this bucket: numbers, and for each tensor of the shard's size a
+        stand-in that has shape and dtype, and no memory."""
+        numbers, dtypes = self.host.ask("describe", self.number)
+        return numbers | {name: stand_in(numel, dtype) for name, (numel, dtype) in dtypes.items()}
+
+    def fetch(self, name: str | None) -> Tensor:
+        """A copy of one tensor of that state, or of the fp32 master (None), [padded / N]."""
+        numel, dtype = self.host.ask("fetch", self.number, name)
+        return self.host.receive_all(torch.empty(numel, dtype=dtype))
+
+    def put(self, master: Tensor, state: dict) -> None:
+        """Let the host go on with this master and this state."""
+        large = {name: value for name, value in state.items()
+                 if isinstance(value, Tensor) and value.shape == master.shape}
+        small = {name: value for name, value in state.items() if name not in large}
+        dtypes = {name: value.dtype for name, value in large.items()}
+        self.host.send(("put", self.number, small, dtypes))
+        for tensor in (master, *large.values()):
+            self.host.send_all(tensor.contiguous())
+
+
+def stand_in(numel: int, dtype: torch.dtype) -> Tensor:
+    """A tensor [numel] in the memory of one element, a NaN: nobody shall compute with it."""
+    return torch.full((), float("nan"), dtype=dtype).expand(numel)
+
+
+@contextlib.contextmanager
+def all_here(stage) -> Iterator[None]:
+    """Context in which a stage has its masters and optimizer state as any other has, for a moment.
+    Its memory grows by all of them."""
+    state = stage.optimizer.state
+    placeholders = {bucket: bucket.master.data for bucket in stage.buckets}
+    for bucket in stage.buckets:
+        described = bucket.away.state()
+        bucket.master.data = bucket.away.fetch(None)
+        for name, value in described.items():
+            is_tensor = isinstance(value, Tensor) and value.shape == bucket.master.shape
+            state[bucket.master][name] = bucket.away.fetch(name) if is_tensor else value
+    stage.optimizer.state_is_here = True
+    try:
+        yield
+    finally:
+        stage.optimizer.state_is_here = False
+        for bucket in stage.buckets:
+            bucket.master.data = placeholders[bucket]
+        state.clear()
+
+
+def put_all(stage) -> None:
+    """Inside all_here(): what is here now goes to the host."""
+    for bucket in stage.buckets:
+        bucket.away.put(bucket.master.data, stage.optimizer.state.get(bucket.master, {}))
+        bucket.away.know(bucket)
+
+
+def refuse_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Of an optimizer whose state is on the host: its state_dict() would be empty, and hooks on its
+    step() would never run."""
+    optimizer.state_is_here = False
+
+    def refuse_hook(hook: Callable):
+        raise RuntimeError("zero.optimizer takes no step hooks under offload: its step runs on the "
+                           "host, in another process. Call what you need before or after "
+                           "zero.step()")
+
+    def look(optimizer, *_):
+        if not optimizer.state_is_here:
+            raise RuntimeError("the state of zero.optimizer is on the host: take "
+                               "zero.state_dict() and zero.load_state_dict(), or "
+                               "saved_state.save(zero, folder) and load(), in its place")
+
+    optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse_hook
+    optimizer.register_state_dict_pre_hook(look)
+    optimizer.register_load_state_dict_pre_hook(look)
+
+
+def _fingerprint(shard: Tensor) -> object:
+    """Another number if any bit is another."""
+    if shard.device.type == "cpu":
+        return ownership.checksum(shard)
+    words = shard.contiguous().view(torch.int16)
+    return int((words * torch.arange(1, len(words) + 1, device=shard.device)).sum())
+
+
+# ------------------------------------------------------------------------------------- on the host
+
+
+@dataclass(eq=False)
+class Shard:
+    """What the host keeps of a bucket, beside the optimizer's state."""
+
+    dtype: torch.dtype  # of the parameters and gradients
+    group_index: int
+    master: nn.Parameter  # [padded / N], fp32 for 16-bit parameters
+    gradient: Tensor  # [padded / N]
+    has_gradient: bool = False  # since zero_grad()
+
+
+class Kept:
+    """What a host has, and what it answers. Each method is called with the parcel whose first word
+    is its name, and with the parcel's other words."""
+
+    def __init__(self, bus: Bus):
+        self.bus = bus
+        self.shards: dict[int, Shard] = {}  # by the number of its bucket
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    @torch.no_grad()
+    def changed(self, parcel: Parcel, number: int) -> None:
+        """A user has edited parameters. Elements that were not edited keep their full precision."""
+        master, shard = self.shards[number].master, parcel.tensor
+        as_it_was = shard == master.to(shard.dtype)
+        master.copy_(torch.where(as_it_was, master, shard.to(master.dtype)))
+        self.bus.emptied(parcel)
+
+    @torch.no_grad()
+    def norms(self, parcel: Parcel) -> None:
+        """Of each shard's gradient, in fp32 at least (as precision.global_norm computes them)."""
+        real = [torch.view_as_real(each.gradient) if each.dtype.is_complex else each.gradient
+                for each in self.shards.values()]
+        wide = torch.float64 if torch.float64 in [each.dtype for each in real] else torch.float32
+        norms = [torch.linalg.vector_norm(each.flatten(), dtype=wide).item() for each in real]
+        self.bus.send(((norms, wide),))
+
+    def finite(self, parcel: Parcel) -> None:
+        finite = [torch.isfinite(each.gradient).all() for each in self.shards.values()]
+        self.bus.send((bool(torch.stack(finite).all()),))
+
+    def describe(self, parcel: Parcel, number: int) -> None:
+        """Of the optimizer's state: numbers as they are; of a tensor numel and dtype."""
+        large = self._large(number)
+        state = self.optimizer.state.get(self.shards[number].master, {})
+        numbers = {name: value for name, value in state.items() if name not in large}
+        self.bus.send(((numbers, {name: (value.numel(), value.dtype)
+                                  for name, value in large.items()}),))
+
+    def fetch(self, parcel: Parcel, number: int, name: str | None) -> None:
+        tensor = self.shards[number].master if name is None else self._large(number)[name]
+        self.bus.send(((tensor.numel(), tensor.dtype),))
+        self.bus.send_all(tensor)
+
+    @torch.no_grad()
+    def put(self, parcel: Parcel, number: int, numbers: dict, dtypes: dict) -> None:
+        master = self.shards[number].master
+        self.bus.receive_all(master.data)
+        state = dict(numbers)
+        for name, dtype in dtypes.items():
+            state[name] = torch.empty(master.shape, dtype=dtype)
+            self.bus.receive_all(state[name])
+        self.optimizer.state[master] = state
+
+    def memory(self, parcel: Parcel) -> None:
+        """Bytes of what is kept here, and of the process, resident."""
+        kept = [each for shard in self.shards.values() for each in (shard.master, shard.gradient)]
+        states = (self.optimizer.state.get(shard.master, {}) for shard in self.shards.values())
+        kept += [value for state in states for value in state.values()
+                 if isinstance(value, Tensor) and value.ndim]
+        self.bus.send(((sum(tensor.nbytes for tensor in kept), resident_bytes()),))
+
+    def _large(self, number: int) -> dict[str, Tensor]:
+        master = self.shards[number].master
+        state = self.optimizer.state.get(master, {})
+        return {name: value for name, value in state.items()
+                if isinstance(value, Tensor) and value.shape == master.shape}
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process that no file stands for: its own, and of what it shares the pages that
+    it has touched. None where there is no /proc."""
+    status = Path(f"/proc/{os.getpid()}/status")
+    if not status.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))

@@ -1,0 +1,211 @@
+"""Beside a rank: a process of its own, that keeps what the rank has no room for.
+
+It is forked by the server that has forked the rank (ranks.py), which has one thread and no locks;
+a rank of torchrun has no such server, and starts a new Python. The two see the same buffers
+(bus.py), and each sees when the other ends:
+
+    the rank ends, however     its host process says so, and ends too
+    the host process ends      the rank says so, and fails when it next uses the bus; if it does not
+                               come to that for some seconds, it ends
+
+Nothing of them has a name, in /dev/shm or elsewhere; so nothing can stay behind.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from multiprocessing import forkserver, reduction
+
+import torch
+import torch.distributed as dist
+
+from zero_minimal.foundations import bus, interrupts, joining, ranks
+from zero_minimal.foundations.bus import Bus, OtherSideGone, Parcel
+
+GRACE = 0.2  # seconds in which the host may still read that this is the end
+PATIENCE = 5  # seconds in which a rank may come to fail by itself
+
+_open: weakref.WeakSet["Host"] = weakref.WeakSet()
+
+
+class Host:
+    """The rank's view of its host: a bus, and who is at its other end.
+
+    Args:
+        serve: function(bus), what the host does; it returns when it is told "end". A function of a
+            module, since another process must find it.
+        largest: bytes of the largest tensor that crosses often: the size of a buffer.
+        device: where the rank computes. bandwidth: of the bus, as Bus takes it.
+    """
+
+    def __init__(
+        self, serve: Callable, largest: int, device: torch.device, bandwidth: float | None
+    ):
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.ended = False  # on purpose
+        self.told = False  # the rank, that its host is gone
+        self.words = f"the host process of rank {self.rank} is gone"
+        self.gone = threading.Event()
+        start = self._start_thread if device.type == "cuda" else self._start_process
+        start(serve, bus.buffer_bytes(largest), device, bandwidth)
+        _open.add(self)
+
+    def send(self, words: tuple, tensor: torch.Tensor | None = None) -> None:
+        with self._watched():
+            self.bus.send(words, tensor)
+
+    def receive(self) -> Parcel:
+        with self._watched():
+            parcel = self.bus.receive()
+        self._hear(parcel.words)
+        return parcel
+
+    def ask(self, *words) -> object:
+        """Send words, and return the answer."""
+        self.send(words)
+        return self.receive().words[0]
+
+    def emptied(self, parcel: Parcel) -> None:
+        with self._watched():
+            self.bus.emptied(parcel)
+
+    def send_all(self, tensor: torch.Tensor) -> None:
+        with self._watched():
+            self.bus.send_all(tensor)
+
+    def receive_all(self, into: torch.Tensor) -> torch.Tensor:
+        with self._watched():
+            self.bus.receive_all(into)
+        return into
+
+    def end(self) -> None:
+        """Let it end, if it has not."""
+        self.ended = True
+        with contextlib.suppress(OtherSideGone):
+            self.bus.send(("end",))
+        _open.discard(self)
+
+    @contextlib.contextmanager
+    def _watched(self):
+        try:
+            yield
+        except OtherSideGone:
+            for words in self.bus.last_words():
+                self._hear(words)
+            self.gone.wait(1)  # for what _watch knows
+            self.told = True
+            raise RuntimeError(f"{self.words}, and with it the optimizer state that it kept: go on "
+                               "from the newest checkpoint") from None
+
+    def _hear(self, words: tuple) -> None:
+        if words[:1] == ("failed",):
+            self.told = True
+            raise RuntimeError(f"the host of rank {self.rank} failed:\n{words[1]}")
+
+    def _watch(self, process) -> None:
+        """Say that the host process has ended, if nobody told it to."""
+        process.join()
+        if self.ended:
+            return
+        if process.exitcode < 0:
+            self.words += f" (killed by {signal.Signals(-process.exitcode).name})"
+        if process.exitcode != 0:  # else an error there was first, which it has sent
+            print(self.words, file=sys.stderr, flush=True)
+        self.gone.set()
+        time.sleep(PATIENCE)
+        if not self.told:
+            os._exit(1)
+
+    # ---------------------------------------------------------------------------- how it is started
+
+    def _start_process(self, serve, size, device, bandwidth):
+        ours, theirs = multiprocessing.Pipe()
+        setup = dict(rank=self.rank, size=size, bandwidth=bandwidth,
+                     threads=torch.get_num_threads())
+        self.process = _context().Process(
+            target=_main, args=(theirs, setup, serve), daemon=True
+        )
+        with ranks.main_hidden(), interrupts.held_off():  # the rank ends it, not Ctrl-C
+            self.process.start()
+        theirs.close()
+        number = bus.shared_file(size)
+        reduction.send_handle(ours, number, self.process.pid)
+        threading.Thread(target=self._watch, args=(self.process,), daemon=True).start()
+        self.bus = Bus(bus.Words(ours), bus.memory_of(number, size), 0, bandwidth)
+
+    def _start_thread(self, serve, size, device, bandwidth):
+        self.process = None
+        if bandwidth is not None:
+            raise ValueError("bus= is for ranks on CPUs: with a GPU the bus is a real one, and has "
+                             "the speed that it has; leave bus= out")
+        ours, theirs = bus.Queues.pair()
+        memory = torch.zeros(2, bus.BUFFERS, size, dtype=torch.uint8, pin_memory=True)
+        self.bus = bus.PinnedBus(ours, memory, 0, device)
+        there = bus.PinnedBus(theirs, memory, 1, device)
+        threading.Thread(target=_serve, args=(serve, there), daemon=True).start()
+
+
+def end_all() -> None:
+    """The rank has done its work."""
+    for host in list(_open):
+        host.end()
+
+
+joining.before_the_end(end_all)
+
+
+def _context():
+    """By which a process is started that has no lock of this one's threads."""
+    server = forkserver._forkserver
+    if server._forkserver_address is None:
+        return multiprocessing.get_context("spawn")
+    if server._forkserver_pid is None:
+        # it was inherited: that of the process that asked for the ranks. Python's own
+        # ensure_running() would start another one, although it says otherwise
+        server.ensure_running = lambda: None
+    return multiprocessing.get_context("forkserver")
+
+
+# ------------------------------------------------------------------------------ in the host process
+
+
+def _main(pipe, setup: dict, serve: Callable) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_rank(setup["rank"])
+    torch.set_num_threads(setup["threads"])  # sums are in the same order as on the rank
+    number = reduction.recv_handle(pipe)
+    memory = bus.memory_of(number, setup["size"])
+    _serve(serve, Bus(bus.Words(pipe), memory, 1, setup["bandwidth"]))
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _serve(serve: Callable, there: Bus) -> None:
+    try:
+        serve(there)
+    except OtherSideGone:
+        time.sleep(1)  # _end_with_rank speaks
+    except BaseException:
+        with contextlib.suppress(OtherSideGone):
+            there.send(("failed", traceback.format_exc()))
+
+
+def _end_with_rank(rank: int) -> None:
+    """A host never outlives its rank, even while it computes or waits for the bus."""
+    parent = multiprocessing.parent_process()
+
+    def watch():
+        multiprocessing.connection.wait([parent.sentinel])
+        time.sleep(GRACE)  # it may have said "end" before
+        print(f"rank {rank} is gone: its host process ends, too", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

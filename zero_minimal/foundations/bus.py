@@ -1,0 +1,234 @@
+"""Bus: between a rank and its host. It has a speed, it counts, and its memory is constant.
+
+    rank   ── gradient shards ──►  two buffers  ──►  host
+           ◄──  two buffers  ◄── parameter shards ──
+
+Each direction has two buffers, of one bucket's shard each, that take turns: one is read while the
+other is filled (constant_buffers.py has the idea). Who finds both in use waits. So however much
+crosses, neither side holds more than that of the other's.
+
+What is put on the bus arrives when `bandwidth` lets it: a byte after the other, each direction by
+itself. Nobody sleeps for that but the side that wants to read it, so a transfer goes on while both
+sides compute.
+
+With a CPU the two sides are processes, and the buffers are memory that both of them see. With a GPU
+the host is a thread of the rank, the buffers are pinned, and a stream of its own copies.
+"""
+
+import contextlib
+import mmap
+import os
+import pickle
+import queue
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+
+BUFFERS = 2  # in each direction
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """What has arrived: words, and a tensor, or None. The tensor lies in a buffer of the bus: call
+    bus.emptied(parcel) as soon as it has been read, or the other side waits for ever."""
+
+    words: tuple
+    tensor: torch.Tensor | None = None  # [n]
+    buffer: int = -1
+
+
+class OtherSideGone(Exception):
+    """The pipe has ended."""
+
+
+class Bus:
+    """One end of it; both have the same methods.
+
+    Args:
+        pipe: for words, Words or Queues.
+        memory: uint8 [2, BUFFERS, bytes], the same memory for both ends: first what the rank sends.
+        side: 0 for the rank's end, 1 for the host's.
+        bandwidth: bytes a second in each direction; None: as fast as it goes.
+    Counts what has crossed: .sent and .received, in bytes.
+    """
+
+    def __init__(self, pipe, memory: torch.Tensor, side: int, bandwidth: float | None):
+        self.pipe, self.bandwidth = pipe, bandwidth
+        self.outgoing, self.incoming = memory[side], memory[1 - side]
+        self.sent = self.received = 0
+        self._unused = deque(range(BUFFERS))  # of the outgoing ones
+        self._arrived: deque[Parcel] = deque()  # not looked at yet
+        self._busy_until = 0.0  # when all that was sent has crossed
+
+    def send(self, words: tuple, tensor: torch.Tensor | None = None) -> None:
+        """Put words and a tensor on the bus; wait only if both buffers are in use. The tensor may
+        be changed when this returns."""
+        if tensor is None:
+            return self._put((words, None))
+        while not self._unused:
+            self._look()
+        buffer, start = self._unused.popleft(), time.monotonic()
+        place = _view(self.outgoing[buffer], tensor.dtype, tensor.numel())
+        done = self._fill(place, tensor.detach().view(-1), start)
+        self.sent += tensor.nbytes
+        self._put((words, (buffer, tensor.dtype, tensor.numel(), done)))
+
+    def receive(self) -> Parcel:
+        """The next that was sent, once all of it is here."""
+        while not self._arrived:
+            self._look()
+        words, load = self._arrived.popleft()
+        if load is None:
+            return Parcel(words)
+        buffer, dtype, numel, done = load
+        self._until(done)
+        tensor = _view(self.incoming[buffer], dtype, numel)
+        self.received += tensor.nbytes
+        return Parcel(words, tensor, buffer)
+
+    def emptied(self, parcel: Parcel) -> None:
+        """The parcel's buffer may be filled again."""
+        self._put(parcel.buffer)
+
+    def last_words(self) -> list[tuple]:
+        """After OtherSideGone: what it had sent, and nobody has looked at."""
+        with contextlib.suppress(OtherSideGone):
+            while True:
+                self._look()
+        return [words for words, _ in self._arrived]
+
+    # what is larger than a buffer goes in pieces
+
+    def send_all(self, tensor: torch.Tensor) -> None:
+        """A tensor of any size."""
+        for piece in tensor.detach().view(-1).split(self._elements(tensor)):
+            self.send((), piece)
+
+    def receive_all(self, into: torch.Tensor) -> None:
+        """Fill a tensor with what send_all() sent."""
+        for piece in into.view(-1).split(self._elements(into)):
+            parcel = self.receive()
+            piece.copy_(parcel.tensor)
+            self.emptied(parcel)
+
+    def _elements(self, tensor: torch.Tensor) -> int:
+        return self.outgoing.shape[-1] // tensor.element_size()
+
+    # how a tensor gets into a buffer, and when it is there
+
+    def _fill(self, place: torch.Tensor, tensor: torch.Tensor, start: float) -> object:
+        """Copy the tensor. Returns what the other end waits for: a time, of a clock that all
+        processes of a machine share."""
+        place.copy_(tensor)
+        if self.bandwidth is None:
+            return None
+        self._busy_until = max(start, self._busy_until) + tensor.nbytes / self.bandwidth
+        return self._busy_until
+
+    def _until(self, done: float | None) -> None:
+        if done is not None:
+            time.sleep(max(0.0, done - time.monotonic()))
+
+    # the pipe
+
+    def _put(self, message: object) -> None:
+        self.pipe.put(message)
+
+    def _look(self) -> None:
+        """Wait for the next message: a parcel, or the number of a buffer that was emptied."""
+        message = self.pipe.get()
+        if isinstance(message, int):
+            self._unused.append(message)
+        else:
+            self._arrived.append(message)
+
+
+def _view(buffer: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    return buffer[: numel * dtype.itemsize].view(dtype)
+
+
+# ---------------------------------------------------------------- what two processes have in common
+
+
+class Words:
+    """A pipe between two processes, for anything that can be pickled."""
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+
+    def put(self, message: object) -> None:
+        try:
+            self.connection.send_bytes(pickle.dumps(message))
+        except OSError:
+            raise OtherSideGone from None
+
+    def get(self) -> object:
+        try:
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            raise OtherSideGone from None
+
+
+def buffer_bytes(largest: int) -> int:
+    """The size of a buffer for so many bytes: on a cache line's border lies the next."""
+    return -(-max(largest, 1) // 64) * 64
+
+
+def shared_file(size: int) -> int:
+    """A file descriptor of memory that has no name: when the last process that has it ends, it is
+    gone, whatever ended it."""
+    if hasattr(os, "memfd_create"):
+        number = os.memfd_create("bus")
+    else:
+        with tempfile.TemporaryFile() as file:  # has lost its name already
+            number = os.dup(file.fileno())
+    os.ftruncate(number, 2 * BUFFERS * size)
+    return number
+
+
+def memory_of(number: int, size: int) -> torch.Tensor:
+    """The same as a tensor, uint8 [2, BUFFERS, size]. Closes the descriptor."""
+    mapped = mmap.mmap(number, 2 * BUFFERS * size)
+    os.close(number)
+    return torch.frombuffer(mapped, dtype=torch.uint8).view(2, BUFFERS, size)
+
+
+# --------------------------------------------------------------------------------------- with a GPU
+
+
+class PinnedBus(Bus):
+    """Between a GPU and the host's memory, in one process. Each end has a stream of its own, so
+    that copies run beside the computation; the real bus sets the speed."""
+
+    def __init__(self, pipe, memory: torch.Tensor, side: int, device: torch.device):
+        super().__init__(pipe, memory, side, None)
+        self.device, self.stream = device, torch.cuda.Stream(device)
+
+    def _fill(self, place, tensor, start):
+        if not tensor.is_cuda:
+            return super()._fill(place, tensor, start)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which makes the tensor
+        with torch.cuda.stream(self.stream):
+            place.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self.stream)  # its memory is not for others before
+            return self.stream.record_event()
+
+    def _until(self, done):
+        if done is not None:
+            done.synchronize()
+
+
+class Queues:
+    """A pipe between two threads: one queue for each direction."""
+
+    def __init__(self, out: queue.SimpleQueue, back: queue.SimpleQueue):
+        self.put, self.get = out.put, back.get
+
+    @classmethod
+    def pair(cls) -> tuple["Queues", "Queues"]:
+        one, other = queue.SimpleQueue(), queue.SimpleQueue()
+        return cls(one, other), cls(other, one)

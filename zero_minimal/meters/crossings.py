@@ -1,0 +1,37 @@
+"""Crossings: what a rank's bus carries in a step, and what lies on either side of it (offload.py)."""
+
+from contextlib import contextmanager
+
+from zero_minimal.foundations.away import resident_bytes
+
+
+class BusMeter:
+    """Watches the bus of an offloaded stage through the steps of a run, as an observer of the loop."""
+
+    def __init__(self, zero):
+        self.zero, self.steps = zero, 0
+        self.to_host = self.to_device = 0  # bytes
+
+    @contextmanager
+    def step(self):
+        """Around one optimizer step."""
+        bus = self.zero.host.bus
+        sent, received = bus.sent, bus.received
+        yield
+        self.steps += 1
+        self.to_host += bus.sent - sent
+        self.to_device += bus.received - received
+
+    def report(self, memory: dict) -> dict:
+        """What --json has of this rank under --offload. Bytes: device_memory and host_memory of model states, bus of a
+        step, resident of the two processes as the system counts them (null where it does not say).
+
+        memory: what the observer measured on the device.
+        """
+        kept, resident = self.zero.host.ask("memory")
+        return {
+            "device_memory": sum(memory[state] for state in ("parameters", "gradients", "optimizer")),
+            "host_memory": kept,
+            "bus": {"to_host": self.to_host / self.steps, "to_device": self.to_device / self.steps},
+            "resident": {"device": resident_bytes(), "host": resident},
+        }

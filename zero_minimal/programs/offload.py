@@ -1,0 +1,62 @@
+"""Offload: what --offload and --bus do in the programs of the stages. offload.py itself is stage 2 with it.
+
+    torchrun --nproc-per-node 2 zero_minimal/stage2.py --dtype bf16 --offload cpu --bus 12GB/s
+"""
+
+import argparse
+from dataclasses import dataclass
+
+from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
+from zero_minimal.paper import quantities
+from zero_minimal.workload.settings import Parser
+
+# by their names: the class of a file that is run as a program is another one
+OFFLOADED = {kind.__name__: kind for kind in (Offloaded1, Offloaded2, Offloaded3)}
+CLASSES = {name.replace("Offloaded", "Stage"): kind for name, kind in OFFLOADED.items()} | OFFLOADED
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What was asked for. bus: bytes a second, None for as fast as it goes."""
+
+    cpu: bool = False
+    bus: float | None = None
+
+    def class_of(self, stage_class: type) -> type:
+        """The class to train with."""
+        return CLASSES[stage_class.__name__] if self.cpu else stage_class
+
+    def options(self) -> dict:
+        """That it takes, and a stage does not."""
+        return {"bus": self.bus} if self.cpu else {}
+
+
+NOTHING = Offload()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the parser the two flags."""
+    group = parser.add_argument_group("offload")
+    group.add_argument("--offload", metavar="cpu", help="masters, optimizer state and the update live on the host")
+    group.add_argument("--bus", type=speed, metavar="SPEED", help="of the bus to a rank's host, each way, 12GB/s say "
+                       "(default: as fast as it goes)")
+
+
+def read_flags(parser: Parser, arguments: argparse.Namespace, stage_class: type) -> Offload:
+    """Ends the program, saying what is accepted, for flags that make no sense."""
+    if stage_class.__name__ in OFFLOADED and arguments.offload is None:
+        arguments.offload = "cpu"
+    if arguments.bus is not None and arguments.offload is None:
+        parser.error("--bus is the speed of --offload's bus: give --offload cpu, too")
+    if arguments.offload is None:
+        return NOTHING
+    if arguments.offload != "cpu":
+        parser.error(f"--offload {arguments.offload} is not there: --offload cpu is")
+    if stage_class.__name__ not in CLASSES:
+        parser.error("--offload is for stages 1 to 3: stage 0 has no shards that could leave")
+    return Offload(True, arguments.bus)
+
+
+def speed(text: str) -> float:
+    """Bytes a second: "12GB/s" is 12e9. The type of a flag."""
+    return float(quantities.size(text.strip().removesuffix("/s")))
