@@ -898,7 +898,8 @@ def test_dropout_is_that_of_attention(assignment, world_size):
         where = f"on rank {rank} of {world_size}"
         assert near(found["evaluation"][:, :, 0, 0], kept.expand(8, -1, -1)) and near(
             found["evaluation"], found["evaluation"][:, :, :1, :1].expand(found["evaluation"].shape)), (
-            f"attention {where} in an evaluation is not that without dropout: nothing may be dropped then")
+            f"attention {where} in an evaluation: not each position looks at itself and those before it alike, though "
+            "all queries and keys are 0. Nothing may be dropped then, and nothing that comes later is seen")
         assert found["untouched"], f"an evaluation has drawn random numbers {where}: nothing is to be dropped"
     _assert_weights(ranks[0]["first"].transpose(1, 2), kept)
     _assert_masks(ranks[0]["first"].transpose(1, 2)[..., 0, :] == 0, kept > 0, world_size)
