@@ -248,6 +248,15 @@ def _micro_batches(zero, recipe, rank, step, scaler):
     return total
 
 
+def step_of(zero, step):
+    """One training step on this rank's tokens of that step. Returns its loss."""
+    loss = zero.model(*tokens(dist.get_rank(), step))
+    loss.backward()
+    zero.step()
+    zero.zero_grad()
+    return loss.item()
+
+
 def whole_parameters(zero):
     """Copies of all parameters, in the order of the model."""
     gather = zero.gather_parameters if any(map(is_released, zero.model.parameters())) else contextlib.nullcontext

@@ -58,14 +58,6 @@ def pair(stage, **options):
     return made
 
 
-def step_of(zero, step):
-    loss = zero.model(*toys.tokens(dist.get_rank(), step))
-    loss.backward()
-    zero.step()
-    zero.zero_grad()
-    return loss.item()
-
-
 def same(plain, offloaded):
     assert offloaded.losses == plain.losses
     assert offloaded.norms == plain.norms
@@ -90,7 +82,7 @@ def bus_of_all():
         zero = pair(stage, bus=2e5)[1]
         bus, start = zero.host.bus, time.monotonic()
         before = bus.sent, bus.received
-        step_of(zero, 0)
+        toys.step_of(zero, 0)
         elapsed, crossed = time.monotonic() - start, (bus.sent - before[0], bus.received - before[1])
         shards = sum(bucket.padded for bucket in zero.buckets) * 2 // zero.world_size
         found.append((crossed, shards, elapsed, sum(crossed) / 2e5))
@@ -115,31 +107,31 @@ def test_a_slow_bus_changes_nothing():
 
 def edits_and_states(folder, stage):
     plain, away = pair(stage)
-    assert [step_of(plain, step) for step in range(2)] == [step_of(away, step) for step in range(2)]
+    assert [toys.step_of(plain, step) for step in range(2)] == [toys.step_of(away, step) for step in range(2)]
     for zero in (plain, away):  # an edit of a few elements; the others keep their full precision
         with zero.gather_parameters(), torch.no_grad():
             zero.model.head.weight[1:3] += 0.5
-    assert step_of(plain, 2) == step_of(away, 2)
+    assert toys.step_of(plain, 2) == toys.step_of(away, 2)
     if stage < 3:
         for zero in (plain, away):
             zero.model.head.weight.data[3] -= 0.25  # where no version counter sees it
-    assert step_of(plain, 3) == step_of(away, 3)
+    assert toys.step_of(plain, 3) == toys.step_of(away, 3)
     # this rank's part
     state, whole = away.state_dict(), plain.state_dict()
     assert toys.identical(state["shards"], whole["shards"])
     for key, held in whole["optimizer"]["state"].items():
         assert all(torch.equal(value, state["optimizer"]["state"][key][name]) for name, value in held.items())
-    expected = [step_of(away, step) for step in (4, 5)]
+    expected = [toys.step_of(away, step) for step in (4, 5)]
     again = pair(stage)[1]
     again.load_state_dict(state)
-    assert [step_of(again, step) for step in (4, 5)] == expected
+    assert [toys.step_of(again, step) for step in (4, 5)] == expected
     # a checkpoint, from the offloaded stage to the plain one and back
     saved_state.save(again, folder)
-    expected = [step_of(again, step) for step in (6, 7)]
+    expected = [toys.step_of(again, step) for step in (6, 7)]
     plain, away = pair(stage)
     for zero in (plain, away):
         saved_state.load(zero, folder)
-        assert [step_of(zero, step) for step in (6, 7)] == expected
+        assert [toys.step_of(zero, step) for step in (6, 7)] == expected
 
 
 @pytest.mark.parametrize("stage", sample((1, 2, 3), (2,)))
@@ -211,9 +203,9 @@ def refuse_all(zero):
 
 def refusals():
     zero = pair(2)[1]
-    step_of(zero, 0)
+    toys.step_of(zero, 0)
     refuse_all(zero)
-    step_of(zero, 1)
+    toys.step_of(zero, 1)
     pid = zero.host.process.pid
     assert alive(pid)
     del zero
@@ -362,12 +354,12 @@ def until_killed(stage, folder, whose, seconds):
     for pid in pids:  # the memory of the bus has no name that could stay
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "memfd:bus (deleted)" in maps and "/dev/shm" not in maps
-    step_of(zero, 0)
+    toys.step_of(zero, 0)
     if rank == 0:
         victim = os.getpid() if whose == "rank" else zero.host.process.pid
         threading.Timer(seconds, os.kill, (victim, signal.SIGKILL)).start()
     for step in range(10_000):
-        step_of(zero, step)
+        toys.step_of(zero, step)
 
 
 def alive(pid):

@@ -120,15 +120,6 @@ def test_how_much_there_is_to_write():
     assert abs(len(lines) - 40) <= 3 and "about 40 lines" in PROSE and "these 40 lines" in TEACHER
 
 
-def test_the_grader_says_what_the_teachers_page_quotes():
-    """What it says of wrong submissions is tested where they are: mistakes.py."""
-    sources = [LESSON.tests.read_text(), (LESSON.tests.parent / "mistakes.py").read_text()]
-    table = TEACHER.split("## Stumbles")[1].split("## Rubric")[0]
-    quoted = [part.strip() for quote in re.findall(r'"([^"]+)"', table) for part in quote.split("…")]
-    assert len(quoted) > 10
-    assert not [words for words in quoted if not any(words in source for source in sources)]
-
-
 # ------------------------------------------------------------------------------------------------------- the pictures
 
 

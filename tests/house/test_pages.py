@@ -186,6 +186,25 @@ def test_a_lesson_has_a_page_for_teachers(lesson):
     assert not faults, f"lessons/{lesson.name}/teacher.md:\n- " + "\n- ".join(faults)
 
 
+@functools.cache
+def what_the_grader_says(lesson: Lesson) -> list[str]:
+    """The texts that its words come from: the lesson's checks and the shared ones, what they must find in wrong
+    submissions, errors of the reference, and what the grader says of errors."""
+    files = [*lesson.tests.parent.glob("*.py"), *lesson.tests.parents[1].glob("*.py"),
+             *(HOUSE / "zero_minimal/classroom").glob("*.py"), *(HOUSE / "zero_minimal/foundations").glob("*.py")]
+    texts = [file.read_text() for file in files] + [reference(lesson)]
+    # one text of several pieces, as the learner reads it
+    return [re.sub(r'"\s*\n\s*r?f?"', "", text).replace("\\", "") for text in texts]
+
+
+@each_lesson
+def test_the_grader_says_what_the_teachers_page_quotes(lesson):
+    """What it says of wrong submissions is tested where they are: mistakes.py."""
+    table = " ".join(pages.section((lesson.folder / "teacher.md").read_text(), 2, "Stumbles").split())
+    quoted = [part.strip() for quote in re.findall(r'"([^"]+)"', table) for part in quote.split("…")]
+    assert not [words for words in quoted if not any(words in text for text in what_the_grader_says(lesson))]
+
+
 # -------------------------------------------------------------------------------------------- what every page keeps to
 
 

@@ -35,17 +35,9 @@ def build(stage):
     return zero
 
 
-def step_of(zero, step):
-    loss = zero.model(*toys.tokens(dist.get_rank(), step))
-    loss.backward()
-    zero.step()
-    zero.zero_grad()
-    return loss.item()
-
-
 def undisturbed(stage, steps):
     zero = build(stage)
-    return [step_of(zero, step) for step in range(steps)]
+    return [toys.step_of(zero, step) for step in range(steps)]
 
 
 def until_killed(stage, folder, expected, chance):
@@ -69,7 +61,7 @@ def until_killed(stage, folder, expected, chance):
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
     saving = None
     while step < len(expected[rank]):
-        assert step_of(zero, step) == expected[rank][step], step
+        assert toys.step_of(zero, step) == expected[rank][step], step
         step += 1
         with contextlib.suppress(saved_state.NotSaved):
             if saving:
