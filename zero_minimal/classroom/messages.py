@@ -37,7 +37,7 @@ def of_failure(error: Exception, path: str) -> str:
         words += _when(_FRAME.findall(stack), path)
         if "SIGABRT" in words:
             words += (". gloo ends a rank when a message is larger than expected: do all ranks call the same "
-                      "collectives in the same order, with the same sizes?")
+                      "collectives in the same order, with the same sizes? Or was memory freed that was being sent?")
         if "SIGSEGV" in words:
             words += f"{LOOK_AT}does it use memory that is gone? A shard that is a view of a freed tensor is gone too."
         return f"rank {error.rank} is gone in the middle of the test: {words}"

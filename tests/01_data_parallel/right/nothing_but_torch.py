@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 def share(model, group):
     root = dist.get_global_rank(group, 0) if group is not None else 0
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor, root, group=group)
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.data, root, group=group)
 
 
 class Naive:
