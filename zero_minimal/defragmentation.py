@@ -111,8 +111,8 @@ def gradients_in_slab(model: nn.Module) -> Slab:
 
     Returns: the Slab, with room for one gradient of each parameter. Set the gradients to None, then
         reset() it.
-    Raises: ValueError if no parameter wants a gradient, or if those that want one differ in dtype or
-        device; in backward RuntimeError, if the slab was reset while gradients were in use.
+    Raises: ValueError if no parameter wants a gradient, or if those that want one differ in dtype
+        or device; in backward RuntimeError, if the slab was reset while gradients were in use.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     slab = Slab(sum(param.numel() for param in params), *_kind_of(params))

@@ -163,8 +163,8 @@ def gradients_in_slab(model: nn.Module) -> Slab:
 
     Returns: the Slab, with room for one gradient of each parameter. Set the gradients to None, then
         reset() it.
-    Raises: ValueError if no parameter wants a gradient, or if those that want one differ in dtype or
-        device; in backward RuntimeError, if the slab was reset while gradients were in use.
+    Raises: ValueError if no parameter wants a gradient, or if those that want one differ in dtype
+        or device; in backward RuntimeError, if the slab was reset while gradients were in use.
     """
     # step 4: the slab has room for one gradient of each parameter that wants one. In backward, as
     # soon as a gradient is complete, it lies there, and nowhere else. A second backward adds to
