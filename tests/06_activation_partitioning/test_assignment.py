@@ -21,20 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.foundations import host, random_state
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FEW, MANY = 2, 6  # blocks
 BATCH, SEQUENCE, WIDTH = 5, 77, 55
 NUMBERS = BATCH * SEQUENCE * WIDTH  # of a block's input: odd, and 3 does not divide them
 WHOLE = 4 * NUMBERS  # bytes
 SLACK = 8192  # bytes a block for states of random numbers and the like
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """What is computed here to compare with is small: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ------------------------------------------------------------------------------------------------- what is checkpointed

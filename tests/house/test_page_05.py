@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pages
 import pytest
 import torch
 from cells import run_notebook
@@ -214,7 +215,7 @@ def test_no_line_of_the_solution_is_on_the_page(name):
 
 def test_the_pictures_are_shown_where_they_belong():
     assert set(program.pictures(MEASURED)) == {"region.png", "patients.png"}
-    plain = re.sub(r"<details>.*?</details>", "", PAGE, flags=re.DOTALL)
+    plain = pages.without_folded(PAGE)
     assert "](region.png)" in plain and "](patients.png)" in plain
     assert "f forgotten |" not in plain, "the diagnosis is folded"
 

@@ -186,6 +186,12 @@ def test_a_lesson_has_a_page_for_teachers(lesson):
     assert not faults, f"lessons/{lesson.name}/teacher.md:\n- " + "\n- ".join(faults)
 
 
+@each_lesson
+def test_a_picture_has_words_for_who_cannot_see_it(lesson):
+    shown = pages.IMAGE.findall((lesson.folder / "README.md").read_text())
+    assert shown and not [file for words, file in shown if len(words) <= 100]
+
+
 @functools.cache
 def what_the_grader_says(lesson: Lesson) -> list[str]:
     """The texts that its words come from: the lesson's checks and the shared ones, what they must find in wrong

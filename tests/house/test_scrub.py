@@ -1,12 +1,10 @@
 """A memory to scrub through shows what the replay did, and lesson 08's notebook runs on any number of ranks."""
 
-import importlib.util
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
+from cells import cells_of, run_notebook
 
 from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.classroom.references import reference
@@ -76,25 +74,14 @@ def test_another_pool_lays_elsewhere(traces):
 # ------------------------------------------------------------------------------------------------------------ notebook
 
 
-@pytest.fixture
-def notebooks():
-    """tests/house/test_notebooks.py, which knows how to run a notebook here."""
-    file = Path(__file__).with_name("test_notebooks.py")
-    spec = importlib.util.spec_from_file_location("how_notebooks_run", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("world_size", (3, 4))
-def test_the_notebook_on_more_ranks(notebooks, monkeypatch, world_size, tmp_path):
+def test_the_notebook_on_more_ranks(monkeypatch, world_size, tmp_path):
     """With a whole solution as the learner's file."""
     file = tmp_path / "assignment.py"
     file.write_text(reference(LESSON))
     monkeypatch.setenv("ZERO_ATTEMPT", str(file))
-    names = notebooks.run_notebook("08_defragmentation.ipynb", monkeypatch, world_size)
+    names = run_notebook("08_defragmentation.ipynb", monkeypatch, world_size)
     world = names["world"]
     try:
         assert names["failure"].free == MEASURED["failure"]["free"]
@@ -108,8 +95,8 @@ def test_the_notebook_on_more_ranks(notebooks, monkeypatch, world_size, tmp_path
         world.stop()
 
 
-def test_the_notebook_has_the_numbers_of_the_page(notebooks, traces):
-    cells = notebooks.cells_of("08_defragmentation.ipynb")
+def test_the_notebook_has_the_numbers_of_the_page(traces):
+    cells = cells_of("08_defragmentation.ipynb")
     shown = {cell["id"]: "".join(part for output in cell["outputs"] for part in output.get("text", ()))
              for cell in cells}
     assert str(fails(traces[program.WITHOUT], CAPACITY)) in shown["fail"]
