@@ -136,8 +136,13 @@ def _said(fact) -> str:
 
 def _listed(words: str, names: Iterable[str]) -> list[str]:
     names = list(names)
+    return [f"{words}: {in_short(names)}"] if names else []
+
+
+def in_short(names: list[str]) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return [f"{words}: {', '.join(names[:SHOWN])}{more}"] if names else []
+    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 # ------------------------------------------------------------------------------------ into a stage

@@ -72,7 +72,7 @@ def set_up(
             for bucket in part.buckets:
                 collectives.broadcast(bucket.parameters, group=group, of=bucket)
                 stage.own(bucket)  # sets bucket.parameter_shard; at stages 0 and 1 gradients too
-                if bucket.trained and getattr(bucket, "away", None) is None:
+                if bucket.trained and bucket.master is None:  # the stage has made none itself
                     own = bucket.parameter_shard
                     narrow = own.element_size() < 4
                     bucket.master = master_of(own) if narrow else nn.Parameter(own)

@@ -16,8 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from zero_minimal.foundations import as_json, pieces, saving
-from zero_minimal.foundations.loading import SHOWN
+from zero_minimal.foundations import as_json, loading, pieces, saving
 from zero_minimal.programs.progress import announce
 from zero_minimal.workload.settings import Parser
 
@@ -72,9 +71,8 @@ def renamed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         elif f"{part}.{kind}" not in MASKS:
             unknown.append(name)
     if unknown:
-        more = f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else ""
         raise ValueError("this GPT-2 has weights for which the GPT here has no place: "
-                         f"{', '.join(unknown[:SHOWN])}{more}. Take them out of the file, or merge them into the "
+                         f"{loading.in_short(unknown)}. Take them out of the file, or merge them into the "
                          "others (LoRA's)")
     return found
 
