@@ -378,6 +378,10 @@ def test_a_watch_that_is_killed_leaves_nothing(tmp_path, temporary, started):
     watched = started(LESSON.starter, "--step", "1", TMPDIR=str(temporary),
                       ZERO_PROGRESS=str(tmp_path / "kept.json"))
     watched.says("0 of 15 points")
+    kept = tmp_path / "kept.json"
+    until = time.monotonic() + 20
+    while not kept.exists() and time.monotonic() < until:  # which comes after the words
+        time.sleep(0.05)
     below = descendants(watched.process.pid)
     watched.process.kill()
     watched.process.wait()
@@ -385,4 +389,4 @@ def test_a_watch_that_is_killed_leaves_nothing(tmp_path, temporary, started):
     while (any(map(lives, below)) or any(temporary.iterdir())) and time.monotonic() < until:
         time.sleep(0.05)
     assert not list(filter(lives, below)) and list(temporary.iterdir()) == []
-    assert "00_collectives" in (tmp_path / "kept.json").read_text()
+    assert "00_collectives" in kept.read_text()
