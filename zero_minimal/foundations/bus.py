@@ -23,6 +23,7 @@ import queue
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -41,6 +42,19 @@ class Parcel:
     buffer: int = -1
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that was sent (`leaves`) or received here. On the bus from start to end; who asked
+    for that stood at the bus from asked to had. Seconds of time.monotonic()."""
+
+    leaves: bool
+    bytes: int
+    start: float
+    end: float
+    asked: float
+    had: float
+
+
 class OtherSideGone(Exception):
     """The pipe has ended."""
 
@@ -53,8 +67,11 @@ class Bus:
         memory: uint8 [2, BUFFERS, bytes], the same memory for both ends: first what the rank sends.
         side: 0 for the rank's end, 1 for the host's.
         bandwidth: bytes a second in each direction; None: as fast as it goes.
-    Counts what has crossed: .sent and .received, in bytes.
+    Counts what has crossed: .sent and .received, in bytes. Who wants to know of each tensor, sets
+    .hear, a function of a Crossing.
     """
+
+    hear: Callable | None = None
 
     def __init__(self, pipe, memory: torch.Tensor, side: int, bandwidth: float | None):
         self.pipe, self.bandwidth = pipe, bandwidth
@@ -69,16 +86,19 @@ class Bus:
         be changed when this returns."""
         if tensor is None:
             return self._put((words, None))
+        asked = time.monotonic()
         while not self._unused:
             self._look()
         buffer, start = self._unused.popleft(), time.monotonic()
         place = _view(self.outgoing[buffer], tensor.dtype, tensor.numel())
         done = self._fill(place, tensor.detach().view(-1), start)
         self.sent += tensor.nbytes
+        self._tell(True, tensor.nbytes, done, asked)
         self._put((words, (buffer, tensor.dtype, tensor.numel(), done)))
 
     def receive(self) -> Parcel:
         """The next that was sent, once all of it is here."""
+        asked = time.monotonic()
         while not self._arrived:
             self._look()
         words, load = self._arrived.popleft()
@@ -88,6 +108,7 @@ class Bus:
         self._until(done)
         tensor = _view(self.incoming[buffer], dtype, numel)
         self.received += tensor.nbytes
+        self._tell(False, tensor.nbytes, done, asked)
         return Parcel(words, tensor, buffer)
 
     def emptied(self, parcel: Parcel) -> None:
@@ -132,6 +153,13 @@ class Bus:
     def _until(self, done: float | None) -> None:
         if done is not None:
             time.sleep(max(0.0, done - time.monotonic()))
+
+    def _tell(self, leaves: bool, size: int, done: object, asked: float) -> None:
+        if self.hear:
+            now = time.monotonic()
+            seconds = size / self.bandwidth if self.bandwidth else 0.0
+            end = done if isinstance(done, float) else now
+            self.hear(Crossing(leaves, size, end - seconds, end, asked, now))
 
     # the pipe
 

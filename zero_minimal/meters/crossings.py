@@ -1,8 +1,11 @@
 """Crossings: what a rank's bus carries in a step, and what lies on either side of it (offload.py)."""
 
+import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 from zero_minimal.foundations.away import resident_bytes
+from zero_minimal.meters.spans import covered
 
 
 class BusMeter:
@@ -35,3 +38,38 @@ class BusMeter:
             "bus": {"to_host": self.to_host / self.steps, "to_device": self.to_device / self.steps},
             "resident": {"device": resident_bytes(), "host": resident},
         }
+
+
+class Crossings:
+    """Each tensor that crosses a rank's bus while this is open, in seconds since then.
+
+        with Crossings(zero.host.bus) as crossings, Spans() as spans:
+            ...
+        crossings.seen      a list of foundations.bus.Crossing
+    """
+
+    def __init__(self, bus):
+        self.bus, self.seen = bus, []
+
+    def __enter__(self):
+        began = time.monotonic()
+
+        def hear(crossing):
+            times = {name: getattr(crossing, name) - began for name in ("start", "end", "asked", "had")}
+            self.seen.append(replace(crossing, **times))
+
+        self.bus.hear = hear
+        return self
+
+    def __exit__(self, *error):
+        self.bus.hear = None
+
+    @property
+    def under_way(self) -> float:
+        """Seconds in which a tensor was on the bus, one way or the other."""
+        return covered([(each.start, each.end) for each in self.seen])
+
+    @property
+    def standing(self) -> float:
+        """Seconds in which the rank stood at the bus: it copied, or waited."""
+        return covered([(each.asked, each.had) for each in self.seen])
