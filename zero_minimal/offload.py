@@ -144,18 +144,21 @@ class Offloaded:
         weakref.finalize(self, self.host.end)
 
     def own(self, bucket):
-        """Masters live on the host, which is started for the first of them."""
+        """What the stage keeps of a bucket, but its master."""
         super().own(bucket)
         if bucket.trained:
             if self.host is None:
                 self._start_host(bucket.parameter_shard.device)
             bucket.away = Away(self.host, self.buckets.index(bucket))
-            self.host.send(
-                ("keep", bucket.away.number, bucket.group_index), bucket.parameter_shard
-            )
+            self._hand_over(bucket)
             bucket.away.know(bucket)
-            dtype = torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype
-            bucket.master = nn.Parameter(stand_in(bucket.parameter_shard.numel(), dtype))
+
+    def _hand_over(self, bucket):
+        """Masters live on the host: let it keep() this rank's shard, once, at the start."""
+        number = bucket.away.number
+        self.host.send(("keep", number, bucket.group_index), bucket.parameter_shard)
+        dtype = torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype
+        bucket.master = nn.Parameter(stand_in(bucket.parameter_shard.numel(), dtype))
 
     def _leave(self, bucket, gradient_shard: Tensor) -> None:
         """A gradient shard leaves."""
