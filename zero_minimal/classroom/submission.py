@@ -57,6 +57,10 @@ class Submission:
             raise AttributeError(f"the file has no {name}: keep the names of the assignment")
         return getattr(self._module(), name)
 
+    def load(self) -> None:
+        """Run the file, if that has not been done."""
+        self._module()
+
     def _module(self):
         if NAME not in sys.modules:
             module = sys.modules[NAME] = types.ModuleType(NAME)
