@@ -7,6 +7,8 @@ import types
 import warnings
 from pathlib import Path
 
+import cloudpickle
+
 from zero_minimal.classroom.lessons import Lesson
 
 NAME = "assignment"  # of the module
@@ -65,6 +67,7 @@ class Submission:
         if NAME not in sys.modules:
             module = sys.modules[NAME] = types.ModuleType(NAME)
             module.__file__ = self.path
+            cloudpickle.register_pickle_by_value(module)  # what a host process is sent: it has no such module
             # so that errors show lines: a rank cannot read the file itself
             linecache.cache[self.path] = len(self.source), None, self.source.splitlines(True), self.path
             exec(compile(self.source, self.path, "exec"), module.__dict__)

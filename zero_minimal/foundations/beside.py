@@ -15,6 +15,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ import weakref
 from collections.abc import Callable
 from multiprocessing import forkserver, reduction
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -49,8 +51,7 @@ class Host:
     """The rank's view of its host: a bus, and who is at its other end.
 
     Args:
-        serve: function(bus), what the host does; it returns when it is told "end". A function of a
-            module, since another process must find it.
+        serve: function(bus), what the host does; it returns when it is told "end".
         largest: bytes of the largest tensor that crosses often: the size of a buffer.
         device: where the rank computes. bandwidth: of the bus, as Bus takes it.
     """
@@ -168,7 +169,9 @@ joining.before_the_end(end_all)
 def _new_process(size: int, setup: dict, serve: Callable) -> tuple:
     """A host process, a connection to it, and a descriptor of the memory that both see."""
     ours, theirs = multiprocessing.Pipe()
-    process = _context().Process(target=_main, args=(theirs, setup, serve), daemon=True)
+    process = _context().Process(
+        target=_main, args=(theirs, setup, cloudpickle.dumps(serve)), daemon=True
+    )
     with ranks.main_hidden(), interrupts.held_off():  # the rank ends it, not Ctrl-C
         process.start()
     theirs.close()
@@ -192,12 +195,13 @@ def _context():
 # ------------------------------------------------------------------------------ in the host process
 
 
-def _main(pipe, setup: dict, serve: Callable) -> None:
+def _main(pipe, setup: dict, pickled: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_rank(setup["rank"])
     torch.set_num_threads(setup["threads"])  # sums are in the same order as on the rank
     number = reduction.recv_handle(pipe)
     memory = bus.memory_of(number, setup["size"])
+    serve = pickle.loads(pickled)
     _serve(serve, Bus(bus.Words(pipe), memory, 1, setup["bandwidth"]))
     sys.stderr.flush()
     os._exit(0)
