@@ -21,6 +21,7 @@ import re
 import resource
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -31,6 +32,7 @@ import torch.distributed as dist
 
 from zero_minimal.classroom.lessons import HOUSE, UNWRITTEN, Lesson
 from zero_minimal.classroom.references import borrowed
+from zero_minimal.foundations import beside
 
 PRINTED = 2**20  # bytes that a rank may print or write into one file
 MEMORY = 4 * 10**9  # bytes of memory that a rank may ask for
@@ -45,6 +47,9 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 OURS = os.path.join(os.path.realpath(HOUSE), "")  # where this runs
 
 
+HANGS = ("the host process had not ended 1 s after it was told to: does it wait for a buffer that nobody empties, or is "
+         "it in a loop that never ends?")
+
 _HOLE = re.compile(r"step (\d+): (\w+)")  # what the starter raises
 
 
@@ -56,18 +61,22 @@ class Foul(Exception):
     """The submission did what it must not. Raised at once, and remembered: to catch it does not help."""
 
 
-def guarded(function, submission):
-    """The function as a rank runs it for the grader: with a guard around, and with failures in a learner's words."""
+def guarded(function, submission, file_bytes=PRINTED):
+    """The function as a rank runs it for the grader: with a guard around, and with failures in a learner's words.
+    file_bytes: as much may be written into one file."""
 
     def in_a_rank(*args, **kwargs):
         warnings.simplefilter("ignore")
         gc.freeze()
         torch.set_num_threads(1)
-        _limit()
+        _limit(file_bytes)
+        if beside.lend:
+            beside.lend.submission = submission
         guard = Guard(submission.lesson)
         try:
             guard.look_at(submission.source)
             result = function(*args, **kwargs)
+            beside.end_all()
             guard.look_again()
         except BaseException as error:
             raise Fault(guard.fouls[0] if guard.fouls else in_words(error, submission.path)) from None
@@ -80,10 +89,10 @@ def guarded(function, submission):
     return in_a_rank
 
 
-def _limit() -> None:
+def _limit(file_bytes: int) -> None:
     """Prints go to a file that is thrown away and cannot grow far. Python ignores SIGXFSZ: a write fails instead."""
     with contextlib.suppress(ValueError, OSError):  # a lower limit may hold already
-        resource.setrlimit(resource.RLIMIT_FSIZE, (PRINTED, PRINTED))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     printed = tempfile.TemporaryFile()
@@ -143,6 +152,8 @@ class Guard:
                 break
             time.sleep(0.05)
         else:
+            if any(thread.name == beside.WATCH for thread in threading.enumerate()):
+                raise RuntimeError(HANGS)
             self.fouls.append(f"{_thread._count() - self._threads} of its threads still run when the test is over: "
                               "join them")
 
@@ -218,6 +229,10 @@ def in_words(error: BaseException, path: str) -> str:
                 + f" ({text[:LONG]})" * bool(text))
     if isinstance(error, AssertionError) and not own:
         return text.split("\nassert ")[0]
+    if isinstance(error, beside.HostError):
+        return text.splitlines()[-1] if UNWRITTEN in text else text
+    if text == HANGS:
+        return text
     where = ""
     if own:
         lines = "; ".join(f"line {frame.lineno} in {frame.name}: {frame.line}" for frame in own[-2:])

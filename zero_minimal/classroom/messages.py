@@ -10,7 +10,7 @@ from zero_minimal.classroom.lessons import LOOK_AT, UNWRITTEN
 from zero_minimal.foundations.notes import Mismatch
 from zero_minimal.foundations.ranks import RankError
 
-_RANK = re.compile(r"^rank (\d+) stands here", re.MULTILINE)
+_RANK = re.compile(r"^((?:host of )?rank \d+) stands here", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _SENDS = re.compile(r" waited .*\bsend")
 _INSIDE = re.compile(r" at line \d+ of \S+ \((\w+)\): ")  # the function where a rank stood
@@ -28,7 +28,8 @@ def of_failure(error: Exception, path: str) -> str:
         return _stuck(str(error), path)
     if isinstance(error, RankError):
         if isinstance(error.__cause__, Fault):
-            words = str(error.__cause__)
+            words, _, stack = str(error.__cause__).partition(DIED_AT)  # of its host, if there is one
+            words += _when(_FRAME.findall(stack), path)
             return words if UNWRITTEN in words else f"rank {error.rank}: {words}"
         words = str(error).split("failed:\n", 1)[-1].split("\n(after it")[0].strip()
         words, _, stack = words.partition(DIED_AT)
@@ -61,18 +62,21 @@ def _line(path: str, line: str, function: str) -> str:
 def _stuck(text: str, path: str) -> str:
     seconds, late, world_size = _LATE.match(text).groups()
     _, *parts = _RANK.split(text)  # rank, its stack, rank, its stack, …
-    stacks = {int(rank): _FRAME.findall(stack) for rank, stack in zip(parts[::2], parts[1::2], strict=True)}
-    places: dict = {}
+    stacks = {who: _FRAME.findall(stack) for who, stack in zip(parts[::2], parts[1::2], strict=True)}
+    places, of_hosts = {}, {}
     for rank in late.split(", "):
-        places.setdefault(_place(stacks.get(int(rank), []), path), []).append(rank)
+        places.setdefault(_place(stacks.get(f"rank {rank}", []), path), []).append(rank)
+        if host := stacks.get(f"host of rank {rank}"):
+            of_hosts.setdefault(_place(host, path), []).append(rank)
     lines = [f"the ranks had not come to an end after {seconds} s."]
     lines += [f"    {listed(ranks)} {place}" for place, ranks in places.items()]
+    lines += [f"    the host of {listed(ranks)} {place}" for place, ranks in of_hosts.items()]
     if not any(file == path for stack in stacks.values() for file, *_ in stack):
         lines.append("    A collective that you started and nobody waited for can hold up the next one.")
     done = [rank for rank in map(str, range(int(world_size))) if rank not in late.split(", ")]
     if done:
         lines.append(f"    {listed(done)} had returned, and waited for nobody")
-    if any(place.startswith(AT) for place in places):
+    if any(place.startswith(AT) for place in (*places, *of_hosts)):
         lines.append("    A rank that stood at a line waited for nobody: it is slow (a sleep, work on single "
                      "elements), or in a loop that never ends")
     return "\n".join(lines)

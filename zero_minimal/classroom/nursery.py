@@ -1,7 +1,7 @@
 """Nursery: the process that a submission's ranks are forked from. It starts clean, in a copy of the course that holds
 no answer, behind a fence, and never runs a submission itself.
 
-    grade.py → judge (pytest, plugin.py) → nursery → ranks, which run the submission
+    grade.py → judge (pytest, plugin.py) → nursery → ranks, which run the submission, and their hosts (hosts.py)
     trusted    trusted                     fenced    fenced, each with a folder of its own
 
 The judge asks through a socket, a line of JSON each; so does a rank answer, by `results`. A rank gets its work as a
@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 READY = b"ready\n"  # to fork
 LENGTH = 8  # bytes that say how long a message is
@@ -26,7 +27,7 @@ HERE = b"here"  # its rank's first message: it has joined, and no line of the su
 
 def main(control: socket.socket, settings: dict) -> None:
     """Fork ranks and report how they ended, until the judge is gone."""
-    from zero_minimal.classroom import fence
+    from zero_minimal.classroom import fence, hosts
 
     os.setsid()
     fence.give_up_root(settings["python"], settings["runs"])
@@ -37,12 +38,14 @@ def main(control: socket.socket, settings: dict) -> None:
     sys.path.append(settings["work"])  # last: a helper file hides no module
     control.sendall(READY)
     while True:
-        request, descriptors, *_ = socket.recv_fds(control, 2**16, 2)
+        request, descriptors, *_ = socket.recv_fds(control, 2**16, 4)
         if not request:
             os._exit(0)
         request = json.loads(request)
         if "start" in request:
-            answer = _fork(request["start"], control, *descriptors)
+            answer = _fork(_rank, request["start"], control, *descriptors)
+        elif "host" in request:
+            answer = _fork(hosts.host, request["host"], control, *descriptors)
         elif "lend" in request:
             answer = os.fork()
             if not answer:  # from now on for another judge alone
@@ -74,15 +77,15 @@ def _get_ready() -> None:
     gc.freeze()
 
 
-def _fork(setup: dict, control: socket.socket, line: int, stacks: int) -> int:
+def _fork(work: Callable, setup: dict, control: socket.socket, line: int, *others: int) -> int:
     process = os.fork()
     if process:
-        os.close(line)
-        os.close(stacks)
+        for descriptor in (line, *others):
+            os.close(descriptor)
         return process
     control.close()  # a submission could answer the judge through it
     try:
-        _rank(setup, socket.socket(fileno=line), stacks)
+        work(setup, socket.socket(fileno=line), *others)
     finally:
         os._exit(1)
 
@@ -93,8 +96,8 @@ def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
     import torch.distributed as dist
     import toys
 
-    from zero_minimal.classroom import fence, results
-    from zero_minimal.foundations import failures, joining, notes
+    from zero_minimal.classroom import fence, hosts, results
+    from zero_minimal.foundations import beside, failures, joining, notes
 
     fence.end_with_parent()
     checks.listen_in_threads()
@@ -108,6 +111,7 @@ def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
         pass
     fence.only_files(["/"], [folder, f"{setup['folder']}/store", "/dev/null"])
     toys.secrets, toys.data_secrets = {setup["rank"]: setup["secret"]}, Asked(setup["rank"], line)
+    beside.lend = hosts.Lender(line)
     try:
         store = dist.FileStore(f"{setup['folder']}/store", setup["world_size"])
         joining.join(store, setup["rank"], setup["world_size"], "cpu", "gloo", timeout=2 * setup["timeout"] + 10)

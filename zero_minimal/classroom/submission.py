@@ -7,6 +7,8 @@ import types
 import warnings
 from pathlib import Path
 
+import cloudpickle
+
 from zero_minimal.classroom.lessons import Lesson
 
 NAME = "assignment"  # of the module
@@ -57,10 +59,15 @@ class Submission:
             raise AttributeError(f"the file has no {name}: keep the names of the assignment")
         return getattr(self._module(), name)
 
+    def load(self) -> None:
+        """Run the file, if that has not been done."""
+        self._module()
+
     def _module(self):
         if NAME not in sys.modules:
             module = sys.modules[NAME] = types.ModuleType(NAME)
             module.__file__ = self.path
+            cloudpickle.register_pickle_by_value(module)  # what a host process is sent: it has no such module
             # so that errors show lines: a rank cannot read the file itself
             linecache.cache[self.path] = len(self.source), None, self.source.splitlines(True), self.path
             exec(compile(self.source, self.path, "exec"), module.__dict__)

@@ -18,18 +18,17 @@ from pathlib import Path
 
 import cloudpickle
 
-from zero_minimal.classroom import results
+from zero_minimal.classroom import hosts, results
 from zero_minimal.classroom.accounts import end_all_below, lives
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import Lesson
 from zero_minimal.classroom.messages import DIED_AT
 from zero_minimal.classroom.nursery import DATA, HERE
 from zero_minimal.classroom.staging import stage
-from zero_minimal.classroom.wards import Nursery, Ward
+from zero_minimal.classroom.wards import HostWard, Nursery, Ward
 from zero_minimal.foundations.failures import GRACE, Failure, raise_first
 
 LOOK = 0.01  # seconds between two looks at the ranks' memory
-STACK = 2**15  # bytes of a rank's stack that are read
 
 
 class Supervisor:
@@ -61,6 +60,7 @@ class Supervisor:
             for rank, nursery in enumerate(nurseries):
                 wards.append(nursery.fork(dict(rank=rank, world_size=world_size, timeout=timeout, folder=folder,
                                                secret=self.secrets[rank])))
+                wards[-1].folder = folder
             return self._gather(wards, work, timeout, counted)
         finally:
             for ward in wards:
@@ -130,7 +130,7 @@ class Supervisor:
                 time.sleep(0.005)
             ward.signal(signal.SIGKILL)
             death = Failure.of_death(ward.ended())
-            stack = _stack_of(ward)
+            stack = ward.stack()
             failures[rank] = replace(death, words=f"{death.words}{DIED_AT}{stack}") if stack else death
             return
         if message is None:
@@ -140,16 +140,20 @@ class Supervisor:
             ward.begin(work)
         elif message == DATA:
             ward.give_data(self.data_secrets[rank])
+        elif message.startswith(hosts.REQUEST):
+            ward.lend_host(dict(rank=rank, folder=ward.folder), int.from_bytes(message[len(hosts.REQUEST) :], "big"))
         elif message.startswith(b"failure\n"):
-            failures[rank] = _failure(message)
+            failures[rank] = _failure(message, ward.hosts)
         else:
             answers[rank] = message
 
 
-def _failure(message: bytes) -> Failure:
+def _failure(message: bytes, of_rank: list[HostWard]) -> Failure:
     try:
         told = json.loads(message.partition(b"\n")[2])
         words, kind = str(told["words"])[:10_000], str(told["kind"])
+        if "the host process of rank" in words and "is gone" in words:
+            words = "\n".join([words.partition(",")[0], *filter(None, map(_how_it_ended, of_rank))])
         fault = cloudpickle.dumps(Fault(words)) if kind == Fault.__name__ else None
         return Failure(float(told["seconds"]), bool(told["lost_a_peer"]), f"{kind}: {words}", fault)
     except (ValueError, TypeError, KeyError):
@@ -166,16 +170,21 @@ def _decoded(rank: int, answer: bytes):
 def _where_they_stand(wards: list[Ward], late: list[int], timeout: float) -> str:
     """Ask the ranks that are not done for their stacks."""
     for rank in late:
-        wards[rank].signal(signal.SIGCONT)
-        wards[rank].signal(signal.SIGUSR1)
+        for process in (wards[rank], *wards[rank].hosts):
+            process.signal(signal.SIGCONT)
+            process.signal(signal.SIGUSR1)
     time.sleep(0.3)
     lines = [f"after {timeout:g} s rank {', '.join(map(str, late))} of {len(wards)} had not finished"]
-    lines += [f"\nrank {rank} stands here (innermost first):\n{_stack_of(wards[rank])}" for rank in late]
+    for rank in late:
+        lines.append(f"\nrank {rank} stands here (innermost first):\n{wards[rank].stack()}")
+        lines += [f"\nhost of rank {rank} stands here (innermost first):\n{host.stack()}"
+                  for host in wards[rank].hosts if lives(host.process)]
     return "\n".join(lines)
 
 
-def _stack_of(ward: Ward) -> str:
-    """What it has written of its stack since it was asked for, or when it crashed."""
-    with contextlib.suppress(BlockingIOError):
-        return os.read(ward.stacks, STACK).decode(errors="replace").rstrip()
-    return ""
+def _how_it_ended(host: HostWard) -> str:
+    """Of one that was killed, or crashed."""
+    if lives(host.process):
+        return ""
+    code = host.ended()
+    return f"{Failure.of_death(code).words}{DIED_AT}{host.stack()}" if code else ""

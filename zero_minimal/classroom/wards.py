@@ -1,4 +1,4 @@
-"""Wards: the ranks that run a submission, and the nursery they are forked from, as the judge holds them.
+"""Wards: the ranks that run a submission, their hosts, and the nursery they are forked from, as the judge holds them.
 
 Nothing here believes a rank. What it sends is data of limited size; what it holds and sends is read in /proc, where it
 cannot write.
@@ -15,12 +15,14 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 
-from zero_minimal.classroom import results
+from zero_minimal.classroom import hosts, results
 from zero_minimal.classroom.accounts import end_all_below, held_by, sent_by
 from zero_minimal.classroom.nursery import LENGTH, READY
+from zero_minimal.foundations import bus
 
 START = 60.0  # seconds that a nursery may take to import torch, on a machine that has much else to do
 ANSWER = 10.0  # seconds that it may take to fork
+STACK = 2**15  # bytes of a rank's stack that are read
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 
 
@@ -30,20 +32,64 @@ class Account:
 
     sent: int | None  # bytes that the rank wrote, to whomever
     held: int | None  # bytes of memory of its own at most, once it had data, beyond what it had before
+    host: int | None = None  # the same of its hosts together
 
 
 @dataclass(eq=False)
-class Ward:
-    """A rank, as the judge sees it."""
+class Process:
+    """One that runs a submission."""
 
     nursery: "Nursery"
     process: int | None  # None once it is known to have ended
-    line: socket.socket
     stacks: int  # a pipe
+
+    def signal(self, number: int) -> None:
+        if self.process:  # 0 would mean ourselves
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process, number)
+
+    def ended(self) -> int | None:
+        """Its exit code, once it has ended or was killed."""
+        code, self.process = self.nursery.ended(self.process) if self.process else None, None
+        return code
+
+    def stack(self) -> str:
+        """What it has written of its stack since it was asked for, or when it crashed."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.stacks, STACK).decode(errors="replace").rstrip()
+        return ""
+
+    def close(self) -> None:
+        self.signal(signal.SIGKILL)
+        os.close(self.stacks)
+        if self.nursery.lives():
+            self.ended()
+
+
+@dataclass(eq=False)
+class HostWard(Process):
+    """A rank's host."""
+
+    held_before: int | None = None
+    most: int = 0
+
+    def look(self) -> int:
+        self.most = max(self.most, (held_by(self.process) or 0) - (self.held_before or 0))
+        return self.most
+
+
+@dataclass(eq=False)
+class Ward(Process):
+    """A rank, as the judge sees it."""
+
+    line: socket.socket
+    folder: str = ""  # of this run
+    hosts: list[HostWard] = field(default_factory=list)
     received: bytearray = field(default_factory=bytearray)
     sent_before: int | None = None
     held_before: int | None = None
     most: int = 0
+    most_of_hosts: int = 0
     has_data: bool = False
 
     def read(self) -> bytes | None:
@@ -61,22 +107,27 @@ class Ward:
         del self.received[: LENGTH + length]
         return message
 
-    def signal(self, number: int) -> None:
-        if self.process:  # 0 would mean ourselves
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process, number)
-
-    def ended(self) -> int | None:
-        """Its exit code, once it has ended or was killed."""
-        code, self.process = self.nursery.ended(self.process) if self.process else None, None
-        return code
-
     def close(self) -> None:
-        self.signal(signal.SIGKILL)
+        for host in self.hosts:
+            host.close()
         self.line.close()
-        os.close(self.stacks)
-        if self.nursery.lives():
-            self.ended()
+        super().close()
+
+    def lend_host(self, setup: dict, size: int) -> None:
+        """Give it a host process, a line to that, and memory that both see. Nothing, if it has had too many."""
+        if size > hosts.MOST_BYTES or len(self.hosts) >= hosts.MOST_HOSTS:
+            self._send(b"")
+            return
+        (ours, theirs), (ends, writes) = socket.socketpair(), os.pipe()
+        memory = bus.shared_file(size)
+        try:
+            self.hosts.append(self.nursery.fork_host(setup, theirs.fileno(), writes, memory))
+            socket.send_fds(self.line, [b"!"], [ours.fileno(), ends, memory])
+        finally:
+            ours.close()
+            theirs.close()
+            for descriptor in (ends, writes, memory):
+                os.close(descriptor)
 
     def begin(self, work: bytes) -> None:
         self.sent_before, self.held_before = sent_by(self.process), held_by(self.process)
@@ -94,12 +145,15 @@ class Ward:
 
     def look(self) -> None:
         self.most = max(self.most, held_by(self.process) or 0)
+        self.most_of_hosts = max(self.most_of_hosts, sum(host.look() for host in self.hosts))
 
     def account(self, answer: bytes) -> Account:
         """Without the bytes of its answer."""
         after = sent_by(self.process)
         sent = None if self.sent_before is None or after is None else after - self.sent_before - LENGTH - len(answer)
-        return Account(sent, None if self.held_before is None else self.most - self.held_before)
+        if self.held_before is None:
+            return Account(sent, None)
+        return Account(sent, self.most - self.held_before, self.most_of_hosts)
 
 
 class Nursery:
@@ -138,9 +192,20 @@ class Nursery:
         stacks, writes = os.pipe()
         os.set_blocking(stacks, False)
         try:
-            return Ward(self, self._ask({"start": setup}, theirs.fileno(), writes), ours, stacks)
+            return Ward(self, self._ask({"start": setup}, theirs.fileno(), writes), stacks, ours)
         finally:
             theirs.close()
+            os.close(writes)
+
+    def fork_host(self, setup: dict, *descriptors: int) -> HostWard:
+        """descriptors: its line, the end of a pipe that closes with it, the memory of its bus."""
+        stacks, writes = os.pipe()
+        os.set_blocking(stacks, False)
+        line, *others = descriptors
+        try:
+            process = self._ask({"host": setup}, line, writes, *others)
+            return HostWard(self, process, stacks, held_by(process))
+        finally:
             os.close(writes)
 
     def lend(self) -> "Lent":

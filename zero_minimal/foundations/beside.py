@@ -15,6 +15,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ import weakref
 from collections.abc import Callable
 from multiprocessing import forkserver, reduction
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -32,16 +34,24 @@ from zero_minimal.foundations.bus import Bus, OtherSideGone, Parcel
 
 GRACE = 0.2  # seconds in which the host may still read that this is the end
 PATIENCE = 5  # seconds in which a rank may come to fail by itself
+WATCH = "watches the host"  # the name of a rank's thread, while a host runs
 
 _open: weakref.WeakSet["Host"] = weakref.WeakSet()
+
+# of a rank that may start no process itself: (size, setup, serve) → process, connection, descriptor
+# of the bus's memory, as _new_process() returns them
+lend: Callable | None = None
+
+
+class HostError(RuntimeError):
+    """The host has raised, or is gone."""
 
 
 class Host:
     """The rank's view of its host: a bus, and who is at its other end.
 
     Args:
-        serve: function(bus), what the host does; it returns when it is told "end". A function of a
-            module, since another process must find it.
+        serve: function(bus), what the host does; it returns when it is told "end".
         largest: bytes of the largest tensor that crosses often: the size of a buffer.
         device: where the rank computes. bandwidth: of the bus, as Bus takes it.
     """
@@ -102,13 +112,13 @@ class Host:
                 self._hear(words)
             self.gone.wait(1)  # for what _watch knows
             self.told = True
-            raise RuntimeError(f"{self.words}, and with it the optimizer state that it kept: go on "
-                               "from the newest checkpoint") from None
+            raise HostError(f"{self.words}, and with it the optimizer state that it kept: go on "
+                            "from the newest checkpoint") from None
 
     def _hear(self, words: tuple) -> None:
         if words[:1] == ("failed",):
             self.told = True
-            raise RuntimeError(f"the host of rank {self.rank} failed:\n{words[1]}")
+            raise HostError(f"the host of rank {self.rank} failed:\n{words[1]}")
 
     def _watch(self, process) -> None:
         """Say that the host process has ended, if nobody told it to."""
@@ -127,19 +137,13 @@ class Host:
     # ---------------------------------------------------------------------------- how it is started
 
     def _start_process(self, serve, size, device, bandwidth):
-        ours, theirs = multiprocessing.Pipe()
         setup = dict(rank=self.rank, size=size, bandwidth=bandwidth,
                      threads=torch.get_num_threads())
-        self.process = _context().Process(
-            target=_main, args=(theirs, setup, serve), daemon=True
-        )
-        with ranks.main_hidden(), interrupts.held_off():  # the rank ends it, not Ctrl-C
-            self.process.start()
-        theirs.close()
-        number = bus.shared_file(size)
-        reduction.send_handle(ours, number, self.process.pid)
-        threading.Thread(target=self._watch, args=(self.process,), daemon=True).start()
-        self.bus = Bus(bus.Words(ours), bus.memory_of(number, size), 0, bandwidth)
+        self.process, pipe, number = (lend or _new_process)(size, setup, serve)
+        threading.Thread(
+            target=self._watch, args=(self.process,), daemon=True, name=WATCH
+        ).start()
+        self.bus = Bus(bus.Words(pipe), bus.memory_of(number, size), 0, bandwidth)
 
     def _start_thread(self, serve, size, device, bandwidth):
         self.process = None
@@ -162,6 +166,20 @@ def end_all() -> None:
 joining.before_the_end(end_all)
 
 
+def _new_process(size: int, setup: dict, serve: Callable) -> tuple:
+    """A host process, a connection to it, and a descriptor of the memory that both see."""
+    ours, theirs = multiprocessing.Pipe()
+    process = _context().Process(
+        target=_main, args=(theirs, setup, cloudpickle.dumps(serve)), daemon=True
+    )
+    with ranks.main_hidden(), interrupts.held_off():  # the rank ends it, not Ctrl-C
+        process.start()
+    theirs.close()
+    number = bus.shared_file(size)
+    reduction.send_handle(ours, number, process.pid)
+    return process, ours, number
+
+
 def _context():
     """By which a process is started that has no lock of this one's threads."""
     server = forkserver._forkserver
@@ -177,12 +195,13 @@ def _context():
 # ------------------------------------------------------------------------------ in the host process
 
 
-def _main(pipe, setup: dict, serve: Callable) -> None:
+def _main(pipe, setup: dict, pickled: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_rank(setup["rank"])
     torch.set_num_threads(setup["threads"])  # sums are in the same order as on the rank
     number = reduction.recv_handle(pipe)
     memory = bus.memory_of(number, setup["size"])
+    serve = pickle.loads(pickled)
     _serve(serve, Bus(bus.Words(pipe), memory, 1, setup["bandwidth"]))
     sys.stderr.flush()
     os._exit(0)

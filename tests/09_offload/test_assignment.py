@@ -1,0 +1,815 @@
+"""Lesson 9's assignment, offload, in steps: what is owned, sent and computed, however it is written.
+
+The grader runs these tests against a learner's file, and shows the text of an assertion as the message. So each one
+names what went wrong and shows the evidence. In between, they run on the reference.
+"""
+
+import contextlib
+import dataclasses
+import time
+
+import checks
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from checks import in_words, once
+from sharded import BUCKET, Normed, assert_shards_hold, gradients_of, model
+from torch import nn, optim
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WAITS = ("each parcel that was received must be given back, with emptied(parcel), once it was read: else the other side "
+         "waits for a buffer. And who receives waits until something is sent")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+# ------------------------------------------------------------------------------------------------ in a rank: what we see
+
+
+class Spy:
+    """Lists what this rank's end of a stage's bus does: ("sent" or "back", words, dtype, elements)."""
+
+    def __init__(self, zero, heard=lambda kind: None):
+        self.zero, self.events, bus = zero, [], zero.host.bus
+        send, receive = bus.send, bus.receive
+
+        def sends(words, tensor=None):
+            self._note("sent", words, tensor)
+            heard("sent")
+            return send(words, tensor)
+
+        def receives():
+            parcel = receive()
+            self._note("back", parcel.words, parcel.tensor)
+            heard("back")
+            return parcel
+
+        bus.send, bus.receive = sends, receives
+
+    def _note(self, kind, words, tensor):
+        if tensor is not None:
+            number = words[1] if kind == "sent" and len(words) > 1 and isinstance(words[1], int) else -1
+            self.events.append((kind, str(words[0]) if words else "", number, name_of(tensor.dtype), tensor.numel()))
+
+    def take(self):
+        """What there was since the last time."""
+        events, self.events = self.events, []
+        return events
+
+
+@contextlib.contextmanager
+def buffers_filled_again():
+    """As soon as a buffer of the bus is given back, something else lies in it: NaN."""
+    from zero_minimal.foundations.bus import Bus
+
+    emptied = Bus.emptied
+
+    def filled(bus, parcel):
+        if parcel.tensor is not None:
+            parcel.tensor.fill_(torch.nan)
+        emptied(bus, parcel)
+
+    Bus.emptied = filled
+    try:
+        yield
+    finally:
+        Bus.emptied = emptied
+
+
+def serving(assignment):
+    """What a host does here: the submission's HostState, which can also be given gradients."""
+
+    def serve(bus):
+        class State(assignment.HostState):
+            def given(self, parcel, number):
+                self.shards[number].gradient.copy_(parcel.tensor)
+                self.shards[number].has_gradient = True
+                self.bus.emptied(parcel)
+
+        state = State(bus)
+        with buffers_filled_again():
+            while (parcel := bus.receive()).words[0] != "end":
+                order, *words = parcel.words
+                getattr(state, order)(parcel, *words)
+
+    return serve
+
+
+SIZES = {2: 7, 0: 33, 1: 20}  # elements of three shards, by their numbers, in the order in which they come
+GROUPS = {0: 0, 1: 1, 2: 0}  # of which optimizer group
+
+
+def values(number, dtype, times=0):
+    """Those of a shard, and of its gradient of a step (times > 0)."""
+    generator = torch.Generator().manual_seed(toys.seed(0, 10 * number + times))
+    return torch.randn(SIZES[number], generator=generator).to(dtype)
+
+
+def a_host(assignment, optimizer, options, groups, dtype):
+    """A host that has been handed three shards."""
+    from zero_minimal.foundations.beside import Host
+
+    host = Host(serving(assignment), 256, torch.device("cpu"), None)
+    for number in SIZES:
+        host.send(("keep", number, GROUPS[number]), values(number, dtype))
+    host.send(("make_optimizer", cloudpickle.dumps((optimizer, options, groups))))
+    return host
+
+
+def master_on(host, number):
+    numel, dtype = host.ask("fetch", number, None)
+    return host.receive_all(torch.empty(numel, dtype=dtype))
+
+
+# ---------------------------------------------------------------- step 1: masters, momentum and variance live on the host
+
+
+def kept(assignment):
+    """Of each dtype: the masters as the host has them, and how many bytes it keeps."""
+    found = []
+    for dtype in DTYPES:
+        host = a_host(assignment, optim.SGD, {"lr": 1.0}, [{}, {}], dtype)
+        found.append(([master_on(host, number) for number in sorted(SIZES)], host.ask("memory")[0]))
+        host.end()
+    return found
+
+
+@pytest.mark.step(1, points=5, stuck=WAITS)
+def test_the_host_keeps_its_own_copy(assignment):
+    [found] = toys.run(kept, 1, assignment)
+    for dtype, (masters, size) in zip(DTYPES, found, strict=True):
+        for number, master in zip(sorted(SIZES), masters, strict=True):
+            came, kind = values(number, dtype), name_of(master.dtype)
+            assert master.dtype == torch.float32, (
+                f"the host was handed a shard of {name_of(dtype)}, and its master is of {kind}: a master has 32 bits, "
+                "or small updates vanish"
+            )
+            assert master.isfinite().all(), (
+                f"of the shard of {name_of(dtype)} that came first the host has NaN now: its master lies in the bus's "
+                "buffer, where the next parcel lies by now, or was read after the buffer was given back. Copy first"
+            )
+            assert torch.equal(master, came.float()), (
+                f"the host was handed a shard of {name_of(dtype)} that begins {came[:3].tolist()}, and its master "
+                f"begins {master[:3].tolist()}"
+            )
+        elements = sum(SIZES.values())
+        wanted = elements * (4 + dtype.itemsize)
+        assert size == wanted, (
+            f"of {elements} elements of {name_of(dtype)} the host keeps {size} bytes, and {wanted} are right: 4 each "
+            f"for the master, and {dtype.itemsize} each for a gradient in the shard's own dtype"
+        )
+
+
+HOST_GROUPS = [dict(lr=0.1, weight_decay=0.1), dict(lr=0.02, weight_decay=0.0)]
+UPDATES = ((1.0, None), (0.5, 0.25), (0.5, "a tensor"))  # what lr is multiplied with, and the scale of gradients
+UPDATED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def updated(assignment):
+    """Of each dtype: after each of three updates of AdamW, the parcels that came (words, and what was in them), the
+    masters, and the bytes that the host keeps."""
+    found = []
+    for dtype in UPDATED_DTYPES:
+        host, parts = a_host(assignment, optim.AdamW, {"lr": 1.0}, HOST_GROUPS, dtype), []
+        for times, (factor, scale) in enumerate(UPDATES, 1):
+            for number in sorted(SIZES):
+                host.send(("given", number), values(number, dtype, times))
+            options = [{**group, "lr": group["lr"] * factor} for group in HOST_GROUPS]
+            host.send(("update", options, torch.tensor(0.125) if scale == "a tensor" else scale))
+            host.send(("memory",))
+            parcels = []
+            while (parcel := host.receive()).tensor is not None:
+                parcels.append((str(parcel.words), parcel.tensor.clone()))
+                host.emptied(parcel)
+            parts.append((parcels, [master_on(host, number) for number in sorted(SIZES)], parcel.words[0][0]))
+        host.end()
+        found.append(parts)
+    return found
+
+
+def updated_plainly(dtype, scales=True, options=True):
+    """The masters after each of the updates."""
+    masters = [nn.Parameter(values(number, dtype).float()) for number in sorted(SIZES)]
+    groups = [{**group, "params": [masters[number] for number in sorted(SIZES) if GROUPS[number] == index]}
+              for index, group in enumerate(HOST_GROUPS)]
+    optimizer, found = optim.AdamW(groups), []
+    for times, (factor, scale) in enumerate(UPDATES, 1):
+        for group, own in zip(optimizer.param_groups, HOST_GROUPS, strict=True):
+            group["lr"] = own["lr"] * (factor if options else 1)
+        scale = 0.125 if scale == "a tensor" else scale or 1.0
+        for number, master in zip(sorted(SIZES), masters, strict=True):
+            master.grad = values(number, dtype, times).float() * (scale if scales else 1)
+        optimizer.step()
+        found.append([master.detach().clone() for master in masters])
+    return found
+
+
+def near(ours, theirs):
+    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.step(1, points=8, stuck=WAITS)
+def test_the_host_updates_its_masters(assignment):
+    [found] = once(updated, 1, assignment)
+    for dtype, parts in zip(UPDATED_DTYPES, found, strict=True):
+        wanted, before = updated_plainly(dtype), [values(number, dtype).float() for number in sorted(SIZES)]
+        of_both = {"gradients were not multiplied with `scale`, where clipping and the loss scale are":
+                   updated_plainly(dtype, scales=False),
+                   "the groups' options are still the first ones: a scheduler has changed lr since":
+                   updated_plainly(dtype, options=False)}
+        for times, ((_, masters, _), right) in enumerate(zip(parts, wanted, strict=True)):
+            if near(masters, right):
+                before = masters
+                continue
+            words = next((words for words, wrong in of_both.items() if near(masters, wrong[times])), "")
+            still = sum(torch.equal(one, other) for one, other in zip(before, masters, strict=True))
+            off = max((one - other).abs().max().item() for one, other in zip(masters, right, strict=True))
+            pytest.fail(
+                f"after update {times + 1} of AdamW on shards of {name_of(dtype)} "
+                + (f"{still} of 3 masters are as they were before" if still else
+                   f"the host's masters are off by {off:.2g} at most")
+                + (f": {words}" if words else ": each master is updated with its own gradient, in fp32, by the "
+                   "optimizer's group that it belongs to (optimizers.update)"), pytrace=False)
+
+
+@pytest.mark.step(1, points=4, stuck=WAITS)
+def test_each_shard_returns_in_its_dtype(assignment):
+    [found] = once(updated, 1, assignment)
+    for dtype, parts in zip(UPDATED_DTYPES, found, strict=True):
+        for parcels, masters, size in parts:
+            assert len(parcels) == 3, (
+                f"an update of 3 shards sent {len(parcels)} parcels back: each shard goes back by itself"
+            )
+            for number, ((words, came), master) in enumerate(zip(parcels, masters, strict=True)):
+                assert came.dtype == dtype, (
+                    f"parameters of {name_of(dtype)} came back as {name_of(came.dtype)}: {came.dtype.itemsize} bytes "
+                    f"each on the bus, and {dtype.itemsize} are needed. Round on the host"
+                )
+                assert came.shape == master.shape and torch.equal(came, master.to(dtype)), (
+                    f"parcel {number} of an update is not what shard {number}'s master is after it, rounded to "
+                    f"{name_of(dtype)}: the rank takes them in the order of self.shards, and updated"
+                )
+                assert words == "('parameters',)", f"a parcel's words are {words}, and ('parameters',) are right"
+            most = sum(SIZES.values()) * (4 + 8 + dtype.itemsize)
+            assert size == most, (
+                f"after an update of AdamW the host keeps {size} bytes of {sum(SIZES.values())} elements, and {most} "
+                "are right: master, momentum and variance in fp32, and the gradient"
+            )
+
+
+STAGES = ("Offloaded1", "Offloaded2", "Offloaded3")
+WIDE, DEEP = 96, 6  # of blocks without a bias: no padding
+
+
+class Blocks(nn.Module):
+    """DEEP layers, each a bucket, or a unit, of its own."""
+
+    def __init__(self, between=None):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDE, WIDE, bias=False) for _ in range(DEEP))
+        self.between = between
+
+    def forward(self, x, y=None):
+        for block in self.blocks:
+            x = x + 0.1 * block(x)
+            x = x if self.between is None else Looked.apply(x, self.between)
+        return x.float().square().mean()
+
+
+class Looked(torch.autograd.Function):
+    """Looks when backward comes by, and takes its time."""
+
+    @staticmethod
+    def forward(ctx, x, look):
+        ctx.look = look
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.look()
+        time.sleep(0.01)
+        return gradient, None
+
+
+def wide(rank, step):
+    return (toys.numbers(rank, step, WIDE, 1, batch=2, dtype=torch.bfloat16)[0],)
+
+
+def blocks_of(kind, **options):
+    """A stage over such a model in bf16, SGD if nothing else is said."""
+    options = {"lr": 0.1, "bucket_bytes": 2 * WIDE * WIDE} | options
+    return kind(toys.build(Blocks, dist.get_rank(), torch.bfloat16), options.pop("optimizer", optim.SGD), **options)
+
+
+PSI = DEEP * WIDE * WIDE  # parameters
+BUFFERS = 4 * 2 * WIDE * WIDE  # bytes of the bus's buffers, at most
+
+
+def handed_over(assignment):
+    """Of each stage, made and not used: bytes on this rank, those of the stand-ins for masters, and whether the host
+    has all masters."""
+    found = []
+    for name in STAGES:
+        before = checks.live_bytes()
+        zero = blocks_of(getattr(assignment, name), optimizer=optim.AdamW)
+        size = checks.live_bytes(until=before + most_held(name)) - before
+        masters = [param for group in zero.optimizer.param_groups for param in group["params"]]
+        own = sum(master.untyped_storage().nbytes() for master in masters)
+        shapes = [(name_of(master.dtype), list(master.shape)) for master in masters]
+        on_host = [bucket.away.fetch(None) for bucket in zero.buckets]
+        right = [torch.equal(master, bucket.parameter_shard.float())
+                 for master, bucket in zip(on_host, zero.buckets, strict=True)]
+        found.append((size, own, shapes, right))
+        zero.host.end()
+        del zero, masters
+    return found
+
+
+def most_held(name, world_size=2):
+    """Bytes before the first gradient, and after a step: parameters, buffers of the bus, and gradients at stage 1."""
+    return {"Offloaded1": 4, "Offloaded2": 2, "Offloaded3": 2 / world_size}[name] * PSI + BUFFERS + 0.3 * PSI
+
+
+@pytest.mark.step(1, points=8, stuck=WAITS)
+def test_a_rank_keeps_no_optimizer_state(assignment):
+    for rank, found in enumerate(once(handed_over, 2, assignment)):
+        for name, (size, own, shapes, right) in zip(STAGES, found, strict=True):
+            assert len(right) == DEEP and all(right), (
+                f"{name}: of {len(right)} masters on the host of rank {rank} {sum(right)} are what the rank's "
+                "parameter shards are: hand over bucket.parameter_shard, with the bucket's own number"
+            )
+            assert own <= 16 * DEEP and size <= most_held(name), (
+                f"{name}: rank {rank} holds {in_words(size)} when the stage is made, and {in_words(most_held(name))} "
+                f"are enough. {in_words(own)} of it are bucket.master: that lives on the host now, and what stands "
+                "here in its place has no memory (stand_in)"
+            )
+            wanted = [("float32", [WIDE * WIDE // 2])] * DEEP
+            assert shapes == wanted, (
+                f"{name}: what stands for the masters on rank {rank} is {shapes[0]}, …, and {wanted[0]} is right: who "
+                "asks sees what the host has, but for the numbers"
+            )
+
+
+# ------------------------------------------------------------ step 2: a gradient shard leaves when its bucket is reduced
+
+
+def added_up(assignment):
+    """What SGD with lr 1 takes away on a host, after gradients came once, twice, and again after forget(). Where they
+    add, and where the newest counts alone."""
+    found = []
+    for adds in (True, False):
+        host, moved = a_host(assignment, optim.SGD, {"lr": 1.0}, [{}, {}], torch.float32), []
+        for times in ([1], [2, 3], [4]):
+            host.send(("forget",))
+            before = [master_on(host, number) for number in sorted(SIZES)]
+            for time_ in times:
+                for number in sorted(SIZES):
+                    host.send(("gradient", number, adds), values(number, torch.float32, time_))
+            host.send(("update", [{}, {}], None))
+            for _ in SIZES:
+                host.emptied(host.receive())
+            moved.append([one - master_on(host, number) for number, one in zip(sorted(SIZES), before, strict=True)])
+        host.end()
+        found.append(moved)
+    return found
+
+
+@pytest.mark.step(2, points=5, stuck=WAITS)
+def test_micro_batches_add_up_on_the_host(assignment):
+    [found] = toys.run(added_up, 1, assignment)
+    for adds, moved in zip((True, False), found, strict=True):
+        for times, pieces in zip(([1], [2, 3], [4]), moved, strict=True):
+            each = [torch.cat([values(number, torch.float32, time_) for number in sorted(SIZES)]) for time_ in times]
+            right, ours = sum(each) if adds else each[-1], torch.cat(pieces)
+            so_far = sum(torch.cat([values(number, torch.float32, time_) for number in sorted(SIZES)])
+                         for time_ in range(1, times[-1] + 1))
+            told = f"adds={adds}, and {len(times)} gradient{'s' * (len(times) > 1)} came since forget()"
+            assert ours.isfinite().all(), (
+                f"{told}: the host's gradient is NaN. It was read after its buffer was given back, or lies in that "
+                "buffer: copy, or add, first"
+            )
+            if torch.allclose(ours, right, rtol=1e-4, atol=1e-5):
+                continue
+            why = {"that of the last one alone: each replaced the one before, and must be added to it": each[-1],
+                   "that of the first one alone": each[0], "their sum, and the newest replaces": sum(each),
+                   "that of all since the beginning: after forget() the next is the first again": so_far}
+            words = next((words for words, wrong in why.items()
+                          if torch.allclose(ours, wrong, rtol=1e-4, atol=1e-5)), "neither the last one nor their sum")
+            pytest.fail(f"{told}: the host's gradient is {words}", pytrace=False)
+
+
+def gradients_there(zero):
+    """This rank's gradient shards, from the host: what SGD with lr 1 takes away."""
+    before = [bucket.away.fetch(None) for bucket in zero.buckets]
+    zero.backward.complete()
+    zero.host.send(("update", [{} for _ in zero.optimizer.param_groups], None))
+    for _ in zero.buckets:
+        zero.host.emptied(zero.host.receive())
+    return [one - bucket.away.fetch(None) for bucket, one in zip(zero.buckets, before, strict=True)]
+
+
+def first_backward(assignment):
+    """{stage: gradient shards on this rank's host after the first backward}"""
+    torch.use_deterministic_algorithms(True)
+    found, rank = {}, dist.get_rank()
+    for name in STAGES:
+        zero = getattr(assignment, name)(toys.build(model, rank), optim.SGD, lr=1.0, bucket_bytes=BUCKET)
+        with checks.slow_motion(zero.model):
+            zero.model(*toys.tokens(rank, 0)).backward()
+        found[name] = gradients_there(zero)
+        zero.host.end()
+    return found
+
+
+@pytest.mark.step(2, points=6, stuck=WAITS)
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_the_host_has_the_mean_gradient(assignment, world_size):
+    results, gradients = once(first_backward, world_size, assignment), gradients_of(world_size)
+    for name in STAGES:
+        for rank, found in enumerate(results):
+            missing = [number for number, shard in enumerate(found[name]) if not shard.any()]
+            assert not missing or len(missing) == len(found[name]), (
+                f"{name}: of {len(found[name])} gradient shards the host of rank {rank} has nothing for bucket "
+                f"{missing[0]}{' and others' * (len(missing) > 1)}: each leaves once it is reduced, the last one too"
+            )
+        assert_shards_hold([found[name] for found in results], gradients,
+                           f"the mean gradient, where {name} let it go to the hosts,")
+
+
+def crossings(assignment):
+    """{stage: what crossed the bus in two micro-batches, and in the step after them, twice}; and bytes of gradients
+    that this rank has after backward, beyond what it had before it."""
+    found, rank = {}, dist.get_rank()
+    for name in STAGES:
+        zero, parts = blocks_of(getattr(assignment, name)), []
+        spy, before = Spy(zero), checks.live_bytes()
+        for step in range(2):
+            for micro in range(2):
+                with zero.no_sync() if micro == 0 else contextlib.nullcontext():
+                    zero.model(*wide(rank, 2 * step + micro)).backward()
+            parts.append(spy.take())
+            zero.zero_grad()
+        zero.model(*wide(rank, 9)).backward()
+        grown = checks.live_bytes(until=before + 0.5 * PSI, looks=10) - before
+        found[name] = parts, grown
+        zero.host.end()
+        del zero, spy
+    return found
+
+
+@pytest.mark.step(2, points=6, stuck=WAITS)
+def test_gradients_cross_as_shards_in_16_bit(assignment):
+    for world_size in (2,):
+        for rank, found in enumerate(once(crossings, world_size, assignment)):
+            for name, (parts, _) in found.items():
+                for events in parts:
+                    assert_crossed(rank, name, [event for event in events if event[0] == "sent"], world_size)
+
+
+def assert_crossed(rank, name, events, world_size):
+    """Of two micro-batches."""
+    times = 1 if name == "Offloaded1" else 2
+    told = f"{name}, a model of {in_words(2 * PSI)} in bf16 on {world_size} ranks, two micro-batches: rank {rank}"
+    kinds = {dtype for _, _, _, dtype, _ in events} - {"bfloat16"}
+    assert not kinds, (
+        f"{told} sent gradients as {', '.join(sorted(kinds))}: they have 16 bits, and so they cross. What the host "
+        "computes in fp32 it widens there"
+    )
+    size, right = 2 * sum(numel for *_, numel in events), times * 2 * PSI // world_size
+    numbers = [number for _, _, number, _, _ in events]
+    lost = sorted(set(range(DEEP)) - set(numbers))
+    assert events and not lost, (
+        f"{told} sent the shards of {len(set(numbers))} of {DEEP} buckets to its host, in no pass that of bucket "
+        f"{lost[0]}" + (", the last one that backward completes: nothing is complete after it" if lost == [DEEP - 1]
+                        else "")
+    )
+    assert size == right, (
+        f"{told} sent {in_words(size)} of gradients to its host, and {in_words(right)} are right: "
+        + (f"its shards, {in_words(right // times)}, " + ("once: Offloaded1 adds up where gradients are whole"
+           if times == 1 else "once for each micro-batch"))
+        + (". These are whole buckets" if size == right * world_size else "")
+    )
+
+
+@pytest.mark.step(2, points=3, stuck=WAITS)
+def test_no_gradient_shard_stays(assignment):
+    for rank, found in enumerate(once(crossings, 2, assignment)):
+        for name, (_, grown) in found.items():
+            assert name == "Offloaded1" or grown <= 0.5 * PSI, (
+                f"{name}: after backward rank {rank} holds {in_words(grown)} that it did not hold before, and its "
+                f"gradient shards are {in_words(PSI)}: what has left for the host is freed here"
+            )
+
+
+CROSSING = 0.04  # seconds, of a shard
+
+
+def beside_backward(assignment):
+    """{stage: when backward came to each layer, the last one first: how many gradient shards had left, and whether the
+    bus was at work}"""
+    found, rank = {}, dist.get_rank()
+    shard = 2 * WIDE * WIDE // dist.get_world_size()
+    for name in STAGES:
+        looks, seen = [], {}
+
+        def look(looks=looks, seen=seen):
+            if seen:
+                sent = sum(event[0] == "sent" for event in seen["spy"].events)
+                looks.append((sent, seen["bus"]._busy_until > time.monotonic()))
+
+        made = toys.build(lambda look=look: Blocks(look), rank, torch.bfloat16)
+        zero = getattr(assignment, name)(made, optim.SGD, lr=0.1, bucket_bytes=2 * WIDE * WIDE, bus=shard / CROSSING)
+        time.sleep(3 * CROSSING)
+        seen.update(spy=Spy(zero), bus=zero.host.bus)
+        zero.model(*wide(rank, 0)).backward()
+        found[name] = looks
+        zero.host.end()
+    return found
+
+
+@pytest.mark.step(2, points=5, stuck=WAITS)
+def test_gradients_leave_while_backward_goes_on(assignment):
+    for rank, found in enumerate(toys.run(beside_backward, 2, assignment)):
+        for name, looks in found.items():
+            left = looks[-1][0]
+            assert left >= DEEP // 2, (
+                f"{name}: when backward came to the last of {DEEP} layers, {left} gradient shards of rank {rank} had "
+                f"left for the host. {DEEP - 1} buckets were complete by then: each leaves as soon as it is reduced"
+            )
+            after = [at_work for sent, at_work in looks if sent]
+            assert sum(after) >= len(after) / 2, (
+                f"{name}: whenever backward went on after a gradient shard of rank {rank} had left, the bus was idle "
+                f"({len(after) - sum(after)} of {len(after)} times), though a shard takes {1000 * CROSSING:.0f} ms to "
+                "cross here: who waits until it is there hides nothing"
+            )
+
+
+# ----------------------------------------------------------------------------------- step 3: parameters return in 16 bit
+
+
+def steps_of(assignment):
+    """{stage: what crossed in the third of three steps of AdamW, by step() alone; bytes on this rank after it}"""
+    found, rank = {}, dist.get_rank()
+    for name in ("Offloaded3",):
+        before = checks.live_bytes()
+        zero = blocks_of(getattr(assignment, name), optimizer=optim.AdamW)
+        spy = Spy(zero)
+        for step in range(3):
+            zero.zero_grad()
+            zero.model(*wide(rank, step)).backward()
+            spy.take()
+            zero.step()
+        found[name] = spy.take(), checks.live_bytes(until=before + most_held(name), looks=10) - before
+        zero.host.end()
+        del zero, spy
+    return found
+
+
+@pytest.mark.step(3, points=5, stuck=WAITS)
+def test_parameters_cross_as_shards_in_16_bit(assignment):
+    for rank, found in enumerate(once(steps_of, 2, assignment)):
+        events, held = found["Offloaded3"]
+        told = f"Offloaded3, a model of {in_words(2 * PSI)} in bf16 on 2 ranks: in step() rank {rank}"
+        back = [event for event in events if event[0] == "back"]
+        sent = [event for event in events if event[0] == "sent"]
+        assert len(back) == DEEP, f"{told} got {len(back)} shards of parameters back, and it has {DEEP} buckets"
+        size = sum(getattr(torch, dtype).itemsize * numel for _, _, _, dtype, numel in back)
+        assert size == PSI, (
+            f"{told} got {in_words(size)} back over the bus, and {in_words(PSI)} are right: 2Ψ/N, its shards in 16 bit. "
+            "Rounding belongs to the host"
+        )
+        assert not sent, (
+            f"{told} sent {len(sent)} tensors to the host ({', '.join(sorted({event[1] for event in sent}))}), and "
+            "gradients were there: nothing was edited, so nothing has to go back. Does bucket.away know() what came?"
+        )
+        assert held <= most_held("Offloaded3"), (
+            f"after three steps of AdamW rank {rank} holds {in_words(held)}, and {in_words(most_held('Offloaded3'))} "
+            "are enough for its parameters and the bus: what else of the update stays here?"
+        )
+
+
+ADAM = dict(lr=1e-2, weight_decay=0.1)
+RECIPES = {
+    "fp32, with clipping": toys.Recipe(options=ADAM, clip=0.5, steps=3),
+    "bf16, two micro-batches, and a learning rate that falls": toys.Recipe(
+        options=ADAM, dtype=torch.bfloat16, accumulate=2, steps=3,
+        schedule=lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 1, 0.5)),
+    "fp16, a loss scale, and clipping": toys.Recipe(options=ADAM, dtype=torch.float16, scale=2.0**10, clip=0.5, steps=3),
+}
+
+
+def beside_the_stage(assignment, numbers, names, bus=None, again=False):
+    """{(stage, recipe): losses, norms and parameters of a stage without offload, and of the same offloaded}"""
+    import importlib
+
+    found = {}
+    for number in numbers:
+        plain = getattr(importlib.import_module(f"zero_minimal.stage{number}"), f"Stage{number}")
+        offloaded = getattr(assignment, f"Offloaded{number}")
+        for name in names:
+            recipe = RECIPES[name]
+            with buffers_filled_again() if again else contextlib.nullcontext():
+                with_bus = dataclasses.replace(recipe, options=recipe.options | {"bus": bus})
+                runs = [toys.train(plain, recipe), toys.train(offloaded, with_bus)]
+            found[number, name] = [(run.losses, run.norms, run.parameters) for run in runs]
+    return found
+
+
+def assert_as_the_stage(results):
+    for number, name in results[0]:
+        for rank, found in enumerate(results):
+            (losses, norms, right), (our_losses, our_norms, ours) = found[number, name]
+            told = f"{name}: rank {rank} of {len(results)}, Offloaded{number} beside Stage{number}"
+            lost = sum(not bool(parameter.isfinite().all()) for parameter in ours)
+            assert not lost, (
+                f"{told}: {lost} of {len(ours)} parameters are NaN at the end. A buffer of the bus was read after it "
+                "was given back, or a gather or a reduction before it had ended"
+            )
+            if toys.identical(ours, right):
+                continue
+            step = next((step for step, (one, other) in enumerate(zip(our_losses, losses, strict=True), 1)
+                         if one != other), len(losses) + 1)
+            moved = [i for i, (one, other) in enumerate(zip(our_norms, norms, strict=True), 1) if one != other]
+            words = (f". The norm that clip_grad_norm_ returned is {our_norms[moved[0] - 1]:.4g} in step {moved[0]}, "
+                     f"and {norms[moved[0] - 1]:.4g} is right" if moved and moved[0] < step else "")
+            pytest.fail(
+                f"{told}: other parameters, off by {toys.distance(ours, right):.2g}; the loss is another one from step "
+                f"{step} on, if a step is a step of the optimizer{words}. Offload moves where a number is kept, and "
+                "changes no bit of it", pytrace=False)
+
+
+@pytest.mark.step(3, points=8, stuck=WAITS)
+def test_stage_3_trains_as_without_offload(assignment):
+    assert_as_the_stage(toys.run(beside_the_stage, 2, assignment, (3,), tuple(RECIPES)))
+
+
+@pytest.mark.step(3, points=3, stuck=WAITS)
+def test_a_buffer_is_read_before_it_is_given_back(assignment):
+    [name, *_] = RECIPES
+    assert_as_the_stage(toys.run(beside_the_stage, 2, assignment, (3,), (name,), None, True))
+
+
+LARGE = 640
+
+
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(LARGE, LARGE, bias=False) for _ in range(8))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + 0.1 * block(x)
+        return x.float().square().mean()
+
+
+def trained_large(assignment):
+    rank = dist.get_rank()
+    zero = assignment.Offloaded3(toys.build(Large, rank, torch.bfloat16), optim.AdamW, lr=1e-3)
+    for step in range(3):
+        zero.zero_grad()
+        x, _ = toys.numbers(rank, step, LARGE, 1, batch=2, dtype=torch.bfloat16)
+        zero.model(x).backward()
+        zero.step()
+    return zero.host.ask("memory")[0]
+
+
+@pytest.mark.step(3, points=4, stuck=WAITS)
+def test_the_kernel_counts_what_left(assignment):
+    results, accounts = toys.run_counted(trained_large, 2, assignment)
+    elements = 8 * LARGE * LARGE
+    away = 14 * elements // 2
+    for rank, kept_there in enumerate(results):
+        assert kept_there == away, (
+            f"the host of rank {rank} keeps {in_words(kept_there)}, and {in_words(away)} are right: masters, momentum, "
+            "variance and gradients of its shards"
+        )
+    for rank, account in enumerate(accounts):
+        if account.held is None:
+            continue
+        most = 2 * elements / 2 + 16 * 2 * LARGE * LARGE + 4e6
+        assert account.held <= most, (
+            f"a model of {in_words(2 * elements)} on 2 ranks: the process of rank {rank} grew by "
+            f"{in_words(account.held)}, as the kernel counts, and {in_words(most)} are enough where masters, momentum "
+            "and variance live in the host process"
+        )
+        assert account.host >= 0.9 * away, (
+            f"the host process of rank {rank} grew by {in_words(account.host)}, as the kernel counts, and what it "
+            f"should keep are {in_words(away)}"
+        )
+
+
+# ---------------------------------------------------------- step 4: gather what is back, while the rest is on its way
+
+
+@pytest.mark.step(4, points=5, stuck=WAITS + ". All ranks gather all buckets, in the same order")
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_stages_1_and_2_train_as_without_offload(assignment, world_size):
+    numbers, names = ((1, 2), tuple(RECIPES)) if world_size == 2 else ((2,), tuple(RECIPES)[:1])
+    assert_as_the_stage(toys.run(beside_the_stage, world_size, assignment, numbers, names))
+
+
+def gathered(assignment):
+    """{stage: at each parcel that came back in step(), how many gathers were under way; all gathers; how many of them
+    nobody had waited for at the end}"""
+    found, rank = {}, dist.get_rank()
+    for name in STAGES[:2]:
+        zero, watch, under_way = blocks_of(getattr(assignment, name)), checks.Watch(), []
+
+        def heard(kind, watch=watch, under_way=under_way):
+            if kind == "back":
+                under_way.append(now(watch))
+
+        Spy(zero, heard)
+        zero.model(*wide(rank, 0)).backward()
+        with watch:
+            zero.step()
+        starts = sum(event.kind == "start" and event.name == "all_gather" for event in watch.events)
+        found[name] = under_way, starts, now(watch)
+        zero.host.end()
+    return found
+
+
+def now(watch):
+    kinds = [event.kind for event in watch.events if event.name == "all_gather"]
+    return kinds.count("start") - kinds.count("wait")
+
+
+@pytest.mark.step(4, points=5, stuck=WAITS)
+def test_a_bucket_is_gathered_while_the_next_crosses(assignment):
+    for rank, found in enumerate(toys.run(gathered, 2, assignment)):
+        for name, (under_way, starts, left) in found.items():
+            assert starts == DEEP, f"{name}: in step() rank {rank} gathered {starts} times, and it has {DEEP} buckets"
+            assert left == 0, (
+                f"{name}: when step() returned on rank {rank}, {left} of {DEEP} gathers were still on their way: whoever "
+                "uses the parameters next may read old ones. Wait for all of them"
+            )
+            alone = sum(number == 0 for number in under_way[1:])
+            assert alone <= 1, (
+                f"{name}: of {DEEP} shards that came back over the bus to rank {rank}, {alone + 1} crossed while no "
+                "gather was under way: start to gather a bucket as soon as it is back, and wait for it later. (Does "
+                "_returned() yield each bucket before it waits for the next?)"
+            )
+
+
+@pytest.mark.step(4, points=2, stuck=WAITS)
+def test_a_slow_bus_changes_nothing(assignment):
+    [_, name, _] = RECIPES
+    assert_as_the_stage(toys.run(beside_the_stage, 2, assignment, (2,), (name,), 2e6, True))
+
+
+def after_a_step(assignment):
+    """Of batch norm: the running mean before and after a step, and whether a second backward was refused. Of an edit:
+    how far the next step of SGD with lr 0 moved the parameter that was edited."""
+    rank, found = dist.get_rank(), []
+    for name in STAGES[:2]:
+        zero = getattr(assignment, name)(toys.build(Normed, rank), optim.SGD, lr=0.0)
+        weight, means, refused = zero.model.layers[0].weight, [zero.model.layers[1].running_mean.clone()], False
+        zero.model(*toys.numbers(rank, 0)).backward()
+        zero.step()
+        means.append(zero.model.layers[1].running_mean.clone())
+        try:
+            zero.model(*toys.numbers(rank, 1)).backward()
+        except Exception:
+            refused = True
+        zero.zero_grad()
+        zero.model(*toys.numbers(rank, 2)).backward()
+        with torch.no_grad():
+            weight += 1.0
+        edited = weight.detach().clone()
+        zero.step()
+        found.append((means, refused, (weight.detach() - edited).abs().max().item()))
+        zero.host.end()
+    return found
+
+
+@pytest.mark.step(4, points=2, stuck=WAITS)
+def test_statistics_are_alike_and_a_late_backward_is_refused(assignment):
+    results = once(after_a_step, 2, assignment)
+    for rank, of_rank in enumerate(results):
+        for name, ((_, after), refused, _), ((_, first), *_) in zip(STAGES, of_rank, results[0], strict=False):
+            assert torch.equal(after, first), (
+                f"{name}: after step() batch norm's running mean is {after[0]:.4g}, … on rank {rank} and "
+                f"{first[0]:.4g}, … on rank 0: ownership.broadcast_statistics gives all rank 0's"
+            )
+            assert refused, (
+                f"{name}: backward, step(), backward without zero_grad(): rank {rank} let it pass. It must be an error: "
+                "set self.backward.spent in step()"
+            )
+
+
+@pytest.mark.step(4, points=1, stuck=WAITS)
+def test_an_edit_goes_along(assignment):
+    for rank, of_rank in enumerate(once(after_a_step, 2, assignment)):
+        for name, (_, _, moved) in zip(STAGES, of_rank, strict=False):
+            assert moved < 1e-6, (
+                f"{name}: 1 was added to a parameter by hand on all ranks, and step() of SGD with lr 0 moved it by "
+                f"{moved:.2g} on rank {rank}: the host's master did not know of the edit (precision.keep_changes), and "
+                "its old value came back"
+            )

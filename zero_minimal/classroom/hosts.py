@@ -1,0 +1,110 @@
+"""Hosts: beside a rank that runs a submission, a process that keeps what the rank has no room for (lesson 09).
+
+A rank may start no process, and make no memory that others see. So it asks the judge, which makes both and lets the
+nursery fork the host:
+
+    rank ── "host", bytes ──► judge ── fork ──► nursery ──► host, behind the same fence
+         ◄── a line to the host, and the memory of the bus ──
+
+Then the two speak by themselves. The judge holds the host as it holds the rank: it asks for its stack, counts its memory,
+and ends it.
+"""
+
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import tempfile
+from multiprocessing.connection import Connection
+
+import cloudpickle
+
+from zero_minimal.foundations import beside, bus
+
+REQUEST = b"host"  # a rank's, with the size of a buffer behind it
+MOST_BYTES, MOST_HOSTS = 2**26, 64  # of a buffer; of a rank
+FILES = 2**26  # bytes that a host may write into one file
+
+
+# ------------------------------------------------------------------------------------------------------------ in a rank
+
+
+class Lender:
+    """What foundations/beside.py uses in the place of starting a process.
+
+    line: the rank's to the judge. submission: whose file the host runs, too.
+    """
+
+    def __init__(self, line: socket.socket):
+        self.line, self.submission = line, None
+
+    def __call__(self, size: int, setup: dict, serve) -> tuple["LentProcess", Connection, int]:
+        """A host's process, a connection to it, and a descriptor of the bus's memory."""
+        request = REQUEST + size.to_bytes(8, "big")
+        os.write(self.line.fileno(), len(request).to_bytes(8, "big") + request)
+        _, descriptors, *_ = socket.recv_fds(self.line, 1, 3)
+        if len(descriptors) != 3:
+            raise RuntimeError(f"no more than {MOST_HOSTS} hosts a rank, of {MOST_BYTES // 2**20} MB a buffer")
+        line, ends, memory = descriptors
+        connection = Connection(line)
+        connection.send_bytes(pickle.dumps(self.submission))
+        connection.send_bytes(cloudpickle.dumps((setup, serve)))
+        return LentProcess(ends), connection, memory
+
+
+class LentProcess:
+    """A process of which is known when it ends."""
+
+    pid, exitcode = None, 0
+
+    def __init__(self, ends: int):
+        self.ends = ends
+
+    def join(self) -> None:
+        os.read(self.ends, 1)  # its other end is closed when the process is gone
+        os.close(self.ends)
+
+
+# ------------------------------------------------------------------------------------------------------------ in a host
+
+
+def host(setup: dict, line: socket.socket, stacks: int, ends: int, memory: int) -> None:
+    """What a host does, forked by the nursery. It never returns."""
+    import checks
+    import toys
+
+    from zero_minimal.classroom import fence
+    from zero_minimal.classroom.guard import guarded
+
+    try:
+        fence.end_with_parent()
+        os.set_inheritable(ends, False)
+        checks.listen_in_threads()
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        faulthandler.enable(file=stacks, all_threads=False)
+        folder = f"{setup['folder']}/{setup['rank']}"
+        os.chdir(folder)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        fence.only_files(["/"], [folder, "/dev/null"])
+        fence.no_other_processes()
+        toys.secrets = {}
+        connection = Connection(line.detach())
+        submission = pickle.loads(connection.recv_bytes())
+        there = {}
+
+        def run():
+            submission.load()  # where `serve` is to be found
+            told, serve = pickle.loads(connection.recv_bytes())
+            there["bus"] = bus.Bus(bus.Words(connection), bus.memory_of(memory, told["size"]), 1, told["bandwidth"])
+            serve(there["bus"])
+
+        try:
+            guarded(run, submission, file_bytes=FILES)()
+        except bus.OtherSideGone:
+            pass
+        except BaseException as error:
+            if "bus" in there:
+                there["bus"].send(("failed", str(error)))
+    finally:
+        os._exit(0)
