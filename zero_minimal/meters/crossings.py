@@ -1,11 +1,22 @@
 """Crossings: what a rank's bus carries in a step, and what lies on either side of it (offload.py)."""
 
+import contextlib
+import ctypes
+import gc
 import time
 from contextlib import contextmanager
 from dataclasses import replace
 
 from zero_minimal.foundations.away import resident_bytes
 from zero_minimal.meters.spans import covered
+
+
+def settled_bytes() -> int | None:
+    """resident_bytes() of this process when what it has freed has gone back to the system, where the system can."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # not every libc has it
+        ctypes.CDLL(None).malloc_trim(0)
+    return resident_bytes()
 
 
 class BusMeter:

@@ -4,9 +4,24 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from zero_minimal.pictures.style import GRID, LOOKS, PAGE, entries_of, figure, legend_outside
+from zero_minimal.paper.formulas import STATES
+from zero_minimal.pictures.style import (
+    GRID,
+    LOOKS,
+    MARKERS,
+    PAGE,
+    STAGE_COLOURS,
+    bars,
+    entries_of,
+    figure,
+    legend_outside,
+    name_bars,
+    stacked_bars,
+    words_above,
+)
 from zero_minimal.pictures.time_line import COMPUTING, UNDER_WAY, WAITING, span_bar
 
+HOST = ("#BBBBBB", "..")
 LANES = ("computes", "messages", "bus to the host", "bus from the host")
 STANDS = "stands at a message or at the bus"
 
@@ -39,4 +54,47 @@ def draw_crossings(steps: dict[str, tuple]) -> Figure:
         axis.grid(axis="x", **GRID)
     axes[-1][0].set_xlabel("ms")
     legend_outside(result, entries_of(axes[:, 0]), side="upper", columns=4)
+    return result
+
+
+def draw_elsewhere(rungs: dict[str, dict[str, float]]) -> Figure:
+    """Bytes a parameter, a bar for each rung: on the device by category, upward; on the host, downward.
+
+    Args: rungs, {name: {category: bytes a parameter on the device, and "host"}}.
+    """
+    result, axes = figure(1, 1, 7.5, 4.0)
+    axis, places = axes[0][0], range(len(rungs))
+    tops = stacked_bars(axis, places, [(state, LOOKS[state], [held[state] for held in rungs.values()])
+                                       for state in STATES], width=0.6)
+    below = [held["host"] for held in rungs.values()]
+    bars(axis, places, [-size for size in below], HOST, "on the host", width=0.6)
+    words_above(axis, places, tops, [f"{top:.3g}" for top in tops])
+    words_above(axis, places, [-size for size in below], [f"{size:.3g}" if size else "" for size in below], gap=-12)
+    axis.axhline(0, color="black", linewidth=1)
+    axis.set_ylim(-1.15 * max(below) - 1, 1.1 * max(tops))
+    axis.set_yticks(range(-12, 17, 4), [abs(value) for value in range(-12, 17, 4)])
+    axis.set_ylabel("bytes a parameter: host below, device above", fontsize=9)
+    name_bars(axis, places, list(rungs))
+    legend_outside(result, entries_of([axis]), side="upper")
+    return result
+
+
+def draw_slowed(slowed: dict[int, Sequence]) -> Figure:
+    """How much longer a step takes over a bus, a line for each number of tokens.
+
+    Args: slowed, {tokens of a rank: [(GB/s, step time as a multiple of that over an endless bus)]}.
+    """
+    result, axes = figure(1, 1, 7.5, 3.8)
+    axis = axes[0][0]
+    for (tokens, line), marker, colour in zip(slowed.items(), MARKERS, STAGE_COLOURS[1:]):
+        speeds, times = zip(*line, strict=True)
+        axis.plot(speeds, times, marker=marker, color=colour, label=f"{tokens:,} tokens a rank")
+    axis.axhline(1, color="black", linewidth=1, label="a bus that takes no time")
+    axis.set_xscale("log")
+    axis.set_xticks(speeds, [f"{speed:g}" for speed in speeds])
+    axis.minorticks_off()
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("GB/s of a bus beside a GPU; here as much slower as this machine computes")
+    axis.set_ylabel("times as long a step")
+    axis.legend(fontsize=9, frameon=False)
     return result
