@@ -1,8 +1,8 @@
 """Beside a rank: a process of its own, that keeps what the rank has no room for.
 
 It is forked by the server that has forked the rank (ranks.py), which has one thread and no locks;
-a rank of torchrun has no such server, and starts a new Python. The two see the same buffers
-(bus.py), and each sees when the other ends:
+a rank of torchrun has no such server, and starts a new Python; one of a notebook starts a server.
+The two see the same buffers (bus.py), and each sees when the other ends:
 
     the rank ends, however     its host process says so, and ends too
     the host process ends      the rank says so, and fails when it next uses the bus; if it does not
@@ -41,6 +41,8 @@ _open: weakref.WeakSet["Host"] = weakref.WeakSet()
 # of a rank that may start no process itself: (size, setup, serve) → process, connection, descriptor
 # of the bus's memory, as _new_process() returns them
 lend: Callable | None = None
+
+many = False  # whether this process starts hosts again and again: then from a server of its own
 
 
 class HostError(RuntimeError):
@@ -184,7 +186,7 @@ def _context():
     """By which a process is started that has no lock of this one's threads."""
     server = forkserver._forkserver
     if server._forkserver_address is None:
-        return multiprocessing.get_context("spawn")
+        return multiprocessing.get_context("forkserver" if many else "spawn")
     if server._forkserver_pid is None:
         # it was inherited: that of the process that asked for the ranks. Python's own
         # ensure_running() would start another one, although it says otherwise

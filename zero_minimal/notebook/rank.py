@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ipyparallel.engine.app import IPEngine
 from IPython import get_ipython
 
-from zero_minimal.foundations import collectives, ranks
+from zero_minimal.foundations import beside, collectives, ranks
 from zero_minimal.notebook import aftermath, printed, standing
 from zero_minimal.notebook.told import Told, Withheld
 
@@ -48,6 +48,7 @@ def main(folder: str, rank: int, world_size: int, device: str) -> None:
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # plt.show() means display(figure)
     printed.bars_as_text()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    beside.many = True
     join(0)
     threading.Thread(target=_answer, daemon=True).start()
     engine = IPEngine.instance(user_ns=names)
