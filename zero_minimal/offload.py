@@ -53,6 +53,7 @@ from zero_minimal.foundations.away import (
 from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.bus import Bus, Parcel
 from zero_minimal.foundations.disk import OnDisk
+from zero_minimal.foundations.read_ahead import ReadAhead
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
@@ -109,6 +110,8 @@ class HostState(Kept):
 
 class DiskState(OnDisk, HostState):
     """The same in a file: only a few shards are in memory."""
+
+    lanes = ReadAhead
 
 
 def serve(bus: Bus, kind: type = HostState) -> None:

@@ -25,14 +25,24 @@ GPU a thread and pinned memory. The bits are those of the stage by itself; with 
 update on the CPU.
 """
 
+import functools
+import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from zero_minimal.foundations import collectives, layout, optimizers, ownership, precision
+from zero_minimal.foundations import (
+    collectives,
+    disk_set_up,
+    layout,
+    optimizers,
+    ownership,
+    precision,
+)
 from zero_minimal.foundations.away import (
     Away,
     Kept,
@@ -44,11 +54,80 @@ from zero_minimal.foundations.away import (
 )
 from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.bus import Bus, Parcel
+from zero_minimal.foundations.disk import OnDisk
+from zero_minimal.foundations.files import Buffer, File, Stretch
+from zero_minimal.foundations.read_ahead import BUFFERS
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 
 # ------------------------------------------------------------------------------------- on the host
+
+
+class ReadAhead:
+    """Two lanes, to a file and from it, and buffers that take turns.
+
+    Args:
+        file: its read(begin, memory) and write(begin, memory) return when that is done.
+        size: bytes of the largest stretch.
+    Counts what it has begun to move: .read and .written, in bytes.
+    """
+
+    def __init__(self, file: File, size: int):
+        self.file = file
+        self.buffers = [Buffer(size) for _ in range(BUFFERS)]
+        self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.read = self.written = 0
+        self._turns = itertools.cycle(self.buffers)
+
+    def through(self, stretches: Sequence[Stretch]) -> Iterator[Buffer]:
+        """Of each stretch in its turn the buffer that has it. What the caller changes in it is
+        written from stretch.changes on. Raises: what the file raises."""
+        # step 5: yields, for each stretch in its turn, the buffer that has it. While the caller has
+        # one, the next is being read (no more than that one), and the one before is being written.
+        # After the last one nothing is left to begin: all changes are in the file, or on their way
+        # to it.
+        raise NotImplementedError("step 5: through")
+
+    def _begin_to_read(self, stretch: Stretch) -> Future:
+        """Its result will be the buffer that has the stretch."""
+        self.read += stretch.size
+        return self.reader.submit(self._read, stretch, next(self._turns))
+
+    def _read(self, stretch: Stretch, buffer: Buffer) -> Buffer:
+        """In the reading thread: wait for what is still on its way to the file."""
+        # step 5: buffer.memory begins with what the file has at the stretch, and the buffer is
+        # returned. Nothing was read that is still on its way to the file, and nothing was
+        # overwritten that is still on its way from this buffer.
+        raise NotImplementedError("step 5: _read")
+
+    def begin_to_write(self, stretch: Stretch, buffer: Buffer) -> None:
+        """A buffer's stretch, from its changes on."""
+        # step 5: what buffer.memory has of the stretch, from stretch.changes on, is on its way to
+        # where it belongs in the file: buffer.written and stretch.written are that Future.
+        # self.written has counted its bytes. Nobody has waited.
+        raise NotImplementedError("step 5: begin_to_write")
+
+    # without a thread
+
+    def free_buffer(self) -> Buffer:
+        """The next in turn, when nothing in it is needed any more."""
+        buffer = next(self._turns)
+        buffer.written.result()
+        return buffer
+
+    def read_now(self, stretch: Stretch, name: str) -> Tensor:
+        """One tensor of a stretch, [numel], in a buffer: until two others were asked for."""
+        stretch.written.result()
+        view = stretch.view(self.free_buffer().memory, name)
+        self.read += view.nbytes
+        self.file.read(stretch.start + stretch.parts[name][0], view)
+        return view
+
+    def write_now(self, stretch: Stretch, name: str, tensor: Tensor) -> None:
+        """One tensor of a stretch."""
+        self.written += tensor.nbytes
+        self.file.write(stretch.start + stretch.parts[name][0], tensor)
 
 
 class HostState(Kept):
@@ -84,16 +163,22 @@ class HostState(Kept):
     @torch.no_grad()
     def update(self, parcel: Parcel, options: list[dict], scale: precision.Scale) -> None:
         """Update all shards; each goes back as soon as it is done, in the parameters' dtype."""
-        # step 1: the optimizer's groups have these options. Each shard's master is updated with its
-        # gradient times `scale`, computed in the master's dtype, and has been sent: one parcel a
-        # shard, in the order of self.shards, its words ("parameters",). Shard.gradient is as it
-        # was.
+        # step 1: the optimizer's groups have these options. Each shard of self.in_turn() was in
+        # memory for its turn: its master was updated with its gradient times `scale`, computed in
+        # the master's dtype, and was sent: one parcel a shard, in that order, its words
+        # ("parameters",). Shard.gradient is as it was.
         raise NotImplementedError("step 1: update")
 
 
-def serve(bus: Bus) -> None:
+class DiskState(OnDisk, HostState):
+    """The same in a file: only a few shards are in memory."""
+
+    lanes = ReadAhead
+
+
+def serve(bus: Bus, kind: type = HostState) -> None:
     """What a host does: what it is told, one parcel after the other."""
-    state = HostState(bus)
+    state = kind(bus)
     while (parcel := bus.receive()).words[0] != "end":
         order, *words = parcel.words
         getattr(state, order)(parcel, *words)
@@ -107,24 +192,29 @@ class Offloaded:
 
     Args:
         bus: bytes a second in each direction; None: as fast as it goes.
+        disk: a folder, for a host that keeps all in a file there (foundations/disk.py).
+        host_budget: bytes of memory that its process may then have (foundations/budget.py).
         The others are the stage's.
     zero.optimizer holds the options (lr, …), which go along with each update, so that a scheduler
     attaches to it; its state is on the host, and its step hooks are refused. reduced_gradients() is
     refused, too.
-    Raises: what the stage raises. RuntimeError, at the next use of the bus, if the host is gone.
+    Raises: what the stage raises. On all ranks OSError if the disk has no room, and ValueError for
+        a budget that is too small. RuntimeError, at the next use of the bus, if the host is gone.
     """
 
     host: Host | None = None
     adds = True  # whether gradients of several passes add up on the host
 
     def __init__(
-        self, model: nn.Module, optimizer_class: type, *, bus: float | None = None, **options
+        self, model: nn.Module, optimizer_class: type, *, bus: float | None = None,
+        disk: str | None = None, host_budget: int | None = None, **options,
     ):
         if bus is not None and not bus > 0:
             raise ValueError(f"bus is {bus}: give bytes a second, 12e9 say, or None")
         self.bandwidth = bus
-        super().__init__(model, optimizer_class, **options)
         own = {name: value for name, value in options.items() if name not in STAGE_OPTIONS}
+        self.disk = disk_set_up.asked(disk, host_budget, model, optimizer_class, own, options)
+        super().__init__(model, optimizer_class, **options)
         chosen = cloudpickle.dumps((optimizer_class, own, _options_of(self.optimizer)))
         self.host.send(("make_optimizer", chosen))
         refuse_alone(self.optimizer)
@@ -133,8 +223,11 @@ class Offloaded:
         """It ends with the stage."""
         largest = max(bucket.padded // self.world_size * bucket.dtype.itemsize
                       for bucket in self.buckets)
-        self.host = Host(serve, largest, device, self.bandwidth)
+        serving = functools.partial(serve, kind=DiskState) if self.disk else serve
+        self.host = Host(serving, largest, device, self.bandwidth)
         weakref.finalize(self, self.host.end)
+        if self.disk:
+            disk_set_up.set_up(self, self.disk)
 
     def own(self, bucket):
         """What the stage keeps of a bucket, but its master."""

@@ -813,3 +813,154 @@ def test_an_edit_goes_along(assignment):
                 f"{moved:.2g} on rank {rank}: the host's master did not know of the edit (precision.keep_changes), and "
                 "its old value came back"
             )
+
+
+# -------------------------------------------------------------------------------- step 5: a disk: read ahead, write behind
+
+PAUSE = 0.02  # seconds that the file takes for each stretch, and the caller too
+HEAD, BODY = 16, 48  # bytes of a stretch that stay as they are, and that change
+
+
+class SlowFile:
+    """In memory. What is read is there at the end, and what is written is taken at the end: who does not wait sees it."""
+
+    def __init__(self, size, events):
+        self.bytes, self.events = torch.zeros(size, dtype=torch.uint8), events
+
+    def read(self, begin, into):
+        self.events.append(("read begins", begin, into.numel(), into.data_ptr()))
+        there = self.bytes[begin : begin + into.numel()].clone()
+        time.sleep(PAUSE)
+        into.copy_(there)
+        self.events.append(("read ends", begin, into.numel(), into.data_ptr()))
+
+    def write(self, begin, tensor):
+        self.events.append(("write begins", begin, tensor.numel(), tensor.data_ptr()))
+        time.sleep(2 * PAUSE)
+        self.bytes[begin : begin + tensor.numel()] = tensor
+        self.events.append(("write ends", begin, tensor.numel(), tensor.data_ptr()))
+
+
+STRETCHES = (2, 3, 7)
+PASSES = 3
+
+
+def through_a_file(assignment):
+    """For so many stretches: the file after three passes, each of which adds 1 to what may change; what the caller saw
+    in each turn; all events; bytes counted; the buffers that the caller got."""
+    from zero_minimal.foundations.files import Stretch
+
+    found = []
+    for many in STRETCHES:
+        events, size = [], HEAD + BODY
+        file, seen = SlowFile(many * size, events), []
+        file.bytes += torch.arange(many, dtype=torch.uint8).repeat_interleave(size) * 10
+        lanes = assignment.ReadAhead(file, size)
+        stretches = [Stretch(number * size, 1, {}, size, HEAD) for number in range(many)]
+        got = set()
+        for _ in range(PASSES):
+            for number, buffer in enumerate(lanes.through(stretches)):
+                events.append(("work begins", number * size, 0, 0))
+                seen.append((buffer.memory[0].item(), buffer.memory[-1].item()))
+                buffer.memory[HEAD:] += 1
+                got.add(buffer.memory.data_ptr())
+                time.sleep(PAUSE)
+                events.append(("work ends", number * size, 0, 0))
+        lanes.reader.shutdown()
+        lanes.writer.shutdown()  # when all that was begun is done
+        found.append((file.bytes, seen, events, (lanes.read, lanes.written), len(got)))
+    return found
+
+
+@pytest.mark.step(5, points=4, stuck="a Future's result() waits until it is done: who waits for what nobody has begun "
+                  "waits for ever")
+def test_changes_are_in_the_file_when_they_are_read_again(assignment):
+    [found] = once(through_a_file, 1, assignment)
+    for many, (file, seen, events, counted, _) in zip(STRETCHES, found, strict=True):
+        told = f"{many} stretches of a file, gone through {PASSES} times, 1 added each time"
+        assert len(seen) == PASSES * many, f"{told}: through() gave the caller {len(seen)} turns, not {PASSES * many}"
+        writes = sum(event[0] == "write ends" for event in events)
+        assert writes, f"{told}: nothing was written to the file. What the caller changes in a buffer goes back"
+        for turn, (head, body) in enumerate(seen):
+            number, times = turn % many, turn // many
+            assert head == 10 * number, (
+                f"{told}: in pass {times + 1} the caller got {head} at the front of stretch {number}, and "
+                f"{10 * number} is there: a buffer was handed out before it was read, or filled again too early"
+            )
+            assert body == 10 * number + times, (
+                f"{told}: in pass {times + 1} stretch {number} held {body - 10 * number} of {times} additions: "
+                + ("it was read while what was changed the last time was still on its way to the file, or was never "
+                   "written" if body < 10 * number + times else "a buffer still held another turn's numbers")
+            )
+        size = HEAD + BODY
+        for number in range(many):
+            head, body = file[number * size].item(), file[number * size + HEAD].item()
+            assert head == 10 * number, (
+                f"{told}: byte 0 of stretch {number}, which nobody changes, is {head} in the file, and was "
+                f"{10 * number}: writing begins at stretch.start + stretch.changes"
+            )
+            assert body == 10 * number + PASSES, (
+                f"{told}: at the end stretch {number} has {body - 10 * number} of {PASSES} additions in the file. A "
+                "buffer was filled again before it was written, or the last one was not written at all"
+            )
+        right = (PASSES * many * size, PASSES * many * BODY)
+        assert tuple(counted) == right, (
+            f"{told}: .read and .written have counted {tuple(counted)} bytes, and {right} are right: what an update does "
+            "not change (before stretch.changes) is not written again"
+        )
+
+
+@pytest.mark.step(5, points=4)
+def test_reading_and_writing_go_on_meanwhile(assignment):
+    [found] = once(through_a_file, 1, assignment)
+    many, (_, _, events, *_) = STRETCHES[-1], found[-1]
+    size = HEAD + BODY
+    first = {}
+    for place, (kind, begin, *_) in enumerate(events):
+        first.setdefault((kind, begin // size), place)
+    last = len(events)
+    ahead = [first.get(("read begins", number + 1), last) < first["work ends", number] for number in range(many - 1)]
+    assert sum(ahead) >= len(ahead) - 1, (
+        f"of {many - 1} stretches {sum(ahead)} were being read while the caller worked on the one before: begin to read "
+        "the next before you give out this one"
+    )
+    behind = [first["work begins", number + 1] < first.get(("write ends", number), last) for number in range(many - 1)]
+    assert sum(behind) >= len(behind) - 1, (
+        f"{len(behind) - sum(behind)} of {many - 1} stretches were written to the end before the caller got the next "
+        "one: writing goes on behind, and who needs what is on its way waits for it (_read)"
+    )
+
+
+@pytest.mark.step(5, points=3)
+def test_three_buffers_serve_any_number(assignment):
+    [found] = once(through_a_file, 1, assignment)
+    for many, (_, _, events, _, got) in zip(STRETCHES, found, strict=True):
+        used = {place for kind, _, _, place in events if kind == "read begins"}
+        assert max(len(used), got) <= 3, (
+            f"{many} stretches of a file were read into {max(len(used), got)} pieces of memory: three buffers take "
+            "turns, however many stretches there are. That is what a budget can be given for"
+        )
+        under_way = most = 0
+        for kind, *_ in events:
+            under_way += {"read begins": 1, "work ends": -1}.get(kind, 0)
+            most = max(most, under_way)
+        assert most <= 2, (
+            f"of {many} stretches up to {most} were read, or being read, and not worked on yet: one is worked on, and "
+            "one is read ahead. More has no place in the budget"
+        )
+
+
+def with_a_disk(assignment):
+    import importlib
+    import tempfile
+
+    plain = importlib.import_module("zero_minimal.stage2").Stage2
+    recipe = RECIPES["bf16, two micro-batches, and a learning rate that falls"]
+    on_disk = dataclasses.replace(recipe, options=recipe.options | {"disk": tempfile.gettempdir()})
+    runs = [toys.train(plain, recipe), toys.train(assignment.Offloaded2, on_disk)]
+    return {(2, "on a disk, bf16"): [(run.losses, run.norms, run.parameters) for run in runs]}
+
+
+@pytest.mark.step(5, points=4, stuck=WAITS)
+def test_a_host_with_a_disk_trains_as_one_without(assignment):
+    assert_as_the_stage(toys.run(with_a_disk, 2, assignment))

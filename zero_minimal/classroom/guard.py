@@ -35,6 +35,7 @@ from zero_minimal.classroom.references import borrowed
 from zero_minimal.foundations import beside
 
 PRINTED = 2**20  # bytes that a rank may print or write into one file
+FILES = 2**26  # bytes that a host may write into one file
 MEMORY = 4 * 10**9  # bytes of memory that a rank may ask for
 LONG = 400  # characters of an error that are shown
 
@@ -61,15 +62,15 @@ class Foul(Exception):
     """The submission did what it must not. Raised at once, and remembered: to catch it does not help."""
 
 
-def guarded(function, submission, file_bytes=PRINTED):
+def guarded(function, submission, host=False):
     """The function as a rank runs it for the grader: with a guard around, and with failures in a learner's words.
-    file_bytes: as much may be written into one file."""
+    host: it runs in a host process, which may keep what it has in files, and ends with its threads."""
 
     def in_a_rank(*args, **kwargs):
         warnings.simplefilter("ignore")
         gc.freeze()
         torch.set_num_threads(1)
-        _limit(file_bytes)
+        _limit(FILES if host else PRINTED)
         if beside.lend:
             beside.lend.submission = submission
         guard = Guard(submission.lesson)
@@ -77,7 +78,7 @@ def guarded(function, submission, file_bytes=PRINTED):
             guard.look_at(submission.source)
             result = function(*args, **kwargs)
             beside.end_all()
-            guard.look_again()
+            guard.look_again(threads=not host)
         except BaseException as error:
             raise Fault(guard.fouls[0] if guard.fouls else in_words(error, submission.path)) from None
         finally:
@@ -142,13 +143,13 @@ class Guard:
 
         return hook
 
-    def look_again(self) -> None:
+    def look_again(self, threads: bool) -> None:
         """After the function: is everything still as it was?"""
         changed = _changes(self._before)
         if changed:
             self.fouls.append(f"it replaced {changed[0]}: what measures a submission must stay as it is")
         for _ in range(20):
-            if _thread._count() <= self._threads:
+            if not threads or _thread._count() <= self._threads:
                 break
             time.sleep(0.05)
         else:

@@ -24,7 +24,6 @@ from zero_minimal.foundations import beside, bus
 
 REQUEST = b"host"  # a rank's, with the size of a buffer behind it
 MOST_BYTES, MOST_HOSTS = 2**26, 64  # of a buffer; of a rank
-FILES = 2**26  # bytes that a host may write into one file
 
 
 # ------------------------------------------------------------------------------------------------------------ in a rank
@@ -100,7 +99,7 @@ def host(setup: dict, line: socket.socket, stacks: int, ends: int, memory: int) 
             serve(there["bus"])
 
         try:
-            guarded(run, submission, file_bytes=FILES)()
+            guarded(run, submission, host=True)()
         except bus.OtherSideGone:
             pass
         except BaseException as error:

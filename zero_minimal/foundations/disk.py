@@ -24,10 +24,11 @@ from zero_minimal.foundations.files import Buffer
 class OnDisk(Kept):
     """What the class after it keeps in memory is in a file.
 
-    It has, from disk_set_up.prepare(): .files, a ReadAhead; .places, a Stretch for each shard, by
+    It has, from disk_set_up.prepare(): .files, a ReadAhead, by .lanes; .places, a Stretch for each shard, by
     number; .budget.
     """
 
+    lanes: type  # ReadAhead, read_ahead.py
     lent: dict[str, Tensor] = {}  # the state of the shard that is in memory, by name
 
     def in_turn(self, numbers: list[int] | None = None) -> Iterator[Shard]:

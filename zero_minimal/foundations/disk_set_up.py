@@ -19,7 +19,6 @@ from zero_minimal.foundations import files, optimizers, ownership
 from zero_minimal.foundations.away import Kept
 from zero_minimal.foundations.budget import Budget
 from zero_minimal.foundations.bus import Parcel
-from zero_minimal.foundations.read_ahead import ReadAhead
 
 TRIED = 16  # elements of the shard that an optimizer is tried on
 
@@ -124,7 +123,8 @@ def _mb(size: int) -> str:
 
 
 def prepare(state: Kept, asked: Asked) -> Answer:
-    """Give a host's state its .places in a file, its .files and its .budget."""
+    """Give a host's state its .places in a file, its .files (of the class state.lanes) and its
+    .budget."""
     kind, options, groups = cloudpickle.loads(asked.optimizer)
     tensors = {(dtype, group): _tensors(kind, options, groups[group], dtype)
                for _, dtype, group in dict.fromkeys(asked.shards.values())}
@@ -137,7 +137,7 @@ def prepare(state: Kept, asked: Asked) -> Answer:
         file = files.File(asked.folder, needed)
     except OSError as error:
         return Answer(needed, free, error.errno, 0)
-    state.files = ReadAhead(file, max(place.size for place in laid_out))
+    state.files = state.lanes(file, max(place.size for place in laid_out))
     if asked.budget is not None:
         _rehearse(state, asked)
     return Answer(needed, free, 0, state.budget.smallest())
