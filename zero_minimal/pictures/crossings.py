@@ -21,6 +21,7 @@ from zero_minimal.pictures.style import (
 )
 from zero_minimal.pictures.time_line import COMPUTING, UNDER_WAY, WAITING, span_bar
 
+BUS = LOOKS["buffers"]
 HOST = ("#BBBBBB", "..")
 LANES = ("computes", "messages", "bus to the host", "bus from the host")
 STANDS = "stands at a message or at the bus"
@@ -64,8 +65,8 @@ def draw_elsewhere(rungs: dict[str, dict[str, float]]) -> Figure:
     """
     result, axes = figure(1, 1, 7.5, 4.0)
     axis, places = axes[0][0], range(len(rungs))
-    tops = stacked_bars(axis, places, [(state, LOOKS[state], [held[state] for held in rungs.values()])
-                                       for state in STATES], width=0.6)
+    tops = stacked_bars(axis, places, [(state, LOOKS.get(state, BUS), [held[state] for held in rungs.values()])
+                                       for state in (*STATES, "bus")], width=0.6)
     below = [held["host"] for held in rungs.values()]
     bars(axis, places, [-size for size in below], HOST, "on the host", width=0.6)
     words_above(axis, places, tops, [f"{top:.3g}" for top in tops])
@@ -86,7 +87,7 @@ def draw_slowed(slowed: dict[int, Sequence]) -> Figure:
     """
     result, axes = figure(1, 1, 7.5, 3.8)
     axis = axes[0][0]
-    for (tokens, line), marker, colour in zip(slowed.items(), MARKERS, STAGE_COLOURS[1:]):
+    for (tokens, line), marker, colour in zip(slowed.items(), MARKERS, STAGE_COLOURS[1:], strict=False):
         speeds, times = zip(*line, strict=True)
         axis.plot(speeds, times, marker=marker, color=colour, label=f"{tokens:,} tokens a rank")
     axis.axhline(1, color="black", linewidth=1, label="a bus that takes no time")
@@ -97,4 +98,29 @@ def draw_slowed(slowed: dict[int, Sequence]) -> Figure:
     axis.set_xlabel("GB/s of a bus beside a GPU; here as much slower as this machine computes")
     axis.set_ylabel("times as long a step")
     axis.legend(fontsize=9, frameon=False)
+    return result
+
+
+def draw_turns(found: dict[str, Sequence]) -> Figure:
+    """Which buffer is read into, worked on and written, over time; the number in a box is the shard.
+
+    Args: found, {title: list of meters.turns_of_buffers.Turn}.
+    """
+    result, axes = figure(len(found), 1, PAGE, 0.8 + 1.4 * len(found))
+    lanes, longest = ("read", "work", "write"), max(turn.end for turns in found.values() for turn in turns)
+    for (title, turns), axis in zip(found.items(), axes[:, 0], strict=True):
+        for turn in turns:
+            colour = STAGE_COLOURS[1 + turn.buffer]
+            span_bar(axis, lanes.index(turn.what), turn.start, turn.end, (colour, ""), f"buffer {turn.buffer}")
+            if turn.end - turn.start > 0.02 * longest:
+                axis.text(500 * (turn.start + turn.end), lanes.index(turn.what), str(turn.shard), fontsize=8,
+                          ha="center", va="center")
+        axis.set_yticks(range(3), ("read", "work", "write"))
+        axis.set_ylim(2.6, -0.6)
+        axis.set_xlim(0, 1000 * longest)
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.tick_params(axis="y", length=0)
+        axis.grid(visible=False, axis="y")
+    axes[-1][0].set_xlabel("ms")
+    legend_outside(result, dict(sorted(entries_of(axes[:, 0]).items())), side="upper")
     return result
