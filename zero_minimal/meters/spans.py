@@ -68,15 +68,15 @@ class Spans:
     @property
     def overlap(self) -> float:
         """The share of the time with a collective under way in which the rank did not stand in a wait()."""
-        under_way = covered([(each.start, each.end) for each in self.collectives])
-        waiting = covered([(each.wait, each.end) for each in self.collectives])
+        under_way = _length([(each.start, each.end) for each in self.collectives])
+        waiting = _length([(each.wait, each.end) for each in self.collectives])
         return (under_way - waiting) / under_way if under_way else 0.0
 
     def _now(self) -> float:
         return time.perf_counter() - self._began
 
 
-def covered(intervals: list[tuple[float, float]]) -> float:
+def _length(intervals: list[tuple[float, float]]) -> float:
     """Seconds that at least one of the intervals covers."""
     total, reached = 0.0, 0.0
     for start, end in sorted(intervals):
