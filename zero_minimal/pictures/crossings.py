@@ -59,9 +59,10 @@ def draw_crossings(steps: dict[str, tuple]) -> Figure:
 
 
 def draw_elsewhere(rungs: dict[str, dict[str, float]]) -> Figure:
-    """Bytes a parameter, a bar for each rung: on the device by category, upward; on the host, downward.
+    """Bytes a parameter, a bar for each rung: on the device by category, upward; on the host, downward. The number above
+    a bar is that of the model states.
 
-    Args: rungs, {name: {category: bytes a parameter on the device, and "host"}}.
+    Args: rungs, {name: {state: bytes a parameter on the device, "bus": of its buffers, "host": on the host}}.
     """
     result, axes = figure(1, 1, 7.5, 4.0)
     axis, places = axes[0][0], range(len(rungs))
@@ -69,7 +70,8 @@ def draw_elsewhere(rungs: dict[str, dict[str, float]]) -> Figure:
                                        for state in (*STATES, "bus")], width=0.6)
     below = [held["host"] for held in rungs.values()]
     bars(axis, places, [-size for size in below], HOST, "on the host", width=0.6)
-    words_above(axis, places, tops, [f"{top:.3g}" for top in tops])
+    states = [sum(held[state] for state in STATES) for held in rungs.values()]
+    words_above(axis, places, tops, [f"{size:.3g}" for size in states])
     words_above(axis, places, [-size for size in below], [f"{size:.3g}" if size else "" for size in below], gap=-12)
     axis.axhline(0, color="black", linewidth=1)
     axis.set_ylim(-1.15 * max(below) - 1, 1.1 * max(tops))
