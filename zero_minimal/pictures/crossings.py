@@ -59,8 +59,8 @@ def draw_crossings(steps: dict[str, tuple]) -> Figure:
 
 
 def draw_elsewhere(rungs: dict[str, dict[str, float]]) -> Figure:
-    """Bytes a parameter, a bar for each rung: on the device by category, upward; on the host, downward. The number above
-    a bar is that of the model states.
+    """Bytes a parameter, a bar for each rung: on the device by category, upward; on the host, downward. The number
+    above a bar is that of the model states.
 
     Args: rungs, {name: {state: bytes a parameter on the device, "bus": of its buffers, "host": on the host}}.
     """
