@@ -168,7 +168,7 @@ def test_the_host_keeps_its_own_copy(assignment):
 
 
 HOST_GROUPS = [dict(lr=0.1, weight_decay=0.1), dict(lr=0.02, weight_decay=0.0)]
-UPDATES = ((1.0, None), (0.5, 0.25), (0.5, "a tensor"))  # what lr is multiplied with, and the scale of gradients
+UPDATES = ((1.0, None), (0.5, 0.3), (0.5, "a tensor"))  # what lr is multiplied with, and the scale of gradients
 UPDATED_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -182,7 +182,7 @@ def updated(assignment):
             for number in sorted(SIZES):
                 host.send(("given", number), values(number, dtype, times))
             options = [{**group, "lr": group["lr"] * factor} for group in HOST_GROUPS]
-            host.send(("update", options, torch.tensor(0.125) if scale == "a tensor" else scale))
+            host.send(("update", options, torch.tensor(0.15) if scale == "a tensor" else scale))
             host.send(("memory",))
             parcels = []
             while (parcel := host.receive()).tensor is not None:
@@ -203,7 +203,7 @@ def updated_plainly(dtype, scales=True, options=True):
     for times, (factor, scale) in enumerate(UPDATES, 1):
         for group, own in zip(optimizer.param_groups, HOST_GROUPS, strict=True):
             group["lr"] = own["lr"] * (factor if options else 1)
-        scale = 0.125 if scale == "a tensor" else scale or 1.0
+        scale = 0.15 if scale == "a tensor" else scale or 1.0
         for number, master in zip(sorted(SIZES), masters, strict=True):
             master.grad = values(number, dtype, times).float() * (scale if scales else 1)
         optimizer.step()
@@ -243,6 +243,7 @@ def test_the_host_updates_its_masters(assignment):
 def test_each_shard_returns_in_its_dtype(assignment):
     [found] = once(updated, 1, assignment)
     for dtype, parts in zip(UPDATED_DTYPES, found, strict=True):
+        before = None
         for parcels, masters, size in parts:
             assert len(parcels) == 3, (
                 f"an update of 3 shards sent {len(parcels)} parcels back: each shard goes back by itself"
@@ -252,12 +253,17 @@ def test_each_shard_returns_in_its_dtype(assignment):
                     f"parameters of {name_of(dtype)} came back as {name_of(came.dtype)}: {came.dtype.itemsize} bytes "
                     f"each on the bus, and {dtype.itemsize} are needed. Round on the host"
                 )
+                was = values(number, dtype) if before is None else before[number].to(dtype)
+                assert came.shape != was.shape or not torch.equal(came, was), (
+                    f"parcel {number} of an update is what shard {number}'s master was before it: a step old. A shard is "
+                    "sent when it has been updated"
+                )
                 assert came.shape == master.shape and torch.equal(came, master.to(dtype)), (
                     f"parcel {number} of an update is not what shard {number}'s master is after it, rounded to "
                     f"{name_of(dtype)}: the rank takes them in the order of self.shards, and updated"
                 )
                 assert words == "('parameters',)", f"a parcel's words are {words}, and ('parameters',) are right"
-            most = sum(SIZES.values()) * (4 + 8 + dtype.itemsize)
+            before, most = masters, sum(SIZES.values()) * (4 + 8 + dtype.itemsize)
             assert size == most, (
                 f"after an update of AdamW the host keeps {size} bytes of {sum(SIZES.values())} elements, and {most} "
                 "are right: master, momentum and variance in fp32, and the gradient"
@@ -319,7 +325,7 @@ def handed_over(assignment):
     for name in STAGES:
         before = checks.live_bytes()
         zero = blocks_of(getattr(assignment, name), optimizer=optim.AdamW)
-        size = checks.live_bytes(until=before + most_held(name)) - before
+        size = checks.live_bytes(until=before + most_held(name), looks=10) - before
         masters = [param for group in zero.optimizer.param_groups for param in group["params"]]
         own = sum(master.untyped_storage().nbytes() for master in masters)
         shapes = [(name_of(master.dtype), list(master.shape)) for master in masters]
@@ -464,7 +470,8 @@ def crossings(assignment):
     return found
 
 
-@pytest.mark.step(2, points=6, stuck=WAITS)
+@pytest.mark.step(2, points=6, stuck=WAITS, raised="what leaves is this rank's shard of a bucket, in its own 16 bits: a "
+                  "buffer of the bus is as large as the largest of those")
 def test_gradients_cross_as_shards_in_16_bit(assignment):
     for rank, found in enumerate(once(crossings, 2, assignment)):
         for name, (parts, _) in found.items():
@@ -613,6 +620,15 @@ RECIPES = {
 }
 
 
+TO_LOOK_AT = {
+    CLIPS: "Does self.gradient_scale, which clipping has made, go along with the update?",
+    HALVES: "Does each update take the options of now along, _options_of(self.optimizer)? Do both micro-batches count?",
+    SCALES: "Does self.gradient_scale go along, in which are 1 / loss scale and what clipping has made?",
+    CROWDED: "Is a buffer given back before it was read?",
+    SLOW: "Does every parcel get waited for, however late it comes?",
+}
+
+
 def beside_the_stage(assignment, cases, **options):
     """{(stage, recipe): losses, norms and parameters of a stage without offload, and of the same offloaded}"""
     import importlib
@@ -632,6 +648,11 @@ def beside_the_stage(assignment, cases, **options):
 def assert_as_the_stage(results, *names):
     """names: of recipes; all if none is given."""
     for number, name in results[0]:
+        firsts = [toys.identical(found[number, name][1][2], results[0][number, name][1][2]) for found in results]
+        assert name not in (names or RECIPES) or all(firsts), (
+            f"{name}, Offloaded{number}: after training rank {firsts.index(False)} has other parameters than rank 0: each "
+            "rank has updated shards of its own, and all must gather all of them, when they are back"
+        )
         for rank, found in enumerate(results if name in (names or RECIPES) else ()):
             (losses, norms, right), (our_losses, our_norms, ours) = found[number, name]
             told = f"{name}: rank {rank} of {len(results)}, Offloaded{number} beside Stage{number}"
@@ -649,8 +670,8 @@ def assert_as_the_stage(results, *names):
                      f"and {norms[moved[0] - 1]:.4g} is right" if moved and moved[0] < step else "")
             pytest.fail(
                 f"{told}: other parameters, off by {toys.distance(ours, right):.2g}; the loss is another one from step "
-                f"{step} on, if a step is a step of the optimizer{words}. Offload moves where a number is kept, and "
-                "changes no bit of it", pytrace=False)
+                f"{step} on{words}. Offload moves where a number is kept, and changes no bit of it. {TO_LOOK_AT[name]}",
+                pytrace=False)
 
 
 STAGE_3 = tuple((3, name) for name in (CLIPS, HALVES, SCALES, CROWDED))
@@ -722,11 +743,11 @@ def test_the_kernel_counts_what_left(assignment):
 STAGES_1_AND_2 = {2: ((1, HALVES), (2, CLIPS), (2, SCALES), (2, SLOW)), 3: ((1, CLIPS), (2, HALVES))}
 
 
-@pytest.mark.step(4, points=5, stuck=WAITS + ". All ranks gather all buckets, in the same order")
+@pytest.mark.step(4, points=7, stuck=WAITS + ". All ranks gather all buckets, in the same order")
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_stages_1_and_2_train_as_without_offload(assignment, world_size):
     assert_as_the_stage(once(beside_the_stage, world_size, assignment, STAGES_1_AND_2[world_size]),
-                        CLIPS, HALVES, SCALES)
+                        CLIPS, HALVES, SCALES, SLOW)
 
 
 def gathered(assignment):
@@ -770,11 +791,6 @@ def test_a_bucket_is_gathered_while_the_next_crosses(assignment):
                 "gather was under way: start to gather a bucket as soon as it is back, and wait for it later. (Does "
                 "_returned() yield each bucket before it waits for the next?)"
             )
-
-
-@pytest.mark.step(4, points=2, stuck=WAITS)
-def test_a_slow_bus_changes_nothing(assignment):
-    assert_as_the_stage(once(beside_the_stage, 2, assignment, STAGES_1_AND_2[2]), SLOW)
 
 
 def after_a_step(assignment):
@@ -967,6 +983,7 @@ def with_a_disk(assignment):
     return beside_the_stage(assignment, ((2, HALVES),), disk=tempfile.gettempdir())
 
 
-@pytest.mark.step(5, points=4, stuck=WAITS)
+@pytest.mark.step(5, points=4, stuck=WAITS, raised="on a disk a shard is in memory for its turn alone: does update() go "
+                  "through the shards by self.in_turn()?")
 def test_a_host_with_a_disk_trains_as_one_without(assignment):
     assert_as_the_stage(toys.run(with_a_disk, 2, assignment))
