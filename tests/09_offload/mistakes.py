@@ -29,8 +29,10 @@ def keep(*parts):
     return {"HostState.keep": function(KEEP, *parts)}
 
 
-def update(*, options="for group, its in zip(self.optimizer.param_groups, options, strict=True):\n    group.update(its)",
-           shards="self.in_turn()", gradient="gradient = shard.gradient.to(shard.master.dtype)",
+OPTIONS = "for group, its in zip(self.optimizer.param_groups, options, strict=True):\n    group.update(its)"
+
+
+def update(*, options=OPTIONS, shards="self.in_turn()", gradient="gradient = shard.gradient.to(shard.master.dtype)",
            scaled="gradient = gradient if scale is None else gradient * scale",
            one="optimizers.update(self.optimizer, group, shard.master, gradient)",
            sends='self.bus.send(("parameters",), shard.master.data.to(shard.dtype))', before="", after=""):
@@ -41,7 +43,7 @@ def update(*, options="for group, its in zip(self.optimizer.param_groups, option
 
 def hand_over(*parts):
     return {"Offloaded._hand_over": function(
-        HAND_OVER, "self.host.send((\"keep\", bucket.away.number, bucket.group_index), bucket.parameter_shard)", *parts)}
+        HAND_OVER, 'self.host.send(("keep", bucket.away.number, bucket.group_index), bucket.parameter_shard)', *parts)}
 
 
 def gradient(*parts):
@@ -64,9 +66,10 @@ def leave(*parts):
 SENT = 'self.host.send(("gradient", bucket.away.number, self.adds), gradient_shard)'
 
 
-def returned(*, scale="self.gradient_scale", options="_options_of(self.optimizer)", parcel="parcel = self.host.receive()",
-             copied="bucket.parameter_shard.copy_(parcel.tensor)", emptied="self.host.emptied(parcel)",
-             known="bucket.away.know(bucket)", told="optimizers.tell_autograd(bucket)", over="yield bucket", first=""):
+def returned(*, scale="self.gradient_scale", options="_options_of(self.optimizer)",
+             parcel="parcel = self.host.receive()", copied="bucket.parameter_shard.copy_(parcel.tensor)",
+             emptied="self.host.emptied(parcel)", known="bucket.away.know(bucket)", told="optimizers.tell_autograd(bucket)",
+             over="yield bucket", first=""):
     body = [parcel, copied, emptied, known, told, over]
     return {"Offloaded._returned": function(
         RETURNED, "ownership.check_trained(self.model)", f"scale = {scale}",
@@ -121,14 +124,16 @@ FEW, DISK = "test_three_buffers_serve_any_number", "test_a_host_with_a_disk_trai
 WRONG = {
     # step 1
     "a master lies in the buffer of the bus": Wrong(
-        1, ONE, r"has NaN now: its master lies in the bus's buffer", keep("own = parcel.tensor", MASTER, SHARD, EMPTIED)),
+        1, ONE, r"has NaN now: its master lies in the bus's buffer",
+        keep("own = parcel.tensor", MASTER, SHARD, EMPTIED)),
     "a shard is given back before it was copied": Wrong(
         1, ONE, r"read after the buffer was given back. Copy first", keep(EMPTIED, OWN, MASTER, SHARD)),
     "masters of 16 bits": Wrong(
         1, ONE, r"float16, and its master is of float16: a master has 32",
         keep(OWN, "master = nn.Parameter(own)", SHARD, EMPTIED)),
     "no buffer is ever given back": Wrong(
-        1, ONE, r"rank 0 waited at the bus, in send: (.|\n)*host of rank 0 waited at the bus, in receive: (.|\n)*given back",
+        1, ONE,
+        r"rank 0 waited at the bus, in send: (.|\n)*host of rank 0 waited at the bus, in receive: (.|\n)*given back",
         keep(OWN, MASTER, SHARD), hangs=True),
     "gradients in fp32 on the host": Wrong(
         1, ONE, r"of float16 the host keeps 480 bytes, and 360 are right",
@@ -171,7 +176,8 @@ WRONG = {
         2, ADDS_UP, r"the host's gradient is NaN. It was read after its buffer",
         gradient("shard.gradient = parcel.tensor", SAID, EMPTIED)),
     "gradients are never given back": Wrong(
-        2, ADDS_UP, r"the host of rank 0 waited at the bus, in receive(.|\n)*must be given back", gradient(ADDED, SAID), hangs=True),
+        2, ADDS_UP, r"the host of rank 0 waited at the bus, in receive(.|\n)*must be given back",
+        gradient(ADDED, SAID), hangs=True),
     "gradients leave in fp32": Wrong(
         2, CROSS, r"ValueError: 18432 bytes do not fit into a buffer of the bus(.|\n)*in its own 16 bits",
         leave(SENT.replace("gradient_shard)", "gradient_shard.float())")), world_size=2),
@@ -180,10 +186,12 @@ WRONG = {
             "for piece in gradient_shard.float().chunk(2):",
             'self.host.send(("piece", bucket.away.number, self.adds), piece)'))
         | {"HostState.piece": function(
-            "def piece(self, parcel, number, adds):", "self.parts = [*getattr(self, 'parts', []), parcel.tensor.clone()]",
+            "def piece(self, parcel, number, adds):",
+            "self.parts = [*getattr(self, 'parts', []), parcel.tensor.clone()]",
             EMPTIED, function(
                 "if len(self.parts) == 2:", "shard, gradient = self.shards[number], torch.cat(self.parts)",
-                "self.parts = []", "(shard.gradient.add_ if adds and shard.has_gradient else shard.gradient.copy_)(gradient)",
+                "self.parts = []",
+                "(shard.gradient.add_ if adds and shard.has_gradient else shard.gradient.copy_)(gradient)",
                 SAID))}, world_size=2),
     "whole gradients leave": Wrong(
         2, CROSS, r"ValueError: 18432 bytes do not fit(.|\n)*this rank's shard of a bucket",
@@ -203,7 +211,8 @@ WRONG = {
                 "for bucket in getattr(self, 'late', []):", "self._leave(bucket, bucket.gradient_shard)"),
             "self.late = []")}),
     "each shard is waited for": Wrong(
-        2, BESIDE, r"the bus was idle \(\d of \d times\), though a shard takes 40 ms", leave(SENT, 'self.host.ask("finite")')),
+        2, BESIDE, r"the bus was idle \(\d of \d times\), though a shard takes 40 ms",
+        leave(SENT, 'self.host.ask("finite")')),
     "a shard that has left stays here too": Wrong(
         2, STAYS, r"Offloaded2: after backward rank 0 holds .* did not hold before",
         {"LeavesAtOnce._wait": function(WAIT, function(
@@ -219,8 +228,8 @@ WRONG = {
         3, BUFFER, r"parameters are NaN at the end. A buffer of the bus",
         returned(copied="", emptied="self.host.emptied(parcel)\nbucket.parameter_shard.copy_(parcel.tensor)")),
     "what came is never given back": Wrong(
-        3, BACK, r"ranks 0 and 1 waited in receive, at line \d+ of .*_returned(.|\n)*the host of ranks 0 and 1 waited in "
-        r"send, at line \d+ of .*update(.|\n)*must be given back", returned(emptied=""), hangs=True),
+        3, BACK, r"ranks 0 and 1 waited in receive, at line \d+ of .*_returned(.|\n)*the host of ranks 0 and 1 waited "
+        r"in send, at line \d+ of .*update(.|\n)*must be given back", returned(emptied=""), hangs=True),
     "clipped by this rank's norm": Wrong(
         3, TRAINS_3, r"The norm that clip_grad_norm_ returned is \S+ in step 1, and \S+ is right",
         {"Offloaded.clip_grad_norm_": function(
@@ -236,7 +245,8 @@ WRONG = {
                  options="self.first")),
     "a rank keeps momentum and variance, too": Wrong(
         3, KERNEL, r"the process of rank 0 grew by \S+ MB, as the kernel counts",
-        returned(known="bucket.away.know(bucket)\nbucket.copies = [torch.ones(parcel.tensor.numel()) for _ in range(4)]")),
+        returned(known="bucket.away.know(bucket)",
+                 told="bucket.copies = [torch.ones(parcel.tensor.numel()) for _ in range(4)]")),
     # step 4
     "nobody gathers": Wrong(
         4, TRAINS, r"after training rank 1 has other parameters than rank 0: each rank",
@@ -253,11 +263,13 @@ WRONG = {
         step(READY, EDITS, GATHER, "for bucket in self._returned():\n    gather(bucket).wait()", STATISTICS, SPENT)),
     "the gathers are never waited for": Wrong(
         4, GATHERS, r"6 of 6 gathers were still on their way",
-        step(READY, EDITS, GATHER, "self.pending = [gather(bucket) for bucket in self._returned()]", STATISTICS, SPENT)),
+        step(READY, EDITS, GATHER, "self.pending = [gather(bucket) for bucket in self._returned()]", STATISTICS,
+             SPENT)),
     "each rank has statistics of its own": Wrong(
         4, LATE, r"running mean is .* on rank 1 and .* on rank 0", step(READY, EDITS, GATHER, GATHERED, SPENT)),
     "a backward without zero_grad passes": Wrong(
-        4, LATE, r"backward without zero_grad\(\): rank 0 let it pass", step(READY, EDITS, GATHER, GATHERED, STATISTICS)),
+        4, LATE, r"backward without zero_grad\(\): rank 0 let it pass",
+        step(READY, EDITS, GATHER, GATHERED, STATISTICS)),
     "an edit is overwritten": Wrong(
         4, EDIT, r"moved it by 1 on rank 0", step(READY, GATHER, GATHERED, STATISTICS, SPENT)),
     # step 5

@@ -21,8 +21,8 @@ from torch import nn, optim
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WAITS = ("each parcel that was received must be given back, with emptied(parcel), once it was read: else the other side "
-         "waits for a buffer. And who receives waits until something is sent")
+WAITS = ("each parcel that was received must be given back, with emptied(parcel), once it was read: else the other "
+         "side waits for a buffer. And who receives waits until something is sent")
 DTYPES = (torch.float32, torch.float16)
 
 
@@ -30,7 +30,7 @@ def name_of(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-# ------------------------------------------------------------------------------------------------ in a rank: what we see
+# ----------------------------------------------------------------------------------------------- in a rank: what we see
 
 
 class Spy:
@@ -128,7 +128,7 @@ def master_on(host, number):
     return host.receive_all(torch.empty(numel, dtype=dtype))
 
 
-# ---------------------------------------------------------------- step 1: masters, momentum and variance live on the host
+# -------------------------------------------------------------- step 1: masters, momentum and variance live on the host
 
 
 def kept(assignment):
@@ -255,8 +255,8 @@ def test_each_shard_returns_in_its_dtype(assignment):
                 )
                 was = values(number, dtype) if before is None else before[number].to(dtype)
                 assert came.shape != was.shape or not torch.equal(came, was), (
-                    f"parcel {number} of an update is what shard {number}'s master was before it: a step old. A shard is "
-                    "sent when it has been updated"
+                    f"parcel {number} of an update is what shard {number}'s master was before it: a step old. A shard "
+                    "is sent when it has been updated"
                 )
                 assert came.shape == master.shape and torch.equal(came, master.to(dtype)), (
                     f"parcel {number} of an update is not what shard {number}'s master is after it, rounded to "
@@ -363,7 +363,7 @@ def test_a_rank_keeps_no_optimizer_state(assignment):
             )
 
 
-# ------------------------------------------------------------ step 2: a gradient shard leaves when its bucket is reduced
+# ----------------------------------------------------------- step 2: a gradient shard leaves when its bucket is reduced
 
 
 def added_up(assignment):
@@ -470,8 +470,8 @@ def crossings(assignment):
     return found
 
 
-@pytest.mark.step(2, points=6, stuck=WAITS, raised="what leaves is this rank's shard of a bucket, in its own 16 bits: a "
-                  "buffer of the bus is as large as the largest of those")
+@pytest.mark.step(2, points=6, stuck=WAITS, raised="what leaves is this rank's shard of a bucket, in its own 16 bits: "
+                  "a buffer of the bus is as large as the largest of those")
 def test_gradients_cross_as_shards_in_16_bit(assignment):
     for rank, found in enumerate(once(crossings, 2, assignment)):
         for name, (parts, _) in found.items():
@@ -557,7 +557,7 @@ def test_gradients_leave_while_backward_goes_on(assignment):
             )
 
 
-# ----------------------------------------------------------------------------------- step 3: parameters return in 16 bit
+# ---------------------------------------------------------------------------------- step 3: parameters return in 16 bit
 
 
 def steps_of(assignment):
@@ -588,8 +588,8 @@ def test_parameters_cross_as_shards_in_16_bit(assignment):
         assert len(back) == DEEP, f"{told} got {len(back)} shards of parameters back, and it has {DEEP} buckets"
         size = sum(getattr(torch, dtype).itemsize * numel for _, _, _, dtype, numel in back)
         assert size == PSI, (
-            f"{told} got {in_words(size)} back over the bus, and {in_words(PSI)} are right: 2Ψ/N, its shards in 16 bit. "
-            "Rounding belongs to the host"
+            f"{told} got {in_words(size)} back over the bus, and {in_words(PSI)} are right: 2Ψ/N, its shards in 16 "
+            "bit. Rounding belongs to the host"
         )
         assert not sent, (
             f"{told} sent {len(sent)} tensors to the host ({', '.join(sorted({event[1] for event in sent}))}), and "
@@ -650,8 +650,8 @@ def assert_as_the_stage(results, *names):
     for number, name in results[0]:
         firsts = [toys.identical(found[number, name][1][2], results[0][number, name][1][2]) for found in results]
         assert name not in (names or RECIPES) or all(firsts), (
-            f"{name}, Offloaded{number}: after training rank {firsts.index(False)} has other parameters than rank 0: each "
-            "rank has updated shards of its own, and all must gather all of them, when they are back"
+            f"{name}, Offloaded{number}: after training rank {firsts.index(False)} has other parameters than rank 0: "
+            "each rank has updated shards of its own, and all must gather all of them, when they are back"
         )
         for rank, found in enumerate(results if name in (names or RECIPES) else ()):
             (losses, norms, right), (our_losses, our_norms, ours) = found[number, name]
@@ -782,8 +782,8 @@ def test_a_bucket_is_gathered_while_the_next_crosses(assignment):
         for name, (under_way, starts, left) in found.items():
             assert starts == DEEP, f"{name}: in step() rank {rank} gathered {starts} times, and it has {DEEP} buckets"
             assert left == 0, (
-                f"{name}: when step() returned on rank {rank}, {left} of {DEEP} gathers were still on their way: whoever "
-                "uses the parameters next may read old ones. Wait for all of them"
+                f"{name}: when step() returned on rank {rank}, {left} of {DEEP} gathers were still on their way: "
+                "whoever uses the parameters next may read old ones. Wait for all of them"
             )
             alone = sum(number == 0 for number in under_way[1:])
             assert alone <= 1, (
@@ -828,7 +828,8 @@ def test_statistics_are_alike_and_a_late_backward_is_refused(assignment):
                 f"{first[0]:.4g}, … on rank 0: ownership.broadcast_statistics gives all rank 0's"
             )
             assert refused, (
-                f"{name}: backward, step(), backward without zero_grad(): rank {rank} let it pass. It must be an error: "
+                f"{name}: backward, step(), backward without zero_grad(): rank {rank} let it pass. It must be an "
+                f"error: "
                 "set self.backward.spent in step()"
             )
 
@@ -844,14 +845,15 @@ def test_an_edit_goes_along(assignment):
             )
 
 
-# -------------------------------------------------------------------------------- step 5: a disk: read ahead, write behind
+# ----------------------------------------------------------------------------- step 5: a disk: read ahead, write behind
 
 PAUSE = 0.02  # seconds that the file takes for each stretch, and the caller too
 HEAD, BODY = 16, 48  # bytes of a stretch that stay as they are, and that change
 
 
 class SlowFile:
-    """In memory. What is read is there at the end, and what is written is taken at the end: who does not wait sees it."""
+    """In memory. What is read is there at the end, and what is written is taken at the end: who does not wait sees
+    it."""
 
     def __init__(self, size, events):
         self.bytes, self.events = torch.zeros(size, dtype=torch.uint8), events
@@ -934,8 +936,8 @@ def test_changes_are_in_the_file_when_they_are_read_again(assignment):
             )
         right = (PASSES * many * size, PASSES * many * BODY)
         assert tuple(counted) == right, (
-            f"{told}: .read and .written have counted {tuple(counted)} bytes, and {right} are right: what an update does "
-            "not change (before stretch.changes) is not written again"
+            f"{told}: .read and .written have counted {tuple(counted)} bytes, and {right} are right: what an update "
+            "does not change (before stretch.changes) is not written again"
         )
 
 
@@ -950,8 +952,8 @@ def test_reading_and_writing_go_on_meanwhile(assignment):
     last = len(events)
     ahead = [first.get(("read begins", number + 1), last) < first["work ends", number] for number in range(many - 1)]
     assert sum(ahead) >= len(ahead) - 1, (
-        f"of {many - 1} stretches {sum(ahead)} were being read while the caller worked on the one before: begin to read "
-        "the next before you give out this one"
+        f"of {many - 1} stretches {sum(ahead)} were being read while the caller worked on the one before: begin to "
+        "read the next before you give out this one"
     )
     behind = [first["work begins", number + 1] < first.get(("write ends", number), last) for number in range(many - 1)]
     assert sum(behind) >= len(behind) - 1, (
@@ -983,7 +985,7 @@ def with_a_disk(assignment):
     return beside_the_stage(assignment, ((2, HALVES),), disk=tempfile.gettempdir())
 
 
-@pytest.mark.step(5, points=4, stuck=WAITS, raised="on a disk a shard is in memory for its turn alone: does update() go "
-                  "through the shards by self.in_turn()?")
+@pytest.mark.step(5, points=4, stuck=WAITS, raised="on a disk a shard is in memory for its turn alone: does update() "
+                  "go through the shards by self.in_turn()?")
 def test_a_host_with_a_disk_trains_as_one_without(assignment):
     assert_as_the_stage(toys.run(with_a_disk, 2, assignment))

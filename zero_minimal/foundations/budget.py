@@ -22,9 +22,8 @@ class Budget:
 
     def __init__(self, limit: int | None):
         self.limit = limit
-        if limit is not None:
-            _give_back_at_once()
-            _forget_highest()
+        _give_back_at_once()
+        _forget_highest()
         self.program = resident_bytes() or 0
 
     def used(self) -> int:
@@ -45,11 +44,13 @@ class Budget:
         if self.limit is not None and self.highest() > self.limit:
             raise RuntimeError(f"the host process had {self.highest() / 1e6:.1f} MB at once, and "
                                f"its budget is {self.limit / 1e6:.1f} MB: the optimizer takes more "
-                               "than it did at the start; give it a larger budget")
+                               "than it did in the rehearsal at the start. Go on from the newest "
+                               "checkpoint, with a larger budget")
 
 
 def _give_back_at_once() -> None:
-    """The C library keeps some of what is freed, up to 64 MB, in case it is asked for again."""
+    """The C library keeps some of what is freed, in case it is asked for again: for buckets of
+    4 MiB 150 MB, and more than was ever used at once."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(-3, AT_ONCE)  # M_MMAP_THRESHOLD
 

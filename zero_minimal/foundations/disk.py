@@ -11,14 +11,25 @@ the next is read and the one before is written. disk_set_up.py makes file and bu
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+import cloudpickle
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from zero_minimal.foundations import optimizers
 from zero_minimal.foundations.away import Kept, Shard, resident_bytes, stand_in
 from zero_minimal.foundations.bus import Parcel
 from zero_minimal.foundations.disk_set_up import Asked, prepare
 from zero_minimal.foundations.files import Buffer
+
+
+@dataclass(eq=False)
+class Small:
+    """In the place of a shard, as an optimizer is made."""
+
+    master: nn.Parameter  # [1]
+    group_index: int
 
 
 class OnDisk(Kept):
@@ -79,6 +90,23 @@ class OnDisk(Kept):
         self._take_back(shard)
         self.files.begin_to_write(shard.place, buffer)
 
+    def make_optimizer(self, parcel: Parcel, pickled: bytes) -> None:
+        """Some optimizers make state of each element at once. It shall not be there for all shards
+        together: so one is made over parameters of one element, and its state shard by shard."""
+        kind, options, groups = cloudpickle.loads(pickled)
+        self.shards = dict(sorted(self.shards.items()))
+        small = {number: Small(nn.Parameter(torch.zeros(1)), shard.group_index)
+                 for number, shard in self.shards.items()}
+        self.optimizer = optimizers.over_shards(kind, options, groups, list(small.values()))
+        begins_with_state = any(self.optimizer.state.get(each.master) for each in small.values())
+        self.optimizer.state.clear()
+        for index, group in enumerate(self.optimizer.param_groups):
+            group["params"] = [shard.master for shard in self.shards.values()
+                               if shard.group_index == index]
+        for shard in self.in_turn() if begins_with_state else ():
+            own = kind([groups[shard.group_index] | {"params": [shard.master]}], **options)
+            self.optimizer.state[shard.master].update(own.state.get(shard.master, {}))
+
     def gradient(self, parcel: Parcel, number: int, adds: bool) -> None:
         """A gradient shard has come, and goes to the file; adds: to what is there."""
         shard, gradient = self.shards[number], parcel.tensor
@@ -115,8 +143,9 @@ class OnDisk(Kept):
         self.bus.send(((buffers, resident_bytes()),))
 
     def moved(self, parcel: Parcel) -> None:
-        """Bytes of the file: kept, read and written so far; of memory: the budget, and the most
-        that was used of it."""
+        """Bytes of the file: kept, read and written so far; of memory: what the program takes, the
+        budget, and the most that was used of it."""
         kept = sum(place.size for place in self.places.values())
         self.bus.send(({"kept": kept, "read": self.files.read, "written": self.files.written,
-                        "budget": self.budget.limit, "used": self.budget.highest()},))
+                        "program": self.budget.program, "budget": self.budget.limit,
+                        "used": self.budget.highest()},))

@@ -85,7 +85,6 @@ def set_up(stage, asked: Asked) -> None:
     if asked.budget is not None and stage.host.process is None:
         raise ValueError("host_budget= is for ranks on CPUs: with a GPU the host is a thread, and "
                          "its memory that of the rank; leave host_budget= out")
-    folder, budget = asked.folder, asked.budget
     asked.shards.update({
         number: (bucket.padded // stage.world_size, bucket.dtype, bucket.group_index)
         for number, bucket in enumerate(stage.buckets)
@@ -93,23 +92,33 @@ def set_up(stage, asked: Asked) -> None:
     answer = stage.host.ask("on_disk", asked)
     own = [answer.needed, answer.free, answer.error, answer.smallest]
     every = ownership.numbers_of_all_ranks(own, stage.group, of="set-up of the disk tier")
-    needed = sum(numbers[0] for numbers in every)
-    for rank, (its, free, error, _) in enumerate(every):
-        if error in FULL:
-            raise OSError(f"the disk of {folder} is too full: rank {rank} keeps {_mb(its)} there, "
-                          f"all {len(every)} ranks {_mb(needed)}, and {_mb(free)} were free: make "
-                          "room, or take a folder of another disk")
-        if error:
+    try:
+        _check_answers(asked, [Answer(*numbers) for numbers in every])
+    except BaseException:
+        stage.host.end()
+        raise
+
+
+def _check_answers(asked: Asked, every: list[Answer]) -> None:
+    folder, needed = asked.folder, sum(answer.needed for answer in every)
+    for rank, answer in enumerate(every):
+        if answer.error in FULL:
+            raise OSError(f"the disk of {folder} is too full: rank {rank} keeps "
+                          f"{_mb(answer.needed)} there, all {len(every)} ranks {_mb(needed)}, and "
+                          f"{_mb(answer.free)} were free when rank {rank} asked: make room, or "
+                          "take a folder of another disk")
+        if answer.error:
             raise OSError(f"the disk tier cannot keep a file in {folder} on rank {rank}: "
-                          f"{os.strerror(error)}. Give a folder that is there, and that can be "
-                          "written to")
-    smallest = max(numbers[3] for numbers in every)
-    if budget is not None and smallest > budget:
+                          f"{os.strerror(answer.error)}. Give a folder that is there, and that can "
+                          "be written to")
+    smallest = max(answer.smallest for answer in every)
+    if asked.budget is not None and smallest > asked.budget:
         largest = max(numel for numel, *_ in asked.shards.values())
-        raise ValueError(f"a host budget of {_mb(budget)} cannot be met: {_mb(smallest)} is the "
-                         f"smallest, for shards of up to {largest:,} parameters, three of which "
-                         "are in memory with all their state. Give as much, or smaller buckets: "
-                         "--bucket-mb, bucket_bytes=; at stage 3 smaller units, or more ranks")
+        raise ValueError(f"a host budget of {_mb(asked.budget)} cannot be met: {_mb(smallest)} is "
+                         f"the smallest, for shards of up to {largest:,} parameters, three of "
+                         "which are in memory with all their state. Give as much, or smaller "
+                         "buckets: --bucket-mb, bucket_bytes=; at stage 3 smaller units, or more "
+                         "ranks")
 
 
 FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if hasattr(errno, name)}
@@ -128,7 +137,7 @@ def prepare(state: Kept, asked: Asked) -> Answer:
     kind, options, groups = cloudpickle.loads(asked.optimizer)
     tensors = {(dtype, group): _tensors(kind, options, groups[group], dtype)
                for _, dtype, group in dict.fromkeys(asked.shards.values())}
-    state.budget = Budget(asked.budget)
+    state.budget = Budget(None)  # until all is there
     laid_out = files.laid_out((numel, tensors[dtype, group])
                               for numel, dtype, group in asked.shards.values())
     state.places = dict(zip(asked.shards, laid_out, strict=True))
@@ -138,8 +147,10 @@ def prepare(state: Kept, asked: Asked) -> Answer:
     except OSError as error:
         return Answer(needed, free, error.errno, 0)
     state.files = state.lanes(file, max(place.size for place in laid_out))
-    if asked.budget is not None:
-        _rehearse(state, asked)
+    if asked.budget is None:
+        return Answer(needed, free, 0, 0)
+    _rehearse(state, asked)
+    state.budget.limit = asked.budget
     return Answer(needed, free, 0, state.budget.smallest())
 
 
