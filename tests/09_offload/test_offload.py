@@ -346,9 +346,9 @@ def test_flags(capsys):
 # ------------------------------------------------------------------------------------------------------------- kills
 
 
-def until_killed(stage, folder, whose, seconds):
+def until_killed(stage, folder, whose, seconds, **options):
     """Train until this rank, or its host process, is killed; the first step is let pass."""
-    zero, rank = pair(stage, bus=3e6)[1], dist.get_rank()
+    zero, rank = pair(stage, bus=3e6, **options)[1], dist.get_rank()
     pids = os.getpid(), zero.host.process.pid
     Path(folder, str(rank)).write_text(" ".join(map(str, pids)))
     for pid in pids:  # the memory of the bus has no name that could stay

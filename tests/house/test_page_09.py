@@ -1,6 +1,5 @@
 """Lesson 09's page: a run or a formula gave each figure on it; what the learner is to find is not there."""
 
-import json
 import re
 
 import pages

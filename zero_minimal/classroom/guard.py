@@ -48,8 +48,8 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 OURS = os.path.join(os.path.realpath(HOUSE), "")  # where this runs
 
 
-HANGS = ("the host process had not ended 1 s after it was told to: does it wait for a buffer that nobody empties, or is "
-         "it in a loop that never ends?")
+HANGS = ("the host process had not ended 1 s after it was told to: does it wait for a buffer that nobody empties, or "
+         "is it in a loop that never ends?")
 
 _HOLE = re.compile(r"step (\d+): (\w+)")  # what the starter raises
 

@@ -6,7 +6,8 @@ nursery fork the host:
     rank ── "host", bytes ──► judge ── fork ──► nursery ──► host, behind the same fence
          ◄── a line to the host, and the memory of the bus ──
 
-Then the two speak by themselves. The judge holds the host as it holds the rank: it asks for its stack, counts its memory,
+Then the two speak by themselves. The judge holds the host as it holds the rank: it asks for its stack, counts its
+memory,
 and ends it.
 """
 
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 
 import cloudpickle
 
-from zero_minimal.foundations import beside, bus
+from zero_minimal.foundations import bus
 
 REQUEST = b"host"  # a rank's, with the size of a buffer behind it
 MOST_BYTES, MOST_HOSTS = 2**26, 64  # of a buffer; of a rank

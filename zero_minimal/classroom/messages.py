@@ -17,6 +17,8 @@ _INSIDE = re.compile(r" at line \d+ of \S+ \((\w+)\): ")  # the function where a
 _WAITS = re.compile(r"\b(wait|recv|send|synchronize)\(")  # in C: the stack has no frame of it
 _GLOO = re.compile(r"\[[^\]\[]*\.(?:cc|h):\d+\] *")  # where gloo's own source says so
 AT = "stood"  # a rank that computes
+BUS = "waited at the bus"
+WHY_AT_THE_BUS = {"send": "all its buffers are in use", "receive": "nothing has come"}
 DIED_AT = "\nit died here (innermost first):\n"  # between what ended a rank, and its stack
 LOST = ("gloo", "is not part of group", "Connection")  # signs that a rank failed because of another
 _LATE = re.compile(r"^after (\S+) s rank ([\d, ]+) of (\d+) had not finished")
@@ -71,7 +73,8 @@ def _stuck(text: str, path: str) -> str:
     lines = [f"the ranks had not come to an end after {seconds} s."]
     lines += [f"    {listed(ranks)} {place}" for place, ranks in places.items()]
     lines += [f"    the host of {listed(ranks)} {place}" for place, ranks in of_hosts.items()]
-    if not any(file == path for stack in stacks.values() for file, *_ in stack):
+    at_the_bus = any(place.startswith(BUS) for place in places)
+    if not at_the_bus and not any(file == path for stack in stacks.values() for file, *_ in stack):
         lines.append("    A collective that you started and nobody waited for can hold up the next one.")
     done = [rank for rank in map(str, range(int(world_size))) if rank not in late.split(", ")]
     if done:
@@ -164,6 +167,9 @@ def _place(frames: list, path: str) -> str:
     if own is None:
         outside = [(Path(file).name, function) for file, _, function in frames
                    if "/zero_minimal/foundations/" in file or "/tests/" in file]
+        at_bus = [function for file, function in outside if file == "bus.py" and function in WHY_AT_THE_BUS]
+        if at_bus:
+            return f"{BUS}, in {at_bus[0]}: {WHY_AT_THE_BUS[at_bus[0]]}"
         waits = [function for file, function in outside if file == "collectives.py" and function != "_launched"]
         others = [f"{file}, {function}" for file, function in outside if file != "collectives.py"]
         if not frames or not others:

@@ -153,6 +153,9 @@ def _failure(message: bytes, of_rank: list[HostWard]) -> Failure:
         told = json.loads(message.partition(b"\n")[2])
         words, kind = str(told["words"])[:10_000], str(told["kind"])
         if "the host process of rank" in words and "is gone" in words:
+            until = time.monotonic() + GRACE
+            while all(lives(host.process) for host in of_rank) and time.monotonic() < until:
+                time.sleep(0.005)
             words = "\n".join([words.partition(",")[0], *filter(None, map(_how_it_ended, of_rank))])
         fault = cloudpickle.dumps(Fault(words)) if kind == Fault.__name__ else None
         return Failure(float(told["seconds"]), bool(told["lost_a_peer"]), f"{kind}: {words}", fault)

@@ -86,6 +86,9 @@ class Bus:
         be changed when this returns."""
         if tensor is None:
             return self._put((words, None))
+        if tensor.nbytes > self.outgoing.shape[-1]:
+            raise ValueError(f"{tensor.nbytes} bytes do not fit into a buffer of the bus, of "
+                             f"{self.outgoing.shape[-1]}: send shards, in the parameters' dtype")
         asked = time.monotonic()
         while not self._unused:
             self._look()

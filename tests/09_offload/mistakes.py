@@ -1,0 +1,318 @@
+"""Submissions for lesson 9: wrong ones, each with the check that must catch it, and right ones."""
+
+from submissions import Wrong, function
+
+KEEP = "def keep(self, parcel, number, group_index):"
+HAND_OVER = "def _hand_over(self, bucket):"
+GRADIENT = "def gradient(self, parcel, number, adds):"
+LEAVE = "def _leave(self, bucket, gradient_shard):"
+WAIT = "def _wait(self):"
+RETURNED = "def _returned(self):"
+THROUGH = "def through(self, stretches):"
+READ = "def _read(self, stretch, buffer):"
+WRITE = "def begin_to_write(self, stretch, buffer):"
+
+
+def wait(before, leaves, after=""):
+    """Of stage 1."""
+    return {"Offloaded1._wait": function(
+        "def _wait(self):", before, function("if self.reduced:", leaves, "self.reduced = None"), after)}
+
+
+OWN = "own = parcel.tensor.clone()"
+MASTER = "master = precision.master_of(own) if own.element_size() < 4 else nn.Parameter(own)"
+SHARD = "self.shards[number] = Shard(own.dtype, group_index, master, torch.zeros_like(own))"
+EMPTIED = "self.bus.emptied(parcel)"
+
+
+def keep(*parts):
+    return {"HostState.keep": function(KEEP, *parts)}
+
+
+OPTIONS = "for group, its in zip(self.optimizer.param_groups, options, strict=True):\n    group.update(its)"
+
+
+def update(*, options=OPTIONS, shards="self.in_turn()", gradient="gradient = shard.gradient.to(shard.master.dtype)",
+           scaled="gradient = gradient if scale is None else gradient * scale",
+           one="optimizers.update(self.optimizer, group, shard.master, gradient)",
+           sends='self.bus.send(("parameters",), shard.master.data.to(shard.dtype))', before="", after=""):
+    body = [gradient, scaled, "group = self.optimizer.param_groups[shard.group_index]", before, one, sends, after]
+    return {"HostState.update": "@torch.no_grad()\n" + function(
+        "def update(self, parcel, options, scale):", options, function(f"for shard in {shards}:", *body))}
+
+
+def hand_over(*parts):
+    return {"Offloaded._hand_over": function(
+        HAND_OVER, 'self.host.send(("keep", bucket.away.number, bucket.group_index), bucket.parameter_shard)', *parts)}
+
+
+def gradient(*parts):
+    return {"HostState.gradient": function(GRADIENT, "shard = self.shards[number]", *parts)}
+
+
+ADDED = """
+if adds and shard.has_gradient:
+    shard.gradient += parcel.tensor
+else:
+    shard.gradient.copy_(parcel.tensor)
+"""
+SAID = "shard.has_gradient = True"
+
+
+def leave(*parts):
+    return {"Offloaded._leave": function(LEAVE, *parts)}
+
+
+SENT = 'self.host.send(("gradient", bucket.away.number, self.adds), gradient_shard)'
+
+
+def returned(*, scale="self.gradient_scale", options="_options_of(self.optimizer)",
+             parcel="parcel = self.host.receive()", copied="bucket.parameter_shard.copy_(parcel.tensor)",
+             emptied="self.host.emptied(parcel)", known="bucket.away.know(bucket)", told="optimizers.tell_autograd(bucket)",
+             over="yield bucket", first=""):
+    body = [parcel, copied, emptied, known, told, over]
+    return {"Offloaded._returned": function(
+        RETURNED, "ownership.check_trained(self.model)", f"scale = {scale}",
+        "scale = scale.cpu() if isinstance(scale, Tensor) else scale", first,
+        f'self.host.send(("update", {options}, scale))', function("for bucket in self.buckets:", *body),
+        "self.optimizer._opt_called = True")}
+
+
+READY = "self.backward.complete()"
+EDITS = "for bucket in self.buckets:\n    layout.wait_until_left(bucket)\n    precision.keep_changes(bucket)"
+GATHER = """
+def gather(bucket):
+    return collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket,
+                                  async_op=True)
+"""
+STATISTICS = "ownership.broadcast_statistics(self.model, self.group)"
+SPENT = "self.backward.spent = True"
+GATHERED = "for pending in [gather(bucket) for bucket in self._returned()]:\n    pending.wait()"
+
+
+def step(*parts):
+    return {"GatheredAfter.step": "@torch.no_grad()\n" + function("def step(self):", *parts)}
+
+
+def through(*, first="reading = self._begin_to_read(stretches[0])", each="buffer = reading.result()",
+            ahead="if following is not None:\n    reading = self._begin_to_read(following)", out="yield buffer",
+            behind="self.begin_to_write(stretch, buffer)"):
+    return {"ReadAhead.through": function(
+        THROUGH, first, function("for stretch, following in zip(stretches, [*stretches[1:], None], strict=True):", each,
+                                 ahead, out, behind))}
+
+
+def read(*parts):
+    return {"ReadAhead._read": function(
+        READ, *parts, "self.file.read(stretch.start, buffer.memory[: stretch.size])", "return buffer")}
+
+
+STRETCH_IS_WRITTEN, BUFFER_IS_WRITTEN = "stretch.written.result()", "buffer.written.result()"
+
+ONE, TWO, THREE = ("test_the_host_keeps_its_own_copy", "test_the_host_updates_its_masters",
+                   "test_each_shard_returns_in_its_dtype")
+NOTHING_HERE, ADDS_UP = "test_a_rank_keeps_no_optimizer_state", "test_micro_batches_add_up_on_the_host"
+MEAN, CROSS = "test_the_host_has_the_mean_gradient", "test_gradients_cross_as_shards_in_16_bit"
+BESIDE, STAYS = "test_gradients_leave_while_backward_goes_on", "test_no_gradient_shard_stays"
+BACK, TRAINS_3 = "test_parameters_cross_as_shards_in_16_bit", "test_stage_3_trains_as_without_offload"
+BUFFER, KERNEL = "test_a_buffer_is_read_before_it_is_given_back", "test_the_kernel_counts_what_left"
+TRAINS, GATHERS = "test_stages_1_and_2_train_as_without_offload", "test_a_bucket_is_gathered_while_the_next_crosses"
+LATE, EDIT = "test_statistics_are_alike_and_a_late_backward_is_refused", "test_an_edit_goes_along"
+CHANGES, MEANWHILE = "test_changes_are_in_the_file_when_they_are_read_again", "test_reading_and_writing_go_on_meanwhile"
+FEW, DISK = "test_three_buffers_serve_any_number", "test_a_host_with_a_disk_trains_as_one_without"
+
+WRONG = {
+    # step 1
+    "a master lies in the buffer of the bus": Wrong(
+        1, ONE, r"has NaN now: its master lies in the bus's buffer",
+        keep("own = parcel.tensor", MASTER, SHARD, EMPTIED)),
+    "a shard is given back before it was copied": Wrong(
+        1, ONE, r"read after the buffer was given back. Copy first", keep(EMPTIED, OWN, MASTER, SHARD)),
+    "masters of 16 bits": Wrong(
+        1, ONE, r"float16, and its master is of float16: a master has 32",
+        keep(OWN, "master = nn.Parameter(own)", SHARD, EMPTIED)),
+    "no buffer is ever given back": Wrong(
+        1, ONE,
+        r"rank 0 waited at the bus, in send: (.|\n)*host of rank 0 waited at the bus, in receive: (.|\n)*given back",
+        keep(OWN, MASTER, SHARD), hangs=True),
+    "gradients in fp32 on the host": Wrong(
+        1, ONE, r"of float16 the host keeps 480 bytes, and 360 are right",
+        keep(OWN, MASTER, SHARD.replace("torch.zeros_like(own)", "torch.zeros(len(own))"), EMPTIED)),
+    "the scale stays on the rank": Wrong(1, TWO, r"gradients were not multiplied with `scale`", update(scaled="")),
+    "the learning rate of the first step": Wrong(1, TWO, r"a scheduler has changed lr since", update(options="")),
+    "scaled in 16 bits": Wrong(
+        1, TWO, r"shards of bfloat16 the host's masters are off by \S+ at most: each .* in fp32",
+        update(gradient="gradient = shard.gradient if scale is None else shard.gradient * scale",
+               scaled="gradient = gradient.to(shard.master.dtype)")),
+    "parameters come back in fp32": Wrong(
+        1, THREE, r"parameters of bfloat16 came back as float32: 4 bytes", update(
+            sends='self.bus.send(("parameters",), shard.master.data)')),
+    "what comes back is a step old": Wrong(
+        1, THREE, r"parcel 0 of an update is what shard 0's master was before it: a step old",
+        update(before='self.bus.send(("parameters",), shard.master.data.to(shard.dtype))', sends="")),
+    "the master stays on the rank": Wrong(
+        1, NOTHING_HERE, r"110.6 kB of it are bucket.master: that lives on the host",
+        hand_over("bucket.master = precision.master_of(bucket.parameter_shard)")),
+    "what stands for a master has the parameters' dtype": Wrong(
+        1, NOTHING_HERE, r"stands for the masters on rank 0 is \('bfloat16', \[4608\]\)",
+        hand_over("bucket.master = nn.Parameter(stand_in(bucket.parameter_shard.numel(), bucket.dtype))")),
+    "the host raises": Wrong(
+        1, TWO, r"^rank 0: the host of rank 0 failed:\nit raised ZeroDivisionError: .*\n.*line \d+ in update",
+        update(after="1 / 0")),
+    "the host never ends": Wrong(
+        1, TWO, r"the host of rank 0 stood at line \d+ of .* \(update\)", update(after="while True:\n    pass"),
+        hangs=True),
+    "the host leaves": Wrong(
+        1, TWO, r"the host process of rank 0 is gone\nit ended with exit code 3", update(after="os._exit(3)"),
+        top="import os\n"),
+    # step 2
+    "the next micro-batch replaces the one before": Wrong(
+        2, ADDS_UP, r"adds=True, and 2 gradients .*is that of the last one alone",
+        gradient("shard.gradient.copy_(parcel.tensor)", SAID, EMPTIED)),
+    "gradients add up for ever": Wrong(
+        2, ADDS_UP, r"is that of all since the beginning: after forget\(\)",
+        gradient(ADDED.replace(" and shard.has_gradient", ""), SAID, EMPTIED)),
+    "a gradient lies in the buffer of the bus": Wrong(
+        2, ADDS_UP, r"the host's gradient is NaN. It was read after its buffer",
+        gradient("shard.gradient = parcel.tensor", SAID, EMPTIED)),
+    "gradients are never given back": Wrong(
+        2, ADDS_UP, r"the host of rank 0 waited at the bus, in receive(.|\n)*must be given back",
+        gradient(ADDED, SAID), hangs=True),
+    "gradients leave in fp32": Wrong(
+        2, CROSS, r"ValueError: 18432 bytes do not fit into a buffer of the bus(.|\n)*in its own 16 bits",
+        leave(SENT.replace("gradient_shard)", "gradient_shard.float())")), world_size=2),
+    "gradients leave in fp32, piece by piece": Wrong(
+        2, CROSS, r"sent gradients as float32: they have 16 bits", leave(function(
+            "for piece in gradient_shard.float().chunk(2):",
+            'self.host.send(("piece", bucket.away.number, self.adds), piece)'))
+        | {"HostState.piece": function(
+            "def piece(self, parcel, number, adds):",
+            "self.parts = [*getattr(self, 'parts', []), parcel.tensor.clone()]",
+            EMPTIED, function(
+                "if len(self.parts) == 2:", "shard, gradient = self.shards[number], torch.cat(self.parts)",
+                "self.parts = []",
+                "(shard.gradient.add_ if adds and shard.has_gradient else shard.gradient.copy_)(gradient)",
+                SAID))}, world_size=2),
+    "whole gradients leave": Wrong(
+        2, CROSS, r"ValueError: 18432 bytes do not fit(.|\n)*this rank's shard of a bucket",
+        wait("super()._wait()", "self._leave(self.reduced, self.reduced.gradients)")),
+    "the last bucket stays": Wrong(
+        2, MEAN, r"Offloaded1: of \d+ gradient shards the host of rank 0 has nothing for bucket \d+: each leaves",
+        wait("super()._wait()", "if self.reduced is not self.buckets[-1]:\n"
+             "    self._leave(self.reduced, self.reduced.gradient_shard)"), world_size=2),
+    "a shard leaves before its reduction has ended": Wrong(
+        2, MEAN, r"Offloaded1|rank \d's shard holds its own gradient|NaN",
+        wait("", "self._leave(self.reduced, self.reduced.gradient_shard)", "super()._wait()"), world_size=2),
+    "all gradients leave at the end": Wrong(
+        2, BESIDE, r"came to the last of 6 layers, 0 gradient shards of rank 0 had",
+        wait("super()._wait()", "self.late = [*getattr(self, 'late', []), self.reduced]")
+        | {"Offloaded1.backward_ends": function(
+            "def backward_ends(self):", "super().backward_ends()", function(
+                "for bucket in getattr(self, 'late', []):", "self._leave(bucket, bucket.gradient_shard)"),
+            "self.late = []")}),
+    "each shard is waited for": Wrong(
+        2, BESIDE, r"the bus was idle \(\d of \d times\), though a shard takes 40 ms",
+        leave(SENT, 'self.host.ask("finite")')),
+    "a shard that has left stays here too": Wrong(
+        2, STAYS, r"Offloaded2: after backward rank 0 holds .* did not hold before",
+        {"LeavesAtOnce._wait": function(WAIT, function(
+            "if self.reducing:", "bucket = self.reducing.bucket", "bucket.gradient_shard = None", "super()._wait()",
+            "self._leave(bucket, bucket.gradient_shard)"))}),
+    # step 3
+    "the host does not know that the rank has what came": Wrong(
+        3, BACK, r"sent 6 tensors to the host \(changed\)", returned(known="")),
+    "parameters pile up": Wrong(
+        3, BACK, r"after three steps of AdamW rank 0 holds .* what else of the update stays here",
+        returned(known="bucket.away.know(bucket)\nself.old = [*getattr(self, 'old', []), parcel.tensor.repeat(3)]")),
+    "what came is read after its buffer was given back": Wrong(
+        3, BUFFER, r"parameters are NaN at the end. A buffer of the bus",
+        returned(copied="", emptied="self.host.emptied(parcel)\nbucket.parameter_shard.copy_(parcel.tensor)")),
+    "what came is never given back": Wrong(
+        3, BACK, r"ranks 0 and 1 waited in receive, at line \d+ of .*_returned(.|\n)*the host of ranks 0 and 1 waited "
+        r"in send, at line \d+ of .*update(.|\n)*must be given back", returned(emptied=""), hangs=True),
+    "clipped by this rank's norm": Wrong(
+        3, TRAINS_3, r"The norm that clip_grad_norm_ returned is \S+ in step 1, and \S+ is right",
+        {"Offloaded.clip_grad_norm_": function(
+            "def clip_grad_norm_(self, max_norm):", READY, 'norms, dtype = self.host.ask("norms")',
+            "norm = torch.tensor(norms, dtype=dtype).square().sum().sqrt()",
+            "norm = norm if self.gradient_scale is None else norm * self.gradient_scale",
+            "self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)", "return norm")}),
+    "the scale is forgotten": Wrong(
+        3, TRAINS_3, r"fp32, with clipping(.|\n)*Does self.gradient_scale", returned(scale="None")),
+    "the options are those of the start": Wrong(
+        3, TRAINS_3, r"a learning rate that falls(.|\n)*the options of now",
+        returned(first="self.first = getattr(self, 'first', None) or _options_of(self.optimizer)",
+                 options="self.first")),
+    "a rank keeps momentum and variance, too": Wrong(
+        3, KERNEL, r"the process of rank 0 grew by \S+ MB, as the kernel counts",
+        returned(known="bucket.away.know(bucket)",
+                 told="bucket.copies = [torch.ones(parcel.tensor.numel()) for _ in range(4)]")),
+    # step 4
+    "nobody gathers": Wrong(
+        4, TRAINS, r"after training rank 1 has other parameters than rank 0: each rank",
+        step(READY, EDITS, "for _ in self._returned():\n    pass", STATISTICS, SPENT)),
+    "gathered before the update": Wrong(
+        4, TRAINS, r"after training rank 1 has other parameters than rank 0: each rank",
+        step(READY, EDITS, GATHER, "for bucket in self.buckets:\n    gather(bucket).wait()",
+             "for _ in self._returned():\n    pass", STATISTICS, SPENT)),
+    "gathered when all are back": Wrong(
+        4, GATHERS, r"crossed while no gather was under way",
+        step(READY, EDITS, GATHER, GATHERED.replace("self._returned()", "list(self._returned())"), STATISTICS, SPENT)),
+    "each gather is waited for": Wrong(
+        4, GATHERS, r"crossed while no gather was under way",
+        step(READY, EDITS, GATHER, "for bucket in self._returned():\n    gather(bucket).wait()", STATISTICS, SPENT)),
+    "the gathers are never waited for": Wrong(
+        4, GATHERS, r"6 of 6 gathers were still on their way",
+        step(READY, EDITS, GATHER, "self.pending = [gather(bucket) for bucket in self._returned()]", STATISTICS,
+             SPENT)),
+    "each rank has statistics of its own": Wrong(
+        4, LATE, r"running mean is .* on rank 1 and .* on rank 0", step(READY, EDITS, GATHER, GATHERED, SPENT)),
+    "a backward without zero_grad passes": Wrong(
+        4, LATE, r"backward without zero_grad\(\): rank 0 let it pass",
+        step(READY, EDITS, GATHER, GATHERED, STATISTICS)),
+    "an edit is overwritten": Wrong(
+        4, EDIT, r"moved it by 1 on rank 0", step(READY, GATHER, GATHERED, STATISTICS, SPENT)),
+    # step 5
+    "nothing is written": Wrong(5, CHANGES, r"nothing was written to the file", through(behind="")),
+    "the last stretch is never written": Wrong(
+        5, CHANGES, r"in pass 2 stretch 1 held 0 of 1 additions: it was read while .* or was never",
+        through(behind="if following is not None:\n    self.begin_to_write(stretch, buffer)")),
+    "read while it is still on its way to the file": Wrong(
+        5, CHANGES, r"in pass 2 stretch 0 held 0 of 1 additions: it was read while", read(BUFFER_IS_WRITTEN)),
+    "a buffer is filled before it was written": Wrong(
+        5, CHANGES, r"7 stretches.*(held|got|has) ", read(STRETCH_IS_WRITTEN)),
+    "all of a stretch is written": Wrong(
+        5, CHANGES, r"\.read and \.written have counted \(384, 384\) bytes, and \(384, 288\)",
+        {"ReadAhead.begin_to_write": function(
+            WRITE, "self.written += stretch.size", "buffer.written = stretch.written = self.writer.submit(",
+            "    self.file.write, stretch.start, buffer.memory[: stretch.size])")}),
+    "read when it is asked for": Wrong(
+        5, MEANWHILE, r"of 6 stretches 0 were being read while",
+        through(first="", each="buffer = self._begin_to_read(stretch).result()", ahead="")),
+    "each write is waited for": Wrong(
+        5, MEANWHILE, r"6 of 6 stretches were written to the end before",
+        through(behind="self.begin_to_write(stretch, buffer)\nbuffer.written.result()")),
+    "all is read at once": Wrong(
+        5, FEW, r"up to \d were read, or being read, and not worked on yet",
+        through(first="readings = [self._begin_to_read(stretch) for stretch in stretches]",
+                each="buffer = readings.pop(0).result()", ahead="")),
+    "a new buffer for each stretch": Wrong(
+        5, FEW, r"7 stretches of a file were read into \d+ pieces of memory|were read into \d+ pieces",
+        {"ReadAhead._begin_to_read": function(
+            "def _begin_to_read(self, stretch):", "self.read += stretch.size",
+            "self.buffers.append(Buffer(stretch.size))",
+            "return self.reader.submit(self._read, stretch, self.buffers[-1])")}),
+    "shards are updated where they are not": Wrong(
+        5, DISK, r"the host of rank \d failed(.|\n)*in update(.|\n)*self.in_turn\(\)",
+        update(shards="self.shards.values()")),
+}
+SHORT = {"the host raises", "gradients leave in fp32"}
+
+RIGHT = {
+    "gradients are widened first, and each bucket's gather is waited for one bucket later": update(
+        gradient="gradient = shard.gradient.float() if shard.master.dtype == torch.float32 else shard.gradient",
+        scaled="gradient = gradient.mul(1.0 if scale is None else scale)")
+    | step(READY, EDITS, GATHER, "before = None", function(
+        "for bucket in self._returned():", "pending = gather(bucket)", "if before:\n    before.wait()",
+        "before = pending"), "before.wait()", STATISTICS, SPENT),
+}
