@@ -43,7 +43,7 @@ def all_recipes(stage, names, folder):
 
 
 @pytest.mark.parametrize(("stage", "world_size"), sample(
-    [(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3)], [(2, 2), (3, 1)]))
+    [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 1), (3, 3)], [(2, 2), (3, 1)]))
 def test_same_bits(stage, world_size, tmp_path):
     names = (*memory.RECIPES, *KINDS)
     assert toys.run(all_recipes, world_size, stage, names, str(tmp_path)) == [[]] * world_size
@@ -106,9 +106,9 @@ def test_reads_and_writes_go_on_beside_the_work():
     file, stretches, seconds = pass_through(8, 1, seconds=0.02, work=0.04)
     assert seconds < 0.6, seconds
     reads = {begin: start for kind, begin, start, _ in file.spans if kind == "read"}
-    writes = {begin: end for kind, begin, _, end in file.spans if kind == "write"}
+    writes = {begin: start for kind, begin, start, _ in file.spans if kind == "write"}
     for one, two in zip(stretches, stretches[1:], strict=False):
-        assert reads[two.start] < writes[one.start + one.changes]
+        assert reads[two.start] < writes[one.start + one.changes] - 0.02  # while there was work on the one before
 
 
 def test_a_write_that_failed_is_told_when_the_shard_is_needed():
@@ -233,9 +233,8 @@ def test_a_disk_that_is_really_full(tmp_path):
     if subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True).returncode:
         pytest.skip("this system lets nobody mount a disk of his own")
     root = Path(__file__).parents[2]
-    train = (f"mount -t tmpfs -o size=1m none {tmp_path} && {sys.executable} -m torch.distributed.run --nproc-per-node "
-             f"2 zero_minimal/offload.py --device cpu --layers 2 --hidden 64 --heads 2 --steps 2 --dtype bf16 "
-             f"--offload disk:{tmp_path}")
+    train = (f"mount -t tmpfs -o size=64k none {tmp_path} && {sys.executable} zero_minimal/offload.py --device cpu "
+             f"--layers 2 --hidden 64 --heads 2 --steps 2 --dtype bf16 --offload disk:{tmp_path}")
     done = subprocess.run(["unshare", "-Urm", "sh", "-c", train], cwd=root, capture_output=True, text=True, timeout=100,
                           env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"})
     assert done.returncode != 0 and "make room" in done.stderr and "SIGBUS" not in done.stderr
@@ -278,7 +277,7 @@ def test_flags(capsys, tmp_path):
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("stage", sample((1, 2, 3), (2,)))
+@pytest.mark.parametrize("stage", sample((1, 2), (2,)))
 def test_the_programs_report_what_the_disk_moves(stage, tmp_path):
     there = Offload(True, None, str(tmp_path), BUDGET)
     plain = toys.run(memory.report_of, 2, stage, 2)[0]
@@ -297,7 +296,8 @@ def test_the_programs_report_what_the_disk_moves(stage, tmp_path):
 
 
 @memory.in_proc
-@pytest.mark.parametrize(("whose", "number"), sample(memory.KILLS, [("rank", 1), ("host", 1)]))
+@pytest.mark.parametrize(("whose", "number"), sample(
+    [kill for kill in memory.KILLS if kill[1] % 3 == 1], [("rank", 1), ("host", 1)]))
 def test_a_kill_leaves_no_file(whose, number, tmp_path):
     pids, folder = tmp_path / "pids", tmp_path / "disk"
     pids.mkdir()

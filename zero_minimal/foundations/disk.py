@@ -127,6 +127,10 @@ class OnDisk(Kept):
         yield from self.in_turn([number])
 
     def room(self, number: int, name: str, dtype: torch.dtype) -> Tensor:
+        if name not in self.lent:
+            raise RuntimeError(f"the state that is loaded has {name!r} for each element, and this "
+                               "optimizer keeps none: there is no room for it in the file. Give "
+                               "it the options of the one that was saved")
         return self.lent[name]
 
     def update(self, parcel: Parcel, options: list[dict], scale) -> None:
