@@ -855,8 +855,8 @@ class SlowFile:
     """In memory. What is read is there at the end, and what is written is taken at the end: who does not wait sees
     it."""
 
-    def __init__(self, size, events):
-        self.bytes, self.events = torch.zeros(size, dtype=torch.uint8), events
+    def __init__(self, size, events, writing):
+        self.bytes, self.events, self.writing = torch.zeros(size, dtype=torch.uint8), events, writing
 
     def read(self, begin, into):
         self.events.append(("read begins", begin, into.numel(), into.data_ptr()))
@@ -867,13 +867,14 @@ class SlowFile:
 
     def write(self, begin, tensor):
         self.events.append(("write begins", begin, tensor.numel(), tensor.data_ptr()))
-        time.sleep(2 * PAUSE)
+        time.sleep(self.writing)
         self.bytes[begin : begin + tensor.numel()] = tensor
         self.events.append(("write ends", begin, tensor.numel(), tensor.data_ptr()))
 
 
-STRETCHES = (2, 3, 7)
-PASSES = 3
+STRETCHES = (2, 3, 7, 6)
+WRITING = (2 * PAUSE, 2 * PAUSE, 2 * PAUSE, PAUSE)  # seconds; in the last case all has time enough
+PASSES = 2
 
 
 def through_a_file(assignment):
@@ -882,9 +883,9 @@ def through_a_file(assignment):
     from zero_minimal.foundations.files import Stretch
 
     found = []
-    for many in STRETCHES:
+    for many, writing in zip(STRETCHES, WRITING, strict=True):
         events, size = [], HEAD + BODY
-        file, seen = SlowFile(many * size, events), []
+        file, seen = SlowFile(many * size, events, writing), []
         file.bytes += torch.arange(many, dtype=torch.uint8).repeat_interleave(size) * 10
         lanes = assignment.ReadAhead(file, size)
         stretches = [Stretch(number * size, 1, {}, size, HEAD) for number in range(many)]
@@ -895,7 +896,7 @@ def through_a_file(assignment):
                 seen.append((buffer.memory[0].item(), buffer.memory[-1].item()))
                 buffer.memory[HEAD:] += 1
                 got.add(buffer.memory.data_ptr())
-                time.sleep(PAUSE)
+                time.sleep(1.5 * PAUSE)
                 events.append(("work ends", number * size, 0, 0))
         lanes.reader.shutdown()
         lanes.writer.shutdown()  # when all that was begun is done
@@ -951,12 +952,12 @@ def test_reading_and_writing_go_on_meanwhile(assignment):
         first.setdefault((kind, begin // size), place)
     last = len(events)
     ahead = [first.get(("read begins", number + 1), last) < first["work ends", number] for number in range(many - 1)]
-    assert sum(ahead) >= len(ahead) - 1, (
+    assert sum(ahead) > len(ahead) / 2, (
         f"of {many - 1} stretches {sum(ahead)} were being read while the caller worked on the one before: begin to "
         "read the next before you give out this one"
     )
     behind = [first["work begins", number + 1] < first.get(("write ends", number), last) for number in range(many - 1)]
-    assert sum(behind) >= len(behind) - 1, (
+    assert sum(behind) > len(behind) / 2, (
         f"{len(behind) - sum(behind)} of {many - 1} stretches were written to the end before the caller got the next "
         "one: writing goes on behind, and who needs what is on its way waits for it (_read)"
     )
