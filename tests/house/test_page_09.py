@@ -1,5 +1,6 @@
 """Lesson 09's page: a run or a formula gave each figure on it; what the learner is to find is not there."""
 
+import json
 import re
 
 import pages
@@ -12,6 +13,7 @@ from zero_minimal.classroom.lessons import found
 from zero_minimal.foundations.read_ahead import BUFFERS, ReadAhead
 from zero_minimal.meters.turns_of_buffers import watched_turns
 from zero_minimal.paper import formulas
+from zero_minimal.paper.quantities import size_text
 from zero_minimal.paper.shapes import parameter_count
 from zero_minimal.pictures.crossings import draw_crossings, draw_elsewhere, draw_slowed, draw_turns
 from zero_minimal.programs import train
@@ -22,6 +24,8 @@ from zero_minimal.workload.settings import Settings
 LESSON = found()["09_offload"]
 PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
 PROSE, TEACHING = " ".join(PAGE.split()), " ".join(TEACHER.split())  # wherever lines are broken
+MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
+LADDER = MEASURED["ladder"]
 PSI = parameter_count(Settings().model_config())
 MB = 1e6
 
@@ -63,6 +67,32 @@ def test_what_the_page_says_of_a_gpu():
     assert f"equal for t = {tokens:,.0f} tokens" in PROSE
 
 
+def test_the_ladder_on_the_page_is_what_was_measured():
+    assert f"with {LADDER[0]['parameters'] / 1e6:.1f} million parameters in bf16" in PROSE
+    for rung in LADDER:
+        sizes = [sum(rung["ledger"].values()), rung["host"], rung["bus"]["to_host"], rung["bus"]["to_device"]]
+        device, host, there, back = (f"{size / rung['parameters']:.2f}" for size in sizes)
+        assert f"| {rung['name']} | {device} | {host} | {there} and {back} |" in PAGE
+    fallen = LADDER[0]["resident"]["device"] - LADDER[-1]["resident"]["device"]
+    said = (16 - 2) * LADDER[0]["parameters"]
+    assert fallen > 0.9 * said and "by more than 90% of what these figures say" in PROSE
+    assert len({rung["loss"] for rung in LADDER}) == 1, "offload changes nothing that is computed"
+
+
+def words_of(picture):
+    return PROSE.split(f"]({picture})")[0].rsplit("![", 1)[1]
+
+
+def test_what_the_alt_texts_say():
+    lowest = LADDER[-1]
+    for size in (lowest["ledger"]["parameters"], lowest["host"], *lowest["kept"].values(), *lowest["bus"].values()):
+        assert size_text(size) in words_of("boxes.png")
+    tensors = ", ".join(f"{sum(rung['ledger'].values()) / rung['parameters']:.2g}" for rung in LADDER)
+    assert f"tensors on the device: {tensors}, with" in words_of("ladder.png")
+    told = pages.without_folded(PAGE)
+    assert "](boxes.png)" in told and "](ladder.png)" in told and "](bus.png)" not in told
+
+
 def test_the_exam_and_the_discussion():
     psi = 10e9
     assert f"(a) 16Ψ = {16 * psi / 1e9:.0f} GB, and 2Ψ = {2 * psi / 1e9:.0f} GB. (b) 14Ψ = {14 * psi / 1e9:.0f} GB." in TEACHING
@@ -77,6 +107,8 @@ def test_the_exam_and_the_discussion():
 def test_every_figure_in_bytes_is_a_known_one():
     """No other ones have crept in: MB, GB and seconds."""
     known = {f"{size / MB:.2f} MB" for size in (2 * PSI, 14 * PSI, 7 * PSI, 16 * PSI, 9 * PSI, PSI, 4 * PSI)}
+    known |= {size_text(size) for size in (LADDER[-1]["ledger"]["parameters"], LADDER[-1]["host"],
+                                           *LADDER[-1]["kept"].values(), *LADDER[-1]["bus"].values())}
     exam = {"160 GB", "20 GB", "140 GB", "24 GB", "14 GB", "98 GB", "10 GB", "28 GB", "6 GB"}
     said = {figure for text in (PAGE, TEACHER) for figure in re.findall(r"\d[\d.,]* [MG]B\b(?!/s)", text)}
     assert not said - known - exam
