@@ -648,19 +648,24 @@ def beside_the_stage(assignment, cases, **options):
 def assert_as_the_stage(results, *names):
     """names: of recipes; all if none is given."""
     for number, name in results[0]:
-        firsts = [toys.identical(found[number, name][1][2], results[0][number, name][1][2]) for found in results]
-        assert name not in (names or RECIPES) or all(firsts), (
-            f"{name}, Offloaded{number}: after training rank {firsts.index(False)} has other parameters than rank 0: "
-            "each rank has updated shards of its own, and all must gather all of them, when they are back"
-        )
-        for rank, found in enumerate(results if name in (names or RECIPES) else ()):
-            (losses, norms, right), (our_losses, our_norms, ours) = found[number, name]
-            told = f"{name}: rank {rank} of {len(results)}, Offloaded{number} beside Stage{number}"
+        if name not in (names or RECIPES):
+            continue
+        for rank, found in enumerate(results):
+            ours = found[number, name][1][2]
             lost = sum(not bool(parameter.isfinite().all()) for parameter in ours)
             assert not lost, (
-                f"{told}: {lost} of {len(ours)} parameters are NaN at the end. A buffer of the bus was read after it "
-                "was given back, or a gather or a reduction before it had ended"
+                f"{name}: rank {rank} of {len(results)}, Offloaded{number}: {lost} of {len(ours)} parameters are NaN at "
+                "the end. A buffer of the bus was read after it was given back, or a gather or a reduction before it had "
+                "ended"
             )
+        firsts = [toys.identical(found[number, name][1][2], results[0][number, name][1][2]) for found in results]
+        assert all(firsts), (
+            f"{name}, Offloaded{number}: after training rank {firsts.index(False)} has other parameters than rank 0: each "
+            "rank has updated shards of its own, and all must gather all of them, when they are back"
+        )
+        for rank, found in enumerate(results):
+            (losses, norms, right), (our_losses, our_norms, ours) = found[number, name]
+            told = f"{name}: rank {rank} of {len(results)}, Offloaded{number} beside Stage{number}"
             if toys.identical(ours, right):
                 continue
             step = next((step for step, (one, other) in enumerate(zip(our_losses, losses, strict=True), 1)

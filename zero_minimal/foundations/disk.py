@@ -35,8 +35,8 @@ class Small:
 class OnDisk(Kept):
     """What the class after it keeps in memory is in a file.
 
-    It has, from disk_set_up.prepare(): .files, a ReadAhead, by .lanes; .places, a Stretch for each shard, by
-    number; .budget.
+    It has, from disk_set_up.prepare(): .files, a ReadAhead, by .lanes; .places, a Stretch for each
+    shard, by number; .budget.
     """
 
     lanes: type  # ReadAhead, read_ahead.py
