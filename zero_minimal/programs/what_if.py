@@ -4,20 +4,27 @@ A setting is a dict of what SETTING has. `asked` calculates it in Python; `expre
 page, written down by themselves (paper/expressions.py), and `on_a_page` is what the page makes of them.
 """
 
+import json
 from dataclasses import fields
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
+from zero_minimal import pictures
 from zero_minimal.paper import moments
 from zero_minimal.paper.expressions import evaluate, writing
-from zero_minimal.paper.formulas import BYTES, STATES
-from zero_minimal.paper.hardware import GPUS, NETWORK
+from zero_minimal.paper.formulas import BYTES, STATES, formula, volume
+from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.moments import CHECKPOINTS, Work
 from zero_minimal.paper.shapes import parameter_count, usual_shape
 from zero_minimal.pictures.plan import there
-from zero_minimal.programs.planning import PAPERS, Speeds, activations, computing, plan, row, waiting
+from zero_minimal.pictures.style import LOOKS, ON_THE_WIRE, PLAIN, SENT
+from zero_minimal.programs.planning import NAMES, Speeds, activations, computing, plan, row, waiting
 from zero_minimal.workload.model import GPTConfig
 
+TEMPLATE = Path(pictures.__file__).with_name("what_if.html")
+COLOURS = LOOKS | {"sent": SENT, "wire": ON_THE_WIRE, "plain": PLAIN}
+SIZE, DEVICE = 7.5e9, "V100-32GB"  # the paper's example, on 64 of its devices: where a page begins
 SIZES = (5e6, 30e6, 125e6, 350e6, 760e6, 1.5e9, 2.5e9, 4e9, 7.5e9, 13e9, 20e9, 30e9, 40e9, 60e9, 80e9, 100e9, 128e9,
          170e9, 250e9, 500e9, 1e12)  # parameters, at which the page's slider stops
 SHARES = tuple(2**power for power in range(7))  # model-parallel ranks, at which it stops
@@ -31,13 +38,13 @@ ROW = (*STATES, "states", "moment", "states_there", "activations", "passing", "t
        "least_seconds", "most_seconds")
 
 
-def default(parameters: float = 7.5e9, model_parallel: int = 1) -> dict:
-    """A setting: the paper's example, 7.5 billion parameters on 64 of its devices."""
-    shape = usual_shape(int(parameters), 1024, model_parallel, True)
+def default() -> dict:
+    """The setting where a page begins."""
+    shape = usual_shape(int(SIZE), 1024, 1, True)
     return {
-        **{name: getattr(shape, name) for name in SHAPE}, "batch": 1, "data_parallel": 64,
-        "model_parallel": model_parallel, "dtype": "fp16", "kept": "whole", "optimizer_bytes": BYTES["fp16"][2],
-        "device_bytes": PAPERS.memory, **vars(Speeds.of(PAPERS, "fp16")),
+        **{name: getattr(shape, name) for name in SHAPE}, "batch": 1, "data_parallel": 64, "model_parallel": 1,
+        "dtype": "fp16", "kept": "whole", "optimizer_bytes": BYTES["fp16"][2], "device_bytes": GPUS[DEVICE].memory,
+        **vars(Speeds.of(GPUS[DEVICE], "fp16")),
     }
 
 
@@ -127,5 +134,28 @@ def devices() -> dict:
 
 def content() -> dict:
     """All that the page knows."""
-    return {"formulas": expressions(), "shapes": shapes(), "devices": devices(), "network": NETWORK,
-            "first": default(), "kept": KEPT, "bytes": {dtype: BYTES[dtype] for dtype in BYTES}}
+    return {
+        "first": default(), "size": int(SIZE), "device": DEVICE, "names": NAMES, "states": STATES,
+        "words": {dtype: [[formula(stage, state, dtype) for state in STATES] for stage in range(4)] for dtype in BYTES},
+        "volumes": [volume(stage) for stage in range(4)], "bytes": BYTES,
+        "shares": SHARES, "shapes": shapes(), "devices": devices(),
+        "cases": {dtype: {kept: case(dtype, kept) for kept in KEPT} for dtype in BYTES},
+        "formulas": expressions(),
+    }
+
+
+def page() -> str:
+    """The page, which needs nothing else."""
+    looks = " ".join(f"--{name}: {colour};" for name, (colour, _) in COLOURS.items())
+    return (TEMPLATE.read_text(encoding="utf-8").replace("__LOOKS__", looks)
+            .replace("__CONTENT__", in_lines(content())))
+
+
+def in_lines(value: object) -> str:
+    """JSON (no comma in its texts) in lines of some 120 characters, as editors show and git compares them."""
+    lines = [""]
+    for part in json.dumps(value, ensure_ascii=False, separators=(",", ":")).split(","):
+        if len(lines[-1]) + len(part) > 118:
+            lines.append("")
+        lines[-1] += f"{part},"
+    return "\n".join(lines).removesuffix(",")
