@@ -10,9 +10,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
 from zero_minimal import __main__ as program
+from zero_minimal.notebook import sliders
 from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.quantities import seconds_text, size_text
 from zero_minimal.paper.shapes import usual_shape
@@ -156,3 +159,46 @@ def test_the_page_shows_them_and_the_command_that_says_the_same(tmp_path, capsys
     for name in ("states", "activations", "passing", "sent_bytes"):
         assert f">{size_text(row[name])}<" in shown, name
     assert f"sends {seconds_text(row['send_seconds'])}<" in shown
+
+
+# -------------------------------------------------------------------------------------------------------- in a notebook
+
+
+def test_sliders_of_a_notebook_say_what_plan_says(monkeypatch):
+    monkeypatch.delenv("ZERO_READING", raising=False)
+    made = sliders.Sliders(parameters=1.5e9, data_parallel=8, kept="P_a", batch=16, device="T4", dtype="bf16")
+    assert made.told is None and "model-parallel ranks" in made.words.value  # what cannot be planned is said
+    made.controls["model_parallel"].value = 4
+    wanted = what_if.asked(what_if.setting(1.5e9, 8, 4, "bf16", "P_a", 16, device="T4"))
+    assert made.told == wanted and made.told["rows"][3]["fits"]
+    assert bytes(made.picture.value).startswith(b"\x89PNG")
+    for row in wanted["rows"]:
+        assert f"{row['together'] / 1e9:.2f}" in made.words.value and size_text(row["sent_bytes"]) in made.words.value
+
+
+@pytest.mark.parametrize(("start", "said"), [({"ranks": 3}, "there are parameters, "), ({"batch": 3}, "stops at 1, 2,"),
+                                             ({"device": "V100"}, "stops at T4, ")])
+def test_a_start_that_no_slider_has_is_answered_with_those_there_are(start, said):
+    with pytest.raises(ValueError, match=said):
+        sliders.Sliders(**start)
+
+
+def test_who_only_reads_gets_picture_and_tables(monkeypatch, capsys):
+    monkeypatch.setenv("ZERO_READING", "1")
+    sliders.sliders(parameters=1.5e9)
+    said = capsys.readouterr().out
+    assert "is the first that fits into 32 GB" in said and "sent in a step" in said and "Image" in said
+
+
+@pytest.mark.thorough
+def test_a_notebook_shows_them(monkeypatch):
+    """On a kernel, without a front end; then to one who only reads."""
+    monkeypatch.setenv("ZERO_READING", "0")
+    cells = ["from zero_minimal.notebook.sliders import sliders\nsliders()",
+             "import os\nos.environ['ZERO_READING'] = '1'\nsliders()"]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(book, timeout=60).execute()
+    shown = [{kind for output in cell.outputs for kind in output.get("data", [output.get("name")])}
+             for cell in book.cells]
+    assert "application/vnd.jupyter.widget-view+json" in shown[0] and shown[1] == {"text/plain", "image/png", "stdout"}
+    assert "stderr" not in shown[0]

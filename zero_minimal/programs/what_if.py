@@ -1,6 +1,6 @@
 """What if: the calculation of `plan` with settings to slide, in a notebook (notebook/sliders.py) and on a page.
 
-A setting is a dict of what SETTING has. `asked` calculates it in Python; `expressions` are the same formulas for a
+A setting is a dict, as of `setting`. `asked` calculates it in Python; `expressions` are the same formulas for a
 page, written down by themselves (paper/expressions.py), and `on_a_page` is what the page makes of them.
 """
 
@@ -14,7 +14,7 @@ from zero_minimal import pictures
 from zero_minimal.paper import moments
 from zero_minimal.paper.expressions import evaluate, writing
 from zero_minimal.paper.formulas import BYTES, STATES, formula, volume
-from zero_minimal.paper.hardware import GPUS
+from zero_minimal.paper.hardware import GPUS, NETWORK
 from zero_minimal.paper.moments import CHECKPOINTS, Work
 from zero_minimal.paper.shapes import parameter_count, usual_shape
 from zero_minimal.pictures.plan import there
@@ -38,23 +38,30 @@ ROW = (*STATES, "states", "moment", "states_there", "activations", "passing", "t
        "least_seconds", "most_seconds")
 
 
-def default() -> dict:
-    """The setting where a page begins."""
-    shape = usual_shape(int(SIZE), 1024, 1, True)
+def setting(
+    parameters: float = SIZE, data_parallel: int = 64, model_parallel: int = 1, dtype: str = "fp16",
+    kept: str = "whole", batch: int = 1, sequence: int = 1024, device: str = DEVICE, memory: float | None = None,
+    network: float = NETWORK,
+) -> dict:
+    """All of a setting from what a reader says of it. memory: of a device, instead of the GPU's.
+
+    Raises: ValueError if there is no such model.
+    """
+    shape, gpu = usual_shape(int(parameters), sequence, model_parallel, kept != "all"), GPUS[device]
     return {
-        **{name: getattr(shape, name) for name in SHAPE}, "batch": 1, "data_parallel": 64, "model_parallel": 1,
-        "dtype": "fp16", "kept": "whole", "optimizer_bytes": BYTES["fp16"][2], "device_bytes": GPUS[DEVICE].memory,
-        **vars(Speeds.of(GPUS[DEVICE], "fp16")),
+        **{name: getattr(shape, name) for name in SHAPE}, "batch": batch, "data_parallel": data_parallel,
+        "model_parallel": model_parallel, "dtype": dtype, "kept": kept, "optimizer_bytes": BYTES[dtype][2],
+        "device_bytes": memory or gpu.memory, **vars(Speeds.of(gpu, dtype)), "network": network,
     }
 
 
-def asked(setting: dict) -> dict:
+def asked(chosen: dict) -> dict:
     """What `plan` says of a setting. Raises: ValueError, saying what is accepted, for what cannot be planned."""
-    config = GPTConfig(**{name: setting[name] for name in SHAPE}, dropout=0.0, recompute=setting["kept"] != "all")
+    config = GPTConfig(**{name: chosen[name] for name in SHAPE}, dropout=0.0, recompute=chosen["kept"] != "all")
     return plan(
-        config, setting["data_parallel"] * setting["model_parallel"], setting["device_bytes"], setting["dtype"],
-        setting["batch"], setting["model_parallel"], setting["optimizer_bytes"],
-        "whole" if setting["kept"] == "all" else setting["kept"], Speeds(*(setting[name] for name in SPEEDS)),
+        config, chosen["data_parallel"] * chosen["model_parallel"], chosen["device_bytes"], chosen["dtype"],
+        chosen["batch"], chosen["model_parallel"], chosen["optimizer_bytes"],
+        "whole" if chosen["kept"] == "all" else chosen["kept"], Speeds(*(chosen[name] for name in SPEEDS)),
     )
 
 
@@ -94,11 +101,11 @@ def written(unknown: dict, dtype: str, kept: str) -> dict:
     return result
 
 
-def on_a_page(formulas: dict, setting: dict) -> dict:
+def on_a_page(formulas: dict, chosen: dict) -> dict:
     """What a page says of a setting: {name: value}."""
     values: dict = {}
-    return {name: evaluate(formulas["nodes"], number, setting, values)
-            for name, number in formulas["results"][case(setting["dtype"], setting["kept"])].items()}
+    return {name: evaluate(formulas["nodes"], number, chosen, values)
+            for name, number in formulas["results"][case(chosen["dtype"], chosen["kept"])].items()}
 
 
 def flat(told: dict) -> dict:
@@ -135,7 +142,7 @@ def devices() -> dict:
 def content() -> dict:
     """All that the page knows."""
     return {
-        "first": default(), "size": int(SIZE), "device": DEVICE, "names": NAMES, "states": STATES,
+        "first": setting(), "size": int(SIZE), "device": DEVICE, "names": NAMES, "states": STATES,
         "words": {dtype: [[formula(stage, state, dtype) for state in STATES] for stage in range(4)] for dtype in BYTES},
         "volumes": [volume(stage) for stage in range(4)], "bytes": BYTES,
         "shares": SHARES, "shapes": shapes(), "devices": devices(),
