@@ -36,6 +36,7 @@ CHOICES = {  # of what is chosen
     "dtype": ("dtype", [(dtype, dtype) for dtype in BYTES]),
     "kept": ("kept", list(zip(("all activations", "checkpoints", "P_a (M > 1)", "P_a+cpu (M > 1)"), what_if.KEPT,
                               strict=True))),
+    "offload": ("optimizer on", [("the device", "none"), ("its host (stages 1 to 3)", "cpu")]),
     "device": ("GPU", [(f"{name}: {size_text(gpu.memory)}", name) for name, gpu in GPUS.items()]),
 }
 
