@@ -217,10 +217,12 @@ def test_the_page_shows_them_and_the_command_that_says_the_same(tmp_path, capsys
 
 def test_sliders_of_a_notebook_say_what_plan_says(monkeypatch):
     monkeypatch.delenv("ZERO_READING", raising=False)
-    made = sliders.Sliders(parameters=1.5e9, data_parallel=8, kept="P_a", batch=16, device="T4", dtype="bf16")
+    made = sliders.Sliders(parameters=1.5e9, data_parallel=8, kept="P_a", batch=16, device="T4", dtype="bf16",
+                           offload="cpu")
     assert made.told is None and "model-parallel ranks" in made.words.value  # what cannot be planned is said
     made.controls["model_parallel"].value = 4
-    wanted = what_if.asked(what_if.setting(1.5e9, 8, 4, "bf16", "P_a", 16, device="T4"))
+    wanted = what_if.asked(what_if.setting(1.5e9, 8, 4, "bf16", "P_a", 16, device="T4", offload="cpu"))
+    assert f"host keeps {size_text(wanted['rows'][3]['host_bytes'])}" in html.unescape(made.words.value)
     assert made.told == wanted and made.told["rows"][3]["fits"]
     assert bytes(made.picture.value).startswith(b"\x89PNG")
     for row in wanted["rows"]:

@@ -4,6 +4,7 @@ A setting is a dict, as of `setting`. `asked` calculates it in Python; `expressi
 page, written down by themselves (paper/expressions.py), and `on_a_page` is what the page makes of them.
 """
 
+import functools
 import json
 from dataclasses import fields
 from itertools import product
@@ -70,6 +71,7 @@ def asked(chosen: dict) -> dict:
 # ---------------------------------------------------------------------------------------------------------- for a page
 
 
+@functools.cache
 def expressions() -> dict:
     """The formulas: "nodes"; the "figures" by name, with the stage's number where they are a stage's, "3 together"; and
     in "results" their nodes, in this order, {choices, as of `case`: [node]}."""
