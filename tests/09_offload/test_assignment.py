@@ -655,8 +655,8 @@ def assert_as_the_stage(results, *names):
             lost = sum(not bool(parameter.isfinite().all()) for parameter in ours)
             assert not lost, (
                 f"{name}: rank {rank} of {len(results)}, Offloaded{number}: {lost} of {len(ours)} parameters are NaN "
-                "at the end. A buffer of the bus was read after it was given back, or a gather or a reduction before it "
-                "had ended"
+                "at the end. A buffer of the bus was read after it was given back, or a gather or a reduction before "
+                "it had ended"
             )
         firsts = [toys.identical(found[number, name][1][2], results[0][number, name][1][2]) for found in results]
         assert all(firsts), (
