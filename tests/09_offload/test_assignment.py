@@ -654,14 +654,14 @@ def assert_as_the_stage(results, *names):
             ours = found[number, name][1][2]
             lost = sum(not bool(parameter.isfinite().all()) for parameter in ours)
             assert not lost, (
-                f"{name}: rank {rank} of {len(results)}, Offloaded{number}: {lost} of {len(ours)} parameters are NaN at "
-                "the end. A buffer of the bus was read after it was given back, or a gather or a reduction before it had "
-                "ended"
+                f"{name}: rank {rank} of {len(results)}, Offloaded{number}: {lost} of {len(ours)} parameters are NaN "
+                "at the end. A buffer of the bus was read after it was given back, or a gather or a reduction before "
+                "it had ended"
             )
         firsts = [toys.identical(found[number, name][1][2], results[0][number, name][1][2]) for found in results]
         assert all(firsts), (
-            f"{name}, Offloaded{number}: after training rank {firsts.index(False)} has other parameters than rank 0: each "
-            "rank has updated shards of its own, and all must gather all of them, when they are back"
+            f"{name}, Offloaded{number}: after training rank {firsts.index(False)} has other parameters than rank 0: "
+            "each rank has updated shards of its own, and all must gather all of them, when they are back"
         )
         for rank, found in enumerate(results):
             (losses, norms, right), (our_losses, our_norms, ours) = found[number, name]
