@@ -95,7 +95,8 @@ def test_what_the_alt_texts_say():
 
 def test_the_exam_and_the_discussion():
     psi = 10e9
-    assert f"(a) 16Ψ = {16 * psi / 1e9:.0f} GB, and 2Ψ = {2 * psi / 1e9:.0f} GB. (b) 14Ψ = {14 * psi / 1e9:.0f} GB." in TEACHING
+    assert f"(a) 16Ψ = {16 * psi / 1e9:.0f} GB, and 2Ψ = {2 * psi / 1e9:.0f} GB." in TEACHING
+    assert f"(b) 14Ψ = {14 * psi / 1e9:.0f} GB." in TEACHING
     assert f"(c) {2 * psi / 1e9:.0f} GB each way, {2 * psi / 12e9:.2f} s each." in TEACHING
     assert f"= {4 * psi / 40e12 * 1e3:g} ms a token, so {2 * psi / 12e9 / (4 * psi / 40e12):,.0f} tokens" in TEACHING
     seven = 7e9
