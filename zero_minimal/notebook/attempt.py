@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import cloudpickle
+
 from zero_minimal.notebook.told import NotHere, Told
 
 HOUSE = Path(__file__).parents[2]  # the checkout
@@ -62,6 +64,7 @@ def load(lesson: str) -> ModuleType:
         raise Unreadable(f"{_where(error, file)}. {AGAIN}") from None
     finally:
         sys.dont_write_bytecode = before
+    cloudpickle.register_pickle_by_value(module)  # what a rank's host is sent of it: another process has no such module
     return module
 
 
