@@ -108,18 +108,21 @@ WRONG = {
         memory(slab="self.slab = None",
                homes="self.home_of = {bucket: torch.zeros_like(bucket.parameter_shard) for bucket in buckets}")),
     "new memory for each shard": Wrong(
-        1, "test_shards_stay_in_the_slab", r"lie in \d+ allocations", shard("return torch.empty_like(self.home_of[bucket])")),
+        1, "test_shards_stay_in_the_slab", r"lie in \d+ allocations",
+        shard("return torch.empty_like(self.home_of[bucket])")),
     "a new bucket each time": Wrong(
         1, "test_whole_gradients_take_turns_in_two_buffers", r"whole\(\) of rank 0 gave memory of \d+ allocations",
         whole("return bucket.zeros()")),
     "one buffer, again and again": Wrong(
-        1, "test_whole_gradients_take_turns_in_two_buffers", r"gave one bucket after the other the same buffer, \d+ times",
+        1, "test_whole_gradients_take_turns_in_two_buffers",
+        r"gave one bucket after the other the same buffer, \d+ times",
         whole("return self.constant_buffers.buffers[0][: bucket.padded].zero_()")),
     "all of the buffer is sent": Wrong(
         1, "test_whole_gradients_take_turns_in_two_buffers", r"(a buffer may be larger than a bucket|it raised)",
         whole("return self.constant_buffers.take().zero_()")),
     "what was sent before is sent again": Wrong(
-        1, "test_the_mean_gradient_comes_out", r"in \[\d+, \d+\] elements on ranks 0 and 1: a buffer still holds what was sent",
+        1, "test_the_mean_gradient_comes_out",
+        r"in \[\d+, \d+\] elements on ranks 0 and 1: a buffer still holds what was sent",
         whole("return self.constant_buffers.take()[: bucket.padded]")),
     "the second micro-batch arrives on the first one's sum": Wrong(
         1, "test_micro_batches_add_up", r"twice the second one's gradient: its average arrived where the first one's",
@@ -129,17 +132,20 @@ WRONG = {
         memory(kind="dtype, device = buckets[0].dtype, buckets[0].device")),
 
     "the slab holds whole inputs, and parts are kept": Wrong(
-        2, "test_the_slab_is_as_large_as_the_checkpoints", r"C2 made for 6 sequences takes 8\.\d kB more .*4\.\d kB are",
+        2, "test_the_slab_is_as_large_as_the_checkpoints",
+        r"C2 made for 6 sequences takes 8\.\d kB more .*4\.\d kB are",
         keep_checkpoints(elements="batch * sizes.sequence * sizes.hidden")),
     "a slab for one block": Wrong(
         2, "test_the_slab_is_as_large_as_the_checkpoints",
         r"(?s)the slab is full.*To look at: b·s·h numbers are a block's input, there are as many",
         keep_checkpoints(slab="Slab(elements, dtype=like.dtype, device=like.device)")),
     "P_a+cpu has a slab, too": Wrong(
-        2, "test_the_slab_is_as_large_as_the_checkpoints", r"C5 made for 6 .*0 bytes are right. P_a\+cpu: checkpoints lie",
+        2, "test_the_slab_is_as_large_as_the_checkpoints",
+        r"C5 made for 6 .*0 bytes are right. P_a\+cpu: checkpoints lie",
         keep_checkpoints(on_slab="True", place="None if config.to_host else self.slab.keep")),
     "the slab is full of nothing": Wrong(
-        2, "test_a_block_keeps_its_input_alone", r"C1: .*checkpoints belong into the slab", keep_checkpoints(place="None")),
+        2, "test_a_block_keeps_its_input_alone",
+        r"C1: .*checkpoints belong into the slab", keep_checkpoints(place="None")),
     "blocks are not checkpointed": Wrong(
         2, "test_a_block_keeps_its_input_alone", r"C1: .*all that it computes is there until backward",
         {"System.keep_checkpoints": function(
@@ -149,12 +155,12 @@ WRONG = {
         keep_checkpoints(group="mesh.model_group if cut and not config.to_host else None")),
     "P_a over the data-parallel ranks": Wrong(
         2, "test_p_a_cuts_over_the_ranks_of_a_model",
-        r"(?s)(P_a cuts an input of which each rank of its group has a copy|To look at: which ranks hold the same input)",
+        r"(?s)(P_a cuts an input of which each rank of its group has a copy|To look at: which ranks hold the same)",
         keep_checkpoints(elements="batch * sizes.sequence * sizes.hidden // (mesh.data_group.size() if cut else 1)",
                          group="mesh.data_group if cut else None")),
     "P_a over all ranks": Wrong(
         2, "test_p_a_cuts_over_the_ranks_of_a_model",
-        r"(?s)(P_a cuts an input of which each rank of its group has a copy|To look at: which ranks hold the same input)",
+        r"(?s)(P_a cuts an input of which each rank of its group has a copy|To look at: which ranks hold the same)",
         keep_checkpoints(group="dist.group.WORLD if cut else None")),
     "the slab is never emptied": Wrong(
         2, "test_each_pass_uses_the_slab_anew", r"(?s)the slab is full.*is it emptied before each forward pass",
@@ -165,19 +171,23 @@ WRONG = {
         r"ranks 0 and 1 and 2 and 3 hold the same numbers .* a mean over all ranks, and",
         over_replicas(group="None")),
     "the ranks of a model average": Wrong(
-        3, "test_a_step_is_the_mean_of_the_replicas", r"ranks 0 and 1 hold the same numbers .* a mean over the ranks of one model",
+        3, "test_a_step_is_the_mean_of_the_replicas",
+        r"ranks 0 and 1 hold the same numbers .* a mean over the ranks of one model",
         over_replicas(group="self.mesh.model_group")),
     "N for D": Wrong(
-        3, "test_a_step_is_the_mean_of_the_replicas", r"1/2 of that: a sum over 2 ranks was divided by 4. The divisor is D",
+        3, "test_a_step_is_the_mean_of_the_replicas",
+        r"1/2 of that: a sum over 2 ranks was divided by 4. The divisor is D",
         divided("1 / ranks")),
     "the sum of the replicas": Wrong(
         3, "test_a_step_is_the_mean_of_the_replicas", r"it subtracted 2 times as much: their sum. The divisor is D",
         divided("replicas")),
     "one rank of a model alone trains what all hold": Wrong(
-        3, "test_a_step_is_the_mean_of_the_replicas", r"\d+ parameters did not move, such as \S+, which is whole on all",
+        3, "test_a_step_is_the_mean_of_the_replicas",
+        r"\d+ parameters did not move, such as \S+, which is whole on all",
         over_replicas(groups='[{"params": cut}] + [{"params": whole}] * (self.mesh.model_rank == 0)')),
     "no C_B, no M_D": Wrong(
-        3, "test_each_config_has_its_parts", r"C3: rank 0's gradient shards lie in \d+ allocations, so C_B and M_D are not",
+        3, "test_each_config_has_its_parts",
+        r"C3: rank 0's gradient shards lie in \d+ allocations, so C_B and M_D are not",
         over_replicas(options="**options")),
 
     "what all hold counts M times": Wrong(
@@ -209,7 +219,8 @@ WRONG = {
                   "self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)", scale="")),
     "gradients are scaled in place": Wrong(
         4, "test_gradients_stay_as_they_were", r"clip_grad_norm_ changed rank 0's gradients",
-        clip(scale="for bucket in self.zero.buckets:\n    bucket.gradient_shard.mul_(min(1.0, max_norm / norm.item()))")),
+        clip(scale="for bucket in self.zero.buckets:\n"
+                   "    bucket.gradient_shard.mul_(min(1.0, max_norm / norm.item()))")),
     "the norm of scaled gradients": Wrong(
         4, "test_a_loss_scale_is_taken_off", r"the loss was multiplied by 1024",
         clip(norm="norm = precision.global_norm(counted, group=self.mesh.data_group)")),

@@ -458,12 +458,12 @@ def test_each_pass_uses_the_slab_anew(assignment):
     for rank, found in enumerate(once(several_passes, 2, assignment)):
         for name in ALL:
             assert found[name] == found["C1"], (
-                f"{name}: two passes gave the losses {found[name]} on rank {rank}, and {found['C1']} in C1: the configs "
-                "compute the same"
+                f"{name}: two passes gave the losses {found[name]} on rank {rank}, and {found['C1']} in C1: the "
+                "configs compute the same"
             )
 
 
-# ---------------------------------------------------------------------------------------- step 3: ZeRO over the replicas
+# --------------------------------------------------------------------------------------- step 3: ZeRO over the replicas
 
 
 def stepped(assignment, model_parallel, names):
@@ -487,9 +487,10 @@ def assert_parts_differ(results, model_parallel, name):
     alike = [rank for rank, part in enumerate(cut) if torch.equal(part, cut[0])]
     whose = "a mean over all ranks" if len(alike) == len(cut) else "a mean over the ranks of one model"
     assert 1 not in alike, (
-        f"{name}: after step() ranks {' and '.join(map(str, alike))} hold the same numbers where the model is cut, though "
-        f"ranks 0 and 1 are two parts of one model, D × M = {len(cut) // model_parallel} × {model_parallel}. This was "
-        f"{whose}, and an all-gather among them. Only ranks that hold the same part belong together: which group is that?"
+        f"{name}: after step() ranks {' and '.join(map(str, alike))} hold the same numbers where the model is cut, "
+        f"though ranks 0 and 1 are two parts of one model, D × M = {len(cut) // model_parallel} × {model_parallel}. "
+        f"This was {whose}, and an all-gather among them. Only ranks that hold the same part belong together: "
+        "which group is it?"
     )
 
 
@@ -518,7 +519,7 @@ def assert_mean(found, rank, world_size, model_parallel, name):
         "bucket on every rank")
     wrong = [path for path in mean if not near(found[path].double(), mean[path].double(), 1e-2)]
     kinds = {"cut over the ranks" if is_cut(path) else "whole on all ranks" for path in wrong}
-    pytest.fail(f"{told}it did not, for {', '.join(wrong[:3]) or 'some elements'}, … ({' and '.join(kinds)} of a model)")
+    pytest.fail(f"{told}it did not, for {', '.join(wrong[:3]) or 'some elements'}, … ({' and '.join(kinds)})")
 
 
 @pytest.mark.step(3, points=4, stuck=MESH, left=MESH)
@@ -553,8 +554,9 @@ def test_each_config_has_its_parts(assignment):
     for rank, found in enumerate(once(holdings, 4, assignment)):
         for name, (state, parameters, memories, shards) in found.items():
             assert state <= 2 * parameters / 2 * 1.1, (
-                f"{name}: rank {rank} of D × M = 2 × 2 holds {in_words(state)} of Adam's state for {in_words(parameters)} "
-                f"of parameters: {in_words(parameters)} are right, as D = 2 replicas share 8 bytes a parameter"
+                f"{name}: rank {rank} of D × M = 2 × 2 holds {in_words(state)} of Adam's state for "
+                f"{in_words(parameters)} of parameters: {in_words(parameters)} are right, as D = 2 "
+                "replicas share 8 bytes a parameter"
             )
             assert name == "C1" or memories == 1, (
                 f"C3: rank {rank}'s gradient shards lie in {memories} allocations, so C_B and M_D are not there: what "
@@ -566,7 +568,7 @@ def test_each_config_has_its_parts(assignment):
             )
 
 
-# ------------------------------------------------------------------------------------- step 4: the norm of the whole model
+# ---------------------------------------------------------------------------------- step 4: the norm of the whole model
 
 SCALE = 1 / 1024
 
@@ -613,8 +615,8 @@ ONCE = "all ranks of both groups must come to each all-reduce, also those whose 
 def test_each_element_counts_once(assignment):
     for name, replicas, ranks, right, whole, mean, found in cases(assignment):
         for rank, ((norm, *_), *_) in enumerate(found):
-            told = f"{name}, rank {rank} of D × M = {replicas} × {ranks} found the norm {norm:.5g}, and {right:.5g} is " \
-                   "right"
+            told = f"{name}, rank {rank} of D × M = {replicas} × {ranks} found the norm {norm:.5g}, and {right:.5g} " \
+                   "is right"
             cut = (right**2 - whole**2) ** 0.5
             part = flat(parts_of(mean, ranks, rank)).norm().item()
             cut_part = flat({path: tensor for path, tensor in parts_of(mean, ranks, rank).items()
