@@ -191,7 +191,7 @@ class System:
         larger. Returns theirs, a 0-dim tensor, alike on all ranks of the mesh. Only gradient_scale
         changes."""
         self.zero.reduced_gradients()
-        # the squares of all parts add up; what every rank of a model holds whole counts on its first
+        # squares of all parts add up; what every rank of a model holds whole counts on its first
         counted = [bucket.gradient_shard for bucket in self.zero.buckets
                    if bucket.group_index == 0 or self.mesh.model_rank == 0]
         norm = precision.global_norm(counted, self.gradient_scale, group=self.mesh.data_group)

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, optim
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
+from zero_minimal.defragmentation import Slab
 from zero_minimal.foundations import collectives, host, ranks
 from zero_minimal.foundations.mesh import Mesh, make_mesh
 from zero_minimal.meters.memory import Ledger
@@ -31,6 +32,7 @@ from zero_minimal.zero_100b import CONFIGS, ConstantMemory, System
 
 SEQUENCES = 16  # that all replicas together read in a step
 SIZES = GPTConfig(layers=6, hidden=240, heads=12, sequence=128, vocabulary=256, dropout=0.0)
+CATEGORIES = (*STATES, "activations", "buffers")
 BUCKET, LARGE = 2**19, 4 * 2**20  # bytes
 OPTIONS = dict(lr=1e-3)
 
@@ -118,8 +120,6 @@ def made(way: Way, mesh: Mesh, device: torch.device, bucket_bytes: int = BUCKET,
     model = ParallelGPT(SIZES, mesh.model_group).to(device)
     slab = None
     if way.slab:
-        from zero_minimal.defragmentation import Slab
-
         slab = Slab(sequences * SIZES.sequence * SIZES.hidden * SIZES.layers, device=device)
         model.register_forward_pre_hook(lambda *_: slab.reset())
     if way.checkpoints:
@@ -130,15 +130,15 @@ def made(way: Way, mesh: Mesh, device: torch.device, bucket_bytes: int = BUCKET,
     return zero
 
 
-def seen(way: Way, mesh: Mesh, device: torch.device, bucket_bytes: int = BUCKET, system_class: type = System,
-         loss_and_norm: bool = True) -> dict:
-    """The second step of a way, as rank 0 sees it: bytes by category at the highest moment, of model states after the
-    step, copies that went to host memory, bytes sent; the losses of both steps, means of the replicas."""
+def seen(way: Way, mesh: Mesh, device: torch.device, bucket_bytes: int = BUCKET, system_class: type = System) -> dict:
+    """The second step of a way, as rank 0 sees it: bytes by category on the device at the highest moment, of model
+    states after the step, of copies that went to host memory, bytes sent; the losses of both steps, means of the
+    replicas. What is of no category is left out: tokens, and copies for the host, which on a CPU is the device."""
     tokens, copies, losses = batch(mesh, device), [], []
 
     def count(copy):
         copies.append(copy.nbytes)
-        ledger.claim(copy, "other")  # it stands for memory of the host
+        ledger.claim(copy, "other")
 
     with Ledger(device.type) as ledger:
         zero = made(way, mesh, device, bucket_bytes, system_class)
@@ -154,7 +154,8 @@ def seen(way: Way, mesh: Mesh, device: torch.device, bucket_bytes: int = BUCKET,
                 zero.zero_grad()
             losses.append(loss.detach() * len(tokens[0]) / SEQUENCES)
         states = ledger.states()
-        peak = {name: size for name, size in ledger.peak.bytes.items() if name != "scalars"}
+        moments = [{name: moment.bytes[name] for name in CATEGORIES} for moment in ledger.timeline]
+        peak = max(moments, key=lambda held: sum(held.values()))
     for value in losses:
         collectives.all_reduce(value, op="sum", group=mesh.data_group)
     return {"peak_by_category": peak, "peak": sum(peak.values()), "states": {name: states[name] for name in STATES},
@@ -202,9 +203,9 @@ def table(measured: dict) -> str:
     """What was measured, in MB."""
     parts = []
     for part in ("ladder", "worth", "worth_large"):
-        lines = [[part, *STATES, "activations", "buffers", "peak", "host", "sent", "loss"]]
+        lines = [[part, *CATEGORIES, "peak", "host", "sent", "loss"]]
         for name, row in measured[part].items():
-            sizes = [row["peak_by_category"].get(key, 0) for key in (*STATES, "activations", "buffers")]
+            sizes = [row["peak_by_category"][key] for key in CATEGORIES]
             sizes += [row["peak"], row["host"], row["sent"]]
             lines.append([name, *(f"{size / 1e6:.2f}" for size in sizes), f"{row['losses'][-1]:.6f}"])
         parts.append(report.table(lines))
