@@ -18,6 +18,8 @@ Beside model states (§3.2, §6.1, §8), elements for L blocks of width h, b seq
 
 import math
 
+from zero_minimal.paper.expressions import exported
+
 STATES = ("parameters", "gradients", "optimizer")
 BYTES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}  # a parameter, in the order of STATES
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the first stage that divides this state by N
@@ -63,9 +65,10 @@ def bytes_a_parameter(stage: int, world_size: int, dtype: str, optimizer_bytes: 
 def largest_model(stage: int, device_bytes: float, world_size: int, dtype: str, model_parallel: int = 1,
                   optimizer_bytes: float | None = None) -> int:
     """Parameters of the largest model whose states fit on a device (Table 2). world_size: data-parallel."""
-    return int(model_parallel * device_bytes / bytes_a_parameter(stage, world_size, dtype, optimizer_bytes))
+    return math.floor(model_parallel * device_bytes / bytes_a_parameter(stage, world_size, dtype, optimizer_bytes))
 
 
+@exported
 def fewest_ranks(stage: int, elements: int, device_bytes: float, dtype: str,
                  optimizer_bytes: float | None = None) -> int | None:
     """The smallest data-parallel group on which a model's states fit on a device; None if no number is enough."""
@@ -121,4 +124,4 @@ def formula(stage: int, state: str, dtype: str) -> str:
 
 
 def _whole(value: float) -> int | float:
-    return int(value) if value == int(value) else value
+    return round(value) if value == round(value) else value

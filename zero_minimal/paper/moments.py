@@ -20,6 +20,7 @@ and stage 3 has whole units there. The paper's own estimate of all that is kept 
 
 from dataclasses import dataclass
 
+from zero_minimal.paper.expressions import exported
 from zero_minimal.paper.formulas import BYTES, model_states
 from zero_minimal.paper.shapes import block_parameters, root_parameters
 from zero_minimal.workload.model import GPTConfig
@@ -71,6 +72,7 @@ class Work:
         """Bytes that all blocks keep."""
         return self.config.layers * (self.checkpoint() if self.config.recompute else self.block())
 
+    @exported
     def logits(self) -> float:
         """Bytes of what the loss needs, in fp32 whatever the dtype is, and of the norm before the head."""
         tensors = 3 if self.model_parallel == 1 else 4 / self.model_parallel
@@ -89,9 +91,15 @@ class Work:
 
 def highest(stage: int, work: Work, data_parallel: int, optimizer_bytes: float | None = None) -> Moment:
     """The highest moment of a step, on so many data-parallel ranks."""
-    return max(_moments(stage, work, data_parallel, optimizer_bytes), key=lambda moment: moment.total)
+    return _highest_of(_moments(stage, work, data_parallel, optimizer_bytes))
 
 
+@exported
+def _highest_of(moments: list[Moment]) -> Moment:
+    return max(moments, key=lambda moment: moment.total)
+
+
+@exported
 def construction(stage: int, work: Work) -> float:
     """Bytes for a moment before the first step: stages 0 to 2 copy the model into flat memory. Stage 3 builds it unit
     by unit, and is higher in every step. (Model-parallel ranks draw each weight whole, and pad it, before they cut it.)
@@ -121,6 +129,7 @@ def _moments(stage: int, work: Work, ranks: int, optimizer_bytes: float | None) 
     ]
 
 
+@exported
 def _buckets(stage: int, work: Work, ranks: int) -> dict[str, float]:
     """Stages 0 to 2: gradients come parameter by parameter, the head's waits for the embedding's, and stage 2 copies
     them into buckets."""
@@ -137,6 +146,7 @@ def _buckets(stage: int, work: Work, ranks: int) -> dict[str, float]:
     }
 
 
+@exported
 def _units(stage: int, work: Work, ranks: int) -> dict[str, float]:
     """Stage 3: the root is whole, and of blocks the one at work, the one that comes next or is being reduced."""
     size, parallel = BYTES[work.dtype][0], work.model_parallel

@@ -180,12 +180,10 @@ def wire_note(told: dict) -> str:
 
 def time_rows(told: dict) -> list[list[str]]:
     """What data parallelism sends, and the least and the most that a step takes."""
-    computes, waits = told["compute_seconds"], told["model_parallel_seconds"]
     rows = [["stage", "sent in a step", "takes", "a step, all overlaps", "a step, nothing does"]]
     for row in told["rows"]:
-        sends = row["send_seconds"]
-        rows.append([f"  {row['stage']}", size_text(row["sent_bytes"]), seconds_text(sends),
-                     seconds_text(max(sends, computes) + waits), seconds_text(sends + computes + waits)])
+        rows.append([f"  {row['stage']}", size_text(row["sent_bytes"]), *(
+            seconds_text(row[time]) for time in ("send_seconds", "least_seconds", "most_seconds"))])
     return rows
 
 

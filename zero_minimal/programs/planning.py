@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from zero_minimal.foundations.mesh import divisors
 from zero_minimal.paper import formulas, moments, operations
+from zero_minimal.paper.expressions import exported
 from zero_minimal.paper.hardware import GPU, GPUS, NETWORK
 from zero_minimal.paper.moments import CHECKPOINTS, Work
 from zero_minimal.paper.shapes import check_heads, parameter_count
@@ -28,6 +29,7 @@ class Speeds:
     def of(cls, gpu: GPU, dtype: str) -> "Speeds":
         return cls(gpu.rate(dtype), gpu.link, gpu.node)
 
+    @exported
     def wire(self, ranks: int) -> float:
         """Bytes a second in a ring of neighbours, with which `ranks` ranks are filled: it is as fast as its slowest
         link, so a ring that leaves the node goes at the network's rate."""
@@ -50,7 +52,9 @@ def plan(
     check(config, ranks, model_parallel, checkpoints)
     work = Work(config, batch, dtype, model_parallel, checkpoints)
     speeds = speeds or Speeds.of(PAPERS, dtype)
-    rows = [row(stage, work, ranks, device_bytes, optimizer_bytes, speeds) for stage in range(4)]
+    rows = [row(stage, work, ranks, device_bytes, optimizer_bytes, speeds)
+            | {"fewest_data_parallel_ranks": fewest_ranks(stage, work, device_bytes, optimizer_bytes)}
+            for stage in range(4)]
     fitting = [row["stage"] for row in rows if row["fits"]]
     return {
         "parameters": parameter_count(config),
@@ -82,12 +86,16 @@ def check(config: GPTConfig, ranks: int, model_parallel: int, checkpoints: str) 
     check_heads(config, model_parallel)
 
 
+@exported
 def row(stage: int, work: Work, ranks: int, device_bytes: float, optimizer_bytes: float | None, speeds: Speeds) -> dict:
-    """What a stage needs: model states, the highest moment of a step, the fewest ranks, traffic."""
+    """What a stage needs: model states, the highest moment of a step, traffic, time. Formulas that a page can have, too
+    (expressions.py)."""
     data_parallel, elements = ranks // work.model_parallel, moments.rank_parameters(work)
     states = formulas.model_states(stage, elements, data_parallel, work.dtype, optimizer_bytes)
     moment = moments.highest(stage, work, data_parallel, optimizer_bytes)
     built, sent = moments.construction(stage, work), formulas.traffic(stage, elements, data_parallel, work.dtype)
+    sends = sent / speeds.wire(ranks)
+    computes, waits = computing(work, speeds)["compute_seconds"], waiting(work, speeds)["model_parallel_seconds"]
     return {
         "stage": stage, "name": NAMES[stage], **states, "states": sum(states.values()),
         "moment": moment.name, "states_there": moment.states, "activations": moment.activations,
@@ -96,12 +104,12 @@ def row(stage: int, work: Work, ranks: int, device_bytes: float, optimizer_bytes
         "states_fit": sum(states.values()) <= device_bytes,
         "step_fits": moment.total <= device_bytes,
         "fits": max(moment.total, built) <= device_bytes,
-        "fewest_data_parallel_ranks": fewest_ranks(stage, work, device_bytes, optimizer_bytes),
         "fewest_data_parallel_ranks_for_states": formulas.fewest_ranks(
             stage, elements, device_bytes, work.dtype, optimizer_bytes),
         "largest_model": formulas.largest_model(
             stage, device_bytes, data_parallel, work.dtype, work.model_parallel, optimizer_bytes),
-        "sent_bytes": sent, "send_seconds": sent / speeds.wire(ranks),
+        "sent_bytes": sent, "send_seconds": sends,
+        "least_seconds": max(sends, computes) + waits, "most_seconds": sends + computes + waits,
     }
 
 

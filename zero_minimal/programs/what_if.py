@@ -1,0 +1,168 @@
+"""What if: the calculation of `plan` with settings to slide, in a notebook (notebook/sliders.py) and on a page.
+
+A setting is a dict, as of `setting`. `asked` calculates it in Python; `expressions` are the same formulas for a
+page, written down by themselves (paper/expressions.py), and `on_a_page` is what the page makes of them.
+"""
+
+import json
+from dataclasses import fields
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+from zero_minimal import pictures
+from zero_minimal.paper import moments
+from zero_minimal.paper.expressions import evaluate, writing
+from zero_minimal.paper.formulas import BYTES, STATES, formula, volume
+from zero_minimal.paper.hardware import GPUS, NETWORK
+from zero_minimal.paper.moments import CHECKPOINTS, Work
+from zero_minimal.paper.shapes import parameter_count, usual_shape
+from zero_minimal.pictures.plan import there
+from zero_minimal.pictures.style import LOOKS, ON_THE_WIRE, PLAIN, SENT
+from zero_minimal.programs.planning import NAMES, Speeds, activations, computing, plan, row, waiting
+from zero_minimal.workload.model import GPTConfig
+
+TEMPLATE = Path(pictures.__file__).with_name("what_if.html")
+COLOURS = LOOKS | {"sent": SENT, "wire": ON_THE_WIRE, "plain": PLAIN}
+SIZE, DEVICE = 7.5e9, "V100-32GB"  # the paper's example, on 64 of its devices: where a page begins
+SIZES = (5e6, 30e6, 125e6, 350e6, 760e6, 1.5e9, 2.5e9, 4e9, 7.5e9, 13e9, 20e9, 30e9, 40e9, 60e9, 80e9, 100e9, 128e9,
+         170e9, 250e9, 500e9, 1e12)  # parameters, at which the page's slider stops
+SHARES = tuple(2**power for power in range(7))  # model-parallel ranks, at which it stops
+KEPT = ("all", *CHECKPOINTS)  # of the blocks' activations: all, or checkpoints in one of these ways
+SHAPE = ("layers", "hidden", "heads", "vocabulary", "sequence")
+SPEEDS = tuple(field.name for field in fields(Speeds))
+CHOICES = {"dtype": tuple(BYTES), "kept": KEPT}
+NUMBERS = (*SHAPE, "batch", "data_parallel", "model_parallel", "optimizer_bytes", "device_bytes", *SPEEDS)
+ROW = (*STATES, "states", "moment", "states_there", "activations", "passing", "together", "construction", "states_fit",
+       "step_fits", "fits", "fewest_data_parallel_ranks_for_states", "largest_model", "sent_bytes", "send_seconds",
+       "least_seconds", "most_seconds")
+
+
+def setting(
+    parameters: float = SIZE, data_parallel: int = 64, model_parallel: int = 1, dtype: str = "fp16",
+    kept: str = "whole", batch: int = 1, sequence: int = 1024, device: str = DEVICE, memory: float | None = None,
+    network: float = NETWORK,
+) -> dict:
+    """All of a setting from what a reader says of it. memory: of a device, instead of the GPU's.
+
+    Raises: ValueError if there is no such model.
+    """
+    shape, gpu = usual_shape(int(parameters), sequence, model_parallel, kept != "all"), GPUS[device]
+    return {
+        **{name: getattr(shape, name) for name in SHAPE}, "batch": batch, "data_parallel": data_parallel,
+        "model_parallel": model_parallel, "dtype": dtype, "kept": kept, "optimizer_bytes": BYTES[dtype][2],
+        "device_bytes": memory or gpu.memory, **vars(Speeds.of(gpu, dtype)), "network": network,
+    }
+
+
+def asked(chosen: dict) -> dict:
+    """What `plan` says of a setting. Raises: ValueError, saying what is accepted, for what cannot be planned."""
+    config = GPTConfig(**{name: chosen[name] for name in SHAPE}, dropout=0.0, recompute=chosen["kept"] != "all")
+    return plan(
+        config, chosen["data_parallel"] * chosen["model_parallel"], chosen["device_bytes"], chosen["dtype"],
+        chosen["batch"], chosen["model_parallel"], chosen["optimizer_bytes"],
+        "whole" if chosen["kept"] == "all" else chosen["kept"], Speeds(*(chosen[name] for name in SPEEDS)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- for a page
+
+
+def expressions() -> dict:
+    """The formulas: "nodes", and in "results" the node of each figure, {choices, as of `case`: {name: node}}.
+
+    A figure of a stage is called by its number too: "3 together"."""
+    with writing() as book:
+        unknown = {name: book.unknown(name) for name in NUMBERS}
+        results = {}
+        for dtype, kept in product(("fp32", "fp16"), KEPT):
+            figures = {name: book.write(value) for name, value in written(unknown, dtype, kept).items()}
+            results[case(dtype, kept)] = figures
+    return {"nodes": book.nodes, "results": results}
+
+
+def case(dtype: str, kept: str) -> str:
+    """The name of choices for which there are formulas of their own: all 16-bit types are one."""
+    return f"{BYTES[dtype][0]} {kept}"
+
+
+def written(unknown: dict, dtype: str, kept: str) -> dict:
+    """{name: Symbol} of all figures."""
+    config = SimpleNamespace(**{name: unknown[name] for name in SHAPE}, recompute=kept != "all")
+    work = Work(config, unknown["batch"], dtype, unknown["model_parallel"], "whole" if kept == "all" else kept)
+    speeds, ranks = Speeds(*(unknown[name] for name in SPEEDS)), unknown["data_parallel"] * unknown["model_parallel"]
+    result = {"parameters": parameter_count(config), "parameters_of_rank": moments.rank_parameters(work),
+              **computing(work, speeds), **waiting(work, speeds), "wire": speeds.wire(ranks),
+              **{f"activations {name}": value for name, value in activations(work).items()}}
+    for stage in range(4):
+        figures = row(stage, work, ranks, unknown["device_bytes"], unknown["optimizer_bytes"], speeds)
+        result |= {f"{stage} {name}": figures[name] for name in ROW}
+        result[f"{stage} gradients_there"] = there(figures, "gradients")
+    return result
+
+
+def on_a_page(formulas: dict, chosen: dict) -> dict:
+    """What a page says of a setting: {name: value}."""
+    values: dict = {}
+    return {name: evaluate(formulas["nodes"], number, chosen, values)
+            for name, number in formulas["results"][case(chosen["dtype"], chosen["kept"])].items()}
+
+
+def flat(told: dict) -> dict:
+    """What `plan` says, under the names that it has on a page."""
+    result = {name: value for name, value in told.items() if not isinstance(value, dict | list)}
+    result |= {f"activations {name}": value for name, value in told["activations"].items()}
+    for figures in told["rows"]:
+        result |= {f"{figures['stage']} {name}": figures[name] for name in ROW}
+        result[f"{figures['stage']} gradients_there"] = there(figures, "gradients")
+    return result
+
+
+def shapes() -> list[list]:
+    """[parameters, {model-parallel ranks: [layers, hidden, heads, vocabulary]}] for each stop of the slider; without
+    the ranks that cannot share a model so small."""
+    table = []
+    for parameters in SIZES:
+        shared = {}
+        for ranks in SHARES:
+            try:
+                shape = usual_shape(int(parameters), 1024, ranks, True)
+            except ValueError:
+                continue
+            shared[ranks] = [getattr(shape, name) for name in SHAPE[:4]]
+        table.append([int(parameters), shared])
+    return table
+
+
+def devices() -> dict:
+    """{name: [bytes, operations a second in 16 bit and in fp32, bytes a second of a link, devices of a node]}"""
+    return {name: [gpu.memory, gpu.operations, gpu.operations_fp32, gpu.link, gpu.node] for name, gpu in GPUS.items()}
+
+
+def content() -> dict:
+    """All that the page knows."""
+    return {
+        "first": setting(), "size": int(SIZE), "device": DEVICE, "names": NAMES, "states": STATES,
+        "words": {dtype: [[formula(stage, state, dtype) for state in STATES] for stage in range(4)] for dtype in BYTES},
+        "volumes": [volume(stage) for stage in range(4)], "bytes": BYTES,
+        "shares": SHARES, "shapes": shapes(), "devices": devices(),
+        "cases": {dtype: {kept: case(dtype, kept) for kept in KEPT} for dtype in BYTES},
+        "formulas": expressions(),
+    }
+
+
+def page() -> str:
+    """The page, which needs nothing else."""
+    looks = " ".join(f"--{name}: {colour};" for name, (colour, _) in COLOURS.items())
+    return (TEMPLATE.read_text(encoding="utf-8").replace("__LOOKS__", looks)
+            .replace("__CONTENT__", in_lines(content())))
+
+
+def in_lines(value: object) -> str:
+    """JSON (no comma in its texts) in lines of some 120 characters, as editors show and git compares them."""
+    lines = [""]
+    for part in json.dumps(value, ensure_ascii=False, separators=(",", ":")).split(","):
+        if len(lines[-1]) + len(part) > 118:
+            lines.append("")
+        lines[-1] += f"{part},"
+    return "\n".join(lines).removesuffix(",")
