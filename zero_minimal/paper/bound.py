@@ -58,26 +58,3 @@ class Bound:
 def need(live: float, rest: float, parameters: int, ranks: int, optimizer: int) -> float:
     """need(t). optimizer: bytes of its state for a 16-bit model, masters too, all ranks' together."""
     return live * (ranks - 1) / ranks + parameters / ranks + optimizer / ranks + rest
-
-
-def whole_units(sizes: dict[str, int], room: float) -> list[str]:
-    """The knapsack: which units to keep whole from forward to backward, so that the most bytes stay and no more than
-    `room` are taken. Exact for sizes of a few kinds, as a model of equal blocks has: tried by counts, largest first.
-    """
-    kinds: dict[int, list[str]] = {}
-    for name, size in sizes.items():
-        kinds.setdefault(size, []).append(name)
-    order = sorted(kinds, reverse=True)
-
-    def best(place: int, left: float) -> tuple[int, tuple[int, ...]]:
-        if place == len(order):
-            return 0, ()
-        size, most = order[place], int(min(len(kinds[order[place]]), left // order[place]))
-        tried = []
-        for count in range(most, max(-1, most - 4), -1):  # a few fewer of the large leave room for small ones
-            bytes_kept, counts = best(place + 1, left - count * size)
-            tried.append((bytes_kept + count * size, (count, *counts)))
-        return max(tried)
-
-    _, counts = best(0, max(0.0, room))
-    return [name for size, count in zip(order, counts, strict=True) for name in kinds[size][:count]]

@@ -162,7 +162,8 @@ def limit_and_least(track: Track) -> tuple[int, float]:
 def better_reference(track: Track) -> tuple[str, int]:
     """The better one of stages 2 and 3 that keep the track's limit: its name, and what counts."""
     rows = {f"stage {number}": Figures(**_known()[track.name][f"stage {number}"]) for number in (2, 3)}
-    kept = {name: _counted(track, row) for name, row in rows.items() if _limited(track, row) <= limit_and_least(track)[0]}
+    limit = limit_and_least(track)[0]
+    kept = {name: _counted(track, row) for name, row in rows.items() if _limited(track, row) <= limit}
     return min(kept.items(), key=lambda entry: entry[1])
 
 

@@ -1,7 +1,7 @@
 """Foreign: what a simulation takes from a file: a stage of somebody's own, and models that are not our GPT.
 
-    python -m zero_minimal simulate --stage my_system.py …        build(model, group, budget), or a class used like Stage3
-    python -m zero_minimal simulate --model config.json …         a configuration of the transformers library
+    python -m zero_minimal simulate --stage my_system.py …      build(model, group, budget), or a class
+    python -m zero_minimal simulate --model config.json …       a configuration of the transformers library
 """
 
 import ast
