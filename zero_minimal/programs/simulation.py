@@ -17,7 +17,7 @@ import functools
 import gc
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import formulas
 from zero_minimal.paper.fakes import new_tensors_in, without_values
 from zero_minimal.paper.shapes import check_heads, parameter_count
+from zero_minimal.programs.foreign import ForeignModel
 from zero_minimal.programs.registry import CONFIGS, STAGES, System
 from zero_minimal.stage2 import Stage2
 from zero_minimal.tensor_parallel import ParallelGPT
@@ -49,7 +50,7 @@ OPTIONS = {"lr": 1e-3, **OPTIMIZER}
 class Case:
     """What to simulate. Raises ValueError, saying what is accepted, for what cannot be."""
 
-    model: GPTConfig
+    model: GPTConfig | ForeignModel
     stage: int = 3
     ranks: int = 64
     dtype: str = "fp16"
@@ -59,6 +60,9 @@ class Case:
     steps: int = 2  # optimizer state is made in the first; the second is like all that follow
     bucket_bytes: int | None = None  # None: 4 MiB or, if these were many, as large as makes 256; 64 MiB in a config
     config: str = ""  # "C1" … "C5": that system of zero_100b.py, instead of `stage`
+    build: Callable | None = None  # build(model, group, budget) -> what is used like a stage, instead of `stage`
+    budget: object = None  # what that is given; None: Budget()
+    name: str = ""  # of what it builds
 
     def __post_init__(self):
         for name in ("ranks", "batch", "model_parallel", "steps"):
@@ -69,13 +73,44 @@ class Case:
         if self.ranks % self.model_parallel:
             raise ValueError(f"{self.ranks} ranks are not groups of {self.model_parallel} that share a model; "
                              f"accepted: {', '.join(map(str, divisors(self.ranks)))}")
-        check_heads(self.model, self.model_parallel)
+        if isinstance(self.model, GPTConfig):
+            check_heads(self.model, self.model_parallel)
+        elif self.model_parallel > 1 or self.config:
+            raise ValueError("a model of transformers is not cut over ranks here: give it without --mp and --config")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
         if self.config and self.config not in CONFIGS:
             raise ValueError(f"config must be one of {', '.join(CONFIGS)}, not {self.config!r}")
         if not self.config and self.stage not in range(4):
             raise ValueError(f"stage must be 0, 1, 2 or 3, not {self.stage}")
+
+    @property
+    def called(self) -> str:
+        """What is simulated, in a word or two."""
+        return self.config or self.name or f"stage {self.stage}"
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the whole model."""
+        return parameter_count(self.model) if isinstance(self.model, GPTConfig) else self.model.sizes["parameters"]
+
+    @property
+    def settings(self) -> dict:
+        """For a report."""
+        plain = {entry.name: getattr(self, entry.name) for entry in fields(self)
+                 if entry.name not in ("build", "budget", "name")}
+        return plain | {"model": {name: value for name, value in asdict(self.model).items() if name != "sizes"}}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a system of somebody's own is built for: the third argument of build(model, group, budget)."""
+
+    memory: int | None = None  # the most bytes on the device at any moment, also while it is built
+    sent: int | None = None  # the most bytes sent in a step by data parallelism
+    batch: int = 1  # sequences that a rank works on at once
+    sequence: int = 1024  # tokens in each
+    options: dict = field(default_factory=lambda: dict(OPTIONS))  # for AdamW
 
 
 class Living(NamedTuple):
@@ -97,9 +132,10 @@ class Simulation:
     trace: list[Event]  # allocations and frees on the device: what meters/allocator.py replays
 
 
-def simulate(case: Case, tell: Callable[[str], None] = lambda phase: None) -> Simulation:
+def simulate(case: Case, tell: Callable[[str], None] = lambda phase: None, around=None) -> Simulation:
     """Run the case; tell(name) is called as each of its phases() begins.
 
+    around: a function(model, zero) that returns a context for the steps, in which more may be watched.
     Raises: RuntimeError in a process whose process group is up already.
     """
     if dist.is_initialized():
@@ -107,7 +143,7 @@ def simulate(case: Case, tell: Callable[[str], None] = lambda phase: None) -> Si
     optimizers.check_element_wise(AdamW, OPTIONS)  # with values, before there are none
     dist.init_process_group("fake", rank=case.rank, world_size=case.ranks, store=FakeStore())
     try:
-        run = _Run(case, tell)
+        run = _Run(case, tell, around)
         peak = run.peak(f"forward {case.steps}")
         return Simulation(run.report(), run.timeline, run.phases, run.living_at(peak), run.on_device())
     finally:
@@ -118,7 +154,7 @@ def simulate(case: Case, tell: Callable[[str], None] = lambda phase: None) -> Si
 class _Run:
     """One rank's steps under the ledger."""
 
-    def __init__(self, case: Case, tell: Callable[[str], None]):
+    def __init__(self, case: Case, tell: Callable[[str], None], around=None):
         self.case, self.tell, self.phases = case, tell, []
         self.ledger, self.meter = Ledger(), TrafficMeter()
         mesh = make_mesh(case.model_parallel)
@@ -129,10 +165,11 @@ class _Run:
             self.ledger.watch(somebody)  # so that what has no owner yet counts as a temporary buffer
             self._construct(mesh)
             self.ledger.watch(self.model, self.zero, *filter(None, [self.system]))
-            for step in range(1, case.steps + 1):
-                with self.meter if step == case.steps else contextlib.nullcontext():
-                    self._step(step)
-                    self.states = self.ledger.states()
+            with around(self.model, self.zero) if around else contextlib.nullcontext():
+                for step in range(1, case.steps + 1):
+                    with self.meter if step == case.steps else contextlib.nullcontext():
+                        self._step(step)
+                        self.states = self.ledger.states()
             self.timeline = self.ledger.timeline
 
     def _phase(self, name: str) -> None:
@@ -150,10 +187,14 @@ class _Run:
                 self.system = System(case.config, case.model, mesh, case.batch, dtype, device, AdamW, **options)
                 self.model, self.zero = self.system.model, self.system
                 return
-            with torch.device("meta" if case.stage == 3 else "cpu"):  # stage 3 builds it unit by unit
+            # stage 3 builds it unit by unit, and so must a system of one's own
+            with torch.device("meta" if case.stage == 3 or case.build else "cpu"):
                 self.model = build_model(case, mesh)
             self._phase("stage")
             group = mesh.data_group if case.model_parallel > 1 else None
+            if case.build:
+                self.zero = case.build(self.model, group, case.budget or Budget(sequence=case.model.sequence))
+                return
             self.zero = STAGES[case.stage](self.model, AdamW, group=group, **options)
 
     def _step(self, number: int) -> None:
@@ -178,7 +219,7 @@ class _Run:
         padding = sum(bucket.padded - bucket.numel for bucket in getattr(self.zero, "buckets", []))
         stage, ranks = stage_of(case), case.ranks // case.model_parallel
         return {
-            "name": case.config or f"stage {case.stage}",
+            "name": case.called,
             "stage": stage,
             "theory_stage": stage,
             "config": case.config or None,
@@ -188,7 +229,7 @@ class _Run:
             "backend": "fake",
             "device": "fake",
             "dtype": case.dtype,
-            "parameters": parameter_count(case.model),
+            "parameters": case.parameters,
             "parameters_of_rank": elements,
             "bucket_bytes": bucket_bytes(case),
             "losses": None,
@@ -198,7 +239,7 @@ class _Run:
             "theory": formulas.model_states(stage, elements, ranks, case.dtype),
             "padding": formulas.model_states(stage, padding, ranks, case.dtype),
             "traffic": self._traffic(stage, elements, padding, ranks),
-            "settings": asdict(case),
+            "settings": case.settings,
         }
 
     def _memory(self) -> dict:
@@ -212,6 +253,7 @@ class _Run:
             "peak_by_category": {name: size for name, size in peak.bytes.items() if name != "other"},
             "peak_when": self.phase_of(peak),
             "peak_what": peak.what,
+            "peak_of_all": on_device(max(self.timeline, key=on_device)),
             "construction_peak": on_device(max(self.until("forward 1"), key=on_device)),
         }
 
@@ -221,7 +263,7 @@ class _Run:
             "theory_bytes": formulas.traffic(stage, elements, ranks, case.dtype),
             "theory_volume": formulas.volume(stage),
             "padding_bytes": formulas.traffic(stage, padding, ranks, case.dtype),
-            "model_parallel_theory_bytes": formulas.model_parallel_traffic(
+            "model_parallel_theory_bytes": 0 if case.model_parallel == 1 else formulas.model_parallel_traffic(
                 case.model.layers, case.model.hidden, case.batch, case.model.sequence, case.dtype,
                 case.model_parallel, bool(case.config) and CONFIGS[case.config].partition,
                 bool(case.config) or case.model.recompute,
@@ -299,12 +341,14 @@ def bucket_bytes(case: Case) -> int:
         return case.bucket_bytes
     if case.config:
         return CONSTANT
-    whole = parameter_count(case.model) * DTYPES[case.dtype].itemsize // case.model_parallel
+    whole = case.parameters * DTYPES[case.dtype].itemsize // case.model_parallel
     return max(4 * 2**20, -(-whole // BUCKETS))
 
 
 def build_model(case: Case, mesh: Mesh) -> torch.nn.Module:
-    """The GPT, or this rank's part of it."""
+    """The model, or this rank's part of it."""
+    if isinstance(case.model, ForeignModel):
+        return case.model.build()
     if case.model_parallel == 1:
         return GPT(case.model)
     model = ParallelGPT(case.model, mesh.model_group)
