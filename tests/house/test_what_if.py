@@ -1,6 +1,7 @@
 """What if: the formulas that write themselves down are those of `plan`, and the page calculates with nothing else."""
 
 import html
+import itertools
 import json
 import math
 import random
@@ -13,14 +14,23 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+from thorough import sample
 
 from zero_minimal import __main__ as program
+from zero_minimal.foundations import ranks
 from zero_minimal.notebook import sliders
+from zero_minimal.paper.formulas import STATES
 from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.quantities import seconds_text, size_text
 from zero_minimal.paper.shapes import usual_shape
 from zero_minimal.programs import what_if
+from zero_minimal.programs.offload import Offload
 from zero_minimal.programs.planning import Speeds
+from zero_minimal.programs.registry import STAGES
+from zero_minimal.programs.simulation import Case, simulate
+from zero_minimal.programs.train import train
+from zero_minimal.workload.model import GPTConfig
+from zero_minimal.workload.settings import Settings
 
 HOUSE = Path(__file__).parents[2]
 PAGE = HOUSE / "lessons/10_whole_system/what-if.html"
@@ -47,8 +57,10 @@ def settings(count=200, seed=7):
             **sizes, "sequence": draw.choice((1, 64, 1024, 2048, 32768)), "batch": draw.randint(1, 40),
             "data_parallel": draw.choice((1, 2, 3, 7, 8, 64, 100, 1024)), "model_parallel": shared, "dtype": dtype,
             "kept": draw.choice(what_if.KEPT if shared > 1 else what_if.KEPT[:2]),
-            "optimizer_bytes": draw.choice((4, 8, 12, 6.5)), "device_bytes": gpu.memory * draw.choice((1, 0.1, 3)),
-            **vars(Speeds(gpu.rate(dtype), gpu.link, draw.choice((1, 4, gpu.node)), draw.choice((1.25e9, 12.5e9)))),
+            "offload": draw.choice(what_if.OFFLOADS), "optimizer_bytes": draw.choice((4, 8, 12, 6.5)),
+            "device_bytes": gpu.memory * draw.choice((1, 0.1, 3)),
+            **vars(Speeds(gpu.rate(dtype), gpu.link, draw.choice((1, 4, gpu.node)), draw.choice((1.25e9, 12.5e9)),
+                          gpu.bus)),
         })
     return found
 
@@ -77,6 +89,45 @@ def test_what_is_written_down_says_what_plan_says_in_200_settings(formulas):
         moments |= {shown[f"{stage} moment"] for stage in range(4)}
         fit |= {shown[f"{stage} fits"] for stage in range(4)}
     assert moments == {"logits", "top block", "bottom block", "embedding", "update"} and fit == {True, False}
+
+
+@pytest.mark.parametrize(("stage", "kept"), sample(itertools.product(range(4), ("all", "whole")), [(2, "all")]))
+def test_the_figures_are_what_the_ledger_counts(stage, kept, formulas):
+    """Of the stage's own code on fake tensors; test_plan_beside_runs.py does so for plan, over a grid."""
+    shape = {"layers": 4, "hidden": 256, "heads": 8, "sequence": 512, "vocabulary": 4000}
+    setting = what_if.setting(kept=kept, dtype="bf16", batch=8) | shape
+    shown = what_if.on_a_page(formulas, setting)
+    config = GPTConfig(**{name: setting[name] for name in what_if.SHAPE}, dropout=0.0, recompute=kept != "all")
+    run = simulate(Case(config, stage, 64, "bf16", 8)).report
+    assert 0.92 < run["memory"]["peak"] / shown[f"{stage} together"] < 1.01
+    for state in STATES:
+        assert run["memory"][state] - run["padding"][state] == pytest.approx(shown[f"{stage} {state}"], rel=1e-6)
+    assert run["traffic"]["sent_bytes"] == pytest.approx(shown[f"{stage} sent_bytes"], rel=0.2 if stage == 3 else 1e-3)
+
+
+def reports(stage):
+    """Of real ranks: a report without offload, and one with it."""
+    settings = Settings(layers=4, hidden=256, heads=8, sequence=64, batch=2, steps=2, dtype="bf16", dropout=0.0)
+    with ranks.start() as rank:
+        return [train(STAGES[stage], settings, rank, away=Offload(cpu)) for cpu in (False, True)]
+
+
+@pytest.mark.thorough
+def test_offload_spares_what_the_ledger_counts_on_real_ranks(formulas, stage=2):
+    """Exact are the states, what the host keeps, and what crosses. On a CPU the buffers of the bus lie on the rank."""
+    plain, away = ranks.run(reports, 2, stage, device="cpu", timeout=100)[0]
+    shape = {"layers": 4, "hidden": 256, "heads": 8, "sequence": 64, "vocabulary": 256}
+    told = [what_if.on_a_page(formulas, what_if.setting() | shape | {
+        "batch": 2, "dtype": "bf16", "kept": "all", "data_parallel": 2, "offload": offload})
+        for offload in what_if.OFFLOADS]
+    row = {name: told[1][f"{stage} {name}"] for name in what_if.ROW}
+    assert away["parameters"] == told[1]["parameters"]
+    assert [away["memory"][state] for state in STATES] == [row[state] for state in STATES]
+    assert away["host_memory"] == row["host_bytes"]
+    assert away["bus"] == {"to_host": row["bus_bytes"], "to_device": row["bus_bytes"]}
+    others = [report["memory"]["peak_by_category"]["other"] for report in (plain, away)]
+    spared = plain["memory"]["peak"] - away["memory"]["peak"] + others[1] - others[0]
+    assert spared == pytest.approx(told[0][f"{stage} together"] - row["together"], rel=0.05)
 
 
 # ------------------------------------------------------------------------------------------------------------ the page
@@ -166,10 +217,12 @@ def test_the_page_shows_them_and_the_command_that_says_the_same(tmp_path, capsys
 
 def test_sliders_of_a_notebook_say_what_plan_says(monkeypatch):
     monkeypatch.delenv("ZERO_READING", raising=False)
-    made = sliders.Sliders(parameters=1.5e9, data_parallel=8, kept="P_a", batch=16, device="T4", dtype="bf16")
+    made = sliders.Sliders(parameters=1.5e9, data_parallel=8, kept="P_a", batch=16, device="T4", dtype="bf16",
+                           offload="cpu")
     assert made.told is None and "model-parallel ranks" in made.words.value  # what cannot be planned is said
     made.controls["model_parallel"].value = 4
-    wanted = what_if.asked(what_if.setting(1.5e9, 8, 4, "bf16", "P_a", 16, device="T4"))
+    wanted = what_if.asked(what_if.setting(1.5e9, 8, 4, "bf16", "P_a", 16, device="T4", offload="cpu"))
+    assert f"host keeps {size_text(wanted['rows'][3]['host_bytes'])}" in html.unescape(made.words.value)
     assert made.told == wanted and made.told["rows"][3]["fits"]
     assert bytes(made.picture.value).startswith(b"\x89PNG")
     for row in wanted["rows"]:

@@ -18,7 +18,7 @@ from IPython.display import Image, display
 
 from zero_minimal.paper.formulas import BYTES
 from zero_minimal.paper.hardware import GPUS
-from zero_minimal.paper.quantities import count_text, size_text
+from zero_minimal.paper.quantities import count_text, seconds_text, size_text
 from zero_minimal.pictures.plan import draw_plan
 from zero_minimal.programs import report, what_if
 from zero_minimal.programs.plan import state_rows, step_rows, time_rows, verdict
@@ -36,6 +36,7 @@ CHOICES = {  # of what is chosen
     "dtype": ("dtype", [(dtype, dtype) for dtype in BYTES]),
     "kept": ("kept", list(zip(("all activations", "checkpoints", "P_a (M > 1)", "P_a+cpu (M > 1)"), what_if.KEPT,
                               strict=True))),
+    "offload": ("optimizer on", [("the device", "none"), ("its host (stages 1 to 3)", "cpu")]),
     "device": ("GPU", [(f"{name}: {size_text(gpu.memory)}", name) for name, gpu in GPUS.items()]),
 }
 
@@ -111,8 +112,12 @@ def drawn(told: dict) -> bytes:
 
 def described(told: dict) -> str:
     """What fits, and the plan's tables."""
+    row = told["rows"][-1]
+    host, there, takes = size_text(row["host_bytes"]), size_text(row["bus_bytes"]), seconds_text(row["bus_seconds"])
+    away = [f"offloaded, stages 1 to 3: a rank's host keeps {host}; {there} cross to it\n"
+            f"in a step, and as much back, in {takes} together"]
     return "\n\n".join((verdict(told), report.table(state_rows(told)), report.table(step_rows(told)),
-                        report.table(time_rows(told))))
+                        report.table(time_rows(told)), *(away if told["offloaded"] else [])))
 
 
 def _one_of(name: str, stops: list, value: object) -> object:

@@ -42,38 +42,52 @@ def model_states(
 
 
 def states_on_device(
-    stage: int, elements: int, world_size: int, dtype: str, offloaded: bool = False
+    stage: int, elements: int, world_size: int, dtype: str, offloaded: bool = False,
+    optimizer_bytes: float | None = None,
 ) -> dict[str, int | float]:
     """The same of what stays on the device: offloaded, it has no optimizer state, and of gradients what stage 1 has."""
-    states = model_states(stage, elements, world_size, dtype)
+    states = model_states(stage, elements, world_size, dtype, optimizer_bytes)
     if offloaded:
         states["optimizer"] = 0
         states["gradients"] = 0 if stage >= SHARDED_FROM["gradients"] else states["gradients"]
     return states
 
 
-def host_bytes(elements: int, world_size: int, dtype: str) -> int | float:
-    """Bytes that an offloaded rank's host keeps: fp32 masters, Adam's state, gradients in the model's dtype."""
-    return _whole((12 + BYTES[dtype][1]) * elements / world_size)
+def host_bytes(
+    elements: int, world_size: int, dtype: str, optimizer_bytes: float | None = None
+) -> int | float:
+    """Bytes that an offloaded rank's host keeps: fp32 masters, Adam's state, gradients in the model's dtype.
+    optimizer_bytes: K, instead of Adam's."""
+    sizes = BYTES[dtype]
+    kept = sizes[2] if optimizer_bytes is None else optimizer_bytes  # with the masters, where the model is in 16 bit
+    return _whole((kept + sizes[1] + (sizes[0] if dtype == "fp32" else 0)) * elements / world_size)
 
 
-def bytes_a_parameter(stage: int, world_size: int, dtype: str, optimizer_bytes: float | None = None) -> float:
+def bus_bytes(elements: int, world_size: int, dtype: str) -> int | float:
+    """Bytes that cross the bus of an offloaded rank in a step of one micro-batch, each way: its shard."""
+    return _whole(BYTES[dtype][0] * elements / world_size)
+
+
+def bytes_a_parameter(stage: int, world_size: int, dtype: str, optimizer_bytes: float | None = None,
+                      offloaded: bool = False) -> float:
     """Bytes of model states on one rank for each parameter of the model: 16, 4 + 12/N, 2 + 14/N, 16/N."""
-    return sum(model_states(stage, 1, world_size, dtype, optimizer_bytes).values())
+    return sum(states_on_device(stage, 1, world_size, dtype, offloaded, optimizer_bytes).values())
 
 
 def largest_model(stage: int, device_bytes: float, world_size: int, dtype: str, model_parallel: int = 1,
-                  optimizer_bytes: float | None = None) -> int:
+                  optimizer_bytes: float | None = None, offloaded: bool = False) -> int:
     """Parameters of the largest model whose states fit on a device (Table 2). world_size: data-parallel."""
-    return math.floor(model_parallel * device_bytes / bytes_a_parameter(stage, world_size, dtype, optimizer_bytes))
+    each = bytes_a_parameter(stage, world_size, dtype, optimizer_bytes, offloaded)
+    return math.floor(model_parallel * device_bytes / each)
 
 
 @exported
 def fewest_ranks(stage: int, elements: int, device_bytes: float, dtype: str,
-                 optimizer_bytes: float | None = None) -> int | None:
+                 optimizer_bytes: float | None = None, offloaded: bool = False) -> int | None:
     """The smallest data-parallel group on which a model's states fit on a device; None if no number is enough."""
-    whole = bytes_a_parameter(stage, 10**18, dtype, optimizer_bytes) * elements  # what no number of ranks divides
-    shared = bytes_a_parameter(stage, 1, dtype, optimizer_bytes) * elements - whole
+    each = (dtype, optimizer_bytes, offloaded)
+    whole = bytes_a_parameter(stage, 10**18, *each) * elements  # what no number of ranks divides
+    shared = bytes_a_parameter(stage, 1, *each) * elements - whole
     if whole + shared <= device_bytes:
         return 1
     return None if whole >= device_bytes or stage == 0 else math.ceil(shared / (device_bytes - whole) - 1e-9)

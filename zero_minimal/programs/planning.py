@@ -18,16 +18,18 @@ PAPERS = GPUS["V100-32GB"]
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of a device: operations a second; bytes a second that it sends inside a node of so many devices, and outside."""
+    """Of a device: operations a second; bytes a second that it sends inside a node of so many devices, and outside; and
+    to its host, or from it."""
 
     operations: float
     link: float
     node: int
     network: float = NETWORK
+    bus: float = PAPERS.bus
 
     @classmethod
     def of(cls, gpu: GPU, dtype: str) -> "Speeds":
-        return cls(gpu.rate(dtype), gpu.link, gpu.node)
+        return cls(gpu.rate(dtype), gpu.link, gpu.node, bus=gpu.bus)
 
     @exported
     def wire(self, ranks: int) -> float:
@@ -39,6 +41,7 @@ class Speeds:
 def plan(
     config: GPTConfig, ranks: int, device_bytes: float, dtype: str = "fp16", batch: int = 1, model_parallel: int = 1,
     optimizer_bytes: float | None = None, checkpoints: str = "whole", speeds: Speeds | None = None,
+    offloaded: bool = False,
 ) -> dict:
     """The whole calculation, as JSON (bytes and seconds); "rows" has an entry for each stage.
 
@@ -46,14 +49,15 @@ def plan(
         optimizer_bytes: the paper's K (None: Adam's).
         checkpoints: "whole", "P_a" or "P_a+cpu", where config.recompute keeps only these.
         speeds: None: those of the paper's V100, in this dtype.
+        offloaded: at stages 1 to 3 the ranks' hosts keep and update the optimizer's state.
     Raises: ValueError if ranks are not groups of model_parallel, if these cannot share the heads, or for P_a without
         them.
     """
     check(config, ranks, model_parallel, checkpoints)
     work = Work(config, batch, dtype, model_parallel, checkpoints)
     speeds = speeds or Speeds.of(PAPERS, dtype)
-    rows = [row(stage, work, ranks, device_bytes, optimizer_bytes, speeds)
-            | {"fewest_data_parallel_ranks": fewest_ranks(stage, work, device_bytes, optimizer_bytes)}
+    rows = [row(stage, work, ranks, device_bytes, optimizer_bytes, speeds, offloaded)
+            | {"fewest_data_parallel_ranks": fewest_ranks(stage, work, device_bytes, optimizer_bytes, offloaded)}
             for stage in range(4)]
     fitting = [row["stage"] for row in rows if row["fits"]]
     return {
@@ -62,7 +66,7 @@ def plan(
         "layers": config.layers, "hidden": config.hidden, "heads": config.heads, "vocabulary": config.vocabulary,
         "sequence": config.sequence, "batch": batch, "recompute": config.recompute, "checkpoints": checkpoints,
         "ranks": ranks, "model_parallel": model_parallel, "dtype": dtype, "optimizer_bytes": optimizer_bytes,
-        "device_bytes": device_bytes,
+        "offloaded": offloaded, "device_bytes": device_bytes,
         "rows": rows,
         "first_stage_that_fits": fitting[0] if fitting else None,
         "activations": activations(work),
@@ -70,7 +74,7 @@ def plan(
         **waiting(work, speeds),
         "inside_a_node": ranks <= speeds.node,
         "wire": speeds.wire(ranks),
-        "network": speeds.network, "link": speeds.link, "node": speeds.node,
+        "network": speeds.network, "link": speeds.link, "node": speeds.node, "bus": speeds.bus,
     }
 
 
@@ -87,14 +91,17 @@ def check(config: GPTConfig, ranks: int, model_parallel: int, checkpoints: str) 
 
 
 @exported
-def row(stage: int, work: Work, ranks: int, device_bytes: float, optimizer_bytes: float | None, speeds: Speeds) -> dict:
+def row(stage: int, work: Work, ranks: int, device_bytes: float, optimizer_bytes: float | None, speeds: Speeds,
+        offloaded: bool = False) -> dict:
     """What a stage needs: model states, the highest moment of a step, traffic, time. Formulas that a page can have, too
     (expressions.py)."""
     data_parallel, elements = ranks // work.model_parallel, moments.rank_parameters(work)
-    states = formulas.model_states(stage, elements, data_parallel, work.dtype, optimizer_bytes)
-    moment = moments.highest(stage, work, data_parallel, optimizer_bytes)
+    away = offloaded and stage > 0  # stage 0 has no shards that could leave
+    states = formulas.states_on_device(stage, elements, data_parallel, work.dtype, away, optimizer_bytes)
+    moment = moments.highest(stage, work, data_parallel, optimizer_bytes, away)
     built, sent = moments.construction(stage, work), formulas.traffic(stage, elements, data_parallel, work.dtype)
     sends = sent / speeds.wire(ranks)
+    crosses = formulas.bus_bytes(elements, data_parallel, work.dtype) if away else 0  # there, and back
     computes, waits = computing(work, speeds)["compute_seconds"], waiting(work, speeds)["model_parallel_seconds"]
     return {
         "stage": stage, "name": NAMES[stage], **states, "states": sum(states.values()),
@@ -105,18 +112,22 @@ def row(stage: int, work: Work, ranks: int, device_bytes: float, optimizer_bytes
         "step_fits": moment.total <= device_bytes,
         "fits": max(moment.total, built) <= device_bytes,
         "fewest_data_parallel_ranks_for_states": formulas.fewest_ranks(
-            stage, elements, device_bytes, work.dtype, optimizer_bytes),
+            stage, elements, device_bytes, work.dtype, optimizer_bytes, away),
         "largest_model": formulas.largest_model(
-            stage, device_bytes, data_parallel, work.dtype, work.model_parallel, optimizer_bytes),
+            stage, device_bytes, data_parallel, work.dtype, work.model_parallel, optimizer_bytes, away),
         "sent_bytes": sent, "send_seconds": sends,
-        "least_seconds": max(sends, computes) + waits, "most_seconds": sends + computes + waits,
+        "host_bytes": formulas.host_bytes(elements, data_parallel, work.dtype, optimizer_bytes) if away else 0,
+        "bus_bytes": crosses, "bus_seconds": 2 * crosses / speeds.bus,
+        "least_seconds": max(sends, computes, 2 * crosses / speeds.bus) + waits,
+        "most_seconds": sends + computes + 2 * crosses / speeds.bus + waits,
     }
 
 
-def fewest_ranks(stage: int, work: Work, device_bytes: float, optimizer_bytes: float | None) -> int | None:
+def fewest_ranks(stage: int, work: Work, device_bytes: float, optimizer_bytes: float | None,
+                 offloaded: bool = False) -> int | None:
     """The smallest data-parallel group on which all of a step fits; None if no number is enough."""
     def fits(ranks: int) -> bool:
-        return moments.highest(stage, work, ranks, optimizer_bytes).total <= device_bytes
+        return moments.highest(stage, work, ranks, optimizer_bytes, offloaded and stage > 0).total <= device_bytes
 
     if moments.construction(stage, work) > device_bytes or not fits(MOST_RANKS):
         return None

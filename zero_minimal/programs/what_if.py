@@ -4,6 +4,7 @@ A setting is a dict, as of `setting`. `asked` calculates it in Python; `expressi
 page, written down by themselves (paper/expressions.py), and `on_a_page` is what the page makes of them.
 """
 
+import functools
 import json
 from dataclasses import fields
 from itertools import product
@@ -29,19 +30,19 @@ SIZES = (5e6, 30e6, 125e6, 350e6, 760e6, 1.5e9, 2.5e9, 4e9, 7.5e9, 13e9, 20e9, 3
          170e9, 250e9, 500e9, 1e12)  # parameters, at which the page's slider stops
 SHARES = tuple(2**power for power in range(7))  # model-parallel ranks, at which it stops
 KEPT = ("all", *CHECKPOINTS)  # of the blocks' activations: all, or checkpoints in one of these ways
+OFFLOADS = ("none", "cpu")  # who keeps and updates the optimizer's state, at stages 1 to 3
 SHAPE = ("layers", "hidden", "heads", "vocabulary", "sequence")
 SPEEDS = tuple(field.name for field in fields(Speeds))
-CHOICES = {"dtype": tuple(BYTES), "kept": KEPT}
 NUMBERS = (*SHAPE, "batch", "data_parallel", "model_parallel", "optimizer_bytes", "device_bytes", *SPEEDS)
 ROW = (*STATES, "states", "moment", "states_there", "activations", "passing", "together", "construction", "states_fit",
        "step_fits", "fits", "fewest_data_parallel_ranks_for_states", "largest_model", "sent_bytes", "send_seconds",
-       "least_seconds", "most_seconds")
+       "host_bytes", "bus_bytes", "bus_seconds", "least_seconds", "most_seconds")
 
 
 def setting(
     parameters: float = SIZE, data_parallel: int = 64, model_parallel: int = 1, dtype: str = "fp16",
     kept: str = "whole", batch: int = 1, sequence: int = 1024, device: str = DEVICE, memory: float | None = None,
-    network: float = NETWORK,
+    network: float = NETWORK, offload: str = "none",
 ) -> dict:
     """All of a setting from what a reader says of it. memory: of a device, instead of the GPU's.
 
@@ -50,8 +51,9 @@ def setting(
     shape, gpu = usual_shape(int(parameters), sequence, model_parallel, kept != "all"), GPUS[device]
     return {
         **{name: getattr(shape, name) for name in SHAPE}, "batch": batch, "data_parallel": data_parallel,
-        "model_parallel": model_parallel, "dtype": dtype, "kept": kept, "optimizer_bytes": BYTES[dtype][2],
-        "device_bytes": memory or gpu.memory, **vars(Speeds.of(gpu, dtype)), "network": network,
+        "model_parallel": model_parallel, "dtype": dtype, "kept": kept, "offload": offload,
+        "optimizer_bytes": BYTES[dtype][2], "device_bytes": memory or gpu.memory, **vars(Speeds.of(gpu, dtype)),
+        "network": network,
     }
 
 
@@ -62,31 +64,32 @@ def asked(chosen: dict) -> dict:
         config, chosen["data_parallel"] * chosen["model_parallel"], chosen["device_bytes"], chosen["dtype"],
         chosen["batch"], chosen["model_parallel"], chosen["optimizer_bytes"],
         "whole" if chosen["kept"] == "all" else chosen["kept"], Speeds(*(chosen[name] for name in SPEEDS)),
+        chosen["offload"] != "none",
     )
 
 
 # ---------------------------------------------------------------------------------------------------------- for a page
 
 
+@functools.cache
 def expressions() -> dict:
-    """The formulas: "nodes", and in "results" the node of each figure, {choices, as of `case`: {name: node}}.
-
-    A figure of a stage is called by its number too: "3 together"."""
+    """The formulas: "nodes"; the "figures" by name, with the stage's number where they are a stage's, "3 together"; and
+    in "results" their nodes, in this order, {choices, as of `case`: [node]}."""
     with writing() as book:
         unknown = {name: book.unknown(name) for name in NUMBERS}
         results = {}
-        for dtype, kept in product(("fp32", "fp16"), KEPT):
-            figures = {name: book.write(value) for name, value in written(unknown, dtype, kept).items()}
-            results[case(dtype, kept)] = figures
-    return {"nodes": book.nodes, "results": results}
+        for choices in product(("fp32", "fp16"), KEPT, OFFLOADS):
+            figures = written(unknown, *choices)
+            results[case(*choices)] = [book.write(value) for value in figures.values()]
+    return {"nodes": book.nodes, "figures": list(figures), "results": results}
 
 
-def case(dtype: str, kept: str) -> str:
+def case(dtype: str, kept: str, offload: str) -> str:
     """The name of choices for which there are formulas of their own: all 16-bit types are one."""
-    return f"{BYTES[dtype][0]} {kept}"
+    return f"{BYTES[dtype][0]} {kept} {offload}"
 
 
-def written(unknown: dict, dtype: str, kept: str) -> dict:
+def written(unknown: dict, dtype: str, kept: str, offload: str) -> dict:
     """{name: Symbol} of all figures."""
     config = SimpleNamespace(**{name: unknown[name] for name in SHAPE}, recompute=kept != "all")
     work = Work(config, unknown["batch"], dtype, unknown["model_parallel"], "whole" if kept == "all" else kept)
@@ -95,7 +98,8 @@ def written(unknown: dict, dtype: str, kept: str) -> dict:
               **computing(work, speeds), **waiting(work, speeds), "wire": speeds.wire(ranks),
               **{f"activations {name}": value for name, value in activations(work).items()}}
     for stage in range(4):
-        figures = row(stage, work, ranks, unknown["device_bytes"], unknown["optimizer_bytes"], speeds)
+        figures = row(stage, work, ranks, unknown["device_bytes"], unknown["optimizer_bytes"], speeds,
+                      offload != "none")
         result |= {f"{stage} {name}": figures[name] for name in ROW}
         result[f"{stage} gradients_there"] = there(figures, "gradients")
     return result
@@ -104,8 +108,9 @@ def written(unknown: dict, dtype: str, kept: str) -> dict:
 def on_a_page(formulas: dict, chosen: dict) -> dict:
     """What a page says of a setting: {name: value}."""
     values: dict = {}
+    numbers = formulas["results"][case(chosen["dtype"], chosen["kept"], chosen["offload"])]
     return {name: evaluate(formulas["nodes"], number, chosen, values)
-            for name, number in formulas["results"][case(chosen["dtype"], chosen["kept"])].items()}
+            for name, number in zip(formulas["figures"], numbers, strict=True)}
 
 
 def flat(told: dict) -> dict:
@@ -135,8 +140,10 @@ def shapes() -> list[list]:
 
 
 def devices() -> dict:
-    """{name: [bytes, operations a second in 16 bit and in fp32, bytes a second of a link, devices of a node]}"""
-    return {name: [gpu.memory, gpu.operations, gpu.operations_fp32, gpu.link, gpu.node] for name, gpu in GPUS.items()}
+    """{name: [bytes, operations a second in 16 bit and in fp32, bytes a second of a link, devices of a node, bytes a
+    second of its bus]}"""
+    return {name: [gpu.memory, gpu.operations, gpu.operations_fp32, gpu.link, gpu.node, gpu.bus]
+            for name, gpu in GPUS.items()}
 
 
 def content() -> dict:
@@ -146,7 +153,8 @@ def content() -> dict:
         "words": {dtype: [[formula(stage, state, dtype) for state in STATES] for stage in range(4)] for dtype in BYTES},
         "volumes": [volume(stage) for stage in range(4)], "bytes": BYTES,
         "shares": SHARES, "shapes": shapes(), "devices": devices(),
-        "cases": {dtype: {kept: case(dtype, kept) for kept in KEPT} for dtype in BYTES},
+        "cases": {dtype: {kept: {offload: case(dtype, kept, offload) for offload in OFFLOADS} for kept in KEPT}
+                  for dtype in BYTES},
         "formulas": expressions(),
     }
 
