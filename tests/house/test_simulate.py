@@ -18,9 +18,10 @@ from zero_minimal import __main__ as program
 from zero_minimal.foundations import ranks
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.paper import formulas
+from zero_minimal.programs.cases import Case, phases
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.simulate import describe, watched
-from zero_minimal.programs.simulation import Case, phases, simulate
+from zero_minimal.programs.simulation import simulate
 from zero_minimal.programs.train import train
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3

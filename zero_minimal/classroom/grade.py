@@ -32,7 +32,8 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 3
     calls = _calls(arguments, lessons)
-    all_grades = [Grades(call.lesson, (call.step,) if call.step else ()) for call in calls]
+    all_grades = [(open_part.TrackGrades if call.is_open else Grades)(call.lesson, (call.step,) if call.step else ())
+                  for call in calls]
     options, began = calls[0].options, time.monotonic()
     if not fence.holds():
         print("This system cannot fence a submission in (Linux 5.13 can): grade nobody's file but your own.\n")
@@ -65,7 +66,8 @@ class Call:
 
 def _graded(call: Call, grades: Grades) -> int:
     """Grade one file, and say what it has earned. Returns the exit code."""
-    seconds = " (up to a minute)" if not call.step and not call.options.watch else ""
+    minutes = "three minutes" if call.is_open else "a minute"
+    seconds = f" (up to {minutes})" if not call.step and not call.options.watch else ""
     print(f"{call.file}: lesson {call.lesson.name}, {call.lesson.world}{seconds}\n", flush=True)
     return _watch(call, grades) if call.options.watch else _once(call, grades)
 

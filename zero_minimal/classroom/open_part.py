@@ -30,6 +30,14 @@ def part() -> Lesson:
                   "", (), "", frozenset(), steps)
 
 
+class TrackGrades(Grades):
+    """Tracks do not build on one another: none's fault comes from an earlier one."""
+
+    def of(self, step: Step) -> tuple[float, str]:
+        found = [result for result in self.results if result[0] == step.number]
+        return sum(points for _, _, points, passed, _ in found if passed), "".join(message for *_, message in found)
+
+
 def judge(file: Path, tracks: tuple[Track, ...] = TRACKS, show: Callable[[Score], object] = lambda score: None,
           ) -> list[Score]:
     """A score for each track; show(score) is called as each is known. A file that is broken has 0, and says why."""

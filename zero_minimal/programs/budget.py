@@ -6,7 +6,7 @@
 
 The file has build(model, group, budget), which returns what is used like a stage: loss.backward(), .step(),
 .zero_grad(). The model comes on the meta device, as stage 3 takes it, and is trained by AdamW(**budget.options) in
-bf16. `group` are the ranks that share it (None: all). `budget` (simulation.py) has .memory, .sent (one of them is
+bf16. `group` are the ranks that share it (None: all). `budget` (cases.py) has .memory, .sent (one of them is
 None), .batch, .sequence, .options. Of the parts of this course a system may use all that train.
 
 Three tracks, 20 points each:
@@ -41,7 +41,8 @@ from zero_minimal.foundations.mesh import make_mesh
 from zero_minimal.paper.bound import Bound
 from zero_minimal.paper.fakes import new_tensors_in, without_values
 from zero_minimal.paper.quantities import size_text
-from zero_minimal.programs.simulation import Budget, Case, build_model, simulate
+from zero_minimal.programs.cases import Budget, Case
+from zero_minimal.programs.simulation import build_model, simulate
 from zero_minimal.programs.unsharded import bound_of
 from zero_minimal.workload.model import GPTConfig
 
@@ -136,7 +137,7 @@ def others(track: Track) -> int:
 def bound(track: Track) -> Bound:
     """The track's bound: of the file for the three tracks, else computed."""
     if track in TRACKS and KNOWN.exists():
-        return Bound(**_known()[track.name]["bound"])
+        return Bound(**known()[track.name]["bound"])
     return computed_bound(track)
 
 
@@ -161,7 +162,7 @@ def limit_and_least(track: Track) -> tuple[int, float]:
 
 def better_reference(track: Track) -> tuple[str, int]:
     """The better one of stages 2 and 3 that keep the track's limit: its name, and what counts."""
-    rows = {f"stage {number}": Figures(**_known()[track.name][f"stage {number}"]) for number in (2, 3)}
+    rows = {f"stage {number}": Figures(**known()[track.name][f"stage {number}"]) for number in (2, 3)}
     limit = limit_and_least(track)[0]
     kept = {name: _counted(track, row) for name, row in rows.items() if _limited(track, row) <= limit}
     return min(kept.items(), key=lambda entry: entry[1])
@@ -202,7 +203,8 @@ def _limited(track: Track, figures: Figures) -> int:
 
 
 @functools.cache
-def _known() -> dict:
+def known() -> dict:
+    """What budget.json holds: of each track the bound, and the figures of stages 2 and 3."""
     return json.loads(KNOWN.read_text())
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.foundations import collectives
+from zero_minimal.meters.memory import resizes_reported
 from zero_minimal.meters.owners import strided_tensors
 
 USED = {"abc", "bisect", "collections", "contextlib", "copy", "dataclasses", "functools", "heapq", "itertools", "math",
@@ -135,10 +136,14 @@ class Gathered(TorchDispatchMode):
 
         self._zero.step = counted
         try:
-            with collectives.heard_by(self._hear), self:
+            with collectives.heard_by(self._hear), resizes_reported(self._resized), self:
                 yield
         finally:
             del self._zero.step
+
+    def _resized(self, handle: torch.UntypedStorage) -> None:
+        if not handle.nbytes():
+            self._fresh.discard(handle._cdata)  # what comes back into its place must be gathered again
 
     def _hear(self, moment: str, call) -> None:
         if moment == "start" and call.name in ("all_gather", "broadcast", "all_reduce"):

@@ -34,7 +34,8 @@ from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.programs import conduct
 from zero_minimal.programs.budget import Track, bound, simulated
-from zero_minimal.programs.simulation import Budget, simulate
+from zero_minimal.programs.cases import Budget
+from zero_minimal.programs.simulation import simulate
 from zero_minimal.stage0 import Stage0
 from zero_minimal.tensor_parallel import ParallelGPT
 from zero_minimal.workload.model import GPT, GPTConfig
@@ -66,15 +67,8 @@ def budget_of(twin: Track) -> Budget:
 def simulated_runs(build: Callable, path: str, track: Track, big: bool = True) -> dict:
     """The twins and, if `big`, the track itself on simulated ranks. Plain numbers: {"twins", "figures", "lines",
     "fault"}."""
-    lines, found, fault = conduct.Lines(path), [], []
-
-    @contextmanager
-    def around(model, zero):
-        gathered = conduct.Gathered(model, zero)
-        with gathered.watching():
-            yield
-        fault.extend([gathered.fault] if gathered.fault else [])
-
+    lines, found, faults = conduct.Lines(path), [], []
+    around = gathered_only(faults)
     with lines.followed():
         for twin in twins(track):
             case = replace(twin.case(build=build, name="system"), budget=budget_of(twin))
@@ -83,7 +77,20 @@ def simulated_runs(build: Callable, path: str, track: Track, big: bool = True) -
             found.append({"states": [memory[state] for state in STATES], "peak": memory["peak"],
                           "sent": report["traffic"]["sent_bytes"], "budget": [twin.memory, twin.sent]})
         figures = asdict(simulated(track, build, watch=around)) if big else None
-    return {"twins": found, "figures": figures, "lines": lines.listed, "fault": next(iter(fault), "")}
+    return {"twins": found, "figures": figures, "lines": lines.listed, "fault": next(iter(faults), "")}
+
+
+def gathered_only(faults: list[str]) -> Callable:
+    """For simulate(around=…): what reads a parameter that was not gathered is added to `faults`, in words."""
+
+    @contextmanager
+    def around(model, zero):
+        gathered = conduct.Gathered(model, zero)
+        with gathered.watching():
+            yield
+        faults.extend([gathered.fault] if gathered.fault else [])
+
+    return around
 
 
 def real_runs(build: Callable, path: str, track: Track, budgets: list) -> dict:

@@ -10,9 +10,10 @@ from zero_minimal.paper.shapes import add_shape, read_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.simulation import draw_simulation
 from zero_minimal.programs import progress, report
+from zero_minimal.programs.cases import BUCKETS, Budget, Case, phases
 from zero_minimal.programs.foreign import ForeignModel, read_system
 from zero_minimal.programs.registry import CONFIGS
-from zero_minimal.programs.simulation import BUCKETS, Budget, Case, Living, Simulation, phases, simulate
+from zero_minimal.programs.simulation import Living, Simulation, simulate
 from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive

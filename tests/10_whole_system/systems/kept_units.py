@@ -71,7 +71,7 @@ def fitting(modules, room):
 
 
 def room_for_units(model, group, budget):
-    """Bytes that are left for whole units at the highest moments, when backward begins."""
+    """Bytes that are left for whole units at the highest moments, when backward begins; 1% is for what is small."""
     config, ranks = model.config, dist.get_world_size(group)
     parallel = dist.get_world_size(model.group) if hasattr(model, "group") else 1
     work = Work(config, budget.batch, "bf16", parallel)
@@ -81,7 +81,7 @@ def room_for_units(model, group, budget):
     highest = work.kept() + max(work.logits() + head / 2, work.at_work() + gradients)
     shards = 14 * elements / ranks
     root = sum(param.nbytes for param in model.parameters()) - sum(map(size, layers(model)))
-    return (budget.memory - shards - highest - root) * ranks / (ranks - 1)
+    return (0.99 * budget.memory - shards - highest - root) * ranks / (ranks - 1)
 
 
 def build(model, group, budget):
