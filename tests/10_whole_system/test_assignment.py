@@ -62,7 +62,7 @@ def memories(assignment):
         begins = checks.live_bytes() - before - held
         for step in range(2):
             toys.step_of(zero, step)
-        after = checks.live_bytes(until=before + held + begins, looks=10) - before - held
+        after = checks.live_bytes(until=before + held + begins + 1024, looks=10) - before - held
         found.append((begins, after, held, 4 * max(bucket.padded for bucket in zero.buckets)))
         del zero, model
     return found
