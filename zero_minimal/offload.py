@@ -25,6 +25,7 @@ GPU a thread and pinned memory. The bits are those of the stage by itself; with 
 update on the CPU.
 """
 
+import functools
 import weakref
 from collections.abc import Iterator
 
@@ -32,7 +33,14 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from zero_minimal.foundations import collectives, layout, optimizers, ownership, precision
+from zero_minimal.foundations import (
+    collectives,
+    disk_set_up,
+    layout,
+    optimizers,
+    ownership,
+    precision,
+)
 from zero_minimal.foundations.away import (
     Away,
     Kept,
@@ -44,6 +52,7 @@ from zero_minimal.foundations.away import (
 )
 from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.bus import Bus, Parcel
+from zero_minimal.foundations.disk import OnDisk
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
@@ -89,7 +98,7 @@ class HostState(Kept):
         """Update all shards; each goes back as soon as it is done, in the parameters' dtype."""
         for group, its_options in zip(self.optimizer.param_groups, options, strict=True):
             group.update(its_options)
-        for shard in self.shards.values():
+        for shard in self.in_turn():
             gradient = shard.gradient.to(shard.master.dtype)
             if scale is not None:
                 gradient = gradient * scale
@@ -98,9 +107,13 @@ class HostState(Kept):
             self.bus.send(("parameters",), shard.master.data.to(shard.dtype))
 
 
-def serve(bus: Bus) -> None:
+class DiskState(OnDisk, HostState):
+    """The same in a file: only a few shards are in memory."""
+
+
+def serve(bus: Bus, kind: type = HostState) -> None:
     """What a host does: what it is told, one parcel after the other."""
-    state = HostState(bus)
+    state = kind(bus)
     while (parcel := bus.receive()).words[0] != "end":
         order, *words = parcel.words
         getattr(state, order)(parcel, *words)
@@ -114,24 +127,29 @@ class Offloaded:
 
     Args:
         bus: bytes a second in each direction; None: as fast as it goes.
+        disk: a folder, for a host that keeps all in a file there (foundations/disk.py).
+        host_budget: bytes of memory that its process may then have (foundations/budget.py).
         The others are the stage's.
     zero.optimizer holds the options (lr, …), which go along with each update, so that a scheduler
     attaches to it; its state is on the host, and its step hooks are refused. reduced_gradients() is
     refused, too.
-    Raises: what the stage raises. RuntimeError, at the next use of the bus, if the host is gone.
+    Raises: what the stage raises. On all ranks OSError if the disk has no room, and ValueError for
+        a budget that is too small. RuntimeError, at the next use of the bus, if the host is gone.
     """
 
     host: Host | None = None
     adds = True  # whether gradients of several passes add up on the host
 
     def __init__(
-        self, model: nn.Module, optimizer_class: type, *, bus: float | None = None, **options
+        self, model: nn.Module, optimizer_class: type, *, bus: float | None = None,
+        disk: str | None = None, host_budget: int | None = None, **options,
     ):
         if bus is not None and not bus > 0:
             raise ValueError(f"bus is {bus}: give bytes a second, 12e9 say, or None")
         self.bandwidth = bus
-        super().__init__(model, optimizer_class, **options)
         own = {name: value for name, value in options.items() if name not in STAGE_OPTIONS}
+        self.disk = disk_set_up.asked(disk, host_budget, model, optimizer_class, own, options)
+        super().__init__(model, optimizer_class, **options)
         chosen = cloudpickle.dumps((optimizer_class, own, _options_of(self.optimizer)))
         self.host.send(("make_optimizer", chosen))
         refuse_alone(self.optimizer)
@@ -140,8 +158,11 @@ class Offloaded:
         """It ends with the stage."""
         largest = max(bucket.padded // self.world_size * bucket.dtype.itemsize
                       for bucket in self.buckets)
-        self.host = Host(serve, largest, device, self.bandwidth)
+        serving = functools.partial(serve, kind=DiskState) if self.disk else serve
+        self.host = Host(serving, largest, device, self.bandwidth)
         weakref.finalize(self, self.host.end)
+        if self.disk:
+            disk_set_up.set_up(self, self.disk)
 
     def own(self, bucket):
         """Masters live on the host, which is started for the first of them."""
