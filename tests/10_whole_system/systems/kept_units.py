@@ -49,11 +49,9 @@ class KeptUnits(Stage3):
 
 
 def layers(model):
-    """Modules that have parameters themselves, in the order of forward, but for those that share one."""
-    found = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
-    owners = [param for module in found for param in module.parameters(recurse=False)]
-    return [module for module in found
-            if all(sum(param is other for other in owners) == 1 for param in module.parameters(recurse=False))]
+    """The layers inside blocks, in the order of forward. The rest is the root: the head uses the embedding's weight."""
+    return [module for block in model.blocks for module in block.modules()
+            if any(True for _ in module.parameters(recurse=False))]
 
 
 def size(module):
