@@ -63,9 +63,12 @@ def host_bytes(
     return _whole((kept + sizes[1] + (sizes[0] if dtype == "fp32" else 0)) * elements / world_size)
 
 
-def bus_bytes(elements: int, world_size: int, dtype: str) -> int | float:
-    """Bytes that cross the bus of an offloaded rank in a step of one micro-batch, each way: its shard."""
-    return _whole(BYTES[dtype][0] * elements / world_size)
+def bus_bytes(stage: int, elements: int, world_size: int, dtype: str, accumulate: int = 1) -> dict[str, int | float]:
+    """Bytes between an offloaded rank and its host in a step of `accumulate` micro-batches: {"to_host", "to_device"}.
+    Gradients cross once where the rank adds them up, at stage 1; else after each micro-batch."""
+    shard = BYTES[dtype][0] * elements / world_size
+    times = accumulate if stage >= SHARDED_FROM["gradients"] else 1
+    return {"to_host": _whole(times * shard), "to_device": _whole(shard)}
 
 
 def bytes_a_parameter(stage: int, world_size: int, dtype: str, optimizer_bytes: float | None = None,

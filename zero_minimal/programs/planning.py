@@ -101,7 +101,7 @@ def row(stage: int, work: Work, ranks: int, device_bytes: float, optimizer_bytes
     moment = moments.highest(stage, work, data_parallel, optimizer_bytes, away)
     built, sent = moments.construction(stage, work), formulas.traffic(stage, elements, data_parallel, work.dtype)
     sends = sent / speeds.wire(ranks)
-    crosses = formulas.bus_bytes(elements, data_parallel, work.dtype) if away else 0  # there, and back
+    crosses = formulas.bus_bytes(stage, elements, data_parallel, work.dtype)["to_host"] if away else 0  # and back
     computes, waits = computing(work, speeds)["compute_seconds"], waiting(work, speeds)["model_parallel_seconds"]
     return {
         "stage": stage, "name": NAMES[stage], **states, "states": sum(states.values()),
