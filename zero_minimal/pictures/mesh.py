@@ -25,16 +25,15 @@ def draw_mesh(replicas: int, model_parallel: int) -> Figure:
     for replica in range(replicas):
         row = replicas - 1 - replica
         _frame(axis, -0.47, row - 0.24, model_parallel - 0.06, 0.48, LOOKS["activations"][0], "-")
-        axis.text(model_parallel - 0.45, row, "the same sequences:\nactivations are alike", va="center", fontsize=9)
+        axis.text(model_parallel - 0.45, row, "the same sequences", va="center", fontsize=9)
         for part in range(model_parallel):
             axis.text(part, row, f"rank {replica * model_parallel + part}\npart {part} of replica {replica}",
                       ha="center", va="center", fontsize=10)
     for part in range(model_parallel):
         _frame(axis, part - 0.4, -0.38, 0.8, replicas - 0.24, LOOKS["optimizer"][0], "--")
-        axis.text(part, -0.46, "the same part of the weights:\ngradients are averaged", ha="center", va="top",
-                  fontsize=9)
+        axis.text(part, -0.46, "the same part of the weights", ha="center", va="top", fontsize=9)
     axis.set_xlim(-0.6, model_parallel + 0.35)
-    axis.set_ylim(-0.85, replicas - 0.4)
+    axis.set_ylim(-0.7, replicas - 0.4)
     axis.set_axis_off()
     return result
 
@@ -68,7 +67,7 @@ def draw_ladder(rows: dict[str, dict]) -> Figure:
 def _stack(axis, rows: dict[str, dict]) -> None:
     held, positions = [row["peak_by_category"] for row in rows.values()], list(range(len(rows)))
     tops = stacked_bars(axis, positions, [
-        (category, look, [own.get(category, 0) / 1e6 for own in held]) for category, look in LOOKS.items()])
+        (category, LOOKS[category], [own[category] / 1e6 for own in held]) for category in held[0]])
     words_above(axis, positions, tops, [f"{top:.0f}" for top in tops])
 
 
