@@ -50,7 +50,7 @@ def build(model, group, budget):
     zero = Refuses(model, AdamW, group=group, units=layers, **budget.options)
     ranks, whole = dist.get_world_size(group), sum(map(nbytes, zero.units))
     if budget.memory is None:
-        room = whole - max(0, 0.998 * budget.sent * ranks / (ranks - 1) - 2 * whole)
+        room = whole - nbytes(zero.units[0]) - max(0, 0.998 * budget.sent * ranks / (ranks - 1) - 2 * whole)
     else:
         split = dist.get_world_size(model.group) if hasattr(model, "group") else 1
         logits = 4 * 3.6 * budget.batch * budget.sequence * model.config.vocabulary / split
