@@ -29,7 +29,8 @@ sys.path.insert(0, str(HERE / "systems"))
 from wrong import WRONG  # noqa: E402
 
 KEPT = HERE / "systems" / "kept_units.py"
-GIVEN_BACK = HERE / "systems" / "own_schedule.py"
+GIVEN_BACK = HERE / "systems" / "own_schedule.py"  # silver and bronze
+OTHERWISE = HERE / "systems" / "refuses_to_free.py"
 MEMORY, TRAFFIC, MESH = TRACKS
 
 
@@ -77,7 +78,7 @@ def test_no_stage_is_below_the_bound(number):
 
 
 @pytest.mark.parametrize("share", sample([0.8, 0.9, 1.0, 1.1, 1.5], [0.9]))
-@pytest.mark.parametrize("file", sample([KEPT, GIVEN_BACK], [KEPT]))
+@pytest.mark.parametrize("file", sample([KEPT, GIVEN_BACK, OTHERWISE], [KEPT]))
 def test_no_known_system_is_below_the_bound(file, share):
     track = replace(SMALL, memory=int(share * budget.bound(SMALL).need))
     found = budget.simulated(track, read_system(str(file))[1])
@@ -141,10 +142,13 @@ def test_a_score_is_the_same_in_each_run():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("track", TRACKS, ids=lambda track: track.name)
-def test_the_reference_is_gold(track):
-    found = budget.simulated(track, read_system(str(KEPT))[1])
-    assert score(track, found).medal == "gold", score(track, found)
+@pytest.mark.parametrize("file, track, medal", [
+    (KEPT, MEMORY, "gold"), (KEPT, TRAFFIC, "gold"), (KEPT, MESH, "gold"), (OTHERWISE, TRAFFIC, "gold"),
+    (GIVEN_BACK, MEMORY, "silver"),
+], ids=lambda value: getattr(value, "name", value))
+def test_systems_and_their_medals(file, track, medal):
+    found = score(track, budget.simulated(track, read_system(str(file))[1]))
+    assert found.medal == medal, found
 
 
 # -------------------------------------------------------------------------------------------------------- what is legal
@@ -160,12 +164,13 @@ def test_a_text_that_could_cheat_is_refused(name):
     assert re.search(WRONG[name].message, conduct.unwanted(WRONG[name].text))
 
 
-@pytest.mark.parametrize("file", [KEPT, GIVEN_BACK, open_part.part().folder / "system.py"], ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [KEPT, GIVEN_BACK, OTHERWISE, open_part.part().folder / "system.py"],
+                         ids=lambda file: file.stem)
 def test_a_text_that_is_right_is_not(file):
     assert conduct.unwanted(file.read_text()) == ""
 
 
-@pytest.mark.parametrize("name", sample(OF_SIMULATED, OF_SIMULATED[:2]))
+@pytest.mark.parametrize("name", sample(OF_SIMULATED, OF_SIMULATED[1:2]))
 def test_a_system_that_cheats_simulated_ranks(name, tmp_path):
     assert conduct.unwanted(WRONG[name].text) == ""
     (file := tmp_path / "system.py").write_text(WRONG[name].text)
@@ -204,14 +209,15 @@ def in_simulation(name, text, tmp_path):
 
 @pytest.mark.thorough
 def test_real_ranks_catch_the_rest(tmp_path):
-    texts = {name: WRONG[name].text for name in OF_REAL} | {"right": KEPT.read_text()}
+    right = {"right": KEPT.read_text(), "otherwise": OTHERWISE.read_text()}
+    texts = {name: WRONG[name].text for name in OF_REAL} | right
     assert not any(map(conduct.unwanted, texts.values()))
     simulated = {name: in_simulation(name, text, tmp_path) for name, text in texts.items()}
     real = toys.run(on_real_ranks, 3, texts, [simulated["right"]["twins"][0]["budget"]])
     for name in texts:
         first = simulated[name] | {"twins": simulated[name]["twins"][:1]}
         words = legality.fault(MEMORY, first, [rank[name] for rank in real])
-        if name != "right":
+        if name not in right:
             assert re.search(WRONG[name].message, words), (name, words)
         else:
             assert not words.startswith("with a small model"), words

@@ -1,5 +1,5 @@
-"""Gold, and written otherwise: stage 3's turns as they stand, but that a layer is not freed before its time. Each linear
-layer and norm of a block is a unit; the last ones stay from forward to backward, as many as a rough estimate allows."""
+"""Gold, and written otherwise: stage 3's turns as they stand, but that a layer is not freed before its time. Each layer
+of a block is a unit; the last ones stay from forward to backward, as many as a rough estimate allows."""
 
 import torch.distributed as dist
 from torch.optim import AdamW
@@ -46,11 +46,11 @@ def nbytes(unit):
 
 
 def build(model, group, budget):
-    layers = [layer for block in model.blocks for layer in block.modules() if "weight" in dict(layer.named_parameters())]
+    layers = [layer for block in model.blocks for layer in block.modules() if hasattr(layer, "weight")]
     zero = Refuses(model, AdamW, group=group, units=layers, **budget.options)
     ranks, whole = dist.get_world_size(group), sum(map(nbytes, zero.units))
     if budget.memory is None:
-        room = whole - (0.98 * budget.sent * ranks / (ranks - 1) - 2 * whole) * (budget.sent > 2 * whole * 0.99)
+        room = whole - nbytes(zero.units[0]) - max(0, 0.998 * budget.sent * ranks / (ranks - 1) - 2 * whole)
     else:
         split = dist.get_world_size(model.group) if hasattr(model, "group") else 1
         logits = 4 * 3.6 * budget.batch * budget.sequence * model.config.vocabulary / split
