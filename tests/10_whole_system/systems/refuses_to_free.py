@@ -29,7 +29,8 @@ class Refuses(Stage3):
             bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank)  # one memory for both
 
     def _free(self, bucket):
-        bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank).clone()
+        if bucket.parameters.untyped_storage().nbytes():  # else it is free already
+            bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank).clone()
         super()._free(bucket)
 
     def bucket_complete(self, bucket, done):
@@ -50,7 +51,7 @@ def build(model, group, budget):
     zero = Refuses(model, AdamW, group=group, units=layers, **budget.options)
     ranks, whole = dist.get_world_size(group), sum(map(nbytes, zero.units))
     if budget.memory is None:
-        room = whole - nbytes(zero.units[0]) - max(0, 0.998 * budget.sent * ranks / (ranks - 1) - 2 * whole)
+        room = whole - nbytes(zero.units[0]) - max(0, 0.994 * budget.sent * ranks / (ranks - 1) - 2 * whole)
     else:
         split = dist.get_world_size(model.group) if hasattr(model, "group") else 1
         logits = 4 * 3.6 * budget.batch * budget.sequence * model.config.vocabulary / split
