@@ -30,6 +30,8 @@ COMMANDS = {  # name: (module of this package with main(arguments), what it does
                "the other way round, from transformers' files, too"),
     "grade": ("classroom.grade",
               "points for an assignment, and what to mend; --watch: at each save"),
+    "board": ("classroom.board",
+              "a class's table for the budget, the open part of lesson 10"),
     "progress": ("classroom.course",
                  "your points and guesses in all lessons, and what to do next"),
     "starters": ("classroom.starters",

@@ -55,28 +55,36 @@ class ConstantMemory(GradientMemory):
     """
 
     def __init__(self, buckets: list[Bucket], group=None):
-        first = buckets[0]
-        if any((bucket.dtype, bucket.device) != (first.dtype, first.device) for bucket in buckets):
-            raise ValueError("the constant buffers are of one dtype and device, and this model's "
-                             "parameters are not")
-        largest = max(bucket.padded for bucket in buckets) * first.dtype.itemsize
-        self.constant_buffers = ConstantBuffers(
-            largest, dtype=first.dtype, device=first.device, group=group
-        )
+        """Makes `constant_buffers`, the two buffers, and `slab`, where all shards lie."""
+        dtype, device = kind_of(buckets)
+        largest = max(bucket.padded for bucket in buckets) * dtype.itemsize
+        self.constant_buffers = ConstantBuffers(largest, dtype=dtype, device=device, group=group)
         shards = [bucket.parameter_shard.numel() for bucket in buckets]
-        self.slab = torch.zeros(sum(shards), dtype=first.dtype, device=first.device)
+        self.slab = torch.zeros(sum(shards), dtype=dtype, device=device)
         self.home_of = dict(zip(buckets, self.slab.split(shards), strict=True))
 
     def whole(self, bucket: Bucket) -> torch.Tensor:
+        """Zeros [padded], into which the bucket's gradients are copied."""
         return self.constant_buffers.take()[: bucket.padded].zero_()
 
     def give_back(self, whole: torch.Tensor) -> None:
         pass  # the buffer stays, for a later bucket
 
     def shard(self, bucket: Bucket) -> torch.Tensor:
+        """Memory for this rank's shard of the average, [padded / D]. It becomes
+        bucket.gradient_shard, or is added to it where there is one already."""
         # later micro-batches of a step are added to the first one's, which lies in the slab
         is_first = bucket.gradient_shard is None
         return self.home_of[bucket] if is_first else torch.empty_like(self.home_of[bucket])
+
+
+def kind_of(buckets: list[Bucket]) -> tuple[torch.dtype, torch.device]:
+    """The dtype and the device of them all. Raises: ValueError if they have several."""
+    kinds = {(bucket.dtype, bucket.device) for bucket in buckets}
+    if len(kinds) > 1:
+        raise ValueError("the constant buffers are of one dtype and device, and this model's "
+                         "parameters are not")
+    return kinds.pop()
 
 
 @dataclass(frozen=True)
@@ -143,38 +151,47 @@ class System:
         self.mesh = mesh
         self.groups = [mesh.data_group, mesh.model_group]  # whose ranks hold parts of the model
         self.model = ParallelGPT(sizes, mesh.model_group).to(device, dtype)
+        self.slab = None  # where checkpoints lie, if they stay on the device
+        self.keep_checkpoints(config, batch)
+        self.zero = self.over_replicas(config, optimizer_class, **options)
+
+    def keep_checkpoints(self, config: Config, batch: int) -> None:
+        """Let each block keep its input alone, for `batch` sequences: as config.partition and
+        config.to_host say, in `slab` if it stays on the device."""
+        sizes, group = self.model.config, self.mesh.model_group
         elements = batch * sizes.sequence * sizes.hidden  # of a block's input
         if config.partition:
-            elements = -(-elements // dist.get_world_size(mesh.model_group))
-        self.slab = None
+            elements //= dist.get_world_size(group)  # M divides hidden
         if not config.to_host:
-            self.slab = Slab(elements * sizes.layers, dtype=dtype, device=device)
-            self.model.register_forward_pre_hook(self._begin)
+            like = next(self.model.parameters())
+            self.slab = Slab(elements * sizes.layers, dtype=like.dtype, device=like.device)
+            self.model.register_forward_pre_hook(self.begin_forward)
         checkpoint_blocks(
-            self.model, group=mesh.model_group if config.partition else None,
+            self.model, group=group if config.partition else None,
             to_host=config.to_host, place=self.slab.keep if self.slab else None,
         )
-        replicated = self.model.replicated()  # in a group, and so in buckets, of their own
-        cut = [param for param in self.model.parameters() if param not in set(replicated)]
-        self.zero = config.stage(
-            self.model, optimizer_class, group=mesh.data_group,
-            param_groups=[{"params": cut}, {"params": replicated}], **config.options, **options,
-        )
 
-    def _begin(self, *_):
+    def begin_forward(self, *_) -> None:
         """Before a forward pass: the checkpoints of the last one are not needed any more."""
         if torch.is_grad_enabled():
             self.slab.reset()
 
+    def over_replicas(self, config: Config, optimizer_class: type, **options):
+        """The model wrapped by config.stage, with its config.options, and `options`."""
+        replicated = self.model.replicated()  # in a group, and so in buckets, of their own
+        cut = [param for param in self.model.parameters() if param not in set(replicated)]
+        return config.stage(
+            self.model, optimizer_class, group=self.mesh.data_group,
+            param_groups=[{"params": cut}, {"params": replicated}], **config.options, **options,
+        )
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to this global norm, if theirs is larger; return theirs, [].
-
-        A stage knows the norm of its own part of the model only. So squares add up over both
-        groups. Parameters that every rank of the model-parallel group holds whole count once: on
-        its first rank.
-        """
+        """Let step() scale the gradients down to this norm of the whole model's, if theirs is
+        larger. Returns theirs, a 0-dim tensor, alike on all ranks of the mesh. Only gradient_scale
+        changes."""
         self.zero.reduced_gradients()
+        # squares of all parts add up; what every rank of a model holds whole counts on its first
         counted = [bucket.gradient_shard for bucket in self.zero.buckets
                    if bucket.group_index == 0 or self.mesh.model_rank == 0]
         norm = precision.global_norm(counted, self.gradient_scale, group=self.mesh.data_group)
@@ -236,4 +253,4 @@ class System:
 if __name__ == "__main__":
     from zero_minimal.programs.configs import main
 
-    main()
+    main(System)

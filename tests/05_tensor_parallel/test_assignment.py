@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import toys
 from checks import once
+from cut import is_cut, part_of
 from torch import nn
 
 from zero_minimal.meters.traffic import TrafficMeter
@@ -79,24 +80,6 @@ def filled(module, make, group=None, scale=0.3):
         dist.broadcast(whole[name].data, 0)
         param.data = part_of(name, whole[name].detach(), ranks, rank).clone()
     return module
-
-
-def part_of(name, whole, ranks, rank):
-    """A rank's part of a parameter of the GPT, or of its gradient."""
-    if name.endswith("token_embedding.weight"):
-        size = -(-len(whole) // ranks)
-        return F.pad(whole, (0, 0, 0, size * ranks - len(whole)))[rank * size : (rank + 1) * size]
-    if "query_key_value" in name:
-        return torch.cat([block.chunk(ranks)[rank] for block in whole.chunk(3)])
-    if "expansion" in name:
-        return whole.chunk(ranks)[rank]
-    if name.endswith("projection.weight"):
-        return whole.chunk(ranks, 1)[rank]
-    return whole
-
-
-def is_cut(name):
-    return any(word in name for word in ("token_embedding", "query_key_value", "expansion", "projection.weight"))
 
 
 class Phases:

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 import toys
 from checks import in_words, once
+from stock import Stock, bytes_behind
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.foundations import host, random_state
 
@@ -79,38 +78,6 @@ def alike(tensors, group=None):
     """Those of the group's rank 0 for all of its ranks, as in a model-parallel group."""
     for tensor in tensors:
         dist.broadcast(tensor.detach(), 0, group=group)
-
-
-class Stock(TorchDispatchMode):
-    """Of all memory that operators make while it is open: how many bytes still live, whoever refers to them.
-
-    known: tensors that were there before, such as parameters.
-    """
-
-    def __init__(self, known):
-        super().__init__()
-        self.noted, self.highest = {}, 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.known and storage._cdata not in self.noted:
-                    self.noted[storage._cdata] = StorageWeakRef(storage)
-        self.highest = max(self.highest, self.alive())
-        return result
-
-    def alive(self):
-        sizes = {address: _bytes(reference) for address, reference in self.noted.items()}
-        self.noted = {address: self.noted[address] for address, size in sizes.items() if size}
-        return sum(sizes.values())
-
-
-def _bytes(reference):
-    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return 0 if storage is None else storage.nbytes()
 
 
 def gradients_of(module):
@@ -709,7 +676,7 @@ def to_the_host(assignment, cut):
 
     with Stock([*model.parameters(), x]) as stock, host.announced(hear):
         output = model(x, call)
-        on_host = sum(_bytes(reference) for _, reference in heard)
+        on_host = sum(bytes_behind(reference) for _, reference in heard)
         on_device = stock.alive() - output.nbytes - on_host
         themselves = sum(reference.cdata in inputs for _, reference in heard)
     output.square().mean().backward()

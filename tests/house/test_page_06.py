@@ -10,7 +10,8 @@ from zero_minimal.classroom.lessons import found
 from zero_minimal.foundations import ranks
 from zero_minimal.programs import staircase as program
 from zero_minimal.programs.activation_partitioning import BATCH, CONFIG, INPUT, MODES
-from zero_minimal.programs.simulation import Case, simulate
+from zero_minimal.programs.cases import Case
+from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.model import GPTConfig
 
 LESSON = found()["06_activation_partitioning"]

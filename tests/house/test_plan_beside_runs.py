@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.paper import moments, operations
 from zero_minimal.paper.fakes import without_values
+from zero_minimal.programs.cases import CONSTANT, Case
 from zero_minimal.programs.planning import plan
-from zero_minimal.programs.simulation import CONSTANT, Case, simulate
+from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.model import GPT, GPTConfig
 
 LEAST, MOST = 0.92, 1.01  # the code's peak over the plan's

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -18,9 +19,10 @@ from zero_minimal import __main__ as program
 from zero_minimal.foundations import ranks
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.paper import formulas
+from zero_minimal.programs.cases import Case, phases
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.simulate import describe, watched
-from zero_minimal.programs.simulation import Case, phases, simulate
+from zero_minimal.programs.simulation import simulate
 from zero_minimal.programs.train import train
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
@@ -251,7 +253,7 @@ FLAGS = {
     "--params=1B --ranks=6 --mp=4": "accepted: 1, 2, 3, 6",
     "--layers=2 --hidden=100 --heads=3": "accepted with it: 1, 2, 4, 5",
     "--params=100 --sequence=32": "ask for more parameters",
-    "--params=1B --stage=4": "invalid choice",
+    "--params=1B --stage=4": "4 is not a file: give 0, 1, 2 or 3",
     "--params=1B --config=C4 --stage=0": "without --stage and --no-recompute",
     "--params=1B --config=C4 --no-recompute": "without --stage and --no-recompute",
     "--params=1B --plot=picture.txt": ".png, .svg",
@@ -418,3 +420,67 @@ def test_models_that_cannot_come_into_being_are_refused():
         make = functools.partial(Forgetful, buffer)
         assert f"nothing gave '{name}' a value" in toys.run(refused, 1, make, Stage3)[0]
     assert "only stage 3" in toys.run(refused, 1, toys.MLP, Stage2)[0]
+
+
+# ----------------------------------------------------------------------------------- stages and models of one's own
+
+
+OWN = """
+from torch.optim import AdamW
+from zero_minimal.stage3 import Stage3
+
+
+def build(model, group, budget):
+    return Stage3(model, AdamW, group=group, **budget.options)
+"""
+A_CLASS = "from zero_minimal.stage3 import Stage3\n\n\nclass Mine(Stage3):\n    pass\n"
+SIZES = ["--layers", "2", "--hidden", "64", "--vocabulary", "100", "--sequence", "16", "--ranks", "8"]
+
+
+@pytest.mark.parametrize("text", [OWN, A_CLASS], ids=["function", "class"])
+def test_a_stage_from_a_file_is_simulated_as_that_of_the_course(tmp_path, capsys, text):
+    (file := tmp_path / "mine.py").write_text(text)
+    for stage, name in (("3", "stage3.json"), (str(file), "own.json")):
+        program.main(["simulate", *SIZES, "--stage", stage, "--json", str(tmp_path / name)])
+    course, own = (json.loads((tmp_path / name).read_text()) for name in ("stage3.json", "own.json"))
+    assert own["name"] == "mine" and "mine, rank 0 of N = 8 ranks" in capsys.readouterr().out
+    assert own["memory"] == course["memory"] and own["traffic"] == course["traffic"]
+
+
+@pytest.mark.parametrize("text, says", [
+    ("def build(model):\n    pass\n", "build in .* must take three arguments"),
+    ("x = 1\n", "must have a function build"),
+    ("def build(", "is not Python"), (None, "is not a file: give 0, 1, 2 or 3, or a Python file"),
+])
+def test_a_file_that_is_no_stage(tmp_path, capsys, text, says):
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit):
+        program.main(["simulate", *SIZES, "--stage", str(file)])
+    assert re.search(says, " ".join(capsys.readouterr().err.split()))
+
+
+def test_a_model_of_transformers_needs_that_library(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit):
+        program.main(["simulate", "--model", str(tmp_path / "config.json")])
+    assert "which is not installed here: pip install transformers" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_model_of_transformers(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    (file := tmp_path / "config.json").write_text(json.dumps({
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 64}))
+    flags = ["simulate", "--model", str(file), "--sequence", "32", "--ranks", "8", "--dtype", "bf16"]
+    program.main([*flags, "--json", str(tmp_path / "report.json")])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["parameters"] == 2 * 100 * 64 + 64 + 2 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64)
+    for state in formulas.STATES:
+        assert report["memory"][state] == report["theory"][state] + report["padding"][state]
+    for more, says in ((["--hidden", "64"], "are those of its file"), (["--mp", "2"], "is not cut over ranks here"),
+                       (["--sequence", "65"], "reads at most 64 tokens")):
+        with pytest.raises(SystemExit):
+            program.main([*flags, *more])
+        assert says in " ".join(capsys.readouterr().err.split())

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_minimal.classroom import fence
+from zero_minimal.classroom import fence, open_part
 from zero_minimal.classroom.grades import Grades, gradescope
 from zero_minimal.classroom.judging import grade
 from zero_minimal.classroom.lessons import Lesson, Step, found
@@ -32,7 +32,8 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 3
     calls = _calls(arguments, lessons)
-    all_grades = [Grades(call.lesson, (call.step,) if call.step else ()) for call in calls]
+    all_grades = [(open_part.TrackGrades if call.is_open else Grades)(call.lesson, (call.step,) if call.step else ())
+                  for call in calls]
     options, began = calls[0].options, time.monotonic()
     if not fence.holds():
         print("This system cannot fence a submission in (Linux 5.13 can): grade nobody's file but your own.\n")
@@ -57,17 +58,25 @@ class Call:
     lesson: Lesson
     step: Step | None  # the only one to look at
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is the open part of lesson 10."""
+        return self.lesson.folder.name == open_part.part().name and not self.lesson.reference
+
 
 def _graded(call: Call, grades: Grades) -> int:
     """Grade one file, and say what it has earned. Returns the exit code."""
-    seconds = " (up to a minute)" if not call.step and not call.options.watch else ""
+    minutes = "three minutes" if call.is_open else "a minute"
+    seconds = f" (up to {minutes})" if not call.step and not call.options.watch else ""
     print(f"{call.file}: lesson {call.lesson.name}, {call.lesson.world}{seconds}\n", flush=True)
     return _watch(call, grades) if call.options.watch else _once(call, grades)
 
 
 def _once(call: Call, grades: Grades) -> int:
     began, file = time.monotonic(), call.file.resolve()
-    if error := syntax_error(text_of(file)):
+    if call.is_open:
+        open_part.grade(file, grades, grades.show)
+    elif error := syntax_error(text_of(file)):
         grades.fail_all(error)
         for step in grades.steps:
             grades.show(step)
@@ -141,7 +150,7 @@ def _calls(arguments: list[str], lessons: dict[str, Lesson]) -> list[Call]:
     options = parser.parse_args(arguments)
     if options.file.is_dir():
         return _calls_of_folder(parser, options, lessons)
-    lesson = _lesson(parser, options, lessons)
+    lesson = _open_part(parser, options) or _lesson(parser, options, lessons)
     return [Call(options, options.file, lesson, _step(parser, options, lesson))]
 
 
@@ -164,6 +173,16 @@ def _writable(path: str) -> Path:
         raise argparse.ArgumentTypeError(f"{path!r} cannot be written ({error.strerror}): name a file in a folder that "
                                          "exists") from None
     return Path(path)
+
+
+def _open_part(parser, options) -> Lesson | None:
+    """Lesson 10's system.py is no assignment: it is scored by tracks."""
+    if options.file.name != open_part.FILE or options.lesson or not options.file.is_file():
+        return None
+    for name in ("watch", "html"):
+        if getattr(options, name):
+            parser.error(f"--{name} is for an assignment, and {options.file} is scored by tracks")
+    return open_part.part()
 
 
 def _lesson(parser, options, lessons: dict[str, Lesson]) -> Lesson:

@@ -5,6 +5,7 @@ tests/NN_name/test_assignment.py, where each test says which step it belongs to 
 
     title        after the number, as on the lesson's page
     world        on what it is graded, in words
+    points       of assignment.py: those of its steps; where it is fewer, something else earns the rest  (default: 100)
     reference    the module that the starter is cut from
     takes_in     definitions of other modules that the starter holds too: ["package.module.name", …]  (default: none)
     class        what the tests use: this class of the file                            (default: the file as a module)
@@ -67,6 +68,7 @@ class Lesson:
     forbidden: frozenset[str]  # modules that would do the learner's work
     steps: tuple[Step, ...]
     report: str = ""  # one of DRAWN; "": none
+    points: float = 100  # of the steps
 
     @property
     def name(self) -> str:
@@ -111,7 +113,7 @@ def read(file: Path) -> Lesson:
     if (drawn := table.take("report", str, "")) not in ("", *DRAWN):
         raise ValueError(f"{where}: report must be one of {', '.join(DRAWN)}, not {drawn!r}")
     lesson = Lesson(
-        report=drawn,
+        report=drawn, points=table.take("points", (int, float), 100),
         folder=file.parent, title=table.take("title", str), world=table.take("world", str), reference=reference,
         takes_in=takes_in, class_name=table.take("class", str, ""),
         forbidden=(lesson_files() - set(table.texts("builds_on"))) | {reference, *table.texts("forbidden")},

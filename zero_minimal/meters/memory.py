@@ -167,7 +167,7 @@ class Ledger(TorchDispatchMode):
             self._open, self._forwards = True, 0
             undo.callback(self._close)
             undo.enter_context(collectives.heard_by(self._hear_collective))
-            undo.enter_context(_resizes_reported(self._resized))
+            undo.enter_context(resizes_reported(self._resized))
             undo.callback(register_module_forward_pre_hook(lambda *call: self._count_forwards(+1)).remove)
             undo.callback(register_module_forward_hook(lambda *call: self._count_forwards(-1), always_call=True).remove)
             undo.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
@@ -322,7 +322,7 @@ class Ledger(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _resizes_reported(listener):
+def resizes_reported(listener):
     """While open, `listener(storage)` is told of every UntypedStorage.resize_. It does not pass torch's dispatcher."""
     original = torch.UntypedStorage.resize_
 

@@ -45,6 +45,8 @@ OPERATORS = {
     "alltoall_base_": "all_to_all",
     "broadcast_": "broadcast",
     "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
     "send": "send",
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
@@ -62,6 +64,7 @@ class TrafficMeter(TorchDispatchMode):
     """Counts the collectives of this rank while it is open. It may be opened again, and adds up.
 
     collectives: {name: {"calls": count, "bytes": payload}}
+    log: (name, payload, ranks of its group) of each, in order
     """
 
     def __init__(self):
@@ -71,6 +74,7 @@ class TrafficMeter(TorchDispatchMode):
     def reset(self) -> None:
         """Forget what was counted."""
         self.collectives: dict[str, dict] = {}
+        self.log: list[tuple[str, int, int]] = []
         self._sent = 0.0
 
     @property
@@ -117,6 +121,7 @@ class TrafficMeter(TorchDispatchMode):
         counts = self.collectives.setdefault(name, {"calls": 0, "bytes": 0})
         counts["calls"] += 1
         counts["bytes"] += payload
+        self.log.append((name, payload, world_size))
         if name == "send":
             self._sent += payload
         else:

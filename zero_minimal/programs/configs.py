@@ -39,10 +39,11 @@ WATCHED = 2  # steps under the ledger and the meter; the others are timed
 
 
 def train(
-    name: str, settings: Settings, model_parallel: int, rank: ranks.Rank, flags: Flags = NO_CHECKPOINTS
+    name: str, settings: Settings, model_parallel: int, rank: ranks.Rank, flags: Flags = NO_CHECKPOINTS,
+    system_class: type = System,
 ) -> dict | None:
-    """Train with one config; this rank's report: losses, means over the ranks; memory, traffic, speed. None if the run
-    that is resumed had done all steps.
+    """Train with one config of this class, the lesson's or a learner's own; this rank's report: losses, means over the
+    ranks; memory, traffic, speed. None if the run that is resumed had done all steps.
 
     Raises: ValueError on every rank for a world that is not D × M, or heads that M does not divide.
     """
@@ -50,7 +51,7 @@ def train(
     batches = loop.training_batches(settings, mesh.data_rank)
     ledger = Ledger(rank.device.type)
     with ledger:
-        system = build(name, settings, mesh, rank)
+        system = build(name, settings, mesh, rank, system_class)
         ledger.watch(system)
     scaler = LossScaler(groups=system.groups) if settings.dtype == "fp16" else None
     checkpoints = Checkpoints(flags, system, batches, scaler, settings, rank)
@@ -102,10 +103,10 @@ class Watch:
                 self.states = self.ledger.states()
 
 
-def build(name: str, settings: Settings, mesh: Mesh, rank: ranks.Rank) -> System:
+def build(name: str, settings: Settings, mesh: Mesh, rank: ranks.Rank, system_class: type = System) -> System:
     """The system, its model the same in each model-parallel group; dropout of each group's own from here on."""
     torch.manual_seed(settings.seed)
-    system = System(
+    system = system_class(
         name, settings.model_config(), mesh, settings.batch, DTYPES[settings.dtype], rank.device, torch.optim.AdamW,
         bucket_bytes=int(settings.bucket_mb * 2**20), **settings.optimizer_options(),
     )
@@ -210,8 +211,9 @@ def check(parser: Parser, settings: Settings, world_size: int, model_parallel: i
 
 
 @interrupts.program
-def main() -> None:
-    """The program of zero_100b.py: read the flags, train with one config, print its row, write JSON if asked to."""
+def main(system_class: type) -> None:
+    """The program of zero_100b.py: read the flags, train with one config, print its row, write JSON if asked to.
+    system_class: the lesson's System, or a learner's own."""
     parser = Parser(description="Train a GPT as the paper's ZeRO-100B does, under torchrun --nproc-per-node N.")
     parser.add_argument("--config", default="C4", choices=tuple(CONFIGS), help="a row of Table 3 (default: C4)")
     parser.add_argument("--model-parallel", type=positive, default=2, metavar="M",
@@ -224,7 +226,7 @@ def main() -> None:
     settings, checkpoints = read_settings(parser, flags), read_flags(parser, flags)
     check(parser, settings, int(os.environ.get("WORLD_SIZE", 1)), flags.model_parallel)
     with ranks.start(flags.device) as rank:
-        result = train(flags.config, settings, flags.model_parallel, rank, checkpoints)
+        result = train(flags.config, settings, flags.model_parallel, rank, checkpoints, system_class)
     if rank.rank == 0 and result is None:
         print(f"all {settings.steps} steps were done before")
     elif rank.rank == 0:

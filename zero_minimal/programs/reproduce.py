@@ -23,7 +23,8 @@ from zero_minimal.paper.shapes import VOCABULARY, parameter_count, shape_for
 from zero_minimal.pictures import style
 from zero_minimal.pictures.reproductions import draw_reproduction
 from zero_minimal.programs import figure7_notes, progress, report, tables
-from zero_minimal.programs.simulation import Case, simulate
+from zero_minimal.programs.cases import Case
+from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Parser, output_file, picture_file, positive
 from zero_minimal.zero_100b import CONFIGS

@@ -10,9 +10,12 @@ from zero_minimal.paper.shapes import add_shape, read_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.simulation import draw_simulation
 from zero_minimal.programs import progress, report
+from zero_minimal.programs.cases import BUCKETS, Budget, Case, phases
+from zero_minimal.programs.foreign import ForeignModel, read_system
 from zero_minimal.programs.registry import CONFIGS
-from zero_minimal.programs.simulation import BUCKETS, Case, Living, Simulation, phases, simulate
+from zero_minimal.programs.simulation import Living, Simulation, simulate
 from zero_minimal.programs.words import paragraph
+from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
 
 
@@ -43,9 +46,15 @@ def heading(result: dict) -> str:
     recomputed = ", recomputed block by block" if model["recompute"] or result["config"] else ""
     return paragraph(
         f"{result['name']}, rank {result['rank']} of {of}; simulated on fake tensors, {result['dtype']}.",
-        f"{whole}{result['parameters']:,} parameters: {plural(model['layers'], 'block')} of width {model['hidden']}, "
-        f"{plural(model['heads'], 'head')}, vocabulary {model['vocabulary']}; {case['batch']} × {model['sequence']} "
-        f"tokens a rank{recomputed}.", share, "Sizes are decimal: GB are 10⁹ bytes. Attention is fused.")
+        f"{whole}{result['parameters']:,} parameters: {_sizes(model)}; {case['batch']} × {model['sequence']} tokens "
+        f"a rank{recomputed}.", share, "Sizes are decimal: GB are 10⁹ bytes. Attention is fused.")
+
+
+def _sizes(model: dict) -> str:
+    if "file" in model:
+        return f"as {model['file']} says"
+    return (f"{plural(model['layers'], 'block')} of width {model['hidden']}, {plural(model['heads'], 'head')}, "
+            f"vocabulary {model['vocabulary']}")
 
 
 def bucket_note(result: dict) -> str:
@@ -106,7 +115,10 @@ def main(arguments: list[str]) -> None:
         prog="python -m zero_minimal simulate",
         description="Run a stage's own code as one rank of many, on tensors that have a size and no memory, and count.",
     )
-    parser.add_argument("--stage", type=int, choices=range(4), help="default: 3")
+    parser.add_argument("--stage", default="3", metavar="0…3|FILE.py",
+                        help="default: 3; a file: with build(model, group, budget), or with a class used like Stage3")
+    parser.add_argument("--model", metavar="config.json", help="a configuration of the transformers library, in the "
+                        "place of our GPT (needs that library)")
     parser.add_argument("--config", default="", choices=tuple(CONFIGS), metavar="C1…C5",
                         help="instead of a stage: a system of zero_100b.py")
     parser.add_argument("--ranks", type=positive, default=64, metavar="N", help="all of them (default: 64)")
@@ -120,13 +132,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw memory over the steps")
     add_shape(parser)
     flags = parser.parse_args(arguments)
-    if flags.config and (flags.stage is not None or not flags.recompute):
+    if flags.config and (flags.stage != "3" or not flags.recompute):
         parser.error("--config chooses a stage, and recomputes: give it without --stage and --no-recompute")
     try:
+        name, build = ("", None) if flags.stage in ("0", "1", "2", "3") else read_system(flags.stage)
         case = Case(
-            read_shape(flags), 3 if flags.stage is None else flags.stage, flags.ranks, flags.dtype, flags.batch,
-            flags.model_parallel, flags.rank,
-            bucket_bytes=flags.bucket_mb * 2**20 if flags.bucket_mb else None, config=flags.config,
+            _model(flags), 3 if build else int(flags.stage), flags.ranks, flags.dtype, flags.batch,
+            flags.model_parallel, flags.rank, config=flags.config, build=build, name=name,
+            bucket_bytes=flags.bucket_mb * 2**20 if flags.bucket_mb else None,
+            budget=Budget(batch=flags.batch, sequence=flags.sequence),
         )
     except ValueError as error:
         parser.error(str(error))
@@ -136,6 +150,15 @@ def main(arguments: list[str]) -> None:
         report.write_json(simulation.report, flags.json)
     if flags.plot:
         style.save(draw_simulation(simulation), flags.plot)
+
+
+def _model(flags) -> GPTConfig | ForeignModel:
+    """What --model names, or a GPT of the sizes asked for."""
+    if not flags.model:
+        return read_shape(flags)
+    if flags.params or flags.layers or flags.hidden or flags.heads or flags.vocabulary:
+        raise ValueError("the sizes of --model are those of its file: give no others but --sequence and --batch")
+    return ForeignModel(flags.model, flags.sequence, flags.recompute)
 
 
 def watched(case: Case) -> Simulation:

@@ -17,7 +17,7 @@ import functools
 import gc
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -27,55 +27,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from zero_minimal.foundations import host, optimizers
-from zero_minimal.foundations.mesh import Mesh, divisors, make_mesh
+from zero_minimal.foundations.mesh import Mesh, make_mesh
 from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.meters.memory import Event, Ledger, Moment
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import formulas
 from zero_minimal.paper.fakes import new_tensors_in, without_values
-from zero_minimal.paper.shapes import check_heads, parameter_count
+from zero_minimal.programs.cases import OPTIONS, Budget, Case, bucket_bytes, stage_of
+from zero_minimal.programs.foreign import ForeignModel
 from zero_minimal.programs.registry import CONFIGS, STAGES, System
-from zero_minimal.stage2 import Stage2
 from zero_minimal.tensor_parallel import ParallelGPT
-from zero_minimal.workload.model import GPT, GPTConfig
-from zero_minimal.workload.settings import DTYPES, OPTIMIZER
-
-BUCKETS = 256  # with 4 MiB a trillion parameters would make half a million: so many, and they grow with the model
-CONSTANT = 64 * 2**20  # bytes of a buffer of zero_100b.py, whatever the model is (C_B): else large models take minutes
-OPTIONS = {"lr": 1e-3, **OPTIMIZER}
-
-
-@dataclass(frozen=True)
-class Case:
-    """What to simulate. Raises ValueError, saying what is accepted, for what cannot be."""
-
-    model: GPTConfig
-    stage: int = 3
-    ranks: int = 64
-    dtype: str = "fp16"
-    batch: int = 1  # sequences a rank (with model parallelism: a group of ranks) works on at once
-    model_parallel: int = 1  # M ranks share a model; the stage works among the other ranks / M
-    rank: int = 0  # which one
-    steps: int = 2  # optimizer state is made in the first; the second is like all that follow
-    bucket_bytes: int | None = None  # None: 4 MiB or, if these were many, as large as makes 256; 64 MiB in a config
-    config: str = ""  # "C1" … "C5": that system of zero_100b.py, instead of `stage`
-
-    def __post_init__(self):
-        for name in ("ranks", "batch", "model_parallel", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a whole number from 1 up, not {getattr(self, name)}")
-        if not 0 <= self.rank < self.ranks:
-            raise ValueError(f"rank must be from 0 to {self.ranks - 1}, not {self.rank}")
-        if self.ranks % self.model_parallel:
-            raise ValueError(f"{self.ranks} ranks are not groups of {self.model_parallel} that share a model; "
-                             f"accepted: {', '.join(map(str, divisors(self.ranks)))}")
-        check_heads(self.model, self.model_parallel)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if self.config and self.config not in CONFIGS:
-            raise ValueError(f"config must be one of {', '.join(CONFIGS)}, not {self.config!r}")
-        if not self.config and self.stage not in range(4):
-            raise ValueError(f"stage must be 0, 1, 2 or 3, not {self.stage}")
+from zero_minimal.workload.model import GPT
+from zero_minimal.workload.settings import DTYPES
 
 
 class Living(NamedTuple):
@@ -97,9 +60,10 @@ class Simulation:
     trace: list[Event]  # allocations and frees on the device: what meters/allocator.py replays
 
 
-def simulate(case: Case, tell: Callable[[str], None] = lambda phase: None) -> Simulation:
+def simulate(case: Case, tell: Callable[[str], None] = lambda phase: None, around=None) -> Simulation:
     """Run the case; tell(name) is called as each of its phases() begins.
 
+    around: a function(model, zero) that returns a context for the steps, in which more may be watched.
     Raises: RuntimeError in a process whose process group is up already.
     """
     if dist.is_initialized():
@@ -107,7 +71,7 @@ def simulate(case: Case, tell: Callable[[str], None] = lambda phase: None) -> Si
     optimizers.check_element_wise(AdamW, OPTIONS)  # with values, before there are none
     dist.init_process_group("fake", rank=case.rank, world_size=case.ranks, store=FakeStore())
     try:
-        run = _Run(case, tell)
+        run = _Run(case, tell, around)
         peak = run.peak(f"forward {case.steps}")
         return Simulation(run.report(), run.timeline, run.phases, run.living_at(peak), run.on_device())
     finally:
@@ -118,7 +82,7 @@ def simulate(case: Case, tell: Callable[[str], None] = lambda phase: None) -> Si
 class _Run:
     """One rank's steps under the ledger."""
 
-    def __init__(self, case: Case, tell: Callable[[str], None]):
+    def __init__(self, case: Case, tell: Callable[[str], None], around=None):
         self.case, self.tell, self.phases = case, tell, []
         self.ledger, self.meter = Ledger(), TrafficMeter()
         mesh = make_mesh(case.model_parallel)
@@ -129,10 +93,11 @@ class _Run:
             self.ledger.watch(somebody)  # so that what has no owner yet counts as a temporary buffer
             self._construct(mesh)
             self.ledger.watch(self.model, self.zero, *filter(None, [self.system]))
-            for step in range(1, case.steps + 1):
-                with self.meter if step == case.steps else contextlib.nullcontext():
-                    self._step(step)
-                    self.states = self.ledger.states()
+            with around(self.model, self.zero) if around else contextlib.nullcontext():
+                for step in range(1, case.steps + 1):
+                    with self.meter if step == case.steps else contextlib.nullcontext():
+                        self._step(step)
+                        self.states = self.ledger.states()
             self.timeline = self.ledger.timeline
 
     def _phase(self, name: str) -> None:
@@ -150,10 +115,14 @@ class _Run:
                 self.system = System(case.config, case.model, mesh, case.batch, dtype, device, AdamW, **options)
                 self.model, self.zero = self.system.model, self.system
                 return
-            with torch.device("meta" if case.stage == 3 else "cpu"):  # stage 3 builds it unit by unit
+            # stage 3 builds it unit by unit, and so must a system of one's own
+            with torch.device("meta" if case.stage == 3 or case.build else "cpu"):
                 self.model = build_model(case, mesh)
             self._phase("stage")
             group = mesh.data_group if case.model_parallel > 1 else None
+            if case.build:
+                self.zero = case.build(self.model, group, case.budget or Budget(sequence=case.model.sequence))
+                return
             self.zero = STAGES[case.stage](self.model, AdamW, group=group, **options)
 
     def _step(self, number: int) -> None:
@@ -178,7 +147,7 @@ class _Run:
         padding = sum(bucket.padded - bucket.numel for bucket in getattr(self.zero, "buckets", []))
         stage, ranks = stage_of(case), case.ranks // case.model_parallel
         return {
-            "name": case.config or f"stage {case.stage}",
+            "name": case.called,
             "stage": stage,
             "theory_stage": stage,
             "config": case.config or None,
@@ -188,7 +157,7 @@ class _Run:
             "backend": "fake",
             "device": "fake",
             "dtype": case.dtype,
-            "parameters": parameter_count(case.model),
+            "parameters": case.parameters,
             "parameters_of_rank": elements,
             "bucket_bytes": bucket_bytes(case),
             "losses": None,
@@ -198,7 +167,7 @@ class _Run:
             "theory": formulas.model_states(stage, elements, ranks, case.dtype),
             "padding": formulas.model_states(stage, padding, ranks, case.dtype),
             "traffic": self._traffic(stage, elements, padding, ranks),
-            "settings": asdict(case),
+            "settings": case.settings,
         }
 
     def _memory(self) -> dict:
@@ -212,6 +181,7 @@ class _Run:
             "peak_by_category": {name: size for name, size in peak.bytes.items() if name != "other"},
             "peak_when": self.phase_of(peak),
             "peak_what": peak.what,
+            "peak_of_all": on_device(max(self.timeline, key=on_device)),
             "construction_peak": on_device(max(self.until("forward 1"), key=on_device)),
         }
 
@@ -221,7 +191,7 @@ class _Run:
             "theory_bytes": formulas.traffic(stage, elements, ranks, case.dtype),
             "theory_volume": formulas.volume(stage),
             "padding_bytes": formulas.traffic(stage, padding, ranks, case.dtype),
-            "model_parallel_theory_bytes": formulas.model_parallel_traffic(
+            "model_parallel_theory_bytes": 0 if case.model_parallel == 1 else formulas.model_parallel_traffic(
                 case.model.layers, case.model.hidden, case.batch, case.model.sequence, case.dtype,
                 case.model_parallel, bool(case.config) and CONFIGS[case.config].partition,
                 bool(case.config) or case.model.recompute,
@@ -279,32 +249,10 @@ def on_device(moment: Moment) -> int:
     return moment.total - moment.bytes["other"]
 
 
-def phases(case: Case) -> list[str]:
-    """What comes one after the other."""
-    steps = range(1, case.steps + 1)
-    return [*(["model"] if case.config else ["model", "stage"]),
-            *(f"{part} {step}" for step in steps for part in ("forward", "backward", "update"))]
-
-
-def stage_of(case: Case) -> int:
-    """The stage whose formula holds."""
-    if not case.config:
-        return case.stage
-    return 2 if issubclass(CONFIGS[case.config].stage, Stage2) else 1
-
-
-def bucket_bytes(case: Case) -> int:
-    """Size of the stage's buckets; a config's are its constant buffers too, so they do not grow with the model."""
-    if case.bucket_bytes:
-        return case.bucket_bytes
-    if case.config:
-        return CONSTANT
-    whole = parameter_count(case.model) * DTYPES[case.dtype].itemsize // case.model_parallel
-    return max(4 * 2**20, -(-whole // BUCKETS))
-
-
 def build_model(case: Case, mesh: Mesh) -> torch.nn.Module:
-    """The GPT, or this rank's part of it."""
+    """The model, or this rank's part of it."""
+    if isinstance(case.model, ForeignModel):
+        return case.model.build()
     if case.model_parallel == 1:
         return GPT(case.model)
     model = ParallelGPT(case.model, mesh.model_group)

@@ -1,0 +1,264 @@
+"""Lesson 10, part A: what goes wrong where the parts come together on a mesh.
+
+Each of the functions below gives the text of one that is right, or that differs in the parts that are named.
+"""
+
+from submissions import Wrong, function
+
+
+def memory(size="max(bucket.padded for bucket in buckets) * dtype.itemsize", kind="dtype, device = kind_of(buckets)",
+           shards="[bucket.parameter_shard.numel() for bucket in buckets]",
+           slab="self.slab = torch.zeros(sum(shards), dtype=dtype, device=device)",
+           homes="self.home_of = dict(zip(buckets, self.slab.split(shards)))"):
+    return {"ConstantMemory.__init__": function(
+        "def __init__(self, buckets, group=None):", kind,
+        f"self.constant_buffers = ConstantBuffers({size}, dtype=dtype, device=device, group=group)",
+        f"shards = {shards}", slab, homes)}
+
+
+def whole(body="return self.constant_buffers.take()[: bucket.padded].zero_()"):
+    return {"ConstantMemory.whole": function("def whole(self, bucket):", body)}
+
+
+def shard(body="home = self.home_of[bucket]\n"
+               "return home if bucket.gradient_shard is None else torch.empty_like(home)"):
+    return {"ConstantMemory.shard": function("def shard(self, bucket):", body)}
+
+
+def keep_checkpoints(elements="batch * sizes.sequence * sizes.hidden // (mesh.model_group.size() if cut else 1)",
+                     group="mesh.model_group if cut else None", on_slab="not config.to_host",
+                     slab="Slab(elements * sizes.layers, dtype=like.dtype, device=like.device)",
+                     hook="self.model.register_forward_pre_hook(self.begin_forward)",
+                     place="self.slab.keep if self.slab else None", to_host="config.to_host"):
+    return {"System.keep_checkpoints": function(
+        "def keep_checkpoints(self, config, batch):",
+        "sizes, mesh, cut, like = self.model.config, self.mesh, config.partition, next(self.model.parameters())",
+        f"elements = {elements}", function(f"if {on_slab}:", f"self.slab = {slab}", hook or "pass"),
+        f"checkpoint_blocks(self.model, group={group}, to_host={to_host}, place={place})")}
+
+
+def over_replicas(group="self.mesh.data_group", groups='[{"params": cut}, {"params": whole}]',
+                  options="**config.options, **options", begin="", end="return stage"):
+    return {"System.over_replicas": function(
+        "def over_replicas(self, config, optimizer_class, **options):",
+        "whole = self.model.replicated()",
+        "cut = [param for param in self.model.parameters() if param not in set(whole)]", begin,
+        f"stage = config.stage(self.model, optimizer_class, group={group}, param_groups={groups}, {options})", end)}
+
+
+def clip(counted="if bucket.group_index == 0 or self.mesh.model_rank == 0", begin="self.zero.reduced_gradients()",
+         norm="norm = precision.global_norm(counted, self.gradient_scale, group=self.mesh.data_group)",
+         together="squares = norm.square()\n"
+                  "collectives.all_reduce(squares, op='sum', group=self.mesh.model_group)\nnorm = squares.sqrt()",
+         scale="self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)", end="return norm"):
+    return {"System.clip_grad_norm_": "@torch.no_grad()\n" + function(
+        "def clip_grad_norm_(self, max_norm):", begin,
+        f"counted = [bucket.gradient_shard for bucket in self.zero.buckets {counted}]", norm, together, scale, end)}
+
+
+# averages are made by the stage; these give another number of ranks to divide by
+SPANS = "stage.reduced_gradients, stage.plain = lambda: scaled(stage, self.mesh, {}), stage.reduced_gradients"
+SCALED = """
+def scaled(stage, mesh, factor):
+    for shard in stage.plain():
+        if not getattr(stage, "done", False):
+            shard.mul_(factor)
+    stage.done = True
+    return [bucket.gradient_shard for bucket in stage.buckets]
+"""
+
+
+def divided(factor):
+    return over_replicas(begin="replicas, ranks = self.mesh.data_group.size(), self.mesh.model_group.size()",
+                         end=SPANS.format(factor) + "\nreturn stage") | {"scaled": SCALED}
+
+
+WRONG = {
+    "buffers as large as all gradients": Wrong(
+        1, "test_two_buffers_and_a_slab_are_all_there_is",
+        r"ConstantMemory takes \S+ kB, and \S+ kB are right: two buffers.*How large must a buffer be",
+        memory(size="sum(bucket.padded for bucket in buckets) * dtype.itemsize")),
+    "buffers of a fixed size, larger than the gradients": Wrong(
+        1, "test_two_buffers_and_a_slab_are_all_there_is",
+        r"with \S+ kB of parameters.*ConstantMemory takes 8\.\d MB, and \S+ kB are right",
+        memory(size="4 * 2**20")),
+    "the slab holds whole gradients": Wrong(
+        1, "test_two_buffers_and_a_slab_are_all_there_is", r"takes \S+ kB, and \S+ kB are right.*how many shards of a",
+        memory(shards="[bucket.padded for bucket in buckets]",
+               homes="places = self.slab.split(shards)\n"
+                     "self.home_of = {bucket: place[: len(bucket.parameter_shard)]\n"
+                     "                for bucket, place in zip(buckets, places)}")),
+    "the slab is made in the first backward": Wrong(
+        1, "test_two_buffers_and_a_slab_are_all_there_is", r"before the first backward.*allocated once, up front",
+        memory(slab="self.slab, self.kind = None, (dtype, device)", homes="self.sizes = dict(zip(buckets, shards))")
+        | shard("""
+            if self.slab is None:
+                sizes = self.sizes.values()
+                self.slab = torch.zeros(sum(sizes), dtype=self.kind[0], device=self.kind[1])
+                self.home_of = dict(zip(self.sizes, self.slab.split(list(sizes))))
+            home = self.home_of[bucket]
+            return home if bucket.gradient_shard is None else torch.empty_like(home)
+            """)),
+    "the slab has room for one bucket": Wrong(
+        1, "test_shards_stay_in_the_slab", r"gradient shards of rank 0 overlap: each bucket has a place of its own",
+        memory(slab="self.slab = torch.zeros(max(shards), dtype=dtype, device=device)",
+               homes="self.home_of = {bucket: self.slab[:size] for bucket, size in zip(buckets, shards)}")),
+    "contiguous, made of separate allocations": Wrong(
+        1, "test_shards_stay_in_the_slab", r"the \d+ gradient shards of rank 0 lie in \d+ allocations",
+        memory(slab="self.slab = None",
+               homes="self.home_of = {bucket: torch.zeros_like(bucket.parameter_shard) for bucket in buckets}")),
+    "new memory for each shard": Wrong(
+        1, "test_shards_stay_in_the_slab", r"lie in \d+ allocations",
+        shard("return torch.empty_like(self.home_of[bucket])")),
+    "a new bucket each time": Wrong(
+        1, "test_whole_gradients_take_turns_in_two_buffers", r"whole\(\) of rank 0 gave memory of \d+ allocations",
+        whole("return bucket.zeros()")),
+    "one buffer, again and again": Wrong(
+        1, "test_whole_gradients_take_turns_in_two_buffers",
+        r"gave one bucket after the other the same buffer, \d+ times",
+        whole("return self.constant_buffers.buffers[0][: bucket.padded].zero_()")),
+    "all of the buffer is sent": Wrong(
+        1, "test_whole_gradients_take_turns_in_two_buffers", r"(a buffer may be larger than a bucket|it raised)",
+        whole("return self.constant_buffers.take().zero_()")),
+    "what was sent before is sent again": Wrong(
+        1, "test_the_mean_gradient_comes_out",
+        r"in \[\d+, \d+\] elements on ranks 0 and 1: a buffer still holds what was sent",
+        whole("return self.constant_buffers.take()[: bucket.padded]")),
+    "the second micro-batch arrives on the first one's sum": Wrong(
+        1, "test_micro_batches_add_up", r"twice the second one's gradient: its average arrived where the first one's",
+        shard("return self.home_of[bucket]")),
+    "the first dtype is everybody's": Wrong(
+        1, "test_buckets_of_two_dtypes_are_refused", r"was taken without a word",
+        memory(kind="dtype, device = buckets[0].dtype, buckets[0].device")),
+
+    "the slab holds whole inputs, and parts are kept": Wrong(
+        2, "test_the_slab_is_as_large_as_the_checkpoints",
+        r"C2 made for 6 sequences takes 8\.\d kB more .*4\.\d kB are",
+        keep_checkpoints(elements="batch * sizes.sequence * sizes.hidden")),
+    "a slab for one block": Wrong(
+        2, "test_the_slab_is_as_large_as_the_checkpoints",
+        r"(?s)the slab is full.*To look at: b·s·h numbers are a block's input, there are as many",
+        keep_checkpoints(slab="Slab(elements, dtype=like.dtype, device=like.device)")),
+    "P_a+cpu has a slab, too": Wrong(
+        2, "test_the_slab_is_as_large_as_the_checkpoints",
+        r"C5 made for 6 .*0 bytes are right. P_a\+cpu: checkpoints lie",
+        keep_checkpoints(on_slab="True", place="None if config.to_host else self.slab.keep")),
+    "the slab is full of nothing": Wrong(
+        2, "test_a_block_keeps_its_input_alone",
+        r"C1: .*checkpoints belong into the slab", keep_checkpoints(place="None")),
+    "blocks are not checkpointed": Wrong(
+        2, "test_a_block_keeps_its_input_alone", r"C1: .*all that it computes is there until backward",
+        {"System.keep_checkpoints": function(
+            "def keep_checkpoints(self, config, batch):", "self.slab = None")}),
+    "the host gets whole inputs": Wrong(
+        2, "test_a_block_keeps_its_input_alone", r"C5: \S+ kB a block went to host memory .*for this rank's parts",
+        keep_checkpoints(group="mesh.model_group if cut and not config.to_host else None")),
+    "P_a over the data-parallel ranks": Wrong(
+        2, "test_p_a_cuts_over_the_ranks_of_a_model",
+        r"(?s)(P_a cuts an input of which each rank of its group has a copy|To look at: which ranks hold the same)",
+        keep_checkpoints(elements="batch * sizes.sequence * sizes.hidden // (mesh.data_group.size() if cut else 1)",
+                         group="mesh.data_group if cut else None")),
+    "P_a over all ranks": Wrong(
+        2, "test_p_a_cuts_over_the_ranks_of_a_model",
+        r"(?s)(P_a cuts an input of which each rank of its group has a copy|To look at: which ranks hold the same)",
+        keep_checkpoints(group="dist.group.WORLD if cut else None")),
+    "the slab is never emptied": Wrong(
+        2, "test_each_pass_uses_the_slab_anew", r"(?s)the slab is full.*is it emptied before each forward pass",
+        keep_checkpoints(hook="")),
+
+    "the mean of all ranks": Wrong(
+        3, "test_a_step_is_the_mean_of_the_replicas",
+        r"ranks 0 and 1 and 2 and 3 hold the same numbers .* a mean over all ranks, and",
+        over_replicas(group="None")),
+    "the ranks of a model average": Wrong(
+        3, "test_a_step_is_the_mean_of_the_replicas",
+        r"ranks 0 and 1 hold the same numbers .* a mean over the ranks of one model",
+        over_replicas(group="self.mesh.model_group")),
+    "N for D": Wrong(
+        3, "test_a_step_is_the_mean_of_the_replicas",
+        r"1/2 of that: a sum over 2 ranks was divided by 4. The divisor is D",
+        divided("1 / ranks")),
+    "the sum of the replicas": Wrong(
+        3, "test_a_step_is_the_mean_of_the_replicas", r"it subtracted 2 times as much: their sum. The divisor is D",
+        divided("replicas")),
+    "one rank of a model alone trains what all hold": Wrong(
+        3, "test_a_step_is_the_mean_of_the_replicas",
+        r"\d+ parameters did not move, such as \S+, which is whole on all",
+        over_replicas(groups='[{"params": cut}] + [{"params": whole}] * (self.mesh.model_rank == 0)')),
+    "no C_B, no M_D": Wrong(
+        3, "test_each_config_has_its_parts",
+        r"C3: rank 0's gradient shards lie in \d+ allocations, so C_B and M_D are not",
+        over_replicas(options="**options")),
+
+    "what all hold counts M times": Wrong(
+        4, "test_each_element_counts_once", r"counts the parameters that all ranks of a model hold whole M = 2 times",
+        clip(counted="")),
+    "what all hold does not count": Wrong(
+        4, "test_each_element_counts_once", r"leaves out the parameters that all ranks of a model hold whole",
+        clip(counted="if bucket.group_index == 0")),
+    "the norm of a part of the model": Wrong(
+        4, "test_each_element_counts_once", r"(is the norm of this rank's part of the model|hold the norm)",
+        clip(counted="", together="")),
+    "norms add up": Wrong(
+        4, "test_each_element_counts_once", r"norms do not add up, their squares do",
+        clip(together="collectives.all_reduce(norm, op='sum', group=self.mesh.model_group)")),
+    "all ranks, after the replicas": Wrong(
+        4, "test_each_element_counts_once", r"squares were counted for each of D = 2 replicas",
+        clip(together="squares = norm.square()\ncollectives.all_reduce(squares, op='sum')\nnorm = squares.sqrt()")),
+    "the first rank of a model counts alone, and the others do not come": Wrong(
+        4, "test_each_element_counts_once", r"(?s)(had not come to an end|waited|it raised|counts).*",
+        clip(together="squares = norm.square()\nif self.mesh.model_rank == 0:\n"
+                      "    collectives.all_reduce(squares, op='sum', group=self.mesh.model_group)\n"
+                      "norm = squares.sqrt()"), hangs=True),
+    "returned, and not used": Wrong(
+        4, "test_step_is_clipped_to_it", r"after clip_grad_norm_\(0.1\) .* step\(\) used 1 times the gradient",
+        clip(scale="")),
+    "clipped by the norm of its own part": Wrong(
+        4, "test_step_is_clipped_to_it", r"after clip_grad_norm_\(0.1\) .*the whole model's norm decides",
+        clip(norm="norm = precision.global_norm(counted, self.gradient_scale, group=self.mesh.data_group)\n"
+                  "self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)", scale="")),
+    "gradients are scaled in place": Wrong(
+        4, "test_gradients_stay_as_they_were", r"clip_grad_norm_ changed rank 0's gradients",
+        clip(scale="for bucket in self.zero.buckets:\n"
+                   "    bucket.gradient_shard.mul_(min(1.0, max_norm / norm.item()))")),
+    "the norm of scaled gradients": Wrong(
+        4, "test_a_loss_scale_is_taken_off", r"the loss was multiplied by 1024",
+        clip(norm="norm = precision.global_norm(counted, group=self.mesh.data_group)")),
+    "clipping forgets the loss scale": Wrong(
+        4, "test_a_loss_scale_is_taken_off", r"with a loss scale of 1024, .*clipping multiplies the scale",
+        clip(scale="self.gradient_scale = precision.clip(None, norm, max_norm)")),
+    "the gradients travel": Wrong(
+        4, "test_the_norm_costs_a_few_numbers", r"took part in collectives of \S+ [kM]B: a few numbers are enough",
+        clip(norm="own = torch.cat(counted)\nparts = own.new_empty(self.mesh.data_group.size() * len(own))\n"
+                  "collectives.all_gather(parts, own, group=self.mesh.data_group)\nnorm = parts.norm()\n"
+                  "norm = norm if self.gradient_scale is None else norm * self.gradient_scale")),
+}
+
+RIGHT = {
+    "other words": memory() | whole() | shard() | keep_checkpoints() | over_replicas() | clip(),
+    "squares over one group of all ranks, a share of each copy": clip(
+        counted="", norm="""
+            squares = sum(bucket.gradient_shard.float().square().sum()
+                          / (1 if bucket.group_index == 0 else self.mesh.model_group.size())
+                          for bucket in self.zero.buckets)
+            """,
+        together="dist.all_reduce(squares)\nnorm = squares.sqrt()\n"
+                 "norm = norm if self.gradient_scale is None else norm * self.gradient_scale")
+    | over_replicas(groups='[{"params": cut, "cut": True}, {"params": whole, "cut": False}]')
+    | {"System.begin_forward": "def begin_forward(self, module, inputs):\n"
+                               "    if torch.is_grad_enabled():\n        self.slab.reset()"},
+    "a buffer of its own kind, and homes by number": {
+        "ConstantMemory.__init__": function(
+            "def __init__(self, buckets, group=None):",
+            "dtype, device = kind_of(buckets)",
+            "size = dtype.itemsize * max(bucket.padded for bucket in buckets)",
+            "self.constant_buffers = ConstantBuffers(size, dtype=dtype, device=device, group=group)",
+            "ranks, start, self.starts = dist.get_world_size(group), 0, {}",
+            function("for bucket in buckets:", "self.starts[id(bucket)] = start", "start += bucket.padded // ranks"),
+            "self.slab, self.ranks = torch.zeros(start, dtype=dtype, device=device), ranks"),
+        "ConstantMemory.shard": function(
+            "def shard(self, bucket):", "start, size = self.starts[id(bucket)], bucket.padded // self.ranks",
+            "if bucket.gradient_shard is not None:\n    return self.slab.new_empty(size)",
+            "return self.slab[start : start + size]")},
+}
+SHORT = {"what all hold counts M times", "N for D"}

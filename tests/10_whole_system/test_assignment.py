@@ -1,0 +1,696 @@
+"""Lesson 10's assignment, part A, the whole system, in steps: what is computed, owned and sent on a mesh of ranks,
+however it is written.
+
+The grader runs these tests against a learner's file, and shows the text of an assertion as the message. So each one
+names what went wrong and shows the evidence. In between, they run on the reference.
+
+A mesh is D × M: D replicas of a model that M ranks share. Rank d · M + m has part m of replica d.
+"""
+
+import functools
+
+import checks
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from checks import in_words, once
+from cut import is_cut, part_of
+from sharded import assert_shards_hold, awkward_backward, first_backward, gradients_of
+from stock import Stock
+from torch import nn, optim
+
+from zero_minimal.foundations import host
+from zero_minimal.foundations.mesh import make_mesh
+from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.stage2 import Stage2
+from zero_minimal.workload.model import GPT, GPTConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ALL = ("C1", "C2", "C3", "C4", "C5")
+BATCH, SEQUENCE = 3, toys.SEQUENCE
+SIZES = dict(hidden=30, heads=6, sequence=SEQUENCE, vocabulary=toys.VOCABULARY, dropout=0.0)
+INPUT = 4 * SEQUENCE * SIZES["hidden"]  # bytes of a block's input, for each sequence
+MESH = ("every rank of the mesh must start the same collectives of a group in the same order, also for parameters that "
+        "all ranks of a model hold whole")
+
+
+def sizes_of(layers=2):
+    return GPTConfig(layers=layers, **SIZES)
+
+
+# ------------------------------------------------------------------------------------------ step 1: C_B, M_D: gradients
+
+BUCKET = 4096  # bytes
+
+
+def stage_2(assignment):
+    """Stage 2 with the memory of the file."""
+    return functools.partial(Stage2, memory=assignment.ConstantMemory)
+
+
+def memories(assignment):
+    """For models of 2 and 5 blocks: bytes of gradients' memory when the stage has been made, and after two steps; of
+    the parameters; of the largest bucket; and the most that may be padding."""
+    found = []
+    for blocks in (2, 5):
+        before = checks.live_bytes()
+        model = toys.build(functools.partial(toys.Transformer, blocks), dist.get_rank())
+        zero = stage_2(assignment)(model, optim.SGD, lr=0.1, bucket_bytes=BUCKET)
+        held = sum(bucket.padded for bucket in zero.buckets) * 4
+        begins = checks.live_bytes() - before - held
+        for step in range(2):
+            toys.step_of(zero, step)
+        after = checks.live_bytes(until=before + held + begins + 1024, looks=10) - before - held
+        found.append((begins, after, held, 4 * max(bucket.padded for bucket in zero.buckets)))
+        del zero, model
+    return found
+
+
+@pytest.mark.step(1, points=3)
+def test_two_buffers_and_a_slab_are_all_there_is(assignment):
+    for rank, found in enumerate(once(memories, 2, assignment)):
+        for (begins, after, held, largest), blocks in zip(found, (2, 5), strict=True):
+            wanted = held / 2 + 2 * largest
+            told = (f"rank {rank} of 2, a model of {blocks} blocks with {in_words(held)} of parameters, in buckets of "
+                    f"{in_words(largest)}: ")
+            right = (f"{in_words(wanted)} are right: two buffers of {in_words(largest)}, and its half of the gradients")
+            assert begins <= wanted + 1024, (
+                f"{told}ConstantMemory takes {in_words(begins)}, and {right}. How large must a buffer be at least, so "
+                "that each bucket fits? And how many shards of a bucket are this rank's?"
+            )
+            assert begins >= 0.98 * wanted, (
+                f"{told}ConstantMemory takes {in_words(begins)} before the first backward, and {right}. All of it is "
+                "allocated once, up front: later it would come to lie between activations"
+            )
+            assert after <= begins + 1024, (
+                f"{told}after two steps {in_words(after)} live beside the parameters, and {right}: memory was taken "
+                "later, and kept"
+            )
+
+
+def spied(assignment):
+    """The file's ConstantMemory, that notes where its tensors lie: address of the memory, first byte, bytes."""
+
+    class Spied(assignment.ConstantMemory):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.wholes, self.shards, self.dirty = [], [], 0
+
+        def whole(self, bucket):
+            whole = super().whole(bucket)
+            self.wholes.append((*where(whole), bucket.padded * 4))
+            self.dirty += int((whole != 0).sum())
+            return whole
+
+        def shard(self, bucket):
+            shard = super().shard(bucket)
+            self.shards.append(where(shard))
+            return shard
+
+    return Spied
+
+
+def where(tensor):
+    return tensor.untyped_storage().data_ptr(), tensor.data_ptr(), tensor.nbytes
+
+
+def places(assignment):
+    """Where whole gradients and shards lay in each of three steps, and elements of buffers that were not zero; after a
+    step of two micro-batches the shards' places, and whether both were in them."""
+    rank = dist.get_rank()
+    model = toys.build(toys.Transformer, rank)
+    zero = Stage2(model, optim.SGD, memory=spied(assignment), lr=0.0, bucket_bytes=BUCKET)
+    steps = []
+    for step in range(3):
+        zero.memory.wholes.clear()
+        model(*toys.tokens(rank, step)).backward()
+        steps.append((list(zero.memory.wholes), [where(shard) for shard in zero.reduced_gradients()]))
+        zero.zero_grad()
+    sums = []
+    for batches in ((0,), (1,), (0, 1)):
+        for batch in batches:
+            model(*toys.tokens(rank, batch)).backward()
+        sums.append(torch.cat([shard.detach().clone() for shard in zero.reduced_gradients()]))
+        last = [where(shard) for shard in zero.reduced_gradients()]
+        zero.zero_grad()
+    return steps, zero.memory.dirty, last, sums
+
+
+@pytest.mark.step(1, points=3)
+def test_shards_stay_in_the_slab(assignment):
+    for rank, (steps, _, _, _) in enumerate(once(places, 2, assignment)):
+        for number, (_, shards) in enumerate(steps):
+            memories = len({memory for memory, *_ in shards})
+            assert memories == 1, (
+                f"after the backward of step {number} the {len(shards)} gradient shards of rank {rank} lie in "
+                f"{memories} allocations: M_D lays them side by side into one, which was made at the start"
+            )
+            ends = [first + size for _, first, size in sorted(shards)]
+            assert all(end <= first for end, (_, first, _) in zip(ends, sorted(shards)[1:], strict=False)), (
+                f"after the backward of step {number} gradient shards of rank {rank} overlap: each bucket has a place "
+                "of its own in the slab"
+            )
+            assert sorted(shards) == sorted(steps[0][1]), (
+                f"in step {number} the gradient shards of rank {rank} lie elsewhere than in step 0: they must stay "
+                "where they are from step to step"
+            )
+
+
+@pytest.mark.step(1, points=2)
+def test_whole_gradients_take_turns_in_two_buffers(assignment):
+    for rank, (steps, *_) in enumerate(once(places, 2, assignment)):
+        wholes = [whole for wholes, _ in steps for whole in wholes]
+        used = len({memory for memory, *_ in wholes})
+        assert used <= 2, (
+            f"in three steps whole() of rank {rank} gave memory of {used} allocations for {len(wholes)} buckets: C_B "
+            "has two buffers, which are used again and again"
+        )
+        same = sum(one[0] == other[0] for one, other in zip(wholes, wholes[1:], strict=False))
+        assert used == 2 and not same, (
+            f"whole() of rank {rank} gave one bucket after the other the same buffer, {same} times of "
+            f"{len(wholes) - 1}: two buffers take turns. One may still be on its way while the next is filled"
+        )
+        for _, _, size, wanted in wholes:
+            assert size == wanted, (
+                f"whole() of rank {rank} gave {in_words(size)} for a bucket of {in_words(wanted)}: a buffer may be "
+                "larger than a bucket. What is sent must be [padded]"
+            )
+
+
+STALE = "the mean gradient, where some parameters got none. A buffer still holds what was sent in it before: what must \
+be in it where a gradient is missing?"
+
+
+def reduced(assignment):
+    """The shards of a plain model, and of one whose parameters do not all have gradients, in its second backward."""
+    shards, *_ = first_backward(stage_2(assignment))
+    return shards, awkward_backward(stage_2(assignment))
+
+
+@pytest.mark.step(1, points=2, stuck="each rank must reduce all buckets in the same order")
+def test_the_mean_gradient_comes_out(assignment):
+    dirty = [dirty for _, dirty, _, _ in once(places, 2, assignment)]
+    assert not any(dirty), (
+        f"whole() gave buffers that were not zero, in {dirty} elements on ranks 0 and 1: a buffer still holds what was "
+        "sent in it before, and padding, and a parameter without a gradient, count as zero"
+    )
+    found = once(reduced, 3, assignment)
+    assert_shards_hold([shards for shards, _ in found], gradients_of(3))
+    wanted = gradients_of(3, make=checks.Awkward, batch=checks.awkward_batch)
+    assert_shards_hold([awkward for _, awkward in found], wanted, STALE, make=checks.Awkward)
+
+
+@pytest.mark.step(1, points=1)
+def test_micro_batches_add_up(assignment):
+    for rank, (steps, _, last, (first, second, both)) in enumerate(once(places, 2, assignment)):
+        near = functools.partial(torch.allclose, rtol=1e-4, atol=1e-6)
+        assert not near(both, 2 * second), (
+            f"after two micro-batches rank {rank}'s shards are twice the second one's gradient: its average arrived "
+            "where the first one's lay, and was then added to itself. Where does shard() let it arrive, if "
+            "bucket.gradient_shard is there already?"
+        )
+        assert not near(both, second), (
+            f"after two micro-batches rank {rank}'s shards are the gradient of the second one alone"
+        )
+        assert near(both, first + second), (
+            f"after two micro-batches rank {rank}'s shards are not the sum of both gradients"
+        )
+        assert sorted(last) == sorted(steps[0][1]), (
+            f"after two micro-batches rank {rank}'s shards lie beside the slab: the sum belongs into it"
+        )
+
+
+class TwoKinds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(7, 5), nn.Linear(5, 3).bfloat16()
+
+
+def two_kinds(assignment):
+    try:
+        stage_2(assignment)(TwoKinds(), optim.SGD, lr=0.1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.step(1, points=1)
+def test_buckets_of_two_dtypes_are_refused(assignment):
+    for rank, told in enumerate(once(two_kinds, 2, assignment)):
+        assert told, (
+            f"rank {rank}: a model with parameters in fp32 and in bf16 was taken without a word, and one pair of "
+            "buffers cannot hold both: ValueError (kind_of raises it)"
+        )
+
+
+# ---------------------------------------------------------------------------------------- on a mesh: one model for all
+
+
+def lively():
+    """The whole model, whose weights, biases and norms are all far from where they start: each one matters."""
+    model = GPT(sizes_of())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(0.3 * torch.randn(param.shape))
+        for norm in (module for module in model.modules() if isinstance(module, nn.LayerNorm)):
+            norm.weight += 1.0
+    return model
+
+
+def batch_of(step, model_parallel, batch=BATCH):
+    """In a rank: the tokens of its replica, those of the replica's first rank."""
+    first = dist.get_rank() // model_parallel * model_parallel
+    group = make_mesh(model_parallel).model_group
+    tokens = toys.tokens(dist.get_rank(), step, batch=batch)
+    for tensor in tokens:
+        dist.broadcast(tensor, first, group=group)
+    return tokens
+
+
+def system_of(assignment, name, model_parallel, optimizer=optim.SGD, **options):
+    """In a rank: a System with this rank's part of rank 0's lively model."""
+    mesh = make_mesh(model_parallel)
+    whole = dict(toys.build(lively, dist.get_rank()).named_parameters())
+    torch.manual_seed(5)
+    system = assignment.System(name, sizes_of(), mesh, BATCH, torch.float32, "cpu", optimizer, bucket_bytes=BUCKET,
+                               **({"lr": 1.0} | options))
+    with torch.no_grad():
+        for path, param in system.model.named_parameters():
+            dist.broadcast(whole[path].data, 0)
+            param.copy_(part_of(path, whole[path], model_parallel, mesh.model_rank))
+    return system
+
+
+def of_the_replicas(world_size, model_parallel):
+    """The gradient of each replica's own loss, for the whole model, in fp64: [{name: gradient}]."""
+    found = []
+    for replica in range(world_size // model_parallel):
+        model = toys.build(lively, 0, torch.float64)
+        model(*toys.tokens(replica * model_parallel, 0, batch=BATCH)).backward()
+        found.append({name: param.grad for name, param in model.named_parameters()})
+    return found
+
+
+def mean_of(gradients):
+    return {name: sum(each[name] for each in gradients) / len(gradients) for name in gradients[0]}
+
+
+def parts_of(whole, model_parallel, rank):
+    return {name: part_of(name, tensor, model_parallel, rank % model_parallel) for name, tensor in whole.items()}
+
+
+def flat(tensors):
+    return torch.cat([tensors[name].double().flatten() for name in sorted(tensors)])
+
+
+def near(one, other, rtol=1e-3):
+    return bool((one - other).norm() <= rtol * other.norm())
+
+
+# ----------------------------------------------------------------------- step 2: checkpoints: cut over whom, and where
+
+
+def plain_system(assignment, name, model_parallel, layers=2, batch=BATCH):
+    """A System as it is made, on this rank, whether step 3 is written or not."""
+    torch.manual_seed(5)
+    return assignment.System(name, sizes_of(layers), make_mesh(model_parallel), batch, torch.float32, "cpu", optim.SGD,
+                             bucket_bytes=BUCKET, lr=0.1)
+
+
+def forget(system):
+    """The gradients."""
+    (system if system.zero else system.model).zero_grad()
+
+
+def slabs(assignment):
+    """For each config: bytes that live after a step, when the system is made for 2 sequences and for 6."""
+    found = {}
+    for name in ALL:
+        found[name] = []
+        for batch in (2, 6):
+            before = checks.live_bytes()
+            system = plain_system(assignment, name, 2, batch=batch)
+            for step in range(2):
+                system.model(*batch_of(step, 2, batch)).backward()
+                forget(system)
+            most = 0 if not found[name] else found[name][0] + 4 * 2 * INPUT
+            found[name].append(checks.live_bytes(until=before + most, looks=3) - before)
+            del system
+    return found
+
+
+FULL = ("b·s·h numbers are a block's input, there are as many of them as blocks, and a forward pass keeps no more: is "
+        "the slab as large, and is it emptied before each forward pass (begin_forward)?")
+WHOSE = "which ranks hold the same input: those of mesh.model_group, or those of mesh.data_group?"
+
+
+@pytest.mark.step(2, points=4, raised=FULL, stuck=MESH)
+def test_the_slab_is_as_large_as_the_checkpoints(assignment):
+    for rank, found in enumerate(once(slabs, 2, assignment)):
+        for name in ALL:
+            grown, whole = found[name][1] - found[name][0], 2 * 4 * INPUT  # two blocks, four sequences more
+            wanted = {"C1": whole, "C3": whole, "C2": whole / 2, "C4": whole / 2, "C5": 0}[name]
+            why = {"C1": "two blocks keep b·s·h numbers each", "C2": "P_a: two blocks keep b·s·h/M numbers each",
+                   "C5": "P_a+cpu: checkpoints lie in host memory, so the device needs no slab"}
+            told = (f"{name} made for 6 sequences takes {in_words(grown)} more on rank {rank} of D × M = 1 × 2 than "
+                    f"made for 2, and {in_words(wanted)} are right. "
+                    f"{why.get(name, why['C1' if name == 'C3' else 'C2'])}")
+            assert grown <= wanted + 1024, (
+                f"{told}. The slab is too large: how many numbers of a block's input does a rank keep?"
+            )
+            assert grown >= wanted - 1024, (
+                f"{told}. There is no slab that holds them all: each checkpoint gets memory of its own"
+            )
+
+
+def kept(assignment):
+    """For each config, for each block more: bytes that forward makes and that live until backward, beside what was
+    there; and bytes that were announced as copies in host memory."""
+    found = {}
+    for name in ALL:
+        sizes = []
+        for layers in (2, 6):
+            system, copies = plain_system(assignment, name, 2, layers), []
+            system.model(*batch_of(0, 2)).backward()
+            forget(system)
+            slab = [] if system.slab is None else [system.slab.memory]
+            tokens = batch_of(1, 2)
+            with Stock([*system.model.parameters(), *slab, *tokens]) as stock, host.announced(
+                    lambda copy, copies=copies: copies.append(copy.nbytes)):
+                loss = system.model(*tokens)
+                sizes.append((stock.alive(), sum(copies)))
+            loss.backward()
+            forget(system)
+        found[name] = [(many - few) / 4 for few, many in zip(*sizes, strict=True)]
+    return found
+
+
+@pytest.mark.step(2, points=3, raised=FULL, stuck=MESH)
+def test_a_block_keeps_its_input_alone(assignment):
+    whole = BATCH * INPUT
+    for rank, found in enumerate(once(kept, 2, assignment)):
+        for name in ALL:
+            alive, copied = found[name]
+            wanted = whole / 2 if name == "C5" else 0
+            told = (f"{name}: a block's input has {in_words(whole)}, and between forward and backward each block holds "
+                    f"{in_words(alive)} beside the slab on rank {rank} of D × M = 1 × 2")
+            assert alive - wanted < 4 * whole, (
+                f"{told}: all that it computes is there until backward. In every config blocks are checkpointed"
+            )
+            assert copied >= 0.99 * wanted, (
+                f"{told}, and {in_words(copied)} went to host memory: in P_a+cpu the parts do, {in_words(wanted)}"
+            )
+            assert copied <= wanted + 256, (
+                f"{name}: {in_words(copied)} a block went to host memory on rank {rank} of D × M = 1 × 2, and "
+                f"{in_words(wanted)} are right: P_a+cpu alone uses it, for this rank's parts"
+            )
+            assert alive <= wanted + whole / 4, (
+                f"{told}: checkpoints belong into the slab, which was allocated up front (what does place= take?)"
+            )
+
+
+def gathered(assignment):
+    """What a pass with backward sends within a model, for C1 and C2; on a mesh of 2 × 2."""
+    found = []
+    for name in ("C1", "C2"):
+        system = plain_system(assignment, name, 2)
+        for step in range(2):  # in its first pass P_a compares inputs
+            tokens = batch_of(step, 2)
+            with TrafficMeter() as meter:
+                loss = system.model(*tokens)
+                loss.backward()
+            forget(system)
+        found.append(meter.sent_bytes)
+    return found
+
+
+@pytest.mark.step(2, points=1, raised=WHOSE, stuck=WHOSE, left=WHOSE)
+def test_p_a_cuts_over_the_ranks_of_a_model(assignment):
+    wanted = 2 * BATCH * INPUT / 2
+    for rank, (plain, partitioned) in enumerate(once(gathered, 4, assignment)):
+        assert partitioned - plain == pytest.approx(wanted, abs=64), (
+            f"rank {rank} of D × M = 2 × 2 sends {in_words(partitioned - plain)} more in C2 than in C1, and "
+            f"{in_words(wanted)} are right: the input of each of two blocks is gathered once, b·s·h(M−1)/M numbers. "
+            f"{WHOSE[0].upper()}{WHOSE[1:]}"
+        )
+
+
+def several_passes(assignment):
+    """Losses of passes in each config: two with backward, one without a graph in between, two again."""
+    found = {}
+    for name in ALL:
+        system, losses = plain_system(assignment, name, 2), []
+        for step in range(2):
+            loss = system.model(*batch_of(step, 2))
+            with torch.no_grad():
+                system.model(*batch_of(step + 2, 2))
+            loss.backward()
+            losses.append(loss.item())
+        forget(system)
+        found[name] = losses
+    return found
+
+
+@pytest.mark.step(2, points=2, raised=FULL, stuck=MESH)
+def test_each_pass_uses_the_slab_anew(assignment):
+    for rank, found in enumerate(once(several_passes, 2, assignment)):
+        for name in ALL:
+            assert found[name] == found["C1"], (
+                f"{name}: two passes gave the losses {found[name]} on rank {rank}, and {found['C1']} in C1: the "
+                "configs compute the same"
+            )
+
+
+# --------------------------------------------------------------------------------------- step 3: ZeRO over the replicas
+
+
+def stepped(assignment, model_parallel, names):
+    """For each config: by how much a step of SGD with lr 1 moved each parameter of this rank's part, and where to."""
+    found = {}
+    for name in names:
+        system = system_of(assignment, name, model_parallel)
+        before = {path: param.detach().clone() for path, param in system.model.named_parameters()}
+        system.model(*batch_of(0, model_parallel)).backward()
+        system.step()
+        after = {path: param.detach() for path, param in system.model.named_parameters()}
+        found[name] = {path: before[path] - after[path] for path in before}, after
+    return found
+
+
+def assert_parts_differ(results, model_parallel, name):
+    """Ranks of a model hold other parts of it after a step, too."""
+    if model_parallel == 1:
+        return
+    cut = [flat({path: tensor for path, tensor in found[name][1].items() if is_cut(path)}) for found in results]
+    alike = [rank for rank, part in enumerate(cut) if torch.equal(part, cut[0])]
+    whose = "a mean over all ranks" if len(alike) == len(cut) else "a mean over the ranks of one model"
+    assert 1 not in alike, (
+        f"{name}: after step() ranks {' and '.join(map(str, alike))} hold the same numbers where the model is cut, "
+        f"though ranks 0 and 1 are two parts of one model, D × M = {len(cut) // model_parallel} × {model_parallel}. "
+        f"This was {whose}, and an all-gather among them. Only ranks that hold the same part belong together: "
+        "which group is it?"
+    )
+
+
+def assert_mean(found, rank, world_size, model_parallel, name):
+    """Parameters of a rank have lost the mean gradient of the replicas."""
+    replicas, gradients = world_size // model_parallel, of_the_replicas(world_size, model_parallel)
+    mean = parts_of(mean_of(gradients), model_parallel, rank)
+    used, wanted = flat(found), flat(mean)
+    told = f"{name}, rank {rank} of D × M = {replicas} × {model_parallel}: a step of SGD with lr 1 must subtract the " \
+           f"mean gradient of the {replicas} replicas, and "
+    if near(used, wanted):
+        return
+    assert not near(used, replicas * wanted), (
+        f"{told}it subtracted {replicas} times as much: their sum. The divisor is D")
+    assert not near(used, wanted / model_parallel), (
+        f"{told}it subtracted 1/{model_parallel} of that: a sum over {replicas} ranks was divided by {world_size}. "
+        "The divisor is D, the number of replicas, and not the number of all ranks")
+    own = flat(parts_of(gradients[rank // model_parallel], model_parallel, rank))
+    assert not near(used, own), (
+        f"{told}it subtracted that of its own replica alone: what are the ranks that hold the same part of the model, "
+        "mesh.data_group or mesh.model_group?")
+    still = [path for path in mean if not found[path].any()]
+    assert not still, (
+        f"{told}{len(still)} parameters did not move, such as {still[0]}, which is "
+        f"{'cut over the ranks' if is_cut(still[0]) else 'whole on all ranks'} of a model: every parameter is in a "
+        "bucket on every rank")
+    wrong = [path for path in mean if not near(found[path].double(), mean[path].double(), 1e-2)]
+    kinds = {"cut over the ranks" if is_cut(path) else "whole on all ranks" for path in wrong}
+    pytest.fail(f"{told}it did not, for {', '.join(wrong[:3]) or 'some elements'}, … ({' and '.join(kinds)})")
+
+
+@pytest.mark.step(3, points=4, stuck=MESH, left=MESH)
+def test_a_step_is_the_mean_of_the_replicas(assignment):
+    for world_size, model_parallel, names in ((4, 2, ("C1", "C4")), (3, 1, ("C3",))):
+        results = once(stepped, world_size, assignment, model_parallel, names)
+        for name in names:
+            assert_parts_differ(results, model_parallel, name)
+            for rank, found in enumerate(results):
+                assert_mean(found[name][0], rank, world_size, model_parallel, name)
+
+
+def holdings(assignment):
+    """For C1 and C3: bytes of optimizer state and of parameters on this rank, in how many allocations gradient shards
+    lie, and how many of the shards' elements."""
+    found = {}
+    for name in ("C1", "C3"):
+        system = system_of(assignment, name, 2, optim.AdamW, lr=1e-3)
+        system.model(*batch_of(0, 2)).backward()
+        shards = system.reduced_gradients()
+        memories = len({where(shard)[0] for shard in shards})
+        elements = sum(shard.numel() for shard in shards)
+        system.step()
+        states = [tensor for state in system.optimizer.state.values() for tensor in state.values() if tensor.ndim]
+        found[name] = (sum(tensor.nbytes for tensor in states), 4 * sum(map(torch.numel, system.model.parameters())),
+                       memories, 4 * elements)
+    return found
+
+
+@pytest.mark.step(3, points=2, stuck=MESH, left=MESH)
+def test_each_config_has_its_parts(assignment):
+    for rank, found in enumerate(once(holdings, 4, assignment)):
+        for name, (state, parameters, memories, shards) in found.items():
+            assert state <= 2 * parameters / 2 * 1.1, (
+                f"{name}: rank {rank} of D × M = 2 × 2 holds {in_words(state)} of Adam's state for "
+                f"{in_words(parameters)} of parameters: {in_words(parameters)} are right, as D = 2 "
+                "replicas share 8 bytes a parameter"
+            )
+            assert name == "C1" or memories == 1, (
+                f"C3: rank {rank}'s gradient shards lie in {memories} allocations, so C_B and M_D are not there: what "
+                "are config.options for?"
+            )
+            assert shards <= parameters / 2 * 1.1, (
+                f"{name}: rank {rank}'s reduced gradients are {in_words(shards)}, and it updates half of "
+                f"{in_words(parameters)}"
+            )
+
+
+# ---------------------------------------------------------------------------------- step 4: the norm of the whole model
+
+SCALE = 1 / 1024
+
+
+def clipped(assignment, model_parallel, name):
+    """What clip_grad_norm_ returns; bytes that it asks to send; whether the gradients stayed; how far the step went,
+    for a large max_norm, for 0.1, and with a loss scale."""
+    found = []
+    for max_norm, scale in ((1e6, None), (0.1, None), (0.1, SCALE)):
+        system = system_of(assignment, name, model_parallel)
+        before = {path: param.detach().clone() for path, param in system.model.named_parameters()}
+        loss = system.model(*batch_of(0, model_parallel))
+        (loss if scale is None else loss / scale).backward()
+        shards = [shard.detach().clone() for shard in system.reduced_gradients()]
+        if scale is not None:
+            system.gradient_scale = scale
+        with checks.Calls() as calls:
+            norm = system.clip_grad_norm_(max_norm)
+        stayed = all(torch.equal(one, other) for one, other in zip(shards, system.reduced_gradients(), strict=True))
+        system.step()
+        moved = {path: before[path] - param.detach() for path, param in system.model.named_parameters()}
+        found.append((float(norm), sum(call.bytes for call in calls.made), stayed, moved, list(norm.shape)))
+    return found
+
+
+MESHES = ((4, 2, "C4"), (3, 3, "C1"), (3, 1, "C3"))
+
+
+def cases(assignment):
+    """(name, D, M, the right norm, its part that all ranks of a model hold whole, the mean gradient, what ranks found),
+    of each mesh."""
+    for world_size, model_parallel, name in MESHES:
+        mean = mean_of(of_the_replicas(world_size, model_parallel))
+        whole = {path: gradient for path, gradient in mean.items() if not is_cut(path)}
+        found = once(clipped, world_size, assignment, model_parallel, name)
+        yield (name, world_size // model_parallel, model_parallel, flat(mean).norm().item(), flat(whole).norm().item(),
+               mean, found)
+
+
+ONCE = "all ranks of both groups must come to each all-reduce, also those whose copies do not count"
+
+
+@pytest.mark.step(4, points=5, stuck=ONCE, left=ONCE)
+def test_each_element_counts_once(assignment):
+    for name, replicas, ranks, right, whole, mean, found in cases(assignment):
+        for rank, ((norm, *_), *_) in enumerate(found):
+            told = f"{name}, rank {rank} of D × M = {replicas} × {ranks} found the norm {norm:.5g}, and {right:.5g} " \
+                   "is right"
+            cut = (right**2 - whole**2) ** 0.5
+            part = flat(parts_of(mean, ranks, rank)).norm().item()
+            cut_part = flat({path: tensor for path, tensor in parts_of(mean, ranks, rank).items()
+                             if is_cut(path)}).norm().item()
+            for wrong, words in (
+                ((cut**2 + ranks * whole**2) ** 0.5,
+                 f"it counts the parameters that all ranks of a model hold whole M = {ranks} times"),
+                (cut, "it leaves out the parameters that all ranks of a model hold whole: they count once"),
+                (part, "it is the norm of this rank's part of the model: squares add up over both groups"),
+                (cut_part, "it is the norm of this rank's part of the model, without what all ranks of a model hold "
+                           "whole: squares add up over both groups"),
+                (right * replicas**0.5, f"squares were counted for each of D = {replicas} replicas: a stage's norm is "
+                                        "over its data-parallel group already"),
+                (right**2, "it is the sum of the squares, not its root"),
+            ):
+                assert ranks == 1 and wrong == right or not _is(norm, wrong) or _is(wrong, right), f"{told}: {words}"
+            assert _is(norm, right), f"{told}: norms do not add up, their squares do; each element counts once"
+        norms = [each[0][0] for each in found]
+        assert len(set(norms)) == 1, (
+            f"{name}: the ranks of D × M = {replicas} × {ranks} found the norms {norms}: each would clip by another "
+            "factor"
+        )
+
+
+def _is(norm, other):
+    return norm == pytest.approx(other, rel=2e-4)
+
+
+@pytest.mark.step(4, points=3, stuck=ONCE, left=ONCE)
+def test_step_is_clipped_to_it(assignment):
+    for name, replicas, ranks, right, _, mean, found in cases(assignment):
+        for rank, (large, small, _) in enumerate(found):
+            wanted = flat(parts_of(mean, ranks, rank))
+            for (*_, moved, shape), max_norm in ((large, 1e6), (small, 0.1)):
+                factor = (flat(moved) @ wanted / (wanted @ wanted)).item()
+                must = min(1.0, max_norm / right)
+                assert factor == pytest.approx(must, rel=1e-3), (
+                    f"{name}, rank {rank} of D × M = {replicas} × {ranks}: after clip_grad_norm_({max_norm:g}) of a "
+                    f"gradient of norm {right:.4g} step() used {factor:.4g} times the gradient, and {must:.4g} is "
+                    "right: self.gradient_scale is what it multiplies with, and the whole model's norm decides"
+                )
+                assert shape == [], f"clip_grad_norm_ returned a tensor of shape {shape}: a 0-dim one is right"
+
+
+@pytest.mark.step(4, points=1, stuck=ONCE, left=ONCE)
+def test_gradients_stay_as_they_were(assignment):
+    for name, *_, found in cases(assignment):
+        for rank, (_, (_, _, stayed, *_), _) in enumerate(found):
+            assert stayed, (
+                f"{name}: clip_grad_norm_ changed rank {rank}'s gradients: it sets self.gradient_scale alone"
+            )
+
+
+@pytest.mark.step(4, points=2, stuck=ONCE, left=ONCE)
+def test_a_loss_scale_is_taken_off(assignment):
+    for name, _, ranks, right, _, mean, found in cases(assignment):
+        for rank, (*_, (norm, _, _, moved, _)) in enumerate(found):
+            assert _is(norm, right), (
+                f"{name}: the loss was multiplied by 1024, and self.gradient_scale is 1/1024; rank {rank} found the "
+                f"norm {norm:.5g}, and {right:.5g} is right: that of the gradients times this scale"
+            )
+            wanted = flat(parts_of(mean, ranks, rank))
+            factor = (flat(moved) @ wanted / (wanted @ wanted)).item()
+            assert factor == pytest.approx(0.1 / right, rel=1e-3), (
+                f"{name}: with a loss scale of 1024, clipped to 0.1, step() of rank {rank} used {factor:.4g} times the "
+                f"gradient, and {0.1 / right:.4g} is right: clipping multiplies the scale that is there"
+            )
+
+
+@pytest.mark.step(4, points=1, stuck=ONCE, left=ONCE)
+def test_the_norm_costs_a_few_numbers(assignment):
+    for name, *_, found in cases(assignment):
+        for rank, ((_, sent, *_), *_) in enumerate(found):
+            assert sent <= 1024, (
+                f"{name}: for the norm rank {rank} took part in collectives of {in_words(sent)}: a few numbers are "
+                "enough, no gradient need travel"
+            )

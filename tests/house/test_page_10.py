@@ -1,0 +1,205 @@
+"""Lesson 10's page: a run or a formula gave each figure on it, and today's run gives the same."""
+
+import json
+
+import pages
+import pytest
+from submissions import solution
+
+from zero_minimal.classroom.lessons import HOUSE, found
+from zero_minimal.foundations import ranks
+from zero_minimal.programs import budget
+from zero_minimal.programs import whole_system as program
+from zero_minimal.programs.simulation import Case, simulate
+from zero_minimal.workload.model import GPTConfig
+
+LESSON = found()["10_whole_system"]
+PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
+PROSE = " ".join(PAGE.split())  # wherever lines are broken
+MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
+LADDER, WORTH, LARGE = (MEASURED[name] for name in ("ladder", "worth", "worth_large"))
+CONFIGS = ("C1", "C2", "C3", "C4", "C5")
+MB, GB = 1e6, 1e9
+INPUT = 4 * 8 * program.SIZES.sequence * program.SIZES.hidden  # bytes of a block's input on the mesh
+
+
+def more(rows, name):
+    """MB by which a part raises the highest moment."""
+    return (rows[name]["peak"] - rows["none"]["peak"]) / MB
+
+
+# -------------------------------------------------------------------------------------------------------- the figures
+
+
+def test_the_table_on_the_page_is_what_was_measured():
+    assert list(LADDER) == list(program.LADDER)
+    for name, row in LADDER.items():
+        sizes = [row["peak_by_category"][category] for category in program.CATEGORIES]
+        cells = [f"{size / MB:.1f}" for size in (*sizes, row["peak"], row["sent"])]
+        assert "| " + " | ".join([name, *cells]) + " |" in PAGE
+        assert sum(sizes) == row["peak"]
+
+
+def test_the_model_of_the_page():
+    sizes = program.SIZES
+    whole = LADDER["data parallel"]["states"]["parameters"]
+    assert f"has {sizes.layers} blocks and a width of {sizes.hidden}, in fp32: {whole / MB:.1f} MB" in PROSE
+    assert f"read {program.SEQUENCES} sequences of {sizes.sequence} tokens" in PROSE
+    assert f"b·s·h are {INPUT // 4:,} numbers, {INPUT / MB:.2f} MB" in PROSE
+    assert f"Buckets have {MEASURED['bucket'] / 2**20:g} MiB" in PROSE
+
+
+def test_model_states_are_those_of_the_formula():
+    one, three = LADDER["C1"]["states"], LADDER["C3"]["states"]
+    part = one["parameters"]
+    assert one == {"parameters": part, "gradients": part, "optimizer": 2 * part // 2}
+    assert three == {"parameters": part, "gradients": part // 2, "optimizer": part}
+    told = f"After the step C1 holds {part / MB:.1f}, {part / MB:.1f} and {part / MB:.1f} MB, and C3 " \
+           f"{part / MB:.1f}, {part / 2 / MB:.1f} and {part / MB:.1f}"
+    assert told in PROSE
+
+
+def test_traffic_is_zeros_and_the_blocks():
+    part, layers = LADDER["C1"]["states"]["parameters"], program.SIZES.layers
+    zero, blocks = 2 * part // 2, layers * 12 * INPUT // 2
+    ends = LADDER["C1"]["sent"] - zero - blocks
+    assert 0 < ends < 0.06 * blocks
+    assert f"ZeRO sends {zero / MB:.1f} MB: 2 · {part / MB:.1f} · 1/2" in PROSE
+    assert f"Six blocks send {blocks / MB:.1f} MB, 6 · 12 · {INPUT / MB:.2f} · 1/2" in PROSE
+    assert f"make it {LADDER['C1']['sent'] / MB:.1f}" in PROSE
+    for with_p_a, without in (("C2", "C1"), ("C4", "C3"), ("C5", "C3")):
+        assert LADDER[with_p_a]["sent"] - LADDER[without]["sent"] == layers * INPUT // 2
+    assert f"P_a adds {layers * INPUT / 2 / MB:.1f} MB" in PROSE
+    assert f"C5 has {LADDER['C5']['host'] / MB:.1f} MB in host memory" in PROSE
+    assert LADDER["C5"]["host"] == layers * INPUT // 2
+
+
+def test_the_order_of_the_peaks():
+    peaks = [LADDER[name]["peak"] for name in CONFIGS]
+    assert peaks == sorted(peaks, reverse=True)
+    assert f"C2 and C3 are close: {(peaks[1] - peaks[2]) / MB:.1f} MB" in PROSE
+    alone, three = LADDER["P_os+g"], LADDER["C3"]
+    assert f"Less, {alone['peak'] / MB:.1f} MB to {three['peak'] / MB:.1f}. And it sends " \
+           f"{alone['sent'] / MB:.1f} MB in place of {three['sent'] / MB:.1f}" in PROSE
+    assert LADDER["P_os+g+p"]["peak"] < LADDER["C4"]["peak"]
+
+
+def test_what_each_part_is_worth():
+    alt = next(words for words, file in pages.IMAGE.findall(PAGE) if file == "worth.png")
+    small = {name: f"{abs(more(WORTH, name)):.1f}" for name in WORTH}
+    assert f"C_B adds {small['C_B']}, M_D for gradients {small['M_D, gradients']}, M_D for checkpoints " \
+           f"{small['M_D, checkpoints']}, P_a takes {small['P_a']} off, P_a+cpu {small['P_a+cpu']}" in alt
+    assert f"C4 is {small['all: C4']} higher, C5 {small['all: C5']}" in alt
+    assert f"C_B adds {more(LARGE, 'C_B'):.1f} and C4 is {more(LARGE, 'all: C4'):.1f} higher" in alt
+    assert [name for name in WORTH if more(WORTH, name) < 0] == ["P_a", "P_a+cpu"]
+    for rows, size in ((WORTH, MEASURED["bucket"]), (LARGE, MEASURED["large"])):
+        assert more(rows, "C_B") == pytest.approx(size / MB, rel=0.02), "one bucket"
+    assert "it costs one bucket, 0.5 or 4.2 MB" in PROSE
+
+
+def test_losses_and_speed():
+    losses = {name: row["losses"] for name, row in LADDER.items()}
+    assert all(losses[name] == losses["C1"] for name in CONFIGS)
+    apart = max(abs(one - other) / one for one, other in zip(losses["data parallel"], losses["C1"], strict=True))
+    assert 1.5e-7 < apart < 2.5e-7 and "agree to 2 parts in ten million" in PROSE
+    recorded = json.loads((HOUSE / "lessons/pictures/configs.json").read_text())["rows"]
+    speeds = [row["tokens_per_second"] for row in recorded]
+    assert f"C1 to C5 did {min(speeds):,.0f} to {max(speeds):,.0f} tokens in a second, all within 2%" in PROSE
+    assert max(speeds) / min(speeds) < 1.02
+
+
+def test_what_the_alt_text_says_of_the_ladder():
+    alt = next(words for words, file in pages.IMAGE.findall(PAGE) if file == "ladder.png")
+    peak = {name: f"{row['peak'] / MB:.0f}" for name, row in LADDER.items()}
+    assert f"from {peak['data parallel']} MB of data parallelism to {peak['P_os+g']} of P_os+g and " \
+           f"{peak['P_os+g+p']} of P_os+g+p" in alt
+    assert f"it is {peak['model parallel']} without ZeRO, and {peak['C1']}, {peak['C2']}, {peak['C3']}, {peak['C4']} " \
+           f"and {peak['C5']} in C1 to C5" in alt
+
+
+def test_the_table_of_part_b():
+    for track in budget.TRACKS:
+        _, least = budget.limit_and_least(track)
+        cells = [f"{budget.bound(track).need / GB:.2f} GB"]
+        for stage in (2, 3):
+            figures = budget.Figures(**json.loads(budget.KNOWN.read_text())[track.name][f"stage {stage}"])
+            cells.append(f"{figures.peak / GB:.2f} GB, {figures.sent / GB:.2f} GB")
+        what = "sent" if track.memory is not None else "held"
+        row = [f"track {track.number}", *cells, f"{least / GB:.2f} GB {what}"]
+        assert "| " + " | ".join(row) + " |" in PAGE
+        assert f"| track {track.number}, {track.name} |" in PAGE
+    for medal, points in budget.POINTS.items():
+        assert not medal or f"**{medal.title()}**, {points} points" in PAGE
+    assert f"within {budget.GOLD - 1:.0%} of the bound" in PROSE
+
+
+def test_the_exam():
+    part = 40 / 16
+    assert f"{part:g}B parameters. Parameters {2 * part:g} GB" in " ".join(TEACHER.split())
+    assert f"12 · {part:g} / 25 = {12 * part / 25:g} GB" in TEACHER and 2 * part / 25 == 0.2
+    for squares, norm in ((9 + 7 + 9, "5"), (9 + 7 + 18, "5.83"), (9 + 7, "4"), (9 + 9, "4.24")):
+        assert f"{squares**0.5:.3g}" == norm and norm in TEACHER
+
+
+# -------------------------------------------------------------------------------------------------- as they are today
+
+
+@pytest.mark.thorough
+def test_a_run_of_today_is_the_same():
+    names = ("P_os+g", "C1", "C5")
+    today = ranks.run(program.seen_all, program.RANKS, {name: program.LADDER[name] for name in names}, device="cpu",
+                      timeout=300)[0]
+    for name in names:
+        losses = today[name].pop("losses")
+        before = dict(LADDER[name])
+        assert losses == pytest.approx(before.pop("losses"), rel=1e-5)
+        assert today[name] == before
+
+
+SHAPE = GPTConfig(layers=12, hidden=8192, heads=64, vocabulary=50257, sequence=1024, dropout=0.0)
+
+
+def simulated(config):
+    return simulate(Case(SHAPE, ranks=64, model_parallel=16, dtype="fp16", batch=8, config=config,
+                         bucket_bytes=64 * 2**20)).report
+
+
+@pytest.mark.thorough
+def test_the_simulators_table():
+    peaks, columns = {}, ("gradients", "activations", "buffers", "host", "peak")
+    for config in CONFIGS:
+        report = simulated(config)
+        memory, peaks[config] = report["memory"], report["memory"]["peak"] / GB
+        cells = [f"{size / GB:.2f}" for size in (*(memory[name] for name in columns), report["traffic"]["sent_bytes"])]
+        assert "| " + " | ".join([config, *cells]) + " |" in PAGE
+    assert f"P_a spares {peaks['C1'] - peaks['C2']:.2f} GB, and P_os+g in place of P_os " \
+           f"{peaks['C1'] - peaks['C3']:.2f}. P_a+cpu spares {peaks['C4'] - peaks['C5']:.2f} more" in PROSE
+    parameters = memory["parameters"] / 2
+    assert f"A fused fp32 buffer would take {4 * parameters / GB:.2f} GB" in PROSE
+    assert f"C_B's two take {2 * 64 * 2**20 / GB:.2f}" in PROSE
+
+
+# ------------------------------------------------------------------------------------------ what is not on the page
+
+
+def test_the_page_does_not_print_what_is_to_be_written():
+    """One line of code alone may be there, if it is short; two in a row are found in test_pages.py."""
+    code = {line for name in LESSON.tasks for line in solution(LESSON, name)}
+    telling = {line for line in code if len(line) > 28}
+    assert len(telling) > 15
+    starter = LESSON.starter.read_text()
+    given = {"self.zero.reduced_gradients()"}  # a method of System calls it, too
+    assert not [line for line in telling - given if line in starter]
+    assert not [line for line in telling if line in PAGE]
+
+
+# ------------------------------------------------------------------------------------------------------- the pictures
+
+
+def test_the_pictures_show_what_the_page_says():
+    drawn = program.pictures(MEASURED)
+    told, measured = pages.without_folded(PAGE), dict(pages.folded(PAGE))["What was measured"]
+    assert set(drawn) == {"mesh.png", "ladder.png", "worth.png"}
+    assert "](mesh.png)" in told and "](ladder.png)" in measured and "](worth.png)" in measured
+    numbers = [text.get_text() for text in drawn["worth.png"].axes[0].texts]
+    assert numbers == [f"{more(WORTH, name):+.1f}" for name in list(WORTH)[1:][::-1]]

@@ -1,0 +1,93 @@
+"""Mesh: who shares what with whom among D × M ranks; from data parallelism to C5; and what each part is worth."""
+
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from zero_minimal.pictures.style import (
+    LOOKS,
+    PAGE,
+    PLAIN,
+    SENT,
+    bars,
+    entries_of,
+    figure,
+    legend_outside,
+    stacked_bars,
+    words_above,
+)
+
+
+def draw_mesh(replicas: int, model_parallel: int) -> Figure:
+    """The ranks as a grid: a line for each replica, a column for each part of the model; the two groups of each."""
+    result, axes = figure(1, 1, min(PAGE, 3.4 * model_parallel + 2.4), 1.55 * replicas + 1.2)
+    axis = axes[0][0]
+    axis.grid(False)
+    for replica in range(replicas):
+        row = replicas - 1 - replica
+        _frame(axis, -0.47, row - 0.24, model_parallel - 0.06, 0.48, LOOKS["activations"][0], "-")
+        axis.text(model_parallel - 0.45, row, "the same sequences", va="center", fontsize=9)
+        for part in range(model_parallel):
+            axis.text(part, row, f"rank {replica * model_parallel + part}\npart {part} of replica {replica}",
+                      ha="center", va="center", fontsize=10)
+    for part in range(model_parallel):
+        _frame(axis, part - 0.4, -0.38, 0.8, replicas - 0.24, LOOKS["optimizer"][0], "--")
+        axis.text(part, -0.46, "the same part of the weights", ha="center", va="top", fontsize=9)
+    axis.set_xlim(-0.6, model_parallel + 0.35)
+    axis.set_ylim(-0.7, replicas - 0.4)
+    axis.set_axis_off()
+    return result
+
+
+def _frame(axis, left: float, bottom: float, width: float, height: float, colour: str, line: str) -> None:
+    axis.add_patch(FancyBboxPatch((left, bottom), width, height, boxstyle="round,pad=0,rounding_size=0.08", fill=False,
+                                  edgecolor=colour, linewidth=2.2, linestyle=line))
+
+
+def draw_ladder(rows: dict[str, dict]) -> Figure:
+    """Memory of a rank at its highest moment, and what it sends in a step, for each way to train.
+
+    rows: {way: peak_by_category, peak, sent}, in bytes.
+    """
+    result, axes = figure(2, 1, PAGE, 6.6)
+    positions = list(range(len(rows)))
+    _stack(axes[0][0], rows)
+    axes[0][0].set_title("Memory of a rank at its highest moment", fontsize=11)
+    sent = [row["sent"] / 1e6 for row in rows.values()]
+    bars(axes[1][0], positions, sent, SENT)
+    words_above(axes[1][0], positions, sent, [f"{size:.0f}" for size in sent])
+    axes[1][0].set_title("Sent by a rank in a step", fontsize=11)
+    for line in axes:
+        line[0].set_xticks(positions, list(rows), rotation=20, ha="right", rotation_mode="anchor")
+        line[0].set_ylabel("MB")
+        line[0].margins(y=0.12)
+    legend_outside(result, entries_of([axes[0][0]]))
+    return result
+
+
+def _stack(axis, rows: dict[str, dict]) -> None:
+    held, positions = [row["peak_by_category"] for row in rows.values()], list(range(len(rows)))
+    tops = stacked_bars(axis, positions, [
+        (category, LOOKS[category], [own[category] / 1e6 for own in held]) for category in held[0]])
+    words_above(axis, positions, tops, [f"{top:.0f}" for top in tops])
+
+
+def draw_worth(panels: dict[str, dict[str, dict]]) -> Figure:
+    """By how much one part more changes the highest moment; a panel for each size of buckets.
+
+    panels: {title: {part: its row, with `peak` in bytes}}; the first row is without any part.
+    """
+    result, axes = figure(1, len(panels), PAGE, 3.6)
+    for axis, (title, rows) in zip(axes[0], panels.items(), strict=True):
+        names = list(rows)[1:][::-1]
+        before = next(iter(rows.values()))["peak"]
+        changes = [(rows[name]["peak"] - before) / 1e6 for name in names]
+        axis.barh(range(len(names)), changes, 0.6, color=PLAIN[0])
+        for place, change in enumerate(changes):
+            axis.annotate(f"{change:+.1f}", (max(change, 0.0), place), (4, 0), textcoords="offset points", va="center",
+                          fontsize=9)
+        axis.set_yticks(range(len(names)), names)
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.margins(x=0.2)
+        axis.set_title(title, fontsize=11)
+        axis.set_xlabel("MB more at the highest moment")
+    return result

@@ -1,0 +1,227 @@
+"""The budget: part B of lesson 10. A system of the learner's own, scored on simulated ranks, where bytes are exact.
+
+    python -m zero_minimal grade lessons/10_whole_system/system.py       what it is worth, and why
+    python -m zero_minimal board FOLDER                                  a class's table
+    python -m zero_minimal simulate --stage system.py --layers 36 --hidden 4096 --dtype bf16 --ranks 64
+
+The file has build(model, group, budget), which returns what is used like a stage: loss.backward(), .step(),
+.zero_grad(). The model comes on the meta device, as stage 3 takes it, and is trained by AdamW(**budget.options) in
+bf16. `group` are the ranks that share it (None: all). `budget` (cases.py) has .memory, .sent (one of them is
+None), .batch, .sequence, .options. Of the parts of this course a system may use all that train.
+
+Three tracks, 20 points each:
+
+    1  memory     7.5B on 64 ranks, .memory = 10 GB      the fewest bytes sent in a step
+    2  traffic    7.5B on 64 ranks, .sent = 2Ψ           the lowest peak
+    3  mesh       40B on 16 × 4 ranks, .memory = 20 GB   the fewest bytes sent, over data parallelism's groups of 16
+
+Of the 20:
+
+    bronze   6    it is legal, and keeps the limit
+    silver  12    and it is ahead of the better one of stages 2 and 3, of those that keep the limit
+    gold    20    and it is within 2% of the bound of paper/bound.py, which no system can pass
+
+    0             it is not legal (legality.py says what that is): then the track is not scored
+
+The peak counts from the first line of build() to the end of step 2. What is sent is counted in step 2. No clock is
+read, and no value: so a score is the same on every machine and in every run. Bench figures are not scored.
+"""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from zero_minimal.foundations.mesh import make_mesh
+from zero_minimal.paper.bound import Bound
+from zero_minimal.paper.fakes import new_tensors_in, without_values
+from zero_minimal.paper.quantities import size_text
+from zero_minimal.programs.cases import Budget, Case
+from zero_minimal.programs.simulation import build_model, simulate
+from zero_minimal.programs.unsharded import bound_of
+from zero_minimal.workload.model import GPTConfig
+
+POINTS = {"": 0, "bronze": 6, "silver": 12, "gold": 20}
+GOLD = 1.02  # of the bound
+KNOWN = Path(__file__).with_name("budget.json")  # figures of bounds and reference stages: `measure()` makes them
+
+
+@dataclass(frozen=True)
+class Track:
+    """One of the three. `memory` or `sent` is the limit, the other one is what counts."""
+
+    number: int
+    name: str
+    title: str
+    model: GPTConfig
+    ranks: int
+    model_parallel: int = 1
+    memory: int | None = None
+    sent: int | None = None
+
+    @property
+    def group(self) -> int:
+        """Ranks that share a model's states: N, or D on a mesh."""
+        return self.ranks // self.model_parallel
+
+    @property
+    def budget(self) -> Budget:
+        """What build() is given."""
+        return Budget(self.memory, self.sent, 1, self.model.sequence)
+
+    def case(self, **choices) -> Case:
+        """A simulation of it. choices: stage=2, or build=…"""
+        return Case(self.model, ranks=self.ranks, dtype="bf16", model_parallel=self.model_parallel,
+                    budget=self.budget, **choices)
+
+
+SMALL = GPTConfig(layers=36, hidden=4096, heads=32, sequence=1024, vocabulary=50257, dropout=0.0, recompute=True)
+LARGE = GPTConfig(layers=32, hidden=10240, heads=80, sequence=1024, vocabulary=50257, dropout=0.0, recompute=True)
+TRACKS = (
+    Track(1, "memory", "7.5B in 10 GB: the fewest bytes", SMALL, 64, memory=10 * 10**9),
+    Track(2, "traffic", "7.5B with 2Ψ: the lowest peak", SMALL, 64, sent=2 * 2 * 7_459_729_408),
+    Track(3, "mesh", "40B on 16 × 4 ranks in 20 GB: the fewest bytes", LARGE, 64, 4, memory=20 * 10**9),
+)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a system needs in a track, bytes; `sent` by data parallelism alone."""
+
+    peak: int
+    construction: int
+    sent: int
+    host: int = 0
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a track has come to. `counts` and `bound` are bytes of what the track counts; `words` say why."""
+
+    track: int
+    medal: str
+    counts: int | None
+    bound: float | None
+    words: str
+
+    @property
+    def points(self) -> int:
+        return POINTS[self.medal]
+
+    @property
+    def off(self) -> float | None:
+        """How far above the bound: 0.02 is 2%."""
+        return None if self.counts is None or not self.bound else self.counts / self.bound - 1
+
+
+def simulated(track: Track, build: Callable | None = None, stage: int = 3, watch: Callable | None = None) -> Figures:
+    """Run a track's model under a system, or a stage, as rank 0 of all. `watch`: a context around it (legality.py)."""
+    choices = {"build": build, "name": "system"} if build else {"stage": stage}
+    report = simulate(track.case(**choices), around=watch).report
+    memory = report["memory"]
+    return Figures(memory["peak_of_all"], memory["construction_peak"], report["traffic"]["sent_bytes"] - others(track),
+                   memory["host"])
+
+
+def others(track: Track) -> int:
+    """Bytes that model parallelism sends in a step, whatever the system."""
+    return round(bound(track).others)
+
+
+@functools.cache
+def bound(track: Track) -> Bound:
+    """The track's bound: of the file for the three tracks, else computed."""
+    if track in TRACKS and KNOWN.exists():
+        return Bound(**known()[track.name]["bound"])
+    return computed_bound(track)
+
+
+def computed_bound(track: Track) -> Bound:
+    """The model's own needs, seen in one step of it without any system."""
+    dist.init_process_group("fake", rank=0, world_size=track.ranks, store=FakeStore())
+    try:
+        mesh = make_mesh(track.model_parallel)
+        with torch.enable_grad(), without_values(), new_tensors_in(torch.bfloat16):
+            model = build_model(track.case(), mesh)
+            return bound_of(model, 1, track.model.sequence, track.group)
+    finally:
+        dist.destroy_process_group()
+
+
+def limit_and_least(track: Track) -> tuple[int, float]:
+    """Bytes of the track's limit, and the bound of what it counts."""
+    if track.memory is not None:
+        return track.memory, bound(track).sent(track.memory) - bound(track).others
+    return track.sent, bound(track).memory(track.sent + bound(track).others)
+
+
+def better_reference(track: Track) -> tuple[str, int]:
+    """The better one of stages 2 and 3 that keep the track's limit: its name, and what counts."""
+    rows = {f"stage {number}": Figures(**known()[track.name][f"stage {number}"]) for number in (2, 3)}
+    limit = limit_and_least(track)[0]
+    kept = {name: _counted(track, row) for name, row in rows.items() if _limited(track, row) <= limit}
+    return min(kept.items(), key=lambda entry: entry[1])
+
+
+def score(track: Track, figures: Figures) -> Score:
+    """The medal for these figures; their system is legal."""
+    limit, least = limit_and_least(track)
+    counts, limited = _counted(track, figures), _limited(track, figures)
+    what, other = ("sends", "peak") if track.memory is not None else ("holds", "traffic")
+    off = f"{size_text(counts, 4)} is {counts / least - 1:.1%} above the bound, {size_text(least, 4)}"
+    if figures.host:
+        return Score(track.number, "", None, least, f"it keeps {size_text(figures.host)} in host memory: part B is "
+                     "played on the device alone")
+    if limited > limit:
+        when = " while it is built" if track.memory is not None and figures.construction == limited else ""
+        return Score(track.number, "", counts, least, f"its {other}{when} is {size_text(limited, 4)}, and the limit "
+                     f"{size_text(limit, 4)}: it does not fit")
+    if counts < least * (1 - 1e-9):
+        return Score(track.number, "", counts, least, f"it {what} {size_text(counts, 4)}, and no system that trains "
+                     f"this model can do with less than {size_text(least, 4)} (paper/bound.py): something is missing, "
+                     "or hidden")
+    if counts <= GOLD * least:
+        return Score(track.number, "gold", counts, least, f"it {what} {off}")
+    name, reference = better_reference(track) if track in TRACKS else ("no stage", counts)
+    if counts < reference:
+        return Score(track.number, "silver", counts, least, f"it {what} {off}: gold is within 2%")
+    return Score(track.number, "bronze", counts, least, f"it {what} {off}; {name} {what} {size_text(reference, 4)}: "
+                 "silver is below that")
+
+
+def _counted(track: Track, figures: Figures) -> int:
+    return figures.sent if track.memory is not None else max(figures.peak, figures.construction)
+
+
+def _limited(track: Track, figures: Figures) -> int:
+    return max(figures.peak, figures.construction) if track.memory is not None else figures.sent
+
+
+@functools.cache
+def known() -> dict:
+    """What budget.json holds: of each track the bound, and the figures of stages 2 and 3."""
+    return json.loads(KNOWN.read_text())
+
+
+def measure() -> dict:
+    """What budget.json holds: `python -m zero_minimal.programs.budget` writes it anew. Of the stages steps alone count:
+    stage 2 cannot begin on the meta device."""
+    found = {}
+    for track in TRACKS:
+        whole = computed_bound(track)
+        rows = {"bound": asdict(whole)}
+        for stage in (2, 3):
+            report = simulate(track.case(stage=stage)).report
+            rows[f"stage {stage}"] = asdict(Figures(report["memory"]["peak"], 0, round(
+                report["traffic"]["sent_bytes"] - whole.others)))
+        found[track.name] = rows
+    return found
+
+
+if __name__ == "__main__":
+    KNOWN.write_text(json.dumps(measure(), indent=1) + "\n")

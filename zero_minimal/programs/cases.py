@@ -1,0 +1,107 @@
+"""Cases: what can be simulated, and in how many phases it runs (simulation.py)."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+
+from zero_minimal.foundations.mesh import divisors
+from zero_minimal.paper.shapes import check_heads, parameter_count
+from zero_minimal.programs.foreign import ForeignModel
+from zero_minimal.programs.registry import CONFIGS
+from zero_minimal.stage2 import Stage2
+from zero_minimal.workload.model import GPTConfig
+from zero_minimal.workload.settings import DTYPES, OPTIMIZER
+
+BUCKETS = 256  # with 4 MiB a trillion parameters would make half a million: so many, and they grow with the model
+CONSTANT = 64 * 2**20  # bytes of a buffer of zero_100b.py, whatever the model is (C_B): else large models take minutes
+OPTIONS = {"lr": 1e-3, **OPTIMIZER}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to simulate. Raises ValueError, saying what is accepted, for what cannot be."""
+
+    model: GPTConfig | ForeignModel
+    stage: int = 3
+    ranks: int = 64
+    dtype: str = "fp16"
+    batch: int = 1  # sequences a rank (with model parallelism: a group of ranks) works on at once
+    model_parallel: int = 1  # M ranks share a model; the stage works among the other ranks / M
+    rank: int = 0  # which one
+    steps: int = 2  # optimizer state is made in the first; the second is like all that follow
+    bucket_bytes: int | None = None  # None: 4 MiB or, if these were many, as large as makes 256; 64 MiB in a config
+    config: str = ""  # "C1" … "C5": that system of zero_100b.py, instead of `stage`
+    build: Callable | None = None  # build(model, group, budget) -> what is used like a stage, instead of `stage`
+    budget: object = None  # what that is given; None: Budget()
+    name: str = ""  # of what it builds
+
+    def __post_init__(self):
+        for name in ("ranks", "batch", "model_parallel", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be a whole number from 1 up, not {getattr(self, name)}")
+        if not 0 <= self.rank < self.ranks:
+            raise ValueError(f"rank must be from 0 to {self.ranks - 1}, not {self.rank}")
+        if self.ranks % self.model_parallel:
+            raise ValueError(f"{self.ranks} ranks are not groups of {self.model_parallel} that share a model; "
+                             f"accepted: {', '.join(map(str, divisors(self.ranks)))}")
+        if isinstance(self.model, GPTConfig):
+            check_heads(self.model, self.model_parallel)
+        elif self.model_parallel > 1 or self.config:
+            raise ValueError("a model of transformers is not cut over ranks here: give it without --mp and --config")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.config and self.config not in CONFIGS:
+            raise ValueError(f"config must be one of {', '.join(CONFIGS)}, not {self.config!r}")
+        if not self.config and self.stage not in range(4):
+            raise ValueError(f"stage must be 0, 1, 2 or 3, not {self.stage}")
+
+    @property
+    def called(self) -> str:
+        """What is simulated, in a word or two."""
+        return self.config or self.name or f"stage {self.stage}"
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the whole model."""
+        return parameter_count(self.model) if isinstance(self.model, GPTConfig) else self.model.sizes["parameters"]
+
+    @property
+    def settings(self) -> dict:
+        """For a report."""
+        plain = {entry.name: getattr(self, entry.name) for entry in fields(self)
+                 if entry.name not in ("build", "budget", "name")}
+        return plain | {"model": {name: value for name, value in asdict(self.model).items() if name != "sizes"}}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a system of somebody's own is built for: the third argument of build(model, group, budget)."""
+
+    memory: int | None = None  # the most bytes on the device at any moment, also while it is built
+    sent: int | None = None  # the most bytes sent in a step by data parallelism
+    batch: int = 1  # sequences that a rank works on at once
+    sequence: int = 1024  # tokens in each
+    options: dict = field(default_factory=lambda: dict(OPTIONS))  # for AdamW
+
+
+def phases(case: Case) -> list[str]:
+    """What comes one after the other."""
+    steps = range(1, case.steps + 1)
+    return [*(["model"] if case.config else ["model", "stage"]),
+            *(f"{part} {step}" for step in steps for part in ("forward", "backward", "update"))]
+
+
+def stage_of(case: Case) -> int:
+    """The stage whose formula holds."""
+    if not case.config:
+        return case.stage
+    return 2 if issubclass(CONFIGS[case.config].stage, Stage2) else 1
+
+
+def bucket_bytes(case: Case) -> int:
+    """Size of the stage's buckets; a config's are its constant buffers too, so they do not grow with the model."""
+    if case.bucket_bytes:
+        return case.bucket_bytes
+    if case.config:
+        return CONSTANT
+    whole = case.parameters * DTYPES[case.dtype].itemsize // case.model_parallel
+    return max(4 * 2**20, -(-whole // BUCKETS))
