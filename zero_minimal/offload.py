@@ -14,7 +14,9 @@ Over the bus, a step and rank; what the ranks send each other stays as it is:
     step         the host updates its fp32 masters with torch's own optimizer,
                  and sends the parameters back in 16 bit                         2Ψ/N bytes
 In fp32 4Ψ/N each way. Both overlap: a gradient shard is on its way while backward makes the next
-bucket, a parameter shard while the host updates the next and the ranks gather the one before.
+bucket; a parameter shard while the host updates the next and, at stages 1 and 2, the ranks gather
+the one before. Stage 3 needs no parameters before its units work again: step() waits for none of
+them, and they cross beside the next forward.
 
 With k micro-batches a step gradients cross once at stage 1, which adds them up where they are, and
 k times at stages 2 and 3, where the host adds them up. Crossing once would keep 2Ψ/N bytes of them
@@ -26,7 +28,6 @@ update on the CPU.
 """
 
 import weakref
-from collections.abc import Iterator
 
 import cloudpickle
 import torch
@@ -64,7 +65,7 @@ class HostState(Kept):
     def make_optimizer(self, parcel: Parcel, pickled: bytes) -> None:
         """The user's optimizer, over these masters."""
         optimizer_class, options, groups = cloudpickle.loads(pickled)
-        self.shards = dict(sorted(self.shards.items()))  # in the order of zero.buckets
+        self.shards = dict(sorted(self.shards.items()))  # in the order of their turns
         self.optimizer = optimizers.over_shards(
             optimizer_class, options, groups, list(self.shards.values())
         )
@@ -149,7 +150,7 @@ class Offloaded:
         if bucket.trained:
             if self.host is None:
                 self._start_host(bucket.parameter_shard.device)
-            bucket.away = Away(self.host, self.buckets.index(bucket))
+            bucket.away = Away(self.host, self._in_turn().index(bucket))
             self.host.send(
                 ("keep", bucket.away.number, bucket.group_index), bucket.parameter_shard
             )
@@ -157,23 +158,23 @@ class Offloaded:
             dtype = torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype
             bucket.master = nn.Parameter(stand_in(bucket.parameter_shard.numel(), dtype))
 
+    def _in_turn(self) -> list:
+        """The trained buckets in the order in which the host updates them."""
+        return self.buckets
+
     def _leave(self, bucket, gradient_shard: Tensor) -> None:
         """A gradient shard leaves."""
         self.host.send(("gradient", bucket.away.number, self.adds), gradient_shard)
 
-    def _returned(self) -> Iterator:
-        """Let the host update; yields each bucket when its parameters are back."""
+    def _let_update(self) -> None:
+        """Let the host update. The parameters come by themselves, a bucket's after the other."""
         ownership.check_trained(self.model)
         scale = self.gradient_scale
         scale = scale.cpu() if isinstance(scale, Tensor) else scale
         self.host.send(("update", _options_of(self.optimizer), scale))
-        for bucket in self.buckets:
-            parcel = self.host.receive()
-            bucket.parameter_shard.copy_(parcel.tensor)
-            self.host.emptied(parcel)
-            bucket.away.know(bucket)
+        for bucket in self._in_turn():
+            self.host.coming.append(bucket.away.takes_back(bucket))
             optimizers.tell_autograd(bucket)
-            yield bucket
         self.optimizer._opt_called = True  # a scheduler asks whether the optimizer came first
 
     # what needs the gradients asks the host
@@ -188,6 +189,7 @@ class Offloaded:
         """As at the stage. The host computes the norms of this rank's shards."""
         self.backward.complete()
         norms, dtype = self.host.ask("norms")
+        norms = [norms[bucket.away.number] for bucket in self.buckets]
         squares = torch.tensor(norms, dtype=dtype, device=self.buckets[0].device).square().sum()
         collectives.all_reduce(squares, op="sum", group=self.group)
         norm = squares.sqrt()
@@ -231,13 +233,14 @@ class GatheredAfter:
         for bucket in self.buckets:
             layout.wait_until_left(bucket)
             precision.keep_changes(bucket)
-        gathering = [
-            collectives.all_gather(
+        self._let_update()
+        gathering = []
+        for bucket in self._in_turn():
+            self.host.take_next()
+            gathering.append(collectives.all_gather(
                 bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket,
                 async_op=True,
-            )
-            for bucket in self._returned()
-        ]
+            ))
         for pending in gathering:
             pending.wait()
         ownership.broadcast_statistics(self.model, self.group)
@@ -278,15 +281,28 @@ class Offloaded2(Offloaded, GatheredAfter, LeavesAtOnce, Stage2):
 class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
     __doc__ = Offloaded.__doc__
 
+    def _in_turn(self):
+        return self.buckets[::-1]  # forward needs those first for which backward came last
+
+    def _gather(self, unit):
+        while not all(bucket.away is None or bucket.away.is_back for bucket in unit.buckets):
+            self.host.take_next()
+        super()._gather(unit)
+
+    def _release_all(self):
+        if self.host:
+            self.host.take_all()
+        super()._release_all()
+
     @torch.no_grad()
     def step(self) -> None:
-        """Let the host update this rank's shards. Units are gathered when next used."""
+        """Let the host update this rank's shards, and do not wait for them. Units are gathered when
+        next used: so a shard crosses the bus while forward works with those before it."""
         self._release_all()
         self.backward.complete()
         for bucket in self.buckets:
             layout.wait_until_left(bucket)
-        for _ in self._returned():
-            pass
+        self._let_update()
         ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 

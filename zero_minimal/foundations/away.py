@@ -31,10 +31,23 @@ class Away:
     host: Host
     number: int
     seen: object = None  # what the parameters were when the host knew them last
+    is_back: bool = True  # the parameters that the host has updated last
 
     def know(self, bucket: Bucket) -> None:
         """Rank and host have the same parameters."""
         self.seen = _fingerprint(bucket.parameter_shard)
+
+    def takes_back(self, bucket: Bucket) -> Callable[[Parcel], None]:
+        """What is done with the bucket's updated parameters when they have crossed."""
+        self.is_back = False
+
+        @torch.no_grad()
+        def take(parcel: Parcel) -> None:
+            bucket.parameter_shard.copy_(parcel.tensor)
+            self.know(bucket)
+            self.is_back = True
+
+        return take
 
     def keep_changes(self, bucket: Bucket) -> None:
         """Carry a user's edit of the parameters over to the host, if there was one."""

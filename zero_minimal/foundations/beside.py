@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable
 from multiprocessing import forkserver, reduction
 
@@ -54,19 +55,34 @@ class Host:
         self.told = False  # the rank, that its host is gone
         self.words = f"the host process of rank {self.rank} is gone"
         self.gone = threading.Event()
+        # what is done with each tensor that the host will send by itself, in its order
+        self.coming: deque[Callable[[Parcel], None]] = deque()
+        self.came = 0  # bytes of these
         start = self._start_thread if device.type == "cuda" else self._start_process
         start(serve, bus.buffer_bytes(largest), device, bandwidth)
         _open.add(self)
 
     def send(self, words: tuple, tensor: torch.Tensor | None = None) -> None:
+        if tensor is not None:
+            self.take_all()  # else each side could wait for the other to empty a buffer
         with self._watched():
             self.bus.send(words, tensor)
 
     def receive(self) -> Parcel:
-        with self._watched():
-            parcel = self.bus.receive()
-        self._hear(parcel.words)
-        return parcel
+        self.take_all()
+        return self._receive()
+
+    def take_next(self) -> None:
+        """Wait for the next of what is coming, and do with it what is to be done."""
+        parcel = self._receive()
+        self.came += parcel.tensor.nbytes
+        self.coming.popleft()(parcel)
+        self.emptied(parcel)
+
+    def take_all(self) -> None:
+        """Wait for all that is coming."""
+        while self.coming:
+            self.take_next()
 
     def ask(self, *words) -> object:
         """Send words, and return the answer."""
@@ -78,10 +94,12 @@ class Host:
             self.bus.emptied(parcel)
 
     def send_all(self, tensor: torch.Tensor) -> None:
+        self.take_all()
         with self._watched():
             self.bus.send_all(tensor)
 
     def receive_all(self, into: torch.Tensor) -> torch.Tensor:
+        self.take_all()
         with self._watched():
             self.bus.receive_all(into)
         return into
@@ -90,8 +108,17 @@ class Host:
         """Let it end, if it has not."""
         self.ended = True
         with contextlib.suppress(OtherSideGone):
+            for _ in self.coming:  # it sends that first
+                self.bus.emptied(self.bus.receive())
             self.bus.send(("end",))
+        self.coming.clear()
         _open.discard(self)
+
+    def _receive(self) -> Parcel:
+        with self._watched():
+            parcel = self.bus.receive()
+        self._hear(parcel.words)
+        return parcel
 
     @contextlib.contextmanager
     def _watched(self):

@@ -10,17 +10,25 @@ class BusMeter:
 
     def __init__(self, zero):
         self.zero, self.steps = zero, 0
-        self.to_host = self.to_device = 0  # bytes
+        self.to_host = 0  # bytes
 
     @contextmanager
     def step(self):
         """Around one optimizer step."""
-        bus = self.zero.host.bus
-        sent, received = bus.sent, bus.received
+        host = self.zero.host
+        if not self.steps:
+            host.take_all()
+            self.came_before = host.came
+        sent = host.bus.sent
         yield
         self.steps += 1
-        self.to_host += bus.sent - sent
-        self.to_device += bus.received - received
+        self.to_host += host.bus.sent - sent
+
+    def crossed(self) -> dict[str, float]:
+        """Bytes of a step, each way."""
+        self.zero.host.take_all()  # what the last step has left to cross
+        to_device = self.zero.host.came - self.came_before
+        return {"to_host": self.to_host / self.steps, "to_device": to_device / self.steps}
 
     def report(self, memory: dict) -> dict:
         """What --json has of this rank under --offload. Bytes: device_memory and host_memory of model states, bus of a
@@ -32,6 +40,6 @@ class BusMeter:
         return {
             "device_memory": sum(memory[state] for state in ("parameters", "gradients", "optimizer")),
             "host_memory": kept,
-            "bus": {"to_host": self.to_host / self.steps, "to_device": self.to_device / self.steps},
+            "bus": self.crossed(),
             "resident": {"device": resident_bytes(), "host": resident},
         }

@@ -4,6 +4,9 @@ Memory is decimal, as in the paper: a V100-32GB counts as 32·10⁹ bytes (it ha
 the context of CUDA take a part). A link's rate is that of one direction, since a ring sends and receives at once: a
 V100 has 6 NVLinks of 25 GB/s each way. (The paper's "300 GB/s" inside a node counts both ways, its 12.5 GB/s between
 nodes one.)
+
+A GPU and its host speak over PCIe: 16 lanes of version 3, 4 or 5 carry 16, 32 or 64 GB/s each way, of which a copy
+reaches about 80%. A DGX-2 has PCIe 3.
 """
 
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ class GPU:
     operations_fp32: float  # beside them: torch rounds nothing to TF32 unless it is asked to
     link: float
     node: int = 8  # GPUs of a usual node, between which the link is
+    bus: float = 32e9  # to its host, one direction: PCIe 4, where nothing else stands
 
     def rate(self, dtype: str) -> float:
         """Operations a second in "fp32", "bf16" or "fp16"."""
@@ -25,13 +29,13 @@ class GPU:
 
 
 GPUS = {
-    "T4": GPU(16e9, 65e12, 8.1e12, 16e9),  # PCIe 3
-    "V100-16GB": GPU(16e9, 125e12, 15.7e12, 150e9),  # NVLink from here on, where nothing else stands
-    "V100-32GB": GPU(32e9, 125e12, 15.7e12, 150e9, node=16),  # the paper's, in a DGX-2
+    "T4": GPU(16e9, 65e12, 8.1e12, 16e9, bus=16e9),  # PCIe 3
+    "V100-16GB": GPU(16e9, 125e12, 15.7e12, 150e9, bus=16e9),  # NVLink from here on, where nothing else stands
+    "V100-32GB": GPU(32e9, 125e12, 15.7e12, 150e9, node=16, bus=16e9),  # the paper's, in a DGX-2
     "RTX-4090": GPU(24e9, 165e12, 82.6e12, 32e9),  # PCIe 4
     "A100-40GB": GPU(40e9, 312e12, 19.5e12, 300e9),
     "A100-80GB": GPU(80e9, 312e12, 19.5e12, 300e9),
-    "H100-80GB": GPU(80e9, 989e12, 67e12, 450e9),
-    "H200": GPU(141e9, 989e12, 67e12, 450e9),
+    "H100-80GB": GPU(80e9, 989e12, 67e12, 450e9, bus=64e9),
+    "H200": GPU(141e9, 989e12, 67e12, 450e9, bus=64e9),
 }
 NETWORK = 12.5e9  # bytes a second between nodes: 100 Gbit/s, as in the paper's cluster
