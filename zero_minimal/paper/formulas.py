@@ -55,6 +55,14 @@ def host_bytes(elements: int, world_size: int, dtype: str) -> int | float:
     return _whole((12 + BYTES[dtype][1]) * elements / world_size)
 
 
+def bus_bytes(stage: int, elements: int, world_size: int, dtype: str, accumulate: int = 1) -> dict[str, int | float]:
+    """Bytes between an offloaded rank and its host in a step of `accumulate` micro-batches: {"to_host", "to_device"}.
+    Gradients cross once where the rank adds them up, at stage 1; else after each micro-batch."""
+    shard = BYTES[dtype][0] * elements / world_size
+    times = accumulate if stage >= SHARDED_FROM["gradients"] else 1
+    return {"to_host": _whole(times * shard), "to_device": _whole(shard)}
+
+
 def bytes_a_parameter(stage: int, world_size: int, dtype: str, optimizer_bytes: float | None = None) -> float:
     """Bytes of model states on one rank for each parameter of the model: 16, 4 + 12/N, 2 + 14/N, 16/N."""
     return sum(model_states(stage, 1, world_size, dtype, optimizer_bytes).values())

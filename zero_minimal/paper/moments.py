@@ -20,7 +20,7 @@ and stage 3 has whole units there. The paper's own estimate of all that is kept 
 
 from dataclasses import dataclass
 
-from zero_minimal.paper.formulas import BYTES, model_states
+from zero_minimal.paper.formulas import BYTES, model_states, states_on_device
 from zero_minimal.paper.shapes import block_parameters, root_parameters
 from zero_minimal.workload.model import GPTConfig
 
@@ -87,9 +87,10 @@ class Work:
         return self.batch * self.config.heads * self.config.sequence**2 * BYTES[self.dtype][0] / self.model_parallel
 
 
-def highest(stage: int, work: Work, data_parallel: int, optimizer_bytes: float | None = None) -> Moment:
+def highest(stage: int, work: Work, data_parallel: int, optimizer_bytes: float | None = None,
+            offloaded: bool = False) -> Moment:
     """The highest moment of a step, on so many data-parallel ranks."""
-    return max(_moments(stage, work, data_parallel, optimizer_bytes), key=lambda moment: moment.total)
+    return max(_moments(stage, work, data_parallel, optimizer_bytes, offloaded), key=lambda moment: moment.total)
 
 
 def construction(stage: int, work: Work) -> float:
@@ -107,17 +108,18 @@ def rank_parameters(work: Work) -> int:
             + root_parameters(work.config, work.model_parallel))
 
 
-def _moments(stage: int, work: Work, ranks: int, optimizer_bytes: float | None) -> list[Moment]:
-    states = model_states(stage, rank_parameters(work), ranks, work.dtype, optimizer_bytes)
-    all_states = sum(states.values())
-    without_gradients = all_states - (states["gradients"] if stage >= 2 else 0)
+def _moments(stage: int, work: Work, ranks: int, optimizer_bytes: float | None, offloaded: bool) -> list[Moment]:
+    held = (states_on_device(stage, rank_parameters(work), ranks, work.dtype, offloaded=True) if offloaded else
+            model_states(stage, rank_parameters(work), ranks, work.dtype, optimizer_bytes))
+    all_states = sum(held.values())
+    without_gradients = all_states - (held["gradients"] if stage >= 2 else 0)
     passing = (_units if stage == 3 else _buckets)(stage, work, ranks)
     return [
         Moment("logits", without_gradients, work.kept() + work.logits(), passing["logits"]),
         Moment("top block", without_gradients, work.kept() + work.at_work(), passing["block"]),
         Moment("bottom block", all_states, work.kept() / work.config.layers + work.at_work(), passing["block"]),
         Moment("embedding", all_states, 2 * work.unit, passing["embedding"]),
-        Moment("update", all_states, 0, passing["update"]),
+        Moment("update", all_states, 0, 0 if offloaded else passing["update"]),
     ]
 
 

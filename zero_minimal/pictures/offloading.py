@@ -166,3 +166,46 @@ def box(axis: Axes, place: tuple, title: str, held: dict[str, int], psi: int) ->
         below += tall
 
 
+
+
+# --------------------------------------------------------------------------------------------- `compare --offload cpu`
+
+
+def draw_offloaded(rows: list[dict], says: list[dict]) -> Figure:
+    """Stages and the same offloaded: bytes a parameter on the device and on the host, bytes over the bus, time.
+
+    Args: rows: reports of `compare --offload`; says: for each, the bytes of the formulas.
+    """
+    result, axes = figure(2, 2, PAGE, 7.0)
+    places, psi = [place + (0.4 if "bus" in row else 0) for place, row in enumerate(rows)], rows[0]["parameters"]
+    (device, host), (bus, time) = axes
+    tops = stacked_bars(device, places, [
+        (state, LOOKS[state], [row["memory"][state] / psi for row in rows])
+        for state in ("parameters", "gradients", "optimizer")])
+    beside(device, places, tops, [each["device"] / psi for each in says], "model states on the device, bytes a parameter")
+    kept = [row.get("host_memory", 0) / psi for row in rows]
+    bars(host, places, kept, HOST, "kept on the host")
+    beside(host, places, kept, [each["host"] / psi for each in says], "kept on the host, bytes a parameter")
+    for way, shift, look in (("to_host", -0.19, LOOKS["gradients"]), ("to_device", 0.19, LOOKS["parameters"])):
+        at = [place + shift for place in places]
+        crossed = [row.get("bus", {way: 0})[way] / psi for row in rows]
+        bars(bus, at, crossed, look, None, 0.36)
+        beside(bus, at, crossed, [each[way] / psi for each in says], "over the bus, a step: there, and back", 0.36)
+    milliseconds = [row["step_seconds"] * 1e3 for row in rows]
+    bars(time, places, milliseconds, PLAIN)
+    words_above(time, places, milliseconds, [f"{each:,.0f}" for each in milliseconds], fontsize=9)
+    time.set_title("milliseconds a step", fontsize=11)
+    for axis in axes.flat:
+        name_bars(axis, places, [row["name"].replace(", ", ",\n") for row in rows])
+        axis.tick_params(axis="x", labelsize=8)
+        axis.margins(y=0.12)
+    legend_outside(result, {label: handle for axis in axes.flat for handle, label
+                            in zip(*axis.get_legend_handles_labels(), strict=True)})
+    return result
+
+
+def beside(axis: Axes, places: list, heights: list, formula: list, title: str, width: float = 0.8) -> None:
+    """Marks of a formula, numbers above, a title."""
+    formula_marks(axis, places, formula, width)
+    words_above(axis, places, heights, [f"{height:.3g}" if height else "" for height in heights], gap=4, fontsize=9)
+    axis.set_title(title, fontsize=11)

@@ -108,13 +108,13 @@ def stand_on(rung: Rung, settings: Settings) -> dict:
         gc.collect()
         now = resident_bytes()
         kept, host_now = zero.host.ask("memory") if rung.host else (0, empty_host)
-        known = None in (empty, now, empty_host, host_now)
+        unknown = None in (empty, now, empty_host, host_now)
         return {
             "name": rung.name, "formula": {"device": rung.device, "host": rung.host},
             "parameters": sum(param.numel() for param in zero.model.parameters()),
             "padding": sum(bucket.padded - bucket.numel for bucket in zero.buckets),
             "ledger": {state: observer.states[state] for state in STATES}, "host": kept,
-            "resident": None if known else {"device": now - empty, "host": host_now - empty_host},
+            "resident": None if unknown else {"device": now - empty, "host": host_now - empty_host},
             "bus": bus.crossed() if bus else {"to_host": 0, "to_device": 0},
             "kept": what_is_kept(zero, kept) if rung.kind is Offloaded2 else {},
             "loss": losses[-1][0].item(),
