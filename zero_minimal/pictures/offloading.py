@@ -182,7 +182,8 @@ def draw_offloaded(rows: list[dict], says: list[dict]) -> Figure:
     tops = stacked_bars(device, places, [
         (state, LOOKS[state], [row["memory"][state] / psi for row in rows])
         for state in ("parameters", "gradients", "optimizer")])
-    beside(device, places, tops, [each["device"] / psi for each in says], "model states on the device, bytes a parameter")
+    beside(device, places, tops, [each["device"] / psi for each in says],
+           "model states on the device, bytes a parameter")
     kept = [row.get("host_memory", 0) / psi for row in rows]
     bars(host, places, kept, HOST, "kept on the host")
     beside(host, places, kept, [each["host"] / psi for each in says], "kept on the host, bytes a parameter")

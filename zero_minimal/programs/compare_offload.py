@@ -59,9 +59,8 @@ def describe(rows: list[dict], agreement: str) -> str:
     """A line a run, in MB (a million bytes) of rank 0, formulas in brackets."""
     first = rows[0]
     head = paragraph(
-        f"{first['parameters']:,} parameters Ψ in {first['dtype']} on N = {first['ranks']} ranks, {first['device']}; MB "
-        "of rank 0, formulas with padding in brackets. Device: parameters, gradients, optimizer state. Resident: of the "
-        "two processes, as the system counts them.")
+        f"{first['parameters']:,} parameters Ψ in {first['dtype']} on N = {first['ranks']} ranks, {first['device']};",
+        "MB of rank 0, formulas with padding in brackets. Device: parameters, gradients, optimizer state.")
     held = [["", "device", "bytes a parameter", "on the host", "to the host", "back", "ms a step"]]
     for row in rows:
         says, bus = by_formula(row), row.get("bus", {"to_host": 0, "to_device": 0})

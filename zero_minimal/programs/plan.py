@@ -224,7 +224,7 @@ def parser() -> Parser:
         help="that a device sends to other nodes in a second (default: 12.5GB, the paper's network)")
     add("--checkpoints", default="whole", choices=CHECKPOINTS,
         help="how the blocks' inputs are kept on model-parallel ranks (default: whole)")
-    add("--offload", choices=away.PLACES, help="also with masters, optimizer state and update on the host, or on a disk")
+    add("--offload", choices=away.PLACES, help="also with optimizer state and update on the host, or on a disk")
     add("--accumulate", type=positive, metavar="K", help="with --offload: micro-batches in a step (default: 1)")
     add("--json", type=output_file, metavar="FILE", help="write all figures to this file")
     add("--plot", type=picture_file, metavar="FILE.png", help="draw memory by stage and by ranks")
