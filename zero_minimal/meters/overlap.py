@@ -7,6 +7,7 @@ beside it in which the bus took no time.
 
 import itertools
 import statistics
+import time
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,8 @@ from zero_minimal.workload.settings import Settings
 PARTS = ("forward", "backward", "step")
 WARM_UP, TIMED = 1, 2  # steps of a turn
 NO_OFFLOAD, UNLIMITED = "no offload", "unlimited"
-CALIBRATION = 6  # steps
+CALIBRATION = 4  # steps
+ENOUGH = 60  # seconds after which no further round begins: a busy machine has fewer of them
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,10 @@ def time_speeds(course: Course) -> dict:
         stages = {NO_OFFLOAD: plain, UNLIMITED: build(course.offloaded)}
         stages |= {multiple: build(course.offloaded, bus=multiple * suits) for multiple in course.multiples}
         turns: dict = {name: [] for name in stages}
+        start = time.monotonic()
         for number in range(course.rounds):
+            if number and longest(time.monotonic() - start, rank) > ENOUGH:
+                break
             order = list(stages)
             for name in order if number % 2 else reversed(order):
                 turns[name].append(turn(stages[name], batches, rank))
@@ -65,6 +70,13 @@ def alone_seconds(zero, batches: list, rank: ranks.Rank) -> float:
     mean = torch.tensor(statistics.median(taken[1:]), dtype=torch.float64, device=rank.device)
     collectives.all_reduce(mean, op="avg")
     return mean.item()
+
+
+def longest(seconds: float, rank: ranks.Rank) -> float:
+    """Of all ranks."""
+    most = torch.tensor(seconds, dtype=torch.float64, device=rank.device)
+    collectives.all_reduce(most, op="max")
+    return most.item()
 
 
 def turn(zero, batches: list, rank: ranks.Rank) -> dict:
