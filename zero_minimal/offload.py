@@ -27,13 +27,21 @@ GPU a thread and pinned memory. The bits are those of the stage by itself; with 
 update on the CPU.
 """
 
+import functools
 import weakref
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from zero_minimal.foundations import collectives, layout, optimizers, ownership, precision
+from zero_minimal.foundations import (
+    collectives,
+    disk_set_up,
+    layout,
+    optimizers,
+    ownership,
+    precision,
+)
 from zero_minimal.foundations.away import (
     Away,
     Kept,
@@ -45,6 +53,7 @@ from zero_minimal.foundations.away import (
 )
 from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.bus import Bus, Parcel
+from zero_minimal.foundations.disk import OnDisk
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
@@ -90,7 +99,7 @@ class HostState(Kept):
         """Update all shards; each goes back as soon as it is done, in the parameters' dtype."""
         for group, its_options in zip(self.optimizer.param_groups, options, strict=True):
             group.update(its_options)
-        for shard in self.shards.values():
+        for shard in self.in_turn():
             gradient = shard.gradient.to(shard.master.dtype)
             if scale is not None:
                 gradient = gradient * scale
@@ -99,9 +108,13 @@ class HostState(Kept):
             self.bus.send(("parameters",), shard.master.data.to(shard.dtype))
 
 
-def serve(bus: Bus) -> None:
+class DiskState(OnDisk, HostState):
+    """The same in a file: only a few shards are in memory."""
+
+
+def serve(bus: Bus, kind: type = HostState) -> None:
     """What a host does: what it is told, one parcel after the other."""
-    state = HostState(bus)
+    state = kind(bus)
     while (parcel := bus.receive()).words[0] != "end":
         order, *words = parcel.words
         getattr(state, order)(parcel, *words)
@@ -115,24 +128,29 @@ class Offloaded:
 
     Args:
         bus: bytes a second in each direction; None: as fast as it goes.
+        disk: a folder, for a host that keeps all in a file there (foundations/disk.py).
+        host_budget: bytes of memory that its process may then have (foundations/budget.py).
         The others are the stage's.
     zero.optimizer holds the options (lr, …), which go along with each update, so that a scheduler
     attaches to it; its state is on the host, and its step hooks are refused. reduced_gradients() is
     refused, too.
-    Raises: what the stage raises. RuntimeError, at the next use of the bus, if the host is gone.
+    Raises: what the stage raises. On all ranks OSError if the disk has no room, and ValueError for
+        a budget that is too small. RuntimeError, at the next use of the bus, if the host is gone.
     """
 
     host: Host | None = None
     adds = True  # whether gradients of several passes add up on the host
 
     def __init__(
-        self, model: nn.Module, optimizer_class: type, *, bus: float | None = None, **options
+        self, model: nn.Module, optimizer_class: type, *, bus: float | None = None,
+        disk: str | None = None, host_budget: int | None = None, **options,
     ):
         if bus is not None and not bus > 0:
             raise ValueError(f"bus is {bus}: give bytes a second, 12e9 say, or None")
         self.bandwidth = bus
-        super().__init__(model, optimizer_class, **options)
         own = {name: value for name, value in options.items() if name not in STAGE_OPTIONS}
+        self.disk = disk_set_up.asked(disk, host_budget, model, optimizer_class, own, options)
+        super().__init__(model, optimizer_class, **options)
         chosen = cloudpickle.dumps((optimizer_class, own, _options_of(self.optimizer)))
         self.host.send(("make_optimizer", chosen))
         refuse_alone(self.optimizer)
@@ -141,8 +159,11 @@ class Offloaded:
         """It ends with the stage."""
         largest = max(bucket.padded // self.world_size * bucket.dtype.itemsize
                       for bucket in self.buckets)
-        self.host = Host(serve, largest, device, self.bandwidth)
+        serving = functools.partial(serve, kind=DiskState) if self.disk else serve
+        self.host = Host(serving, largest, device, self.bandwidth)
         weakref.finalize(self, self.host.end)
+        if self.disk:
+            disk_set_up.set_up(self, self.disk)
 
     def own(self, bucket):
         """Masters live on the host, which is started for the first of them."""
@@ -150,7 +171,7 @@ class Offloaded:
         if bucket.trained:
             if self.host is None:
                 self._start_host(bucket.parameter_shard.device)
-            bucket.away = Away(self.host, self._in_turn().index(bucket))
+            bucket.away = Away(self.host, self.in_turn().index(bucket))
             self.host.send(
                 ("keep", bucket.away.number, bucket.group_index), bucket.parameter_shard
             )
@@ -158,7 +179,7 @@ class Offloaded:
             dtype = torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype
             bucket.master = nn.Parameter(stand_in(bucket.parameter_shard.numel(), dtype))
 
-    def _in_turn(self) -> list:
+    def in_turn(self) -> list:
         """The trained buckets in the order in which the host updates them."""
         return self.buckets
 
@@ -172,7 +193,7 @@ class Offloaded:
         scale = self.gradient_scale
         scale = scale.cpu() if isinstance(scale, Tensor) else scale
         self.host.send(("update", _options_of(self.optimizer), scale))
-        for bucket in self._in_turn():
+        for bucket in self.in_turn():
             self.host.coming.append(bucket.away.takes_back(bucket))
             optimizers.tell_autograd(bucket)
         self.optimizer._opt_called = True  # a scheduler asks whether the optimizer came first
@@ -235,7 +256,7 @@ class GatheredAfter:
             precision.keep_changes(bucket)
         self._let_update()
         gathering = []
-        for bucket in self._in_turn():
+        for bucket in self.in_turn():
             self.host.take_next()
             gathering.append(collectives.all_gather(
                 bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket,
@@ -281,7 +302,7 @@ class Offloaded2(Offloaded, GatheredAfter, LeavesAtOnce, Stage2):
 class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
     __doc__ = Offloaded.__doc__
 
-    def _in_turn(self):
+    def in_turn(self):
         return self.buckets[::-1]  # forward needs those first for which backward came last
 
     def _gather(self, unit):

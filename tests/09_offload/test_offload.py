@@ -106,8 +106,8 @@ def test_a_slow_bus_changes_nothing():
     toys.run(through_a_slow_bus, 2)
 
 
-def edits_and_states(folder, stage):
-    plain, away = pair(stage)
+def edits_and_states(folder, stage, **options):
+    plain, away = pair(stage, **options)
     assert [toys.step_of(plain, step) for step in range(2)] == [toys.step_of(away, step) for step in range(2)]
     for zero in (plain, away):  # an edit of a few elements; the others keep their full precision
         with zero.gather_parameters(), torch.no_grad():
@@ -123,13 +123,13 @@ def edits_and_states(folder, stage):
     for key, held in whole["optimizer"]["state"].items():
         assert all(torch.equal(value, state["optimizer"]["state"][key][name]) for name, value in held.items())
     expected = [toys.step_of(away, step) for step in (4, 5)]
-    again = pair(stage)[1]
+    again = pair(stage, **options)[1]
     again.load_state_dict(state)
     assert [toys.step_of(again, step) for step in (4, 5)] == expected
     # a checkpoint, from the offloaded stage to the plain one and back
     saved_state.save(again, folder)
     expected = [toys.step_of(again, step) for step in (6, 7)]
-    plain, away = pair(stage)
+    plain, away = pair(stage, **options)
     for zero in (plain, away):
         saved_state.load(zero, folder)
         assert [toys.step_of(zero, step) for step in (6, 7)] == expected
@@ -336,7 +336,7 @@ def flags_of(stage, *words):
 def test_flags(capsys):
     assert flags_of(2, "--offload", "cpu", "--bus", "12GB/s") == Offload(True, 12e9)
     assert flags_of(0) == Offload()
-    wrong = {"--offload cpu, too": (2, "--bus", "1GB/s"), "--offload cpu is": (2, "--offload", "disk:/tmp"),
+    wrong = {"--offload cpu, too": (2, "--bus", "1GB/s"), "--offload cpu is, and": (2, "--offload", "disk"),
              "stage 0 has no shards": (0, "--offload", "cpu"), "a size above 0": (1, "--offload", "cpu", "--bus", "0")}
     for words, given in wrong.items():
         with pytest.raises(SystemExit):
@@ -347,9 +347,9 @@ def test_flags(capsys):
 # ------------------------------------------------------------------------------------------------------------- kills
 
 
-def until_killed(stage, folder, whose, seconds):
+def until_killed(stage, folder, whose, seconds, **options):
     """Train until this rank, or its host process, is killed; the first step is let pass."""
-    zero, rank = pair(stage, bus=3e6)[1], dist.get_rank()
+    zero, rank = pair(stage, bus=3e6, **options)[1], dist.get_rank()
     pids = os.getpid(), zero.host.process.pid
     Path(folder, str(rank)).write_text(" ".join(map(str, pids)))
     for pid in pids:  # the memory of the bus has no name that could stay

@@ -152,6 +152,7 @@ class Shard:
     master: nn.Parameter  # [padded / N], fp32 for 16-bit parameters
     gradient: Tensor  # [padded / N]
     has_gradient: bool = False  # since zero_grad()
+    place: object = None  # in a file, of a shard that is on a disk (disk.py)
 
 
 class Kept:
@@ -163,26 +164,54 @@ class Kept:
         self.shards: dict[int, Shard] = {}  # by the number of its bucket
         self.optimizer: torch.optim.Optimizer | None = None
 
+    # where it is: here in memory, all of it (disk.py has another place)
+
+    def in_turn(self) -> Iterator[Shard]:
+        """The shards. Each is in memory until the next is asked for; changes of it are kept."""
+        yield from self.shards.values()
+
+    @contextlib.contextmanager
+    def at_hand(self, number: int) -> Iterator[Shard]:
+        """Context in which one of them is in memory; changes of it are kept."""
+        yield self.shards[number]
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Each shard's, in memory until the next is asked for."""
+        for shard in self.shards.values():
+            yield shard.gradient
+
+    def stored(self, number: int, name: str | None) -> Tensor:
+        """One tensor of the optimizer's state, or the master (None), to be read at once."""
+        return self.shards[number].master if name is None else self._large(number)[name]
+
+    def room(self, number: int, name: str, dtype: torch.dtype) -> Tensor:
+        """For such a tensor."""
+        return torch.empty(self.shards[number].master.shape, dtype=dtype)
+
+    # what the rank asks for
+
     @torch.no_grad()
     def changed(self, parcel: Parcel, number: int) -> None:
         """A user has edited parameters. Elements that were not edited keep their full precision."""
-        master, shard = self.shards[number].master, parcel.tensor
-        as_it_was = shard == master.to(shard.dtype)
-        master.copy_(torch.where(as_it_was, master, shard.to(master.dtype)))
+        with self.at_hand(number) as kept:
+            master, shard = kept.master, parcel.tensor
+            as_it_was = shard == master.to(shard.dtype)
+            master.copy_(torch.where(as_it_was, master, shard.to(master.dtype)))
         self.bus.emptied(parcel)
 
     @torch.no_grad()
     def norms(self, parcel: Parcel) -> None:
         """Of each shard's gradient, in fp32 at least (as precision.global_norm computes them)."""
-        real = [torch.view_as_real(each.gradient) if each.dtype.is_complex else each.gradient
-                for each in self.shards.values()]
-        wide = torch.float64 if torch.float64 in [each.dtype for each in real] else torch.float32
+        dtypes = {shard.dtype for shard in self.shards.values()}
+        wide = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
+        real = (torch.view_as_real(each) if each.is_complex() else each
+                for each in self.gradients())
         norms = [torch.linalg.vector_norm(each.flatten(), dtype=wide).item() for each in real]
         self.bus.send(((norms, wide),))
 
     def finite(self, parcel: Parcel) -> None:
-        finite = [torch.isfinite(each.gradient).all() for each in self.shards.values()]
-        self.bus.send((bool(torch.stack(finite).all()),))
+        finite = [bool(torch.isfinite(gradient).all()) for gradient in self.gradients()]
+        self.bus.send((all(finite),))
 
     def describe(self, parcel: Parcel, number: int) -> None:
         """Of the optimizer's state: numbers as they are; of a tensor numel and dtype."""
@@ -193,19 +222,19 @@ class Kept:
                                   for name, value in large.items()}),))
 
     def fetch(self, parcel: Parcel, number: int, name: str | None) -> None:
-        tensor = self.shards[number].master if name is None else self._large(number)[name]
+        tensor = self.stored(number, name)
         self.bus.send(((tensor.numel(), tensor.dtype),))
         self.bus.send_all(tensor)
 
     @torch.no_grad()
     def put(self, parcel: Parcel, number: int, numbers: dict, dtypes: dict) -> None:
-        master = self.shards[number].master
-        self.bus.receive_all(master.data)
-        state = dict(numbers)
-        for name, dtype in dtypes.items():
-            state[name] = torch.empty(master.shape, dtype=dtype)
-            self.bus.receive_all(state[name])
-        self.optimizer.state[master] = state
+        with self.at_hand(number) as shard:
+            self.bus.receive_all(shard.master.data)
+            state = dict(numbers)
+            for name, dtype in dtypes.items():
+                state[name] = self.room(number, name, dtype)
+                self.bus.receive_all(state[name])
+            self.optimizer.state[shard.master] = state
 
     def memory(self, parcel: Parcel) -> None:
         """Bytes of what is kept here, and of the process, resident."""
@@ -225,8 +254,14 @@ class Kept:
 def resident_bytes() -> int | None:
     """Memory of this process that no file stands for: its own, and of what it shares the pages that
     it has touched. None where there is no /proc."""
+    known = in_status("RssAnon", "RssShmem")
+    return sum(known.values()) if known else None
+
+
+def in_status(*names: str) -> dict[str, int]:
+    """What the system says of this process, in bytes. Empty where there is no /proc."""
     status = Path(f"/proc/{os.getpid()}/status")
     if not status.exists():
-        return None
+        return {}
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    return sum(int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+    return {name: int(lines[name].split()[0]) * 1024 for name in names}

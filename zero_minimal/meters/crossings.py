@@ -1,4 +1,5 @@
-"""Crossings: what a rank's bus carries in a step, and what lies on either side of it (offload.py)."""
+"""Crossings: what a rank's bus carries in a step, what lies on either side of it (offload.py), and what of that is in
+a file (foundations/disk.py)."""
 
 from contextlib import contextmanager
 
@@ -10,18 +11,20 @@ class BusMeter:
 
     def __init__(self, zero):
         self.zero, self.steps = zero, 0
-        self.to_host = 0  # bytes
+        self.to_host = self.read = self.written = 0  # bytes
 
     @contextmanager
     def step(self):
         """Around one optimizer step."""
-        host = self.zero.host
+        host, disk = self.zero.host, self._disk()
         if not self.steps:
             host.take_all()
             self.came_before = host.came
         sent = host.bus.sent
         yield
         self.steps += 1
+        self.read += self._disk().get("read", 0) - disk.get("read", 0)
+        self.written += self._disk().get("written", 0) - disk.get("written", 0)
         self.to_host += host.bus.sent - sent
 
     def crossed(self) -> dict[str, float]:
@@ -30,16 +33,23 @@ class BusMeter:
         to_device = self.zero.host.came - self.came_before
         return {"to_host": self.to_host / self.steps, "to_device": to_device / self.steps}
 
+    def _disk(self) -> dict:
+        """What the host says of its file; empty without one."""
+        return self.zero.host.ask("moved") if self.zero.disk else {}
+
     def report(self, memory: dict) -> dict:
         """What --json has of this rank under --offload. Bytes: device_memory and host_memory of model states, bus of a
-        step, resident of the two processes as the system counts them (null where it does not say).
+        step, resident of the two processes as the system counts them (null where it does not say). With a disk also
+        what is kept there, what a step reads and writes; and of memory the host's budget, and the most that it took.
 
         memory: what the observer measured on the device.
         """
         kept, resident = self.zero.host.ask("memory")
+        disk = self._disk()
+        moved = {"read": self.read / self.steps, "written": self.written / self.steps}
         return {
             "device_memory": sum(memory[state] for state in ("parameters", "gradients", "optimizer")),
             "host_memory": kept,
             "bus": self.crossed(),
             "resident": {"device": resident_bytes(), "host": resident},
-        }
+        } | ({"disk": disk | moved} if disk else {})

@@ -16,6 +16,8 @@ def check(parser: Parser, flags: argparse.Namespace) -> None:
     """Ends the program for flags that make no sense."""
     if flags.bus and not flags.offload:
         parser.error("--bus is the speed of --offload's bus: give --offload cpu, too")
+    if flags.offload not in (None, "cpu") or flags.host_budget:
+        parser.error("compare takes --offload cpu: what a disk keeps is the stages' own program's to show")
     if flags.offload and flags.configs:
         parser.error("--offload is for the stages: give it without --configs")
 

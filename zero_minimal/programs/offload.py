@@ -1,9 +1,11 @@
-"""Offload: what --offload and --bus do in the programs of the stages. offload.py itself is stage 2 with it.
+"""Offload: what --offload, --bus and --host-budget do in the programs of the stages. offload.py is stage 2 with it.
 
     torchrun --nproc-per-node 2 zero_minimal/stage2.py --dtype bf16 --offload cpu --bus 12GB/s
+    torchrun --nproc-per-node 2 zero_minimal/stage2.py --dtype bf16 --offload disk:/scratch --host-budget 200MB
 """
 
 import argparse
+import os
 from dataclasses import dataclass
 
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
@@ -17,10 +19,17 @@ CLASSES = {name.replace("Offloaded", "Stage"): kind for name, kind in OFFLOADED.
 
 @dataclass(frozen=True)
 class Offload:
-    """What was asked for. bus: bytes a second, None for as fast as it goes."""
+    """What was asked for.
+
+    cpu: whether the ranks have hosts. bus: bytes a second, None for as fast as it goes.
+    disk: the folder in which the host keeps what it has, None for memory. host_budget: bytes of memory that its process
+    may then have, None for any.
+    """
 
     cpu: bool = False
     bus: float | None = None
+    disk: str | None = None
+    host_budget: int | None = None
 
     def class_of(self, stage_class: type) -> type:
         """The class to train with."""
@@ -28,33 +37,43 @@ class Offload:
 
     def options(self) -> dict:
         """That it takes, and a stage does not."""
-        return {"bus": self.bus} if self.cpu else {}
+        return {"bus": self.bus, "disk": self.disk, "host_budget": self.host_budget} if self.cpu else {}
 
 
 NOTHING = Offload()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the parser the two flags."""
+    """Give the parser the three flags."""
     group = parser.add_argument_group("offload")
-    group.add_argument("--offload", metavar="cpu", help="masters, optimizer state and the update live on the host")
+    group.add_argument("--offload", metavar="cpu|disk:FOLDER", help="masters, optimizer state and the update live on "
+                       "the host: in its memory, or in a file in this folder")
     group.add_argument("--bus", type=speed, metavar="SPEED", help="of the bus to a rank's host, each way, 12GB/s say "
                        "(default: as fast as it goes)")
+    group.add_argument("--host-budget", type=quantities.size, metavar="SIZE", help="memory that each host may have "
+                       "beyond Python and torch, 200MB say, with --offload disk:FOLDER (default: what three buckets "
+                       "take)")
 
 
 def read_flags(parser: Parser, arguments: argparse.Namespace, stage_class: type) -> Offload:
     """Ends the program, saying what is accepted, for flags that make no sense."""
+    bus, budget = arguments.bus, arguments.host_budget
     if stage_class.__name__ in OFFLOADED and arguments.offload is None:
         arguments.offload = "cpu"
-    if arguments.bus is not None and arguments.offload is None:
+    if bus is not None and arguments.offload is None:
         parser.error("--bus is the speed of --offload's bus: give --offload cpu, too")
+    kind, _, folder = (arguments.offload or "").partition(":")
+    if budget is not None and kind != "disk":
+        parser.error("--host-budget is for a host that keeps its state on a disk: give --offload disk:FOLDER, too")
     if arguments.offload is None:
         return NOTHING
-    if arguments.offload != "cpu":
-        parser.error(f"--offload {arguments.offload} is not there: --offload cpu is")
+    if arguments.offload != "cpu" and (kind != "disk" or not folder):
+        parser.error(f"--offload {arguments.offload} is not there: --offload cpu is, and --offload disk:FOLDER")
     if stage_class.__name__ not in CLASSES:
         parser.error("--offload is for stages 1 to 3: stage 0 has no shards that could leave")
-    return Offload(True, arguments.bus)
+    if folder and not os.path.isdir(folder):
+        parser.error(f"--offload {arguments.offload}: {folder} is no folder: give one that is there")
+    return Offload(True, bus, folder or None, budget)
 
 
 def speed(text: str) -> float:

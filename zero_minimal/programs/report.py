@@ -50,14 +50,27 @@ def offloaded(report: dict) -> str:
     kept = formulas.host_bytes(1, 1, dtype)
     times = report["settings"]["accumulate"] if stage >= formulas.SHARDED_FROM["gradients"] else 1
     rows = [["the host of rank 0, bytes", "measured", "formula", "", "padding", "unexplained"]]
+    disk, settings = report.get("disk", {}), report["settings"]
+    # what reads the gradients: an update, the micro-batches that add to them, clipping, and a search for an overflow
+    looks = times - 1 + (settings["clip"] > 0) + (dtype == "fp16")
     for words, measured, each in (
-        ("masters, gradients, state", report["host_memory"], kept),
+        ("masters, gradients, state", disk.get("kept", report["host_memory"]), kept),
         ("over the bus, a step, to it", report["bus"]["to_host"], times * size),
         ("and back", report["bus"]["to_device"], size),
+        *([("from the disk, a step", disk["read"], kept + looks * size),
+           ("to the disk", disk["written"], times * size + kept - size)] if disk else ()),
     ):
         cells = each * report["parameters"] / ranks, f"{each}Ψ/N", each * padding / ranks
         rows.append([f"  {words}", *explained(measured, *cells)])
-    return table(rows)
+    return "\n".join([table(rows), *([in_memory(report)] if disk else [])])
+
+
+def in_memory(report: dict) -> str:
+    """A line: all of that is on the disk, and how much memory the host has taken."""
+    disk = report["disk"]
+    allowed = f", of {number(disk['budget'])} that it may take" if disk["budget"] else ""
+    return (f"all of it is on the disk; buffers of it take {number(report['host_memory'])} bytes. The host took at\n"
+            f"most {number(disk['used'])} bytes of memory beyond Python and torch{allowed}")
 
 
 def memory_rows(report: dict) -> list[list[str]]:

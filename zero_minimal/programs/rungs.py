@@ -47,6 +47,8 @@ def keep_gradients(bus: Bus) -> None:
 class GradientsAway(LeavesAtOnce, Stage2):
     """Stage 2 whose gradient shards wait on the host for the update, which stays on the device. One micro-batch."""
 
+    disk = None  # of the host: there is none
+
     def __init__(self, model, optimizer_class, **options):
         super().__init__(model, optimizer_class, **options)
         largest = max(bucket.parameter_shard.nbytes for bucket in self.buckets)
