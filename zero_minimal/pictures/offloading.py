@@ -70,9 +70,12 @@ def hidden_panel(axis: Axes, runs: list[dict]) -> None:
     """The share of the transfer that is hidden; a share below nothing, which a busy machine may show, at the edge."""
     for run in runs:
         speeds = sorted(run["speeds"], key=lambda each: each["bus"])
-        shares = [min(max(each["hidden"], -0.02), 1.02) for each in speeds]
-        axis.plot([each["bus"] for each in speeds], [100 * share for share in shares], marker="o", markersize=6,
-                  color=STAGE_COLOURS[run["stage"]], label=f"stage {run['stage']}, offloaded")
+        for by, words, look in (("hidden", f"stage {run['stage']}, offloaded", {"marker": "o"}),
+                                ("hidden_by_waits", "by what the rank waited", {"marker": "s", "linestyle": "--",
+                                                                               "markerfacecolor": "white"})):
+            shares = [100 * min(max(each[by], -0.02), 1.02) for each in speeds]
+            axis.plot([each["bus"] for each in speeds], shares, markersize=6, color=STAGE_COLOURS[run["stage"]],
+                      label=words, **look)
         axis.axvline(run["suits"], label="PCIe-like", **DEVICE)
     axis.axhline(100 * WANTED, color=PLAIN[0], linewidth=1)
     axis.set_ylim(-4, 104)
@@ -113,9 +116,10 @@ def draw_ladder(ladder: list[dict]) -> Figure:
         formula_marks(memory, at, [rung["formula"][side] for rung in ladder], 0.4, label=None)
         words_above(memory, at, heights, [f"{height:.3g}" for height in heights], gap=5, fontsize=9)
     memory.set_title("resident memory, of the two processes", fontsize=11)
+    highest = max(axis.get_ylim()[1] for axis in axes[0])
     for axis in axes[0]:
         name_bars(axis, places, names)
-        axis.set_ylim(0, 18.5)
+        axis.set_ylim(0, 1.03 * highest)
     entries = {label: handle for axis in axes[0] for handle, label
                in zip(*axis.get_legend_handles_labels(), strict=True)}
     legend_outside(result, entries)

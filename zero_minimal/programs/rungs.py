@@ -11,7 +11,7 @@ and of its host's.
 
 import functools
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -101,6 +101,7 @@ def stand_on(rung: Rung, settings: Settings) -> dict:
      last}
     """
     with ranks.start() as rank:
+        load_libraries(settings, rank)
         empty, empty_host = resident_bytes(), host_alone(rank.device)
         zero = loop.build(rung.kind, settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
         observer = Observer(zero, rank, settings)
@@ -121,6 +122,16 @@ def stand_on(rung: Rung, settings: Settings) -> dict:
             "kept": what_is_kept(zero, kept) if rung.kind is Offloaded2 else {},
             "loss": losses[-1][0].item(),
         }
+
+
+def load_libraries(settings: Settings, rank: ranks.Rank) -> None:
+    """A step of a small model under the observer: what torch loads when it is first used is no part of a model."""
+    small = replace(settings, layers=1, hidden=2 * settings.heads, steps=1)
+    zero = loop.build(Stage0, small, rank)
+    for _ in loop.steps(zero, loop.training_batches(small, rank.rank), small, observers=[Observer(zero, rank, small)]):
+        pass
+    del zero
+    gc.collect()
 
 
 def host_alone(device: torch.device) -> int | None:
