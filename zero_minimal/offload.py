@@ -14,7 +14,9 @@ Over the bus, a step and rank; what the ranks send each other stays as it is:
     step         the host updates its fp32 masters with torch's own optimizer,
                  and sends the parameters back in 16 bit                         2Ψ/N bytes
 In fp32 4Ψ/N each way. Both overlap: a gradient shard is on its way while backward makes the next
-bucket, a parameter shard while the host updates the next and the ranks gather the one before.
+bucket; a parameter shard while the host updates the next and, at stages 1 and 2, the ranks gather
+the one before. Stage 3 needs no parameters before its units work again: there they go on crossing
+when step() has returned, beside the next forward.
 
 With k micro-batches a step gradients cross once at stage 1, which adds them up where they are, and
 k times at stages 2 and 3, where the host adds them up. Crossing once would keep 2Ψ/N bytes of them
@@ -74,7 +76,7 @@ class HostState(Kept):
     def make_optimizer(self, parcel: Parcel, pickled: bytes) -> None:
         """The user's optimizer, over these masters."""
         optimizer_class, options, groups = cloudpickle.loads(pickled)
-        self.shards = dict(sorted(self.shards.items()))  # in the order of zero.buckets
+        self.shards = dict(sorted(self.shards.items()))  # in the order of zero.in_turn()
         self.optimizer = optimizers.over_shards(
             optimizer_class, options, groups, list(self.shards.values())
         )
@@ -165,7 +167,7 @@ class Offloaded:
         self.host = Host(serving, largest, device, self.bandwidth)
         weakref.finalize(self, self.host.end)
         if self.disk:
-            disk_set_up.set_up(self, self.disk)
+            disk_set_up.set_up(self, self.disk, self.in_turn())
 
     def own(self, bucket):
         """What the stage keeps of a bucket, but its master."""
@@ -173,7 +175,7 @@ class Offloaded:
         if bucket.trained:
             if self.host is None:
                 self._start_host(bucket.parameter_shard.device)
-            bucket.away = Away(self.host, self.buckets.index(bucket))
+            bucket.away = Away(self.host, self.in_turn().index(bucket))
             self._hand_over(bucket)
             bucket.away.know(bucket)
 
@@ -183,6 +185,10 @@ class Offloaded:
         self.host.send(("keep", number, bucket.group_index), bucket.parameter_shard)
         dtype = torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype
         bucket.master = nn.Parameter(stand_in(bucket.parameter_shard.numel(), dtype))
+
+    def in_turn(self) -> list:
+        """The trained buckets in the order in which the host updates them."""
+        return self.buckets
 
     def _leave(self, bucket, gradient_shard: Tensor) -> None:
         """A gradient shard leaves."""
@@ -194,14 +200,14 @@ class Offloaded:
         scale = self.gradient_scale
         scale = scale.cpu() if isinstance(scale, Tensor) else scale
         self.host.send(("update", _options_of(self.optimizer), scale))
-        for bucket in self.buckets:
+        self.optimizer._opt_called = True  # a scheduler asks whether the optimizer came first
+        for bucket in self.in_turn():
             parcel = self.host.receive()
             bucket.parameter_shard.copy_(parcel.tensor)
             self.host.emptied(parcel)
             bucket.away.know(bucket)
             optimizers.tell_autograd(bucket)
             yield bucket
-        self.optimizer._opt_called = True  # a scheduler asks whether the optimizer came first
 
     # what needs the gradients asks the host
 
@@ -215,6 +221,7 @@ class Offloaded:
         """As at the stage. The host computes the norms of this rank's shards."""
         self.backward.complete()
         norms, dtype = self.host.ask("norms")
+        norms = [norms[bucket.away.number] for bucket in self.buckets]  # sums have an order
         squares = torch.tensor(norms, dtype=dtype, device=self.buckets[0].device).square().sum()
         collectives.all_reduce(squares, op="sum", group=self.group)
         norm = squares.sqrt()
@@ -304,18 +311,67 @@ class Offloaded2(Offloaded, GatheredAfter, LeavesAtOnce, Stage2):
 
 class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
     __doc__ = Offloaded.__doc__
+    returning: Iterator = iter(())  # _returned(), from step() on
+    taking = False  # a bucket of these
+    failed: BaseException | None = None  # what has ended it
+
+    def in_turn(self):
+        return self.buckets[::-1]  # forward needs those first for which backward came last
+
+    def _start_host(self, device):
+        super()._start_host(device)
+        self.host.takes_all = weakref.WeakMethod(self._take_all)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Let the host update this rank's shards. Units are gathered when next used."""
+        """Let the host update this rank's shards, and wait for the first of them alone. Units are
+        gathered when next used: so the others cross the bus while forward works."""
         self._release_all()
         self.backward.complete()
+        ownership.check_trained(self.model)
         for bucket in self.buckets:
             layout.wait_until_left(bucket)
-        for _ in self._returned():
-            pass
+            bucket.away.is_back = False
+        self.returning = iter(self._returned())
+        self._take()
+        self.host.owed = len(self.buckets) - 1
         ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
+
+    def _gather(self, unit):
+        while not all(bucket.away is None or bucket.away.is_back for bucket in unit.buckets):
+            if not self._take():
+                break
+        super()._gather(unit)
+
+    def _release_all(self):
+        self._take_all()
+        super()._release_all()
+
+    def _take_all(self):
+        """Let all parameters come that are on their way."""
+        while self._take():
+            pass
+
+    def _take(self) -> bool:
+        """Let the next come. Returns whether there was one. RuntimeError if they are lost."""
+        if self.taking:  # the bus is used by what is under way here
+            return False
+        if self.failed:
+            raise RuntimeError("the parameters that the last step() has made are not all back, since "
+                               f"there was an error: {self.failed}") from self.failed
+        self.taking = True
+        try:
+            # the next forward may be an evaluation
+            with torch.inference_mode(False), torch.no_grad():
+                came = next(self.returning, None) is not None
+        except BaseException as error:
+            self.failed = error
+            raise
+        finally:
+            self.taking = False
+        self.host.owed = self.host.owed - 1 if came else 0
+        return came
 
 
 # the other options are the optimizer's

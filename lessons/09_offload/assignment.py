@@ -14,7 +14,9 @@ Over the bus, a step and rank; what the ranks send each other stays as it is:
     step         the host updates its fp32 masters with torch's own optimizer,
                  and sends the parameters back in 16 bit                         2Ψ/N bytes
 In fp32 4Ψ/N each way. Both overlap: a gradient shard is on its way while backward makes the next
-bucket, a parameter shard while the host updates the next and the ranks gather the one before.
+bucket; a parameter shard while the host updates the next and, at stages 1 and 2, the ranks gather
+the one before. Stage 3 needs no parameters before its units work again: there they go on crossing
+when step() has returned, beside the next forward.
 
 With k micro-batches a step gradients cross once at stage 1, which adds them up where they are, and
 k times at stages 2 and 3, where the host adds them up. Crossing once would keep 2Ψ/N bytes of them
@@ -143,7 +145,7 @@ class HostState(Kept):
     def make_optimizer(self, parcel: Parcel, pickled: bytes) -> None:
         """The user's optimizer, over these masters."""
         optimizer_class, options, groups = cloudpickle.loads(pickled)
-        self.shards = dict(sorted(self.shards.items()))  # in the order of zero.buckets
+        self.shards = dict(sorted(self.shards.items()))  # in the order of zero.in_turn()
         self.optimizer = optimizers.over_shards(
             optimizer_class, options, groups, list(self.shards.values())
         )
@@ -227,7 +229,7 @@ class Offloaded:
         self.host = Host(serving, largest, device, self.bandwidth)
         weakref.finalize(self, self.host.end)
         if self.disk:
-            disk_set_up.set_up(self, self.disk)
+            disk_set_up.set_up(self, self.disk, self.in_turn())
 
     def own(self, bucket):
         """What the stage keeps of a bucket, but its master."""
@@ -235,7 +237,7 @@ class Offloaded:
         if bucket.trained:
             if self.host is None:
                 self._start_host(bucket.parameter_shard.device)
-            bucket.away = Away(self.host, self.buckets.index(bucket))
+            bucket.away = Away(self.host, self.in_turn().index(bucket))
             self._hand_over(bucket)
             bucket.away.know(bucket)
 
@@ -246,6 +248,10 @@ class Offloaded:
         # memory of its own: away.stand_in makes such a tensor.
         raise NotImplementedError("step 1: _hand_over")
 
+    def in_turn(self) -> list:
+        """The trained buckets in the order in which the host updates them."""
+        return self.buckets
+
     def _leave(self, bucket, gradient_shard: Tensor) -> None:
         """A gradient shard leaves."""
         # step 2: the host has been sent ("gradient", bucket.away.number, self.adds) with this
@@ -255,10 +261,11 @@ class Offloaded:
     def _returned(self) -> Iterator:
         """Let the host update; yields each bucket when its parameters are back."""
         # step 3: the host has been sent ("update", _options_of(self.optimizer), scale), the scale
-        # as a number, None, or a tensor on the CPU. Yields each of self.buckets, in their order, as
-        # soon as bucket.parameter_shard holds what came back for it, the bus's buffer can be filled
-        # again, bucket.away knows the new values, and optimizers.tell_autograd was told. Before:
-        # ownership.check_trained(self.model). Afterwards: self.optimizer._opt_called is True.
+        # as a number, None, or a tensor on the CPU. Yields each of self.in_turn(), in that order,
+        # as soon as bucket.parameter_shard holds what came back for it, the bus's buffer can be
+        # filled again, bucket.away knows the new values, and optimizers.tell_autograd was told.
+        # Before: ownership.check_trained(self.model). self.optimizer._opt_called is True before the
+        # first parcel is asked for: Offloaded3 asks for the others in its next forward.
         raise NotImplementedError("step 3: _returned")
 
     # what needs the gradients asks the host
@@ -273,6 +280,7 @@ class Offloaded:
         """As at the stage. The host computes the norms of this rank's shards."""
         self.backward.complete()
         norms, dtype = self.host.ask("norms")
+        norms = [norms[bucket.away.number] for bucket in self.buckets]  # sums have an order
         squares = torch.tensor(norms, dtype=dtype, device=self.buckets[0].device).square().sum()
         collectives.all_reduce(squares, op="sum", group=self.group)
         norm = squares.sqrt()
@@ -350,18 +358,67 @@ class Offloaded2(Offloaded, GatheredAfter, LeavesAtOnce, Stage2):
 
 class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
     __doc__ = Offloaded.__doc__
+    returning: Iterator = iter(())  # _returned(), from step() on
+    taking = False  # a bucket of these
+    failed: BaseException | None = None  # what has ended it
+
+    def in_turn(self):
+        return self.buckets[::-1]  # forward needs those first for which backward came last
+
+    def _start_host(self, device):
+        super()._start_host(device)
+        self.host.takes_all = weakref.WeakMethod(self._take_all)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Let the host update this rank's shards. Units are gathered when next used."""
+        """Let the host update this rank's shards, and wait for the first of them alone. Units are
+        gathered when next used: so the others cross the bus while forward works."""
         self._release_all()
         self.backward.complete()
+        ownership.check_trained(self.model)
         for bucket in self.buckets:
             layout.wait_until_left(bucket)
-        for _ in self._returned():
-            pass
+            bucket.away.is_back = False
+        self.returning = iter(self._returned())
+        self._take()
+        self.host.owed = len(self.buckets) - 1
         ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
+
+    def _gather(self, unit):
+        while not all(bucket.away is None or bucket.away.is_back for bucket in unit.buckets):
+            if not self._take():
+                break
+        super()._gather(unit)
+
+    def _release_all(self):
+        self._take_all()
+        super()._release_all()
+
+    def _take_all(self):
+        """Let all parameters come that are on their way."""
+        while self._take():
+            pass
+
+    def _take(self) -> bool:
+        """Let the next come. Returns whether there was one. RuntimeError if they are lost."""
+        if self.taking:  # the bus is used by what is under way here
+            return False
+        if self.failed:
+            raise RuntimeError("the parameters that the last step() has made are not all back, since "
+                               f"there was an error: {self.failed}") from self.failed
+        self.taking = True
+        try:
+            # the next forward may be an evaluation
+            with torch.inference_mode(False), torch.no_grad():
+                came = next(self.returning, None) is not None
+        except BaseException as error:
+            self.failed = error
+            raise
+        finally:
+            self.taking = False
+        self.host.owed = self.host.owed - 1 if came else 0
+        return came
 
 
 # the other options are the optimizer's

@@ -66,11 +66,16 @@ class Host:
         self.told = False  # the rank, that its host is gone
         self.words = f"the host process of rank {self.rank} is gone"
         self.gone = threading.Event()
+        # parcels that the host will send by itself; and of whom they are waited for, the method
+        # that takes them all (weakly: a host does not keep its stage alive)
+        self.owed, self.takes_all = 0, None
         start = self._start_thread if device.type == "cuda" else self._start_process
         start(serve, bus.buffer_bytes(largest), device, bandwidth)
         _open.add(self)
 
     def send(self, words: tuple, tensor: torch.Tensor | None = None) -> None:
+        if tensor is not None:
+            self.settle()  # else each side could wait for the other to empty a buffer
         with self._watched():
             self.bus.send(words, tensor)
 
@@ -80,8 +85,15 @@ class Host:
         self._hear(parcel.words)
         return parcel
 
+    def settle(self) -> None:
+        """Let what is on its way to the rank arrive: then the bus is free for something else."""
+        take_all = self.takes_all and self.takes_all()
+        if take_all:
+            take_all()
+
     def ask(self, *words) -> object:
         """Send words, and return the answer."""
+        self.settle()
         self.send(words)
         return self.receive().words[0]
 
@@ -90,10 +102,12 @@ class Host:
             self.bus.emptied(parcel)
 
     def send_all(self, tensor: torch.Tensor) -> None:
+        self.settle()
         with self._watched():
             self.bus.send_all(tensor)
 
     def receive_all(self, into: torch.Tensor) -> torch.Tensor:
+        self.settle()
         with self._watched():
             self.bus.receive_all(into)
         return into
@@ -103,6 +117,9 @@ class Host:
         self.ended = True
         with contextlib.suppress(OtherSideGone):
             self.bus.send(("end",))
+            while self.owed > 0:  # nobody wants them any more; and it can only end without them
+                self.owed -= 1
+                self.bus.drop()
         _open.discard(self)
 
     @contextlib.contextmanager

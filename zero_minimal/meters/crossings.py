@@ -17,13 +17,19 @@ class BusMeter:
     def step(self):
         """Around one optimizer step."""
         bus = self.zero.host.bus
-        sent, received, disk = bus.sent, bus.received, self._disk()
+        sent, received, disk = bus.sent, self._came(), self._disk()
         yield
         self.steps += 1
         self.read += self._disk().get("read", 0) - disk.get("read", 0)
         self.written += self._disk().get("written", 0) - disk.get("written", 0)
         self.to_host += bus.sent - sent
-        self.to_device += bus.received - received
+        self.to_device += self._came() - received
+
+    def _came(self) -> int:
+        """Bytes that have crossed to the device, or are on their way to the next forward."""
+        later = [bucket.parameter_shard.nbytes for bucket in self.zero.buckets
+                 if bucket.away and not bucket.away.is_back]
+        return self.zero.host.bus.received + sum(later)
 
     def _disk(self) -> dict:
         """What the host says of its file; empty without one."""
