@@ -42,7 +42,15 @@ from zero_minimal.foundations import (
     ownership,
     precision,
 )
-from zero_minimal.foundations.away import Away, Kept, Shard, all_here, put_all, refuse_alone, stand_in
+from zero_minimal.foundations.away import (
+    Away,
+    Kept,
+    Shard,
+    all_here,
+    put_all,
+    refuse_alone,
+    stand_in,
+)
 from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.bus import Bus, Parcel
 from zero_minimal.foundations.disk import OnDisk

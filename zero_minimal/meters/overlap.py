@@ -1,8 +1,8 @@
 """Overlap: what a bus of a given speed costs an offloaded stage, and how much of the transfer computation hides.
 
 One run has the stage as it is and one offloaded stage for each speed of the bus, all with the same model, and lets them
-work in short turns. Beside each turn is one of the same stage whose bus takes no time, and what counts is the difference
-of these two: what slows the machine for a while slows both. All that is said are medians over the rounds.
+work in short turns. Beside each turn is one of the same stage whose bus takes no time, and what counts is the
+difference of these two: what slows the machine for a while slows both. All that is said are medians over the rounds.
 """
 
 import itertools
@@ -142,8 +142,8 @@ def what_they_say(course: Course, found: dict) -> dict:
     turns, both, speeds = found["turns"], sum(found["bytes"].values()), []
     for multiple in course.multiples:
         bus = multiple * found["calibrated"]
-        more = {part: statistics.median(each[part] - other[part]
-                                        for each, other in zip(turns[multiple], turns[UNLIMITED][multiple], strict=True))
+        two = list(zip(turns[multiple], turns[UNLIMITED][multiple], strict=True))
+        more = {part: statistics.median(each[part] - other[part] for each, other in two)
                 for part in ("whole", *PARTS)}
         longer, transfer = more.pop("whole"), both / bus
         speeds.append({"bus": bus, "transfer": transfer, "seconds": step_seconds(turns[multiple]), "more": longer,
