@@ -315,8 +315,7 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Let the host update this rank's shards, and wait for the first of them alone. Units are
-        gathered when next used: so the others cross the bus while forward works."""
+        """Let the host update this rank's shards. All but the first cross beside the next forward."""
         self._release_all()
         self.backward.complete()
         ownership.check_trained(self.model)
