@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zero_minimal.foundations import ownership
+from zero_minimal.foundations import ownership, values
 from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.bus import Bus, Parcel
 from zero_minimal.foundations.layout import Bucket
@@ -121,7 +121,9 @@ def refuse_alone(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _fingerprint(shard: Tensor) -> object:
-    """Another number if any bit is another."""
+    """Another number if any bit is another. None if there are no bits."""
+    if not values.present():
+        return None
     if shard.device.type == "cpu":
         return ownership.checksum(shard)
     words = shard.contiguous().view(torch.int16)
