@@ -65,7 +65,7 @@ class Case:
             raise ValueError("--offload is for stages, and --config chooses a system that has none: give --stage 2 "
                              "--offload cpu without --config")
         if self.build:
-            raise ValueError("--offload chooses the course's own class: let build() in the file return Offloaded2("
+            raise ValueError("--offload chooses the course's own class: let build() in the file return Offloaded3("
                              "model, AdamW, group=group, **budget.options), and leave --offload out")
         if self.stage == 0:
             raise ValueError("--offload is for stages 1 to 3, since stage 0 has no shards that could leave: give "

@@ -194,7 +194,7 @@ class _Run:
         return {state: self.states[state] for state in formulas.STATES} | {
             "activations": max(moment.bytes["activations"] for moment in last),
             "buffers": max(moment.bytes["buffers"] for moment in last),
-            "host": self.host_bytes(),
+            "host": self.host_bytes() + self.away.get("host_memory", 0),
             "peak": on_device(peak),
             "peak_by_category": {name: size for name, size in peak.bytes.items() if name != "other"},
             "peak_when": self.phase_of(peak),
