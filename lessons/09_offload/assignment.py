@@ -14,9 +14,8 @@ Over the bus, a step and rank; what the ranks send each other stays as it is:
     step         the host updates its fp32 masters with torch's own optimizer,
                  and sends the parameters back in 16 bit                         2Ψ/N bytes
 In fp32 4Ψ/N each way. Both overlap: a gradient shard is on its way while backward makes the next
-bucket; a parameter shard while the host updates the next and, at stages 1 and 2, the ranks gather
-the one before. Stage 3 needs no parameters before its units work again: there they go on crossing
-when step() has returned, beside the next forward.
+bucket; a parameter shard while the host updates the next and the ranks gather the one before. At
+stage 3 units are gathered when they work again: there all goes on beside the next forward.
 
 With k micro-batches a step gradients cross once at stage 1, which adds them up where they are, and
 k times at stages 2 and 3, where the host adds them up. Crossing once would keep 2Ψ/N bytes of them
@@ -59,6 +58,7 @@ from zero_minimal.foundations.bus import Bus, Parcel
 from zero_minimal.foundations.disk import OnDisk
 from zero_minimal.foundations.files import Buffer, File, Stretch
 from zero_minimal.foundations.read_ahead import BUFFERS
+from zero_minimal.foundations.returning import Returning
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
@@ -198,8 +198,7 @@ class Offloaded:
         host_budget: bytes of memory that its process may then have (foundations/budget.py).
         The others are the stage's.
     zero.optimizer holds the options (lr, …), which go along with each update, so that a scheduler
-    attaches to it; its state is on the host, and its step hooks are refused. reduced_gradients() is
-    refused, too.
+    attaches to it; its state is on the host. Refused are its step hooks, and reduced_gradients().
     Raises: what the stage raises. On all ranks OSError if the disk has no room, and ValueError for
         a budget that is too small. RuntimeError, at the next use of the bus, if the host is gone.
     """
@@ -228,6 +227,7 @@ class Offloaded:
         serving = functools.partial(serve, kind=DiskState) if self.disk else serve
         self.host = Host(serving, largest, device, self.bandwidth)
         weakref.finalize(self, self.host.end)
+        self.returning = Returning(self.host)
         if self.disk:
             disk_set_up.set_up(self, self.disk, self.in_turn())
 
@@ -298,8 +298,6 @@ class Offloaded:
         super().zero_grad()
         self.host.send(("forget",))
 
-    # state
-
     def state_dict(self) -> dict:
         """This rank's training state, for a restart with the same number of ranks. It is fetched,
         and the rank grows by all of it while it is kept."""
@@ -358,67 +356,29 @@ class Offloaded2(Offloaded, GatheredAfter, LeavesAtOnce, Stage2):
 
 class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
     __doc__ = Offloaded.__doc__
-    returning: Iterator = iter(())  # _returned(), from step() on
-    taking = False  # a bucket of these
-    failed: BaseException | None = None  # what has ended it
 
     def in_turn(self):
         return self.buckets[::-1]  # forward needs those first for which backward came last
 
-    def _start_host(self, device):
-        super()._start_host(device)
-        self.host.takes_all = weakref.WeakMethod(self._take_all)
-
     @torch.no_grad()
     def step(self) -> None:
-        """Let the host update this rank's shards, and wait for the first of them alone. Units are
-        gathered when next used: so the others cross the bus while forward works."""
+        """Let the host update this rank's shards. All but the first cross beside the next forward."""
         self._release_all()
         self.backward.complete()
         ownership.check_trained(self.model)
         for bucket in self.buckets:
             layout.wait_until_left(bucket)
-            bucket.away.is_back = False
-        self.returning = iter(self._returned())
-        self._take()
-        self.host.owed = len(self.buckets) - 1
+        self.returning.begin(self._returned(), self.buckets)
         ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
     def _gather(self, unit):
-        while not all(bucket.away is None or bucket.away.is_back for bucket in unit.buckets):
-            if not self._take():
-                break
+        self.returning.take_until_back(unit.buckets)
         super()._gather(unit)
 
     def _release_all(self):
-        self._take_all()
+        self.returning.take_all()
         super()._release_all()
-
-    def _take_all(self):
-        """Let all parameters come that are on their way."""
-        while self._take():
-            pass
-
-    def _take(self) -> bool:
-        """Let the next come. Returns whether there was one. RuntimeError if they are lost."""
-        if self.taking:  # the bus is used by what is under way here
-            return False
-        if self.failed:
-            raise RuntimeError("the parameters that the last step() has made are not all back, since "
-                               f"there was an error: {self.failed}") from self.failed
-        self.taking = True
-        try:
-            # the next forward may be an evaluation
-            with torch.inference_mode(False), torch.no_grad():
-                came = next(self.returning, None) is not None
-        except BaseException as error:
-            self.failed = error
-            raise
-        finally:
-            self.taking = False
-        self.host.owed = self.host.owed - 1 if came else 0
-        return came
 
 
 # the other options are the optimizer's

@@ -58,12 +58,15 @@ def test_the_command_plans_offload(tmp_path, capsys):
                   "--json", str(file)])
     said = " ".join(capsys.readouterr().out.split())
     assert "offloaded, GB" in said and "4 micro-batches a step" in said
-    assert len(json.loads(file.read_text())["offload"]["rows"]) == 3
-    for words, flags in (("goes with --offload", ["--accumulate", "2"]),
-                         ("leave --optimizer-bytes out", ["--offload", "cpu", "--optimizer-bytes", "8"])):
-        with pytest.raises(SystemExit):
-            program.main(["plan", "--params", "1B", *flags])
-        assert words in capsys.readouterr().err
+    adams = file.read_text()
+    assert len(json.loads(adams)["offload"]["rows"]) == 3
+    with pytest.raises(SystemExit):
+        program.main(["plan", "--params", "1B", "--accumulate", "2"])
+    assert "goes with --offload" in capsys.readouterr().err
+    program.main(["plan", "--params", "13B", "--ranks", "16", "--offload", "cpu", "--optimizer-bytes", "8",
+                  "--json", str(file)])
+    with_adam, told = (json.loads(each)["offload"]["rows"][1] for each in (adams, file.read_text()))
+    assert with_adam["host"] - told["host"] == pytest.approx(4 * with_adam["host"] / 14)
 
 
 @pytest.mark.parametrize("number", (1, *(pytest.param(each, marks=pytest.mark.thorough) for each in (0, 2, 3))))

@@ -31,6 +31,10 @@ class BusMeter:
                  if bucket.away and not bucket.away.is_back]
         return self.zero.host.bus.received + sum(later)
 
+    def crossed(self) -> dict[str, float]:
+        """Bytes of a step, each way."""
+        return {"to_host": self.to_host / self.steps, "to_device": self.to_device / self.steps}
+
     def _disk(self) -> dict:
         """What the host says of its file; empty without one."""
         return self.zero.host.ask("moved") if self.zero.disk else {}
@@ -48,6 +52,6 @@ class BusMeter:
         return {
             "device_memory": sum(memory[state] for state in ("parameters", "gradients", "optimizer")),
             "host_memory": kept,
-            "bus": {"to_host": self.to_host / self.steps, "to_device": self.to_device / self.steps},
+            "bus": self.crossed(),
             "resident": {"device": resident_bytes(), "host": resident},
         } | ({"disk": disk | moved} if disk else {})

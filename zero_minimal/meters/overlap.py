@@ -1,8 +1,8 @@
 """Overlap: what a bus of a given speed costs an offloaded stage, and how much of the transfer computation hides.
 
 One run has the stage as it is and one offloaded stage for each speed of the bus, all with the same model, and lets them
-work in turns. So what slows the machine for a while slows all of them, and what counts is the difference to the turn
-beside it in which the bus took no time.
+work in short turns. Beside each turn is one of the same stage whose bus takes no time, and what counts is the
+difference of these two: what slows the machine for a while slows both. All that is said are medians over the rounds.
 """
 
 import itertools
@@ -21,7 +21,7 @@ PARTS = ("forward", "backward", "step")
 WARM_UP, TIMED = 1, 2  # steps of a turn
 NO_OFFLOAD, UNLIMITED = "no offload", "unlimited"
 CALIBRATION = 4  # steps
-ENOUGH = 60  # seconds after which no further round begins: a busy machine has fewer of them
+ENOUGH = 90  # seconds after which no further round begins: a busy machine has fewer of them
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Course:
 
 def time_speeds(course: Course) -> dict:
     """On this rank, with the others: {"calibrated": bytes a second that suit the machine, "bytes": of a step, each way,
-    "turns": {name or multiple: [what turn() gives]}}."""
+    "turns": {name or multiple: [what turn() gives, of each round]}, of UNLIMITED {multiple: those beside it}}."""
     with ranks.start() as rank:
         stay_on_one_core(rank)
         batches = list(draw_batches(course.settings, rank, WARM_UP + TIMED))
@@ -53,14 +53,19 @@ def time_speeds(course: Course) -> dict:
         suits = course.operations / alone_seconds(plain, batches, rank) / course.operations_a_byte
         stages = {NO_OFFLOAD: plain, UNLIMITED: build(course.offloaded)}
         stages |= {multiple: build(course.offloaded, bus=multiple * suits) for multiple in course.multiples}
-        turns: dict = {name: [] for name in stages}
+        for zero in stages.values():
+            turn(zero, batches, rank)  # what is done once, in the first steps, is not timed
+        turns: dict = {NO_OFFLOAD: [], **{multiple: [] for multiple in course.multiples},
+                       UNLIMITED: {multiple: [] for multiple in course.multiples}}
         start = time.monotonic()
         for number in range(course.rounds):
             if number and longest(time.monotonic() - start, rank) > ENOUGH:
                 break
-            order = list(stages)
-            for name in order if number % 2 else reversed(order):
-                turns[name].append(turn(stages[name], batches, rank))
+            turns[NO_OFFLOAD].append(turn(plain, batches, rank))
+            for multiple in course.multiples:
+                two = [(stages[multiple], turns[multiple]), (stages[UNLIMITED], turns[UNLIMITED][multiple])]
+                for zero, found in two if number % 2 else reversed(two):
+                    found.append(turn(zero, batches, rank))
         return {"calibrated": suits, "bytes": crossed(stages[UNLIMITED], batches, rank), "turns": turns}
 
 
@@ -83,6 +88,8 @@ def turn(zero, batches: list, rank: ranks.Rank) -> dict:
     """Some steps in a row; means of those that are timed. What a step leaves for the next one to wait for is in them:
     the first, for which nobody has left anything of late, is not."""
     taken = [timed_step(zero, *batch, rank) for batch in batches][WARM_UP:]
+    if hasattr(zero, "host"):
+        zero.host.settle()  # its host shall not work in the turn of another
     return {part: statistics.mean(each[part] for each in taken) for part in taken[0]}
 
 
@@ -135,8 +142,8 @@ def what_they_say(course: Course, found: dict) -> dict:
     turns, both, speeds = found["turns"], sum(found["bytes"].values()), []
     for multiple in course.multiples:
         bus = multiple * found["calibrated"]
-        more = {part: statistics.median(each[part] - other[part]
-                                        for each, other in zip(turns[multiple], turns[UNLIMITED], strict=True))
+        two = list(zip(turns[multiple], turns[UNLIMITED][multiple], strict=True))
+        more = {part: statistics.median(each[part] - other[part] for each, other in two)
                 for part in ("whole", *PARTS)}
         longer, transfer = more.pop("whole"), both / bus
         speeds.append({"bus": bus, "transfer": transfer, "seconds": step_seconds(turns[multiple]), "more": longer,
@@ -145,7 +152,8 @@ def what_they_say(course: Course, found: dict) -> dict:
     return {
         "suits": course.operations / step_seconds(turns[NO_OFFLOAD]) / course.operations_a_byte,
         "bytes": found["bytes"],
-        "seconds": {name: step_seconds(turns[name]) for name in (NO_OFFLOAD, UNLIMITED)},
+        "seconds": {NO_OFFLOAD: step_seconds(turns[NO_OFFLOAD]),
+                    UNLIMITED: step_seconds([each for beside in turns[UNLIMITED].values() for each in beside])},
         "speeds": speeds,
     }
 

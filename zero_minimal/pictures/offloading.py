@@ -116,10 +116,9 @@ def draw_ladder(ladder: list[dict]) -> Figure:
         formula_marks(memory, at, [rung["formula"][side] for rung in ladder], 0.4, label=None)
         words_above(memory, at, heights, [f"{height:.3g}" for height in heights], gap=5, fontsize=9)
     memory.set_title("resident memory, of the two processes", fontsize=11)
-    highest = max(axis.get_ylim()[1] for axis in axes[0])
     for axis in axes[0]:
         name_bars(axis, places, names)
-        axis.set_ylim(0, 1.03 * highest)
+        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])  # each its own: a process has more than the states
     entries = {label: handle for axis in axes[0] for handle, label
                in zip(*axis.get_legend_handles_labels(), strict=True)}
     legend_outside(result, entries)

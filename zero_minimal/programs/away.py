@@ -10,23 +10,24 @@ LINKS = (12e9, 25e9, 64e9, 900e9)  # bytes a second: what PCIe 3, 4 and 5 reach,
 PLACES = ("cpu", "disk")
 
 
-def offloaded(work: Work, ranks: int, device_bytes: float, place: str, accumulate: int = 1) -> dict:
-    """The calculation, as JSON: bytes, and seconds at each link. place: of PLACES. Stage 0 has no shards that could
-    leave.
+def offloaded(work: Work, ranks: int, device_bytes: float, place: str, accumulate: int = 1,
+              optimizer_bytes: float | None = None) -> dict:
+    """The calculation, as JSON: bytes, and seconds at each link. place: of PLACES. optimizer_bytes: K, instead of
+    Adam's. Stage 0 has no shards that could leave.
 
     {"place", "accumulate", "rows": for each stage 1 to 3 {"stage", "device": of model states, "host", "disk",
      "to_host", "to_device": of a step, "link_seconds": of both ways at each of LINKS, "together": the highest moment of
      a step, "states_fit", "fits", "largest_model": whose states fit}}
     """
     return {"place": place, "accumulate": accumulate,
-            "rows": [_row(stage, work, ranks, device_bytes, place, accumulate) for stage in (1, 2, 3)]}
+            "rows": [_row(stage, work, ranks, device_bytes, place, accumulate, optimizer_bytes) for stage in (1, 2, 3)]}
 
 
-def _row(stage: int, work: Work, ranks: int, device_bytes: float, place: str, accumulate: int) -> dict:
+def _row(stage: int, work: Work, ranks: int, device_bytes: float, place: str, accumulate: int,
+         optimizer_bytes: float | None) -> dict:
     parallel, elements = ranks // work.model_parallel, moments.rank_parameters(work)
     device = sum(formulas.states_on_device(stage, elements, parallel, work.dtype, offloaded=True).values())
-    each = sum(formulas.states_on_device(stage, 1, parallel, work.dtype, offloaded=True).values())
-    leaves = formulas.host_bytes(elements, parallel, work.dtype)
+    leaves = formulas.host_bytes(elements, parallel, work.dtype, optimizer_bytes)
     crosses = formulas.bus_bytes(stage, elements, parallel, work.dtype, accumulate)
     highest = moments.highest(stage, work, parallel, offloaded=True).total
     return {
@@ -35,7 +36,8 @@ def _row(stage: int, work: Work, ranks: int, device_bytes: float, place: str, ac
         "link_seconds": [sum(crosses.values()) / link for link in LINKS],
         "together": highest, "states_fit": device <= device_bytes,
         "fits": max(highest, moments.construction(stage, work)) <= device_bytes,
-        "largest_model": int(work.model_parallel * device_bytes / each),
+        "largest_model": formulas.largest_model(stage, device_bytes, parallel, work.dtype, work.model_parallel,
+                                                 offloaded=True),
     }
 
 

@@ -41,7 +41,7 @@ BUS_RANKS = 2
 BUS = Settings(layers=8, hidden=128, heads=4, sequence=64, batch=32, dtype="bf16", bucket_mb=0.25)
 STAGES = {2: (Stage2, Offloaded2), 3: (Stage3, Offloaded3)}
 MULTIPLES = (0.25, 0.5, 1, 2, 4, 16)  # of the speed that is PCIe-like here; and a bus without a limit
-ROUNDS = 3
+ROUNDS = 9  # at most
 
 
 def rank_operations(settings: Settings) -> float:

@@ -236,8 +236,6 @@ def main(arguments: list[str]) -> None:
     flags = asked.parse_args(arguments)
     if flags.accumulate and not flags.offload:
         asked.error("--accumulate goes with --offload: it says how often gradients cross the bus")
-    if flags.optimizer_bytes and flags.offload:
-        asked.error("--offload plans with Adam's state: leave --optimizer-bytes out")
     gpu = GPUS[flags.hardware]
     speeds = Speeds(flags.tflops * 1e12 if flags.tflops else gpu.rate(flags.dtype), flags.link or gpu.link,
                     flags.node or gpu.node, flags.network)
@@ -247,7 +245,8 @@ def main(arguments: list[str]) -> None:
                     flags.model_parallel, flags.optimizer_bytes, flags.checkpoints, speeds)
         if flags.offload:
             work = Work(read_shape(flags), flags.batch, flags.dtype, flags.model_parallel, flags.checkpoints)
-            told["offload"] = away.offloaded(work, flags.ranks, device, flags.offload, flags.accumulate or 1)
+            told["offload"] = away.offloaded(work, flags.ranks, device, flags.offload, flags.accumulate or 1,
+                                             flags.optimizer_bytes)
     except ValueError as error:
         asked.error(str(error))
     print(describe(told, "" if flags.memory else flags.hardware))
