@@ -1,6 +1,8 @@
 """Offload on fake tensors: what a simulated rank and its host hold and send, beside real ones and the formulas."""
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from zero_minimal.programs.train import train
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Settings
 
+README = Path(__file__).parents[2] / "README.md"
 SIZES = dict(layers=2, hidden=48, heads=3, sequence=16)  # 48 does not divide by 16 · 2 elements
 SMALL = GPTConfig(**SIZES, dropout=0.0)
 BUCKET = 0.05  # MiB: more buckets than the bus has buffers
@@ -117,6 +120,18 @@ def test_the_command_shows_the_host(tmp_path, capsys):
     assert "with --offload cpu" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.thorough
+def test_the_readmes_command_prints_its_figures(capsys):
+    text = README.read_text()
+    program.main(re.search(r"^    python -m zero_minimal (simulate .*--offload cpu)$", text, re.MULTILINE)[1].split())
+    said = capsys.readouterr().out
+    device, host, bus = re.search(r"the rank holds ([\d.]+) MB of model states, its host\s+([\d.]+) GB, and "
+                                  r"([\d.]+) GB cross the bus each way", text).groups()
+    figures = [float(re.search(rf"^  {words} +([\d.]+)", said, re.MULTILINE)[1]) for words in (
+        "together", "masters, gradients, state", "over the bus, a step, to it", "and back")]
+    assert figures == [pytest.approx(float(device), abs=0.05), float(host), float(bus), float(bus)]
+
+
 def own_system(folder):
     file = folder / "mine.py"
     file.write_text("from torch.optim import AdamW\nfrom zero_minimal.offload import Offloaded3\n\n\n"
@@ -125,6 +140,7 @@ def own_system(folder):
     return file
 
 
+@pytest.mark.thorough
 def test_a_system_of_ones_own_may_have_a_host(tmp_path, capsys):
     program.main(["simulate", "--layers", "1", "--hidden", "32", "--sequence", "16", "--ranks", "8", "--stage",
                   str(own_system(tmp_path))])

@@ -1,12 +1,14 @@
 """Simulation: the stages' own code, as one rank of many, on tensors without memory.
 
-
 Nothing here knows how a stage works. Model, stage, optimizer and autograd run as in training; only tensors have no
 values (paper/fakes.py), and the ranks are torch's "fake" backend: a group of 1024 whose collectives return at
 once.
 
 The memory ledger counts each storage as what it stands for, as in a real run. So the bytes are those of the running
 code, not of a formula; a test holds them to the byte against real ranks. What has no value, such as a loss, is null.
+
+An offloaded rank has its host in this process, and the two take turns (foundations/host_here.py). The ledger looks away
+while the host works; what it keeps is what it says itself, and the bus counts what crosses, as in a real run.
 
 Not simulated: the search for infinities in fp16's gradients, which would read them; NCCL's own buffers, workspaces of
 kernels, what an allocator loses to fragmentation. Attention is torch's fused kernel, which keeps no matrix of scores.
