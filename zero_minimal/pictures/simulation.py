@@ -30,10 +30,10 @@ def draw_simulation(run) -> Figure:
     axis.plot(drawn[highest], totals[highest], color="black", marker="v", markersize=7, linestyle="none",
               label=f"highest: {totals[highest]:,.4g} GB")
     axis.set_xlim(drawn[0], drawn[-1])
-    if "bus" in told:
-        draw_host(axis, drawn[-1], told)
     axis.set_xlabel("allocations and frees, in order")
     axis.set_ylabel("GB")
+    if "bus" in told:
+        draw_host(axis, drawn[-1], told)
     axis.legend(fontsize=9, framealpha=1, edgecolor="none", ncols=6, loc="upper left", borderaxespad=0.2)
     axis.set_title(f"{told['name']}: rank {told['rank']} of {told['ranks']:,}, {told['parameters'] / 1e9:,.4g} billion "
                    f"parameters in {told['dtype']}, simulated")
@@ -47,8 +47,7 @@ def draw_host(axis: Axes, end: int, told: dict) -> None:
     words_above(axis, [1.05 * end], [kept], [f"its host:\n{kept:,.4g} GB"], fontsize=9)
     axis.set_xlim(right=1.1 * end)
     axis.set_ylim(top=max(axis.get_ylim()[1], 1.3 * kept))
-    axis.annotate(f"over the bus, a step: {there:,.3g} GB there, {back:,.3g} GB back", (1, -0.1),
-                  xycoords="axes fraction", fontsize=9, ha="right")
+    axis.set_xlabel(f"{axis.get_xlabel()}; over the bus, a step: {there:,.3g} GB there, {back:,.3g} GB back")
 
 
 def worth_drawing(timeline: list, most: int = 1200) -> list[int]:
