@@ -11,6 +11,7 @@ import toys
 from zero_minimal import __main__ as program
 from zero_minimal.foundations import beside, host_here, ranks, values
 from zero_minimal.foundations.bus import Bus, Parcel
+from zero_minimal.offload import Offloaded3
 from zero_minimal.paper import formulas
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.offload import Offload
@@ -137,6 +138,19 @@ def own_system(folder):
                     "def build(model, group, budget):\n"
                     "    return Offloaded3(model, AdamW, group=group, **budget.options)\n")
     return file
+
+
+class Hidden:
+    """A system that does not show its host."""
+
+    def __init__(self, model, group, budget):
+        self.inner, self.model = Offloaded3(model, torch.optim.AdamW, group=group, **budget.options), model
+        self.buckets, self.zero_grad, self.step = self.inner.buckets, self.inner.zero_grad, self.inner.step
+
+
+def test_what_a_host_keeps_is_told_though_nobody_shows_the_host():
+    told = simulate(Case(SMALL, 3, 8, "bf16", build=Hidden, name="hidden")).report
+    assert told["memory"]["host"] == pytest.approx(14 * told["parameters"] / 8, rel=0.01) and "bus" not in told
 
 
 @pytest.mark.thorough

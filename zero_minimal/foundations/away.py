@@ -228,11 +228,14 @@ class Kept:
 
     def memory(self, parcel: Parcel) -> None:
         """Bytes of what is kept here, and of the process, resident."""
+        self.bus.send(((self.kept_bytes(), resident_bytes()),))
+
+    def kept_bytes(self) -> int:
         kept = [each for shard in self.shards.values() for each in (shard.master, shard.gradient)]
         states = (self.optimizer.state.get(shard.master, {}) for shard in self.shards.values())
         kept += [value for state in states for value in state.values()
                  if isinstance(value, Tensor) and value.ndim]
-        self.bus.send(((sum(tensor.nbytes for tensor in kept), resident_bytes()),))
+        return sum(tensor.nbytes for tensor in kept)
 
     def _large(self, number: int) -> dict[str, Tensor]:
         master = self.shards[number].master

@@ -26,15 +26,22 @@ def at_work() -> bool:
 
 
 @contextlib.contextmanager
-def instead_of_processes(kind: Callable) -> Iterator[None]:
-    """Context in which a rank's host starts no process.
+def instead_of_processes(kind: Callable) -> Iterator[list["HostEnd"]]:
+    """Context in which a rank's host starts no process. Gives the hosts that it has made.
 
     Args:
         kind: function(bus) that returns what has a method for each order, as offload.HostState.
     """
-    before, beside.here = beside.here, lambda size: bus_to_host(kind, size)
+    hosts: list[HostEnd] = []
+
+    def new(size: int) -> Bus:
+        bus = bus_to_host(kind, size)
+        hosts.append(bus.pipe.there)
+        return bus
+
+    before, beside.here = beside.here, new
     try:
-        yield
+        yield hosts
     finally:
         beside.here = before
 
@@ -82,6 +89,12 @@ class HostEnd(Bus):
                 self._obey(self.receive())
         finally:
             _working -= 1
+
+    def kept_bytes(self) -> int:
+        """Of masters, gradients and optimizer state, when all is done that it was told."""
+        while self.told:
+            self.go_on()
+        return self.state.kept_bytes()
 
     def _obey(self, parcel: Parcel) -> None:
         order, *words = parcel.words

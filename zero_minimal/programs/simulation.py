@@ -94,7 +94,7 @@ class _Run:
         # here device and host are one: what is kept on the host is called "other", which nothing else is
         elsewhere = host.announced(lambda kept: self.ledger.claim(kept, "other"))
         beside_it = host_here.instead_of_processes(HostState)
-        with torch.enable_grad(), without_values(), self.ledger, elsewhere, beside_it:
+        with torch.enable_grad(), without_values(), self.ledger, elsewhere, beside_it as hosts:
             somebody = torch.nn.Module()
             self.ledger.watch(somebody)  # so that what has no owner yet counts as a temporary buffer
             self._construct(mesh)
@@ -111,6 +111,7 @@ class _Run:
             self.timeline = self.ledger.timeline
             # last, since for the answer all comes back that is on its way
             self.away = self.bus.report(self.states) | {"resident": None} if self.bus else {}
+            self.kept_by_hosts = sum(each.kept_bytes() for each in hosts)  # also of one that zero does not show
 
     @contextlib.contextmanager
     def _metered(self):
@@ -196,7 +197,7 @@ class _Run:
         return {state: self.states[state] for state in formulas.STATES} | {
             "activations": max(moment.bytes["activations"] for moment in last),
             "buffers": max(moment.bytes["buffers"] for moment in last),
-            "host": self.host_bytes() + self.away.get("host_memory", 0),
+            "host": self.host_bytes() + self.kept_by_hosts,
             "peak": on_device(peak),
             "peak_by_category": {name: size for name, size in peak.bytes.items() if name != "other"},
             "peak_when": self.phase_of(peak),
