@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zero_minimal.foundations import ownership
+from zero_minimal.foundations import ownership, values
 from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.bus import Bus, Parcel
 from zero_minimal.foundations.layout import Bucket
@@ -121,7 +121,9 @@ def refuse_alone(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _fingerprint(shard: Tensor) -> object:
-    """Another number if any bit is another."""
+    """Another number if any bit is another. None if there are no bits."""
+    if not values.present():
+        return None
     if shard.device.type == "cpu":
         return ownership.checksum(shard)
     words = shard.contiguous().view(torch.int16)
@@ -226,11 +228,14 @@ class Kept:
 
     def memory(self, parcel: Parcel) -> None:
         """Bytes of what is kept here, and of the process, resident."""
+        self.bus.send(((self.kept_bytes(), resident_bytes()),))
+
+    def kept_bytes(self) -> int:
         kept = [each for shard in self.shards.values() for each in (shard.master, shard.gradient)]
         states = (self.optimizer.state.get(shard.master, {}) for shard in self.shards.values())
         kept += [value for state in states for value in state.values()
                  if isinstance(value, Tensor) and value.ndim]
-        self.bus.send(((sum(tensor.nbytes for tensor in kept), resident_bytes()),))
+        return sum(tensor.nbytes for tensor in kept)
 
     def _large(self, number: int) -> dict[str, Tensor]:
         master = self.shards[number].master

@@ -42,6 +42,10 @@ _open: weakref.WeakSet["Host"] = weakref.WeakSet()
 # of the bus's memory, as _new_process() returns them
 lend: Callable | None = None
 
+# of a rank whose tensors have no values: (size of a buffer) → its end of a bus to a host in this
+# process (host_here.py)
+here: Callable | None = None
+
 many = False  # whether this process starts hosts again and again: then from a server of its own
 
 
@@ -70,6 +74,7 @@ class Host:
         # that takes them all (weakly: a host does not keep its stage alive)
         self.owed, self.takes_all = 0, None
         start = self._start_thread if device.type == "cuda" else self._start_process
+        start = self._start_here if here else start
         start(serve, bus.buffer_bytes(largest), device, bandwidth)
         _open.add(self)
 
@@ -163,6 +168,9 @@ class Host:
             target=self._watch, args=(self.process,), daemon=True, name=WATCH
         ).start()
         self.bus = Bus(bus.Words(pipe), bus.memory_of(number, size), 0, bandwidth)
+
+    def _start_here(self, serve, size, device, bandwidth):
+        self.process, self.bus = None, here(size)
 
     def _start_thread(self, serve, size, device, bandwidth):
         self.process = None

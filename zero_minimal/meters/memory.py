@@ -27,7 +27,7 @@ The category of a storage goes by who owns it:
     other         what was there before or came before watch(): a data set, the parameters before they were packed
 
 Not seen: memory that a kernel takes and gives back within one operator; memory that does not belong to a tensor (cuBLAS
-workspaces, NCCL's own); tensors made in Python threads of one's own; sparse tensors.
+workspaces, NCCL's own); tensors made in Python threads of one's own; sparse tensors; what a simulated rank's host has.
 Seen, and real: gloo's threads hold the tensors of a collective for some microseconds after its wait().
 """
 
@@ -44,7 +44,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.foundations import collectives
+from zero_minimal.foundations import collectives, host_here
 from zero_minimal.meters.owners import Owners, parameters_of, strided_tensors
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "scalars", "buffers", "activations", "other")
@@ -193,6 +193,8 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # a DTensor: torch takes it apart, and comes back with the local tensors
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
+        if host_here.at_work():
+            return result
         for tensor in strided_tensors((args, kwargs, result)):
             storage = self._look_at(tensor, str(operator))
             if isinstance(tensor, nn.Parameter):
@@ -305,7 +307,8 @@ class Ledger(TorchDispatchMode):
 
     def _before_optimizer(self, optimizer, args, kwargs) -> None:
         """Gradients in the dtype of the masters, made for this step."""
-        self.claim([param.grad for param in parameters_of(optimizer)], "gradients")
+        if not host_here.at_work():
+            self.claim([param.grad for param in parameters_of(optimizer)], "gradients")
 
     def _meet(self, param: nn.Parameter, storage: Storage) -> None:
         """An operator was given a parameter: FSDP2 gathers some that are not the model's own."""

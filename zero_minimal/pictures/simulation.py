@@ -1,8 +1,9 @@
 """Simulation: the memory of one rank of many, from building the model to the last step."""
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zero_minimal.pictures.style import LOOKS, PAGE, figure, stacked_areas
+from zero_minimal.pictures.style import LOOKS, PAGE, PLAIN, bars, figure, stacked_areas, words_above
 
 
 def draw_simulation(run) -> Figure:
@@ -18,6 +19,7 @@ def draw_simulation(run) -> Figure:
     totals = [sum(level) for level in zip(*levels.values(), strict=True)]
     highest = max(range(len(drawn)), key=totals.__getitem__)
     axis.set_ylim(0, 1.3 * totals[highest])
+    told = run.report
     for number, (name, begin) in enumerate(run.phases):
         start = next((position for position in drawn if run.timeline[position].seconds > begin), drawn[-1])
         axis.axvline(start, color="black", linewidth=0.7, linestyle=":")
@@ -30,11 +32,22 @@ def draw_simulation(run) -> Figure:
     axis.set_xlim(drawn[0], drawn[-1])
     axis.set_xlabel("allocations and frees, in order")
     axis.set_ylabel("GB")
+    if "bus" in told:
+        draw_host(axis, drawn[-1], told)
     axis.legend(fontsize=9, framealpha=1, edgecolor="none", ncols=6, loc="upper left", borderaxespad=0.2)
-    told = run.report
     axis.set_title(f"{told['name']}: rank {told['rank']} of {told['ranks']:,}, {told['parameters'] / 1e9:,.4g} billion "
                    f"parameters in {told['dtype']}, simulated")
     return result
+
+
+def draw_host(axis: Axes, end: int, told: dict) -> None:
+    """What an offloaded rank's host keeps, a bar beyond the end of the steps, and what crosses between them."""
+    kept, there, back = (size / 1e9 for size in (told["host_memory"], told["bus"]["to_host"], told["bus"]["to_device"]))
+    bars(axis, [1.05 * end], [kept], PLAIN, width=0.06 * end)
+    words_above(axis, [1.05 * end], [kept], [f"its host:\n{kept:,.4g} GB"], fontsize=9)
+    axis.set_xlim(right=1.1 * end)
+    axis.set_ylim(top=max(axis.get_ylim()[1], 1.3 * kept))
+    axis.set_xlabel(f"{axis.get_xlabel()}; over the bus, a step: {there:,.3g} GB there, {back:,.3g} GB back")
 
 
 def worth_drawing(timeline: list, most: int = 1200) -> list[int]:

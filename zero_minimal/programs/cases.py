@@ -29,6 +29,7 @@ class Case:
     rank: int = 0  # which one
     steps: int = 2  # optimizer state is made in the first; the second is like all that follow
     bucket_bytes: int | None = None  # None: 4 MiB or, if these were many, as large as makes 256; 64 MiB in a config
+    offload: str = ""  # "cpu": with the rank's host, stages 1 to 3
     config: str = ""  # "C1" … "C5": that system of zero_100b.py, instead of `stage`
     build: Callable | None = None  # build(model, group, budget) -> what is used like a stage, instead of `stage`
     budget: object = None  # what that is given; None: Budget()
@@ -49,15 +50,31 @@ class Case:
             raise ValueError("a model of transformers is not cut over ranks here: give it without --mp and --config")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.offload:
+            self._check_offload()
         if self.config and self.config not in CONFIGS:
             raise ValueError(f"config must be one of {', '.join(CONFIGS)}, not {self.config!r}")
         if not self.config and self.stage not in range(4):
             raise ValueError(f"stage must be 0, 1, 2 or 3, not {self.stage}")
 
+    def _check_offload(self) -> None:
+        if self.offload != "cpu":
+            raise ValueError(f"--offload {self.offload} is not simulated: a disk would hold what the host holds with "
+                             "--offload cpu")
+        if self.config:
+            raise ValueError("--offload is for stages, and --config chooses a system that has none: give --stage 2 "
+                             "--offload cpu without --config")
+        if self.build:
+            raise ValueError("--offload chooses the course's own class: let build() in the file return Offloaded3("
+                             "model, AdamW, group=group, **budget.options), and leave --offload out")
+        if self.stage == 0:
+            raise ValueError("--offload is for stages 1 to 3, since stage 0 has no shards that could leave: give "
+                             "--stage 1 --offload cpu")
+
     @property
     def called(self) -> str:
         """What is simulated, in a word or two."""
-        return self.config or self.name or f"stage {self.stage}"
+        return self.config or self.name or f"stage {self.stage}{', offloaded' if self.offload else ''}"
 
     @property
     def parameters(self) -> int:

@@ -25,12 +25,13 @@ def describe(simulation: Simulation) -> str:
     memory = result["memory"]
     parts = [
         "", heading(result), "", report.table(_state_rows(result)), "",
+        *([report.table(_host_rows(result)), ""] if "bus" in result else []),
         paragraph(f"Highest moment of a step: {size_text(memory['peak'], 4)}, in {memory['peak_when']}, reached by "
                   f"{memory['peak_what'].split(',')[0]}. Alive there:"),
         *_living_lines(simulation.at_peak),
         f"Highest moment of construction: {size_text(memory['construction_peak'], 4)}",
     ]
-    if memory["host"]:
+    if memory["host"] and "bus" not in result:
         parts.append(f"In host memory, at most: {size_text(memory['host'], 4)}")
     return "\n".join([*parts, bucket_note(result), "", *traffic_lines(result)])
 
@@ -88,13 +89,32 @@ def _state_rows(result: dict) -> list[list[str]]:
         measured, formula, padding = (result[part][state] for part in ("memory", "theory", "padding"))
         rows.append([
             f"  {state}", f"{measured / scale:,.3f}", f"{formula / scale:,.3f}",
-            formulas.formula(result["stage"], state, result["dtype"]), number(padding),
+            formulas.formula(result["stage"], state, result["dtype"]) if formula else "on the host", number(padding),
             number(measured - formula - padding),
         ])
     total, formula = (sum(result[part][state] for state in formulas.STATES) for part in ("memory", "theory"))
     rows.append(["  together", f"{total / scale:,.3f}", f"{formula / scale:,.3f}", "", "", ""])
     for part in ("activations", "buffers"):
         rows.append([f"  {part}, at most", f"{result['memory'][part] / scale:,.3f}", "", "", "", ""])
+    return rows
+
+
+def _host_rows(result: dict) -> list[list[str]]:
+    """What an offloaded rank's host keeps, and what crosses the bus to it and back."""
+    stage, dtype, ranks = result["stage"], result["dtype"], result["ranks"] // result["model_parallel"]
+    size = formulas.BYTES[dtype][0]
+    is_cut = stage >= formulas.SHARDED_FROM["parameters"]
+    padding = round(result["padding"]["parameters"] / size * (ranks if is_cut else 1))  # elements of all ranks
+    by_formula, explained = ({"kept": formulas.host_bytes(elements, ranks, dtype),
+                              **formulas.bus_bytes(stage, elements, ranks, dtype)}
+                             for elements in (result["parameters_of_rank"], padding))
+    counted = {"kept": result["host_memory"], **result["bus"]}
+    unit, scale = size_unit(max(counted.values()))
+    rows = [[f"{unit} of its host", "counted", "formula", "", "padding, B", "unexplained, B"]]
+    for words, name, each in (("masters, gradients, state", "kept", formulas.host_bytes(1, 1, dtype)),
+                              ("over the bus, a step, to it", "to_host", size), ("and back", "to_device", size)):
+        rows.append([f"  {words}", f"{counted[name] / scale:,.3f}", f"{by_formula[name] / scale:,.3f}", f"{each}Ψ/N",
+                     number(explained[name]), number(counted[name] - by_formula[name] - explained[name])])
     return rows
 
 
@@ -121,6 +141,8 @@ def main(arguments: list[str]) -> None:
                         "place of our GPT (needs that library)")
     parser.add_argument("--config", default="", choices=tuple(CONFIGS), metavar="C1…C5",
                         help="instead of a stage: a system of zero_100b.py")
+    parser.add_argument("--offload", default="", metavar="cpu", help="masters, optimizer state and the update on the "
+                        "rank's host, at stages 1 to 3")
     parser.add_argument("--ranks", type=positive, default=64, metavar="N", help="all of them (default: 64)")
     parser.add_argument("--mp", "--model-parallel", type=positive, default=1, metavar="M", dest="model_parallel",
                         help="ranks that share one model (default: 1)")
@@ -138,7 +160,7 @@ def main(arguments: list[str]) -> None:
         name, build = ("", None) if flags.stage in ("0", "1", "2", "3") else read_system(flags.stage)
         case = Case(
             _model(flags), 3 if build else int(flags.stage), flags.ranks, flags.dtype, flags.batch,
-            flags.model_parallel, flags.rank, config=flags.config, build=build, name=name,
+            flags.model_parallel, flags.rank, offload=flags.offload, config=flags.config, build=build, name=name,
             bucket_bytes=flags.bucket_mb * 2**20 if flags.bucket_mb else None,
             budget=Budget(batch=flags.batch, sequence=flags.sequence),
         )

@@ -1,12 +1,14 @@
 """Simulation: the stages' own code, as one rank of many, on tensors without memory.
 
-
 Nothing here knows how a stage works. Model, stage, optimizer and autograd run as in training; only tensors have no
 values (paper/fakes.py), and the ranks are torch's "fake" backend: a group of 1024 whose collectives return at
 once.
 
 The memory ledger counts each storage as what it stands for, as in a real run. So the bytes are those of the running
 code, not of a formula; a test holds them to the byte against real ranks. What has no value, such as a loss, is null.
+
+An offloaded rank has its host in this process, and the two take turns (foundations/host_here.py). The ledger looks away
+while the host works; what it keeps is what it says itself, and the bus counts what crosses, as in a real run.
 
 Not simulated: the search for infinities in fp16's gradients, which would read them; NCCL's own buffers, workspaces of
 kernels, what an allocator loses to fragmentation. Attention is torch's fused kernel, which keeps no matrix of scores.
@@ -26,15 +28,18 @@ from torch.optim import AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from zero_minimal.foundations import host, optimizers
+from zero_minimal.foundations import beside, host, host_here, optimizers
 from zero_minimal.foundations.mesh import Mesh, make_mesh
 from zero_minimal.foundations.precision import LossScaler
+from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.memory import Event, Ledger, Moment
 from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.offload import HostState
 from zero_minimal.paper import formulas
 from zero_minimal.paper.fakes import new_tensors_in, without_values
 from zero_minimal.programs.cases import OPTIONS, Budget, Case, bucket_bytes, stage_of
 from zero_minimal.programs.foreign import ForeignModel
+from zero_minimal.programs.offload import Offload
 from zero_minimal.programs.registry import CONFIGS, STAGES, System
 from zero_minimal.tensor_parallel import ParallelGPT
 from zero_minimal.workload.model import GPT
@@ -88,17 +93,31 @@ class _Run:
         mesh = make_mesh(case.model_parallel)
         # here device and host are one: what is kept on the host is called "other", which nothing else is
         elsewhere = host.announced(lambda kept: self.ledger.claim(kept, "other"))
-        with torch.enable_grad(), without_values(), self.ledger, elsewhere:
+        beside_it = host_here.instead_of_processes(HostState)
+        with torch.enable_grad(), without_values(), self.ledger, elsewhere, beside_it as hosts:
             somebody = torch.nn.Module()
             self.ledger.watch(somebody)  # so that what has no owner yet counts as a temporary buffer
             self._construct(mesh)
             self.ledger.watch(self.model, self.zero, *filter(None, [self.system]))
+            self.bus = None
+            if isinstance(getattr(self.zero, "host", None), beside.Host):
+                self.bus, bus = BusMeter(self.zero), self.zero.host.bus
+                self.ledger.claim([bus.outgoing, bus.incoming], "buffers")
             with around(self.model, self.zero) if around else contextlib.nullcontext():
                 for step in range(1, case.steps + 1):
-                    with self.meter if step == case.steps else contextlib.nullcontext():
+                    with self._metered() if step == case.steps else contextlib.nullcontext():
                         self._step(step)
                         self.states = self.ledger.states()
             self.timeline = self.ledger.timeline
+            # last, since for the answer all comes back that is on its way
+            self.away = self.bus.report(self.states) | {"resident": None} if self.bus else {}
+            self.kept_by_hosts = sum(each.kept_bytes() for each in hosts)  # also of one that zero does not show
+
+    @contextlib.contextmanager
+    def _metered(self):
+        """Around the step whose traffic is reported."""
+        with self.meter, self.bus.step() if self.bus else contextlib.nullcontext():
+            yield
 
     def _phase(self, name: str) -> None:
         self.tell(name)
@@ -123,7 +142,8 @@ class _Run:
             if case.build:
                 self.zero = case.build(self.model, group, case.budget or Budget(sequence=case.model.sequence))
                 return
-            self.zero = STAGES[case.stage](self.model, AdamW, group=group, **options)
+            stage = Offload(bool(case.offload)).class_of(STAGES[case.stage])
+            self.zero = stage(self.model, AdamW, group=group, **options)
 
     def _step(self, number: int) -> None:
         """A training step; at its end the gradients are still there."""
@@ -146,6 +166,7 @@ class _Run:
         elements = sum(param.numel() for param in self.model.parameters())
         padding = sum(bucket.padded - bucket.numel for bucket in getattr(self.zero, "buckets", []))
         stage, ranks = stage_of(case), case.ranks // case.model_parallel
+        rest = (ranks, case.dtype, self.bus is not None)
         return {
             "name": case.called,
             "stage": stage,
@@ -164,11 +185,11 @@ class _Run:
             "step_seconds": None,
             "tokens_per_second": None,
             "memory": self._memory(),
-            "theory": formulas.model_states(stage, elements, ranks, case.dtype),
-            "padding": formulas.model_states(stage, padding, ranks, case.dtype),
+            "theory": formulas.states_on_device(stage, elements, *rest),
+            "padding": formulas.states_on_device(stage, padding, *rest),
             "traffic": self._traffic(stage, elements, padding, ranks),
             "settings": case.settings,
-        }
+        } | self.away
 
     def _memory(self) -> dict:
         last = self.since(f"forward {self.case.steps}")
@@ -176,7 +197,7 @@ class _Run:
         return {state: self.states[state] for state in formulas.STATES} | {
             "activations": max(moment.bytes["activations"] for moment in last),
             "buffers": max(moment.bytes["buffers"] for moment in last),
-            "host": self.host_bytes(),
+            "host": self.host_bytes() + self.kept_by_hosts,
             "peak": on_device(peak),
             "peak_by_category": {name: size for name, size in peak.bytes.items() if name != "other"},
             "peak_when": self.phase_of(peak),
