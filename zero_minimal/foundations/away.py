@@ -50,8 +50,9 @@ class Away:
 
     def fetch(self, name: str | None) -> Tensor:
         """A copy of one tensor of that state, or of the fp32 master (None), [padded / N]."""
-        numel, dtype = self.host.ask("fetch", self.number, name)
-        return self.host.receive_all(torch.empty(numel, dtype=dtype))
+        with self.host.together():
+            numel, dtype = self.host.ask("fetch", self.number, name)
+            return self.host.receive_all(torch.empty(numel, dtype=dtype))
 
     def put(self, master: Tensor, state: dict) -> None:
         """Let the host go on with this master and this state."""
@@ -59,9 +60,10 @@ class Away:
                  if isinstance(value, Tensor) and value.shape == master.shape}
         small = {name: value for name, value in state.items() if name not in large}
         dtypes = {name: value.dtype for name, value in large.items()}
-        self.host.send(("put", self.number, small, dtypes))
-        for tensor in (master, *large.values()):
-            self.host.send_all(tensor.contiguous())
+        with self.host.together():
+            self.host.send(("put", self.number, small, dtypes))
+            for tensor in (master, *large.values()):
+                self.host.send_all(tensor.contiguous())
 
 
 def stand_in(numel: int, dtype: torch.dtype) -> Tensor:

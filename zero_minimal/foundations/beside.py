@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.foundations import bus, interrupts, joining, ranks
-from zero_minimal.foundations.bus import Bus, OtherSideGone, Parcel
+from zero_minimal.foundations.bus import Bus, NotSent, OtherSideGone, Parcel
 
 GRACE = 0.2  # seconds in which the host may still read that this is the end
 PATIENCE = 5  # seconds in which a rank may come to fail by itself
@@ -49,6 +49,10 @@ class HostError(RuntimeError):
     """The host has raised, or is gone."""
 
 
+INTERRUPTED = ("zero.step(), or something else that used the bus, was interrupted: rank and host no "
+               "longer agree. Build the stage anew and load the newest checkpoint")
+
+
 class Host:
     """The rank's view of its host: a bus, and who is at its other end.
 
@@ -64,6 +68,9 @@ class Host:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ended = False  # on purpose
         self.told = False  # the rank, that its host is gone
+        self.parted: str | None = None  # why rank and host no longer agree
+        self.shards = self.owed = 0  # an update sends so many; of them not emptied yet
+        self.pid = os.getpid()  # a forked child has the object, too, but no host
         self.words = f"the host process of rank {self.rank} is gone"
         self.gone = threading.Event()
         start = self._start_thread if device.type == "cuda" else self._start_process
@@ -71,42 +78,72 @@ class Host:
         _open.add(self)
 
     def send(self, words: tuple, tensor: torch.Tensor | None = None) -> None:
-        with self._watched():
+        self.look_back()
+        with self.together():
             self.bus.send(words, tensor)
+            if words[0] == "update":
+                self.owed = self.shards
 
     def receive(self) -> Parcel:
-        with self._watched():
+        with self.together():
             parcel = self.bus.receive()
-        self._hear(parcel.words)
+            self._hear(parcel.words)
         return parcel
 
     def ask(self, *words) -> object:
         """Send words, and return the answer."""
-        self.send(words)
-        return self.receive().words[0]
+        with self.together():
+            self.send(words)
+            return self.receive().words[0]
 
     def emptied(self, parcel: Parcel) -> None:
-        with self._watched():
+        with self.together():
             self.bus.emptied(parcel)
+            self.owed = max(0, self.owed - 1)
 
     def send_all(self, tensor: torch.Tensor) -> None:
-        with self._watched():
+        with self.together():
             self.bus.send_all(tensor)
 
     def receive_all(self, into: torch.Tensor) -> torch.Tensor:
-        with self._watched():
+        with self.together():
             self.bus.receive_all(into)
         return into
 
+    def look_back(self) -> None:
+        """Raises: HostError if parcels of the last update are still here: what took them has not
+        come to its end."""
+        if self.owed:
+            self.part(INTERRUPTED)
+        with self.together():
+            pass
+
+    def part(self, words: str) -> None:
+        """Rank and host no longer agree. Each later use says so, and the host goes."""
+        self.parted = self.parted or words
+        self.end()
+
     def end(self) -> None:
         """Let it end, if it has not."""
+        if os.getpid() != self.pid:
+            return  # the parent's
         self.ended = True
         with contextlib.suppress(OtherSideGone):
-            self.bus.send(("end",))
+            if not self.parted:
+                self.bus.send(("end",))
+        self.bus.close()
         _open.discard(self)
 
     @contextlib.contextmanager
-    def _watched(self):
+    def together(self):
+        """Context of something that both sides must have done, or neither. If it does not come to
+        its end they no longer agree: half a message may have been sent, or an answer is on its way
+        that nobody takes. Raises: HostError then, and in each later one at once."""
+        if os.getpid() != self.pid:
+            raise HostError(f"the host of rank {self.rank} is that of process {self.pid}: a forked "
+                            "child has none. Use the stage in the process that has made it")
+        if self.parted:
+            raise HostError(self.parted)
         try:
             yield
         except OtherSideGone:
@@ -116,6 +153,13 @@ class Host:
             self.told = True
             raise HostError(f"{self.words}, and with it the optimizer state that it kept: go on "
                             "from the newest checkpoint") from None
+        except HostError:
+            raise
+        except NotSent:
+            raise  # nor has anything else changed
+        except BaseException:
+            self.part(INTERRUPTED)
+            raise
 
     def _hear(self, words: tuple) -> None:
         if words[:1] == ("failed",):
