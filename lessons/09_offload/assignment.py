@@ -235,6 +235,7 @@ class Offloaded:
         if bucket.trained:
             if self.host is None:
                 self._start_host(bucket.parameter_shard.device)
+            self.host.shards += 1
             bucket.away = Away(self.host, self.buckets.index(bucket))
             self._hand_over(bucket)
             bucket.away.know(bucket)
