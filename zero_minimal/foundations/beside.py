@@ -14,6 +14,7 @@ Nothing of them has a name, in /dev/shm or elsewhere; so nothing can stay behind
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -76,6 +77,7 @@ class Host:
         start = self._start_thread if device.type == "cuda" else self._start_process
         start(serve, bus.buffer_bytes(largest), device, bandwidth)
         _open.add(self)
+        _end_with_process()
 
     def send(self, words: tuple, tensor: torch.Tensor | None = None) -> None:
         self.look_back()
@@ -210,6 +212,22 @@ def end_all() -> None:
 
 
 joining.before_the_end(end_all)
+_will_end: set[int] = set()  # processes, by their ids: a forked one has none of its parent's hooks
+
+
+def _end_with_process() -> None:
+    """Before multiprocessing ends this process's children by a signal, and Python its threads."""
+    if os.getpid() not in _will_end:
+        _will_end.add(os.getpid())
+        multiprocessing.util.Finalize(None, _end_and_wait, exitpriority=100)
+
+
+def _end_and_wait() -> None:
+    end_all()
+    until = time.monotonic() + PATIENCE
+    for thread in threading.enumerate():
+        if thread.name == WATCH:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def _new_process(size: int, setup: dict, serve: Callable) -> tuple:
