@@ -14,7 +14,8 @@ Over the bus, a step and rank; what the ranks send each other stays as it is:
     step         the host updates its fp32 masters with torch's own optimizer,
                  and sends the parameters back in 16 bit                         2Ψ/N bytes
 In fp32 4Ψ/N each way. Both overlap: a gradient shard is on its way while backward makes the next
-bucket, a parameter shard while the host updates the next and the ranks gather the one before.
+bucket; a parameter shard while the host updates the next and the ranks gather the one before. At
+stage 3 units are gathered when they work again: there all goes on beside the next forward.
 
 With k micro-batches a step gradients cross once at stage 1, which adds them up where they are, and
 k times at stages 2 and 3, where the host adds them up. Crossing once would keep 2Ψ/N bytes of them
@@ -54,6 +55,7 @@ from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.bus import Bus, Parcel
 from zero_minimal.foundations.disk import OnDisk
 from zero_minimal.foundations.read_ahead import ReadAhead
+from zero_minimal.foundations.returning import Returning
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
@@ -74,7 +76,7 @@ class HostState(Kept):
     def make_optimizer(self, parcel: Parcel, pickled: bytes) -> None:
         """The user's optimizer, over these masters."""
         optimizer_class, options, groups = cloudpickle.loads(pickled)
-        self.shards = dict(sorted(self.shards.items()))  # in the order of zero.buckets
+        self.shards = dict(sorted(self.shards.items()))  # in the order of zero.in_turn()
         self.optimizer = optimizers.over_shards(
             optimizer_class, options, groups, list(self.shards.values())
         )
@@ -134,8 +136,7 @@ class Offloaded:
         host_budget: bytes of memory that its process may then have (foundations/budget.py).
         The others are the stage's.
     zero.optimizer holds the options (lr, …), which go along with each update, so that a scheduler
-    attaches to it; its state is on the host, and its step hooks are refused. reduced_gradients() is
-    refused, too.
+    attaches to it; its state is on the host. Refused are its step hooks, and reduced_gradients().
     Raises: what the stage raises. On all ranks OSError if the disk has no room, and ValueError for
         a budget that is too small. RuntimeError, at the next use of the bus, if the host is gone.
     """
@@ -164,8 +165,9 @@ class Offloaded:
         serving = functools.partial(serve, kind=DiskState) if self.disk else serve
         self.host = Host(serving, largest, device, self.bandwidth)
         weakref.finalize(self, self.host.end)
+        self.returning = Returning(self.host)
         if self.disk:
-            disk_set_up.set_up(self, self.disk)
+            disk_set_up.set_up(self, self.disk, self.in_turn())
 
     def own(self, bucket):
         """What the stage keeps of a bucket, but its master."""
@@ -173,8 +175,7 @@ class Offloaded:
         if bucket.trained:
             if self.host is None:
                 self._start_host(bucket.parameter_shard.device)
-            self.host.shards += 1
-            bucket.away = Away(self.host, self.buckets.index(bucket))
+            bucket.away = Away(self.host, self.in_turn().index(bucket))
             self._hand_over(bucket)
             bucket.away.know(bucket)
 
@@ -184,6 +185,10 @@ class Offloaded:
         self.host.send(("keep", number, bucket.group_index), bucket.parameter_shard)
         dtype = torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype
         bucket.master = nn.Parameter(stand_in(bucket.parameter_shard.numel(), dtype))
+
+    def in_turn(self) -> list:
+        """The trained buckets in the order in which the host updates them."""
+        return self.buckets
 
     def _leave(self, bucket, gradient_shard: Tensor) -> None:
         """A gradient shard leaves."""
@@ -195,14 +200,14 @@ class Offloaded:
         scale = self.gradient_scale
         scale = scale.cpu() if isinstance(scale, Tensor) else scale
         self.host.send(("update", _options_of(self.optimizer), scale))
-        for bucket in self.buckets:
+        self.optimizer._opt_called = True  # a scheduler asks whether the optimizer came first
+        for bucket in self.in_turn():
             parcel = self.host.receive()
             bucket.parameter_shard.copy_(parcel.tensor)
             self.host.emptied(parcel)
             bucket.away.know(bucket)
             optimizers.tell_autograd(bucket)
             yield bucket
-        self.optimizer._opt_called = True  # a scheduler asks whether the optimizer came first
 
     # what needs the gradients asks the host
 
@@ -216,6 +221,7 @@ class Offloaded:
         """As at the stage. The host computes the norms of this rank's shards."""
         self.backward.complete()
         norms, dtype = self.host.ask("norms")
+        norms = [norms[bucket.away.number] for bucket in self.buckets]  # sums have an order
         squares = torch.tensor(norms, dtype=dtype, device=self.buckets[0].device).square().sum()
         collectives.all_reduce(squares, op="sum", group=self.group)
         norm = squares.sqrt()
@@ -232,8 +238,6 @@ class Offloaded:
         """Forget the gradients."""
         super().zero_grad()
         self.host.send(("forget",))
-
-    # state
 
     def state_dict(self) -> dict:
         """This rank's training state, for a restart with the same number of ranks. It is fetched,
@@ -306,17 +310,28 @@ class Offloaded2(Offloaded, GatheredAfter, LeavesAtOnce, Stage2):
 class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
     __doc__ = Offloaded.__doc__
 
+    def in_turn(self):
+        return self.buckets[::-1]  # forward needs those first for which backward came last
+
     @torch.no_grad()
     def step(self) -> None:
-        """Let the host update this rank's shards. Units are gathered when next used."""
+        """Let the host update this rank's shards. All but the first cross beside the next forward."""
         self._release_all()
         self.backward.complete()
+        ownership.check_trained(self.model)
         for bucket in self.buckets:
             layout.wait_until_left(bucket)
-        for _ in self._returned():
-            pass
+        self.returning.begin(self._returned(), self.buckets)
         ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
+
+    def _gather(self, unit):
+        self.returning.take_until_back(unit.buckets)
+        super()._gather(unit)
+
+    def _release_all(self):
+        self.returning.take_all()
+        super()._release_all()
 
 
 # the other options are the optimizer's

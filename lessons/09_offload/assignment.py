@@ -14,7 +14,8 @@ Over the bus, a step and rank; what the ranks send each other stays as it is:
     step         the host updates its fp32 masters with torch's own optimizer,
                  and sends the parameters back in 16 bit                         2Ψ/N bytes
 In fp32 4Ψ/N each way. Both overlap: a gradient shard is on its way while backward makes the next
-bucket, a parameter shard while the host updates the next and the ranks gather the one before.
+bucket; a parameter shard while the host updates the next and the ranks gather the one before. At
+stage 3 units are gathered when they work again: there all goes on beside the next forward.
 
 With k micro-batches a step gradients cross once at stage 1, which adds them up where they are, and
 k times at stages 2 and 3, where the host adds them up. Crossing once would keep 2Ψ/N bytes of them
@@ -57,6 +58,7 @@ from zero_minimal.foundations.bus import Bus, Parcel
 from zero_minimal.foundations.disk import OnDisk
 from zero_minimal.foundations.files import Buffer, File, Stretch
 from zero_minimal.foundations.read_ahead import BUFFERS
+from zero_minimal.foundations.returning import Returning
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
@@ -143,7 +145,7 @@ class HostState(Kept):
     def make_optimizer(self, parcel: Parcel, pickled: bytes) -> None:
         """The user's optimizer, over these masters."""
         optimizer_class, options, groups = cloudpickle.loads(pickled)
-        self.shards = dict(sorted(self.shards.items()))  # in the order of zero.buckets
+        self.shards = dict(sorted(self.shards.items()))  # in the order of zero.in_turn()
         self.optimizer = optimizers.over_shards(
             optimizer_class, options, groups, list(self.shards.values())
         )
@@ -196,8 +198,7 @@ class Offloaded:
         host_budget: bytes of memory that its process may then have (foundations/budget.py).
         The others are the stage's.
     zero.optimizer holds the options (lr, …), which go along with each update, so that a scheduler
-    attaches to it; its state is on the host, and its step hooks are refused. reduced_gradients() is
-    refused, too.
+    attaches to it; its state is on the host. Refused are its step hooks, and reduced_gradients().
     Raises: what the stage raises. On all ranks OSError if the disk has no room, and ValueError for
         a budget that is too small. RuntimeError, at the next use of the bus, if the host is gone.
     """
@@ -226,8 +227,9 @@ class Offloaded:
         serving = functools.partial(serve, kind=DiskState) if self.disk else serve
         self.host = Host(serving, largest, device, self.bandwidth)
         weakref.finalize(self, self.host.end)
+        self.returning = Returning(self.host)
         if self.disk:
-            disk_set_up.set_up(self, self.disk)
+            disk_set_up.set_up(self, self.disk, self.in_turn())
 
     def own(self, bucket):
         """What the stage keeps of a bucket, but its master."""
@@ -235,8 +237,7 @@ class Offloaded:
         if bucket.trained:
             if self.host is None:
                 self._start_host(bucket.parameter_shard.device)
-            self.host.shards += 1
-            bucket.away = Away(self.host, self.buckets.index(bucket))
+            bucket.away = Away(self.host, self.in_turn().index(bucket))
             self._hand_over(bucket)
             bucket.away.know(bucket)
 
@@ -247,6 +248,10 @@ class Offloaded:
         # memory of its own: away.stand_in makes such a tensor.
         raise NotImplementedError("step 1: _hand_over")
 
+    def in_turn(self) -> list:
+        """The trained buckets in the order in which the host updates them."""
+        return self.buckets
+
     def _leave(self, bucket, gradient_shard: Tensor) -> None:
         """A gradient shard leaves."""
         # step 2: the host has been sent ("gradient", bucket.away.number, self.adds) with this
@@ -256,10 +261,11 @@ class Offloaded:
     def _returned(self) -> Iterator:
         """Let the host update; yields each bucket when its parameters are back."""
         # step 3: the host has been sent ("update", _options_of(self.optimizer), scale), the scale
-        # as a number, None, or a tensor on the CPU. Yields each of self.buckets, in their order, as
-        # soon as bucket.parameter_shard holds what came back for it, the bus's buffer can be filled
-        # again, bucket.away knows the new values, and optimizers.tell_autograd was told. Before:
-        # ownership.check_trained(self.model). Afterwards: self.optimizer._opt_called is True.
+        # as a number, None, or a tensor on the CPU. Yields each of self.in_turn(), in that order,
+        # as soon as bucket.parameter_shard holds what came back for it, the bus's buffer can be
+        # filled again, bucket.away knows the new values, and optimizers.tell_autograd was told.
+        # Before: ownership.check_trained(self.model). self.optimizer._opt_called is True before the
+        # first parcel is asked for: Offloaded3 asks for the others in its next forward.
         raise NotImplementedError("step 3: _returned")
 
     # what needs the gradients asks the host
@@ -274,6 +280,7 @@ class Offloaded:
         """As at the stage. The host computes the norms of this rank's shards."""
         self.backward.complete()
         norms, dtype = self.host.ask("norms")
+        norms = [norms[bucket.away.number] for bucket in self.buckets]  # sums have an order
         squares = torch.tensor(norms, dtype=dtype, device=self.buckets[0].device).square().sum()
         collectives.all_reduce(squares, op="sum", group=self.group)
         norm = squares.sqrt()
@@ -290,8 +297,6 @@ class Offloaded:
         """Forget the gradients."""
         super().zero_grad()
         self.host.send(("forget",))
-
-    # state
 
     def state_dict(self) -> dict:
         """This rank's training state, for a restart with the same number of ranks. It is fetched,
@@ -352,17 +357,28 @@ class Offloaded2(Offloaded, GatheredAfter, LeavesAtOnce, Stage2):
 class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
     __doc__ = Offloaded.__doc__
 
+    def in_turn(self):
+        return self.buckets[::-1]  # forward needs those first for which backward came last
+
     @torch.no_grad()
     def step(self) -> None:
-        """Let the host update this rank's shards. Units are gathered when next used."""
+        """Let the host update this rank's shards. All but the first cross beside the next forward."""
         self._release_all()
         self.backward.complete()
+        ownership.check_trained(self.model)
         for bucket in self.buckets:
             layout.wait_until_left(bucket)
-        for _ in self._returned():
-            pass
+        self.returning.begin(self._returned(), self.buckets)
         ownership.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
+
+    def _gather(self, unit):
+        self.returning.take_until_back(unit.buckets)
+        super()._gather(unit)
+
+    def _release_all(self):
+        self.returning.take_all()
+        super()._release_all()
 
 
 # the other options are the optimizer's

@@ -69,13 +69,13 @@ SENT = 'self.host.send(("gradient", bucket.away.number, self.adds), gradient_sha
 def returned(*, scale="self.gradient_scale", options="_options_of(self.optimizer)",
              parcel="parcel = self.host.receive()", copied="bucket.parameter_shard.copy_(parcel.tensor)",
              emptied="self.host.emptied(parcel)", known="bucket.away.know(bucket)",
-             told="optimizers.tell_autograd(bucket)", over="yield bucket", first=""):
+             told="optimizers.tell_autograd(bucket)", over="yield bucket", first="", turns="self.in_turn()"):
     body = [parcel, copied, emptied, known, told, over]
     return {"Offloaded._returned": function(
         RETURNED, "ownership.check_trained(self.model)", f"scale = {scale}",
         "scale = scale.cpu() if isinstance(scale, Tensor) else scale", first,
-        f'self.host.send(("update", {options}, scale))', function("for bucket in self.buckets:", *body),
-        "self.optimizer._opt_called = True")}
+        f'self.host.send(("update", {options}, scale))', "self.optimizer._opt_called = True",
+        function(f"for bucket in {turns}:", *body))}
 
 
 READY = "self.backward.complete()"
@@ -204,6 +204,8 @@ WRONG = {
     "what came is never given back": Wrong(
         3, BACK, r"ranks 0 and 1 waited in receive, at line \d+ of .*_returned(.|\n)*the host of ranks 0 and 1 waited "
         r"in send, at line \d+ of .*update(.|\n)*must be given back", returned(emptied=""), hangs=True),
+    "a shard is taken for that of another bucket": Wrong(
+        3, TRAINS_3, r"must match the size of tensor(.|\n)*self\.in_turn\(\)", returned(turns="self.buckets")),
     "clipped by this rank's norm": Wrong(
         3, TRAINS_3, r"The norm that clip_grad_norm_ returned is \S+ in step 1, and \S+ is right",
         {"Offloaded.clip_grad_norm_": function(

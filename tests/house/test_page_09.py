@@ -13,6 +13,7 @@ from zero_minimal.classroom.lessons import found
 from zero_minimal.foundations.read_ahead import BUFFERS, ReadAhead
 from zero_minimal.meters.turns_of_buffers import watched_turns
 from zero_minimal.paper import formulas
+from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.paper.shapes import parameter_count
 from zero_minimal.pictures.crossings import draw_crossings, draw_elsewhere, draw_slowed, draw_turns
@@ -91,6 +92,26 @@ def test_what_the_alt_texts_say():
     assert f"tensors on the device: {tensors}, with" in words_of("ladder.png")
     told = pages.without_folded(PAGE)
     assert "](boxes.png)" in told and "](ladder.png)" in told
+
+
+def test_the_picture_of_the_bus():
+    """Relations alone: the page has no number of them, and the next machine has others."""
+    assert "](bus.png)" in pages.without_folded(PAGE)
+    bus = MEASURED["bus"]
+    flops = GPUS[bus["gpu"]].rate(bus["dtype"]) * bus["utilisation"]
+    assert bus["operations_a_byte"] == pytest.approx(flops / bus["bus"])
+    for run, stage in zip(bus["runs"], (2, 3), strict=True):
+        shard = 2 * bus["parameters"] / bus["ranks"]
+        assert run["stage"] == stage
+        assert all(size == pytest.approx(shard, rel=1e-3) for size in run["bytes"].values())  # and padding
+        slowest, *_, fastest = sorted(run["speeds"], key=lambda each: each["bus"])
+        for each in run["speeds"]:
+            assert each["transfer"] == pytest.approx(sum(run["bytes"].values()) / each["bus"])
+        assert sum(slowest["waited"].values()) > sum(fastest["waited"].values()), "what is not hidden is waited for"
+        waits_in = max(slowest["waited"], key=slowest["waited"].get)
+        assert waits_in == {2: "step", 3: "forward"}[stage], "stage 3 has its parameters come beside the next forward"
+    second, third = (run["hidden_by_waits"] for run in bus["runs"])
+    assert third > second, "where parameters come beside forward, too, more is hidden"
 
 
 def test_the_exam_and_the_discussion():

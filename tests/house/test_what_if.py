@@ -201,6 +201,7 @@ def test_the_page_shows_them_and_the_command_that_says_the_same(tmp_path, capsys
     assert words[:3] == ["python", "-m", "zero_minimal"] and "--mp 4" in command and "--checkpoints P_a" in command
     program.main([*words[3:], f"--json={tmp_path / 'plan.json'}"])
     told = json.loads((tmp_path / "plan.json").read_text())
+    assert "offload" not in command
     assert f"first that fits into {size_text(told['device_bytes'])}" in " ".join(capsys.readouterr().out.split())
     shown = html.unescape(page).replace("\N{NO-BREAK SPACE}", " ")
     assert f"Stage {told['first_stage_that_fits']} is the first that fits into 40 GB." in shown
@@ -210,6 +211,22 @@ def test_the_page_shows_them_and_the_command_that_says_the_same(tmp_path, capsys
     for name in ("states", "activations", "passing", "sent_bytes"):
         assert f">{size_text(row[name])}<" in shown, name
     assert f"sends {seconds_text(row['send_seconds'])}<" in shown
+
+
+def test_the_command_of_the_page_has_offload_too(tmp_path, capsys):
+    moved = """
+        const move = (name, value) => { const one = document.getElementById(name);
+          one.value = value; one.dispatchEvent(new Event(one.tagName === "SELECT" ? "change" : "input")); };
+        move("offload", "cpu");
+        document.getElementById("stage2").click();
+    """ + SAID("[document.querySelector('code').textContent]")
+    text, page = in_chromium(moved, tmp_path)
+    [command] = json.loads(text)
+    assert command.endswith(" --offload cpu")
+    program.main([*shlex.split(command)[3:], f"--json={tmp_path / 'plan.json'}"])
+    row = json.loads((tmp_path / "plan.json").read_text())["offload"]["rows"][1]
+    assert "offloaded, " in capsys.readouterr().out
+    assert f"Its host keeps {size_text(row['host'])}." in html.unescape(page).replace("\N{NO-BREAK SPACE}", " ")
 
 
 # -------------------------------------------------------------------------------------------------------- in a notebook

@@ -31,10 +31,14 @@ class Away:
     host: Host
     number: int
     seen: object = None  # what the parameters were when the host knew them last
+    is_back: bool = True  # what the host has made of them last
+
+    def __post_init__(self):
+        self.host.shards += 1
 
     def know(self, bucket: Bucket) -> None:
         """Rank and host have the same parameters."""
-        self.seen = _fingerprint(bucket.parameter_shard)
+        self.seen, self.is_back = _fingerprint(bucket.parameter_shard), True
 
     def keep_changes(self, bucket: Bucket) -> None:
         """Carry a user's edit of the parameters over to the host, if there was one."""

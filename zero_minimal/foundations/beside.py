@@ -14,6 +14,7 @@ Nothing of them has a name, in /dev/shm or elsewhere; so nothing can stay behind
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.process
 import multiprocessing.util
 import os
 import pickle
@@ -70,17 +71,21 @@ class Host:
         self.ended = False  # on purpose
         self.told = False  # the rank, that its host is gone
         self.parted: str | None = None  # why rank and host no longer agree
-        self.shards = self.owed = 0  # an update sends so many; of them not emptied yet
+        self.shards = 0  # so many parcels come back from an update
         self.pid = os.getpid()  # a forked child has the object, too, but no host
         self.words = f"the host process of rank {self.rank} is gone"
         self.gone = threading.Event()
+        # of them, those that are not emptied yet; and of whom they are waited for, the method
+        # that takes them all (weakly: a host does not keep its stage alive)
+        self.owed, self.takes_all = 0, None
         start = self._start_thread if device.type == "cuda" else self._start_process
         start(serve, bus.buffer_bytes(largest), device, bandwidth)
         _open.add(self)
         _end_with_process()
 
     def send(self, words: tuple, tensor: torch.Tensor | None = None) -> None:
-        self.look_back()
+        if tensor is not None or self.takes_all is None:
+            self.settle()  # else each side could wait for the other to empty a buffer
         with self.together():
             self.bus.send(words, tensor)
             if words[0] == "update":
@@ -92,8 +97,18 @@ class Host:
             self._hear(parcel.words)
         return parcel
 
+    def settle(self) -> None:
+        """Let what is on its way to the rank arrive: then the bus is free for something else. If
+        nobody takes it any more, what took it was interrupted."""
+        take_all = self.takes_all and self.takes_all()
+        if take_all:
+            take_all()
+        elif self.owed:
+            self.part(INTERRUPTED)
+
     def ask(self, *words) -> object:
         """Send words, and return the answer."""
+        self.settle()
         with self.together():
             self.send(words)
             return self.receive().words[0]
@@ -104,21 +119,15 @@ class Host:
             self.owed = max(0, self.owed - 1)
 
     def send_all(self, tensor: torch.Tensor) -> None:
+        self.settle()
         with self.together():
             self.bus.send_all(tensor)
 
     def receive_all(self, into: torch.Tensor) -> torch.Tensor:
+        self.settle()
         with self.together():
             self.bus.receive_all(into)
         return into
-
-    def look_back(self) -> None:
-        """Raises: HostError if parcels of the last update are still here: what took them has not
-        come to its end."""
-        if self.owed:
-            self.part(INTERRUPTED)
-        with self.together():
-            pass
 
     def part(self, words: str) -> None:
         """Rank and host no longer agree. Each later use says so, and the host goes."""
@@ -133,6 +142,9 @@ class Host:
         with contextlib.suppress(OtherSideGone):
             if not self.parted:
                 self.bus.send(("end",))
+                while self.owed > 0:  # nobody wants them, and it can only end without them
+                    self.owed -= 1
+                    self.bus.drop()
         self.bus.close()
         _open.discard(self)
 
@@ -222,6 +234,15 @@ def _end_with_process() -> None:
         multiprocessing.util.Finalize(None, _end_and_wait, exitpriority=100)
 
 
+def _leave_to_parent() -> None:
+    """In a forked child, at whose end multiprocessing would end the parent's hosts."""
+    for host in list(_open):
+        multiprocessing.process._children.discard(host.process)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def _end_and_wait() -> None:
     end_all()
     until = time.monotonic() + PATIENCE
@@ -279,6 +300,8 @@ def _serve(serve: Callable, there: Bus) -> None:
     except BaseException:
         with contextlib.suppress(OtherSideGone):
             there.send(("failed", traceback.format_exc()))
+    finally:
+        there.close()
 
 
 def _end_with_rank(rank: int) -> None:

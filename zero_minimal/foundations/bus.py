@@ -73,8 +73,9 @@ class Bus:
         memory: uint8 [2, BUFFERS, bytes], the same memory for both ends: first what the rank sends.
         side: 0 for the rank's end, 1 for the host's.
         bandwidth: bytes a second in each direction; None: as fast as it goes.
-    Counts what has crossed: .sent and .received, in bytes. Who wants to know of each tensor, sets
-    .hear, a function of a Crossing.
+    Counts what has crossed: .sent and .received, in bytes; and .waited, the seconds in which this
+    end could do nothing but wait for the other, or for the bus. Who wants to know of each tensor,
+    sets .hear, a function of a Crossing.
     """
 
     hear: Callable | None = None
@@ -83,6 +84,7 @@ class Bus:
         self.pipe, self.bandwidth = pipe, bandwidth
         self.outgoing, self.incoming = memory[side], memory[1 - side]
         self.sent = self.received = 0
+        self.waited = 0.0
         self._unused = deque(range(BUFFERS))  # of the outgoing ones
         self._arrived: deque[Parcel] = deque()  # not looked at yet
         self._busy_until = 0.0  # when all that was sent has crossed
@@ -114,7 +116,9 @@ class Bus:
         if load is None:
             return Parcel(words)
         buffer, dtype, numel, done = load
+        start = time.monotonic()
         self._until(done)
+        self.waited += time.monotonic() - start
         tensor = _view(self.incoming[buffer], dtype, numel)
         self.received += tensor.nbytes
         self._tell(False, tensor.nbytes, done, asked)
@@ -127,6 +131,14 @@ class Bus:
     def close(self) -> None:
         """For both sides: who uses the bus after this gets OtherSideGone."""
         self.pipe.close()
+
+    def drop(self) -> None:
+        """Give the next parcel's buffer back at once, unread."""
+        while not self._arrived:
+            self._look()
+        _, load = self._arrived.popleft()
+        if load:
+            self._put(load[0])
 
     def last_words(self) -> list[tuple]:
         """After OtherSideGone: what it had sent, and nobody has looked at."""
@@ -181,7 +193,9 @@ class Bus:
 
     def _look(self) -> None:
         """Wait for the next message: a parcel, or the number of a buffer that was emptied."""
+        start = time.monotonic()
         message = self.pipe.get()
+        self.waited += time.monotonic() - start
         if isinstance(message, int):
             self._unused.append(message)
         else:

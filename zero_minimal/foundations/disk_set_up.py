@@ -76,8 +76,8 @@ def asked(
     return Asked(str(folder), budget, chosen)
 
 
-def set_up(stage, asked: Asked) -> None:
-    """Let a stage's host keep its shards on the disk.
+def set_up(stage, asked: Asked, buckets: list) -> None:
+    """Let a stage's host keep its shards on the disk. buckets: in the order of their numbers.
 
     Raises, on all ranks alike: OSError if the folder is none, cannot be written to, or has no room
         for the state of one of them; ValueError for a budget that is too small.
@@ -87,7 +87,7 @@ def set_up(stage, asked: Asked) -> None:
                          "its memory that of the rank; leave host_budget= out")
     asked.shards.update({
         number: (bucket.padded // stage.world_size, bucket.dtype, bucket.group_index)
-        for number, bucket in enumerate(stage.buckets)
+        for number, bucket in enumerate(buckets)
     })
     answer = stage.host.ask("on_disk", asked)
     own = [answer.needed, answer.free, answer.error, answer.smallest]

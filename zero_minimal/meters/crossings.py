@@ -17,13 +17,23 @@ class BusMeter:
     def step(self):
         """Around one optimizer step."""
         bus = self.zero.host.bus
-        sent, received, disk = bus.sent, bus.received, self._disk()
+        sent, received, disk = bus.sent, self._came(), self._disk()
         yield
         self.steps += 1
         self.read += self._disk().get("read", 0) - disk.get("read", 0)
         self.written += self._disk().get("written", 0) - disk.get("written", 0)
         self.to_host += bus.sent - sent
-        self.to_device += bus.received - received
+        self.to_device += self._came() - received
+
+    def _came(self) -> int:
+        """Bytes that have crossed to the device, or are on their way to the next forward."""
+        later = [bucket.parameter_shard.nbytes for bucket in self.zero.buckets
+                 if bucket.away and not bucket.away.is_back]
+        return self.zero.host.bus.received + sum(later)
+
+    def crossed(self) -> dict[str, float]:
+        """Bytes of a step, each way."""
+        return {"to_host": self.to_host / self.steps, "to_device": self.to_device / self.steps}
 
     def _disk(self) -> dict:
         """What the host says of its file; empty without one."""
@@ -42,6 +52,6 @@ class BusMeter:
         return {
             "device_memory": sum(memory[state] for state in ("parameters", "gradients", "optimizer")),
             "host_memory": kept,
-            "bus": {"to_host": self.to_host / self.steps, "to_device": self.to_device / self.steps},
+            "bus": self.crossed(),
             "resident": {"device": resident_bytes(), "host": resident},
         } | ({"disk": disk | moved} if disk else {})

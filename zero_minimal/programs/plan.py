@@ -7,12 +7,12 @@ import argparse
 
 from zero_minimal.paper import formulas
 from zero_minimal.paper.hardware import GPUS, NETWORK
-from zero_minimal.paper.moments import CHECKPOINTS
+from zero_minimal.paper.moments import CHECKPOINTS, Work
 from zero_minimal.paper.quantities import count_text, plural, seconds_text, size, size_text, size_unit
 from zero_minimal.paper.shapes import add_shape, read_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.plan import draw_plan
-from zero_minimal.programs import report
+from zero_minimal.programs import away, report
 from zero_minimal.programs.planning import NAMES, Speeds, plan
 from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
@@ -25,6 +25,7 @@ def describe(told: dict, hardware: str = "") -> str:
         "", report.table(state_rows(told)), "", state_notes(told),
         "", report.table(step_rows(told)), "", verdict(told), "", step_notes(told), "", activation_notes(told),
         "", time_notes(told), "", report.table(time_rows(told)),
+        *(["", away.describe(told)] if "offload" in told else []),
     ))
 
 
@@ -221,6 +222,8 @@ def parser() -> Parser:
         help="that a device sends to other nodes in a second (default: 12.5GB, the paper's network)")
     add("--checkpoints", default="whole", choices=CHECKPOINTS,
         help="how the blocks' inputs are kept on model-parallel ranks (default: whole)")
+    add("--offload", choices=away.PLACES, help="also with optimizer state and update on the host, or on a disk")
+    add("--accumulate", type=positive, metavar="K", help="with --offload: micro-batches in a step (default: 1)")
     add("--json", type=output_file, metavar="FILE", help="write all figures to this file")
     add("--plot", type=picture_file, metavar="FILE.png", help="draw memory by stage and by ranks")
     add_shape(result)
@@ -231,12 +234,19 @@ def main(arguments: list[str]) -> None:
     """The command: read the flags, calculate, print, write JSON and picture."""
     asked = parser()
     flags = asked.parse_args(arguments)
+    if flags.accumulate and not flags.offload:
+        asked.error("--accumulate goes with --offload: it says how often gradients cross the bus")
     gpu = GPUS[flags.hardware]
     speeds = Speeds(flags.tflops * 1e12 if flags.tflops else gpu.rate(flags.dtype), flags.link or gpu.link,
                     flags.node or gpu.node, flags.network)
+    device = flags.memory or gpu.memory
     try:
-        told = plan(read_shape(flags), flags.ranks, flags.memory or gpu.memory, flags.dtype, flags.batch,
+        told = plan(read_shape(flags), flags.ranks, device, flags.dtype, flags.batch,
                     flags.model_parallel, flags.optimizer_bytes, flags.checkpoints, speeds)
+        if flags.offload:
+            work = Work(read_shape(flags), flags.batch, flags.dtype, flags.model_parallel, flags.checkpoints)
+            told["offload"] = away.offloaded(work, flags.ranks, device, flags.offload, flags.accumulate or 1,
+                                             flags.optimizer_bytes)
     except ValueError as error:
         asked.error(str(error))
     print(describe(told, "" if flags.memory else flags.hardware))

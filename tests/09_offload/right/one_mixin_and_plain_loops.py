@@ -141,7 +141,7 @@ class Mixin:
             kind = DiskState if self.disk else HostState
             self.host = Host(functools.partial(serve, kind=kind), largest, torch.device("cpu"), self.speed)
             if self.disk:
-                disk_set_up.set_up(self, self.disk)
+                disk_set_up.set_up(self, self.disk, self.buckets)
         number, shard = self.buckets.index(bucket), bucket.parameter_shard
         bucket.away = Away(self.host, number)
         self.host.send(("keep", number, bucket.group_index), shard)
