@@ -103,7 +103,7 @@ class Host:
         take_all = self.takes_all and self.takes_all()
         if take_all:
             take_all()
-        elif self.owed:
+        if self.owed:
             self.part(INTERRUPTED)
 
     def ask(self, *words) -> object:
