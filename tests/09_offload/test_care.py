@@ -1,5 +1,6 @@
 """What people do to an offloaded stage beside training: Ctrl-C, processes of their own, odd arguments and edits."""
 
+import copy
 import functools
 import gc
 import time
@@ -9,7 +10,7 @@ import pytest
 import torch
 import toys
 
-from zero_minimal import offload
+from zero_minimal import offload, stage2
 from zero_minimal.foundations.beside import HostError
 
 in_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
@@ -101,3 +102,29 @@ def some_interrupted():
 @pytest.mark.parametrize("cases", (some_interrupted, pytest.param(all_interrupted, marks=pytest.mark.thorough)))
 def test_who_goes_on_after_an_interruption_is_told(cases):
     assert toys.run(cases, 1) == [[]]
+
+
+# ------------------------------------------------------------------------------------------------------------- edits
+
+
+def edited_without_a_context():
+    """By how much parameters are off that were edited, saved as this rank's part, lost, and loaded again."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for kind in (stage2.Stage2, offload.Offloaded2):
+            zero = kind(toys.build(toys.MLP, 0, dtype), torch.optim.AdamW, lr=1e-2, bucket_bytes=256)
+            step(zero)
+            params = list(zero.model.parameters())
+            with torch.no_grad():
+                for param in params:
+                    param.add_(1.0)
+            edited, state = [param.clone() for param in params], copy.deepcopy(zero.state_dict())
+            step(zero, 1)
+            zero.load_state_dict(state)
+            found[kind.__name__, dtype] = max((a - b).abs().max().item() for a, b in zip(edited, params, strict=True))
+    return found
+
+
+def test_an_edit_is_in_the_state_of_this_rank():
+    [found] = toys.run(edited_without_a_context, 1)
+    assert not any(found.values()), found

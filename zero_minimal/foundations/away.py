@@ -79,6 +79,8 @@ def stand_in(numel: int, dtype: torch.dtype) -> Tensor:
 def all_here(stage) -> Iterator[None]:
     """Context in which a stage has its masters and optimizer state as any other has, for a moment.
     Its memory grows by all of them."""
+    for bucket in stage.buckets:
+        bucket.away.keep_changes(bucket)
     state = stage.optimizer.state
     placeholders = {bucket: bucket.master.data for bucket in stage.buckets}
     for bucket in stage.buckets:
