@@ -51,8 +51,8 @@ class HostError(RuntimeError):
     """The host has raised, or is gone."""
 
 
-INTERRUPTED = ("zero.step(), or something else that used the bus, was interrupted: rank and host no "
-               "longer agree. Build the stage anew and load the newest checkpoint")
+INTERRUPTED = ("zero.step(), or something else that used the bus, was interrupted: rank and host "
+               "no longer agree. Build the stage anew and load the newest checkpoint")
 
 
 class Host:
