@@ -206,7 +206,7 @@ def limited(folder, size):
     def with_limit(stage, asked, buckets):
         if dist.get_rank() == 1:
             resource.prlimit(stage.host.process.pid, resource.RLIMIT_FSIZE, (size, size))
-        original(stage, asked)
+        original(stage, asked, buckets)
 
     disk_set_up.set_up = with_limit
     with pytest.raises(OSError) as error:
