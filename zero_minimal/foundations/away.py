@@ -33,6 +33,9 @@ class Away:
     seen: object = None  # what the parameters were when the host knew them last
     is_back: bool = True  # what the host has made of them last
 
+    def __post_init__(self):
+        self.host.shards += 1
+
     def know(self, bucket: Bucket) -> None:
         """Rank and host have the same parameters."""
         self.seen, self.is_back = _fingerprint(bucket.parameter_shard), True
@@ -51,8 +54,9 @@ class Away:
 
     def fetch(self, name: str | None) -> Tensor:
         """A copy of one tensor of that state, or of the fp32 master (None), [padded / N]."""
-        numel, dtype = self.host.ask("fetch", self.number, name)
-        return self.host.receive_all(torch.empty(numel, dtype=dtype))
+        with self.host.together():
+            numel, dtype = self.host.ask("fetch", self.number, name)
+            return self.host.receive_all(torch.empty(numel, dtype=dtype))
 
     def put(self, master: Tensor, state: dict) -> None:
         """Let the host go on with this master and this state."""
@@ -60,9 +64,10 @@ class Away:
                  if isinstance(value, Tensor) and value.shape == master.shape}
         small = {name: value for name, value in state.items() if name not in large}
         dtypes = {name: value.dtype for name, value in large.items()}
-        self.host.send(("put", self.number, small, dtypes))
-        for tensor in (master, *large.values()):
-            self.host.send_all(tensor.contiguous())
+        with self.host.together():
+            self.host.send(("put", self.number, small, dtypes))
+            for tensor in (master, *large.values()):
+                self.host.send_all(tensor.contiguous())
 
 
 def stand_in(numel: int, dtype: torch.dtype) -> Tensor:
@@ -74,6 +79,8 @@ def stand_in(numel: int, dtype: torch.dtype) -> Tensor:
 def all_here(stage) -> Iterator[None]:
     """Context in which a stage has its masters and optimizer state as any other has, for a moment.
     Its memory grows by all of them."""
+    for bucket in stage.buckets:
+        bucket.away.keep_changes(bucket)
     state = stage.optimizer.state
     placeholders = {bucket: bucket.master.data for bucket in stage.buckets}
     for bucket in stage.buckets:

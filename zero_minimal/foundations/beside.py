@@ -14,6 +14,8 @@ Nothing of them has a name, in /dev/shm or elsewhere; so nothing can stay behind
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.process
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -30,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.foundations import bus, interrupts, joining, ranks
-from zero_minimal.foundations.bus import Bus, OtherSideGone, Parcel
+from zero_minimal.foundations.bus import Bus, NotSent, OtherSideGone, Parcel
 
 GRACE = 0.2  # seconds in which the host may still read that this is the end
 PATIENCE = 5  # seconds in which a rank may come to fail by itself
@@ -53,6 +55,10 @@ class HostError(RuntimeError):
     """The host has raised, or is gone."""
 
 
+INTERRUPTED = ("zero.step(), or something else that used the bus, was interrupted: rank and host "
+               "no longer agree. Build the stage anew and load the newest checkpoint")
+
+
 class Host:
     """The rank's view of its host: a bus, and who is at its other end.
 
@@ -68,67 +74,95 @@ class Host:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ended = False  # on purpose
         self.told = False  # the rank, that its host is gone
+        self.parted: str | None = None  # why rank and host no longer agree
+        self.shards = 0  # so many parcels come back from an update
+        self.pid = os.getpid()  # a forked child has the object, too, but no host
         self.words = f"the host process of rank {self.rank} is gone"
         self.gone = threading.Event()
-        # parcels that the host will send by itself; and of whom they are waited for, the method
+        # of them, those that are not emptied yet; and of whom they are waited for, the method
         # that takes them all (weakly: a host does not keep its stage alive)
         self.owed, self.takes_all = 0, None
         start = self._start_thread if device.type == "cuda" else self._start_process
         start = self._start_here if here else start
         start(serve, bus.buffer_bytes(largest), device, bandwidth)
         _open.add(self)
+        _end_with_process()
 
     def send(self, words: tuple, tensor: torch.Tensor | None = None) -> None:
-        if tensor is not None:
+        if tensor is not None or self.takes_all is None:
             self.settle()  # else each side could wait for the other to empty a buffer
-        with self._watched():
+        with self.together():
             self.bus.send(words, tensor)
+            if words[0] == "update":
+                self.owed = self.shards
 
     def receive(self) -> Parcel:
-        with self._watched():
+        with self.together():
             parcel = self.bus.receive()
-        self._hear(parcel.words)
+            self._hear(parcel.words)
         return parcel
 
     def settle(self) -> None:
-        """Let what is on its way to the rank arrive: then the bus is free for something else."""
+        """Let what is on its way to the rank arrive: then the bus is free for something else. If
+        nobody takes it any more, what took it was interrupted."""
         take_all = self.takes_all and self.takes_all()
         if take_all:
             take_all()
+        if self.owed:
+            self.part(INTERRUPTED)
 
     def ask(self, *words) -> object:
         """Send words, and return the answer."""
         self.settle()
-        self.send(words)
-        return self.receive().words[0]
+        with self.together():
+            self.send(words)
+            return self.receive().words[0]
 
     def emptied(self, parcel: Parcel) -> None:
-        with self._watched():
+        with self.together():
             self.bus.emptied(parcel)
+            self.owed = max(0, self.owed - 1)
 
     def send_all(self, tensor: torch.Tensor) -> None:
         self.settle()
-        with self._watched():
+        with self.together():
             self.bus.send_all(tensor)
 
     def receive_all(self, into: torch.Tensor) -> torch.Tensor:
         self.settle()
-        with self._watched():
+        with self.together():
             self.bus.receive_all(into)
         return into
 
+    def part(self, words: str) -> None:
+        """Rank and host no longer agree. Each later use says so, and the host goes."""
+        self.parted = self.parted or words
+        self.end()
+
     def end(self) -> None:
         """Let it end, if it has not."""
+        if os.getpid() != self.pid:
+            return  # the parent's
         self.ended = True
         with contextlib.suppress(OtherSideGone):
-            self.bus.send(("end",))
-            while self.owed > 0:  # nobody wants them any more; and it can only end without them
-                self.owed -= 1
-                self.bus.drop()
+            if not self.parted:
+                self.bus.send(("end",))
+                while self.owed > 0:  # nobody wants them, and it can only end without them
+                    self.owed -= 1
+                    self.bus.drop()
+        self.bus.close()
         _open.discard(self)
 
     @contextlib.contextmanager
-    def _watched(self):
+    def together(self):
+        """Context of something that both sides must have done, or neither. If it does not come to
+        its end they no longer agree: half a message may have been sent, or an answer is on its way
+        that nobody takes. Raises: HostError then, and in each later one at once."""
+        if os.getpid() != self.pid:
+            raise HostError(f"the host of rank {self.rank} is that of process {self.pid}: a forked "
+                            "child has none. Use the stage in the process that has made it")
+        if self.parted:
+            raise HostError(self.parted)
         try:
             yield
         except OtherSideGone:
@@ -138,6 +172,13 @@ class Host:
             self.told = True
             raise HostError(f"{self.words}, and with it the optimizer state that it kept: go on "
                             "from the newest checkpoint") from None
+        except HostError:
+            raise
+        except NotSent:
+            raise  # nor has anything else changed
+        except BaseException:
+            self.part(INTERRUPTED)
+            raise
 
     def _hear(self, words: tuple) -> None:
         if words[:1] == ("failed",):
@@ -191,6 +232,31 @@ def end_all() -> None:
 
 
 joining.before_the_end(end_all)
+_will_end: set[int] = set()  # processes, by their ids: a forked one has none of its parent's hooks
+
+
+def _end_with_process() -> None:
+    """Before multiprocessing ends this process's children by a signal, and Python its threads."""
+    if os.getpid() not in _will_end:
+        _will_end.add(os.getpid())
+        multiprocessing.util.Finalize(None, _end_and_wait, exitpriority=100)
+
+
+def _leave_to_parent() -> None:
+    """In a forked child, at whose end multiprocessing would end the parent's hosts."""
+    for host in list(_open):
+        multiprocessing.process._children.discard(host.process)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _end_and_wait() -> None:
+    end_all()
+    until = time.monotonic() + PATIENCE
+    for thread in threading.enumerate():
+        if thread.name == WATCH:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def _new_process(size: int, setup: dict, serve: Callable) -> tuple:
@@ -242,6 +308,8 @@ def _serve(serve: Callable, there: Bus) -> None:
     except BaseException:
         with contextlib.suppress(OtherSideGone):
             there.send(("failed", traceback.format_exc()))
+    finally:
+        there.close()
 
 
 def _end_with_rank(rank: int) -> None:

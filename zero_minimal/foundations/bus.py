@@ -20,6 +20,7 @@ import mmap
 import os
 import pickle
 import queue
+import socket
 import tempfile
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+import cloudpickle
 import torch
 
 BUFFERS = 2  # in each direction
@@ -59,6 +61,10 @@ class OtherSideGone(Exception):
     """The pipe has ended."""
 
 
+class NotSent(ValueError):
+    """What cannot be put on the bus; nothing of it was."""
+
+
 class Bus:
     """One end of it; both have the same methods.
 
@@ -89,8 +95,8 @@ class Bus:
         if tensor is None:
             return self._put((words, None))
         if tensor.nbytes > self.outgoing.shape[-1]:
-            raise ValueError(f"{tensor.nbytes} bytes do not fit into a buffer of the bus, of "
-                             f"{self.outgoing.shape[-1]}: send shards, in the parameters' dtype")
+            raise NotSent(f"{tensor.nbytes} bytes do not fit into a buffer of the bus, of "
+                          f"{self.outgoing.shape[-1]}: send shards, in the parameters' dtype")
         asked = time.monotonic()
         while not self._unused:
             self._look()
@@ -121,6 +127,10 @@ class Bus:
     def emptied(self, parcel: Parcel) -> None:
         """The parcel's buffer may be filled again."""
         self._put(parcel.buffer)
+
+    def close(self) -> None:
+        """For both sides: who uses the bus after this gets OtherSideGone."""
+        self.pipe.close()
 
     def drop(self) -> None:
         """Give the next parcel's buffer back at once, unread."""
@@ -207,15 +217,33 @@ class Words:
 
     def put(self, message: object) -> None:
         try:
-            self.connection.send_bytes(pickle.dumps(message))
+            pickled = pickle.dumps(message)
+        except Exception:  # a function or class of __main__, a lambda
+            pickled = self._by_value(message)
+        try:
+            self.connection.send_bytes(pickled)
         except OSError:
             raise OtherSideGone from None
+
+    def _by_value(self, message: object) -> bytes:
+        try:
+            return cloudpickle.dumps(message)
+        except Exception as error:
+            raise NotSent("zero.optimizer.param_groups, or something else that goes to the host "
+                          f"process, cannot be pickled: {error}") from error
 
     def get(self) -> object:
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             raise OtherSideGone from None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # it was closed before
+            number = os.dup(self.connection.fileno())
+            with socket.socket(fileno=number) as both:  # of forked children, too
+                both.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
 
 
 def buffer_bytes(largest: int) -> int:
@@ -267,11 +295,30 @@ class PinnedBus(Bus):
             done.synchronize()
 
 
+CLOSED = object()
+
+
 class Queues:
     """A pipe between two threads: one queue for each direction."""
 
     def __init__(self, out: queue.SimpleQueue, back: queue.SimpleQueue):
-        self.put, self.get = out.put, back.get
+        self.out, self.back, self.closed = out, back, False
+
+    def put(self, message: object) -> None:
+        if self.closed:
+            raise OtherSideGone
+        self.out.put(message)
+
+    def get(self) -> object:
+        message = CLOSED if self.closed and self.back.empty() else self.back.get()
+        if message is CLOSED:
+            self.closed = True
+            raise OtherSideGone
+        return message
+
+    def close(self) -> None:
+        self.closed = True
+        self.out.put(CLOSED)
 
     @classmethod
     def pair(cls) -> tuple["Queues", "Queues"]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from zero_minimal.foundations.beside import Host
+from zero_minimal.foundations.beside import Host, HostError
 from zero_minimal.foundations.layout import Bucket
 
 
@@ -26,7 +26,6 @@ class Returning:
         self.host = host
         self.buckets: Iterator[Bucket] = iter(())  # each is back when it is given out
         self.taking = False
-        self.failed: BaseException | None = None  # what has ended them
         host.takes_all = weakref.WeakMethod(self.take_all)
 
     def begin(self, returned: Iterable[Bucket], buckets: list[Bucket]) -> None:
@@ -35,7 +34,6 @@ class Returning:
             bucket.away.is_back = False
         self.buckets = iter(returned)
         self.take()
-        self.host.owed = len(buckets) - 1
 
     def take_until_back(self, buckets: list[Bucket]) -> None:
         """Let them come until these are here."""
@@ -49,20 +47,16 @@ class Returning:
             pass
 
     def take(self) -> bool:
-        """Let the next come. Returns whether there was one. RuntimeError if they are lost."""
+        """Let the next come. Returns whether there was one. HostError if they are lost."""
         if self.taking:  # what comes back uses the bus itself
             return False
-        if self.failed:
-            raise RuntimeError("parameters of the last step() have not come back, since there was "
-                               f"an error: {self.failed}") from self.failed
         self.taking = True
         try:
-            with torch.inference_mode(False), torch.no_grad():  # they may come in an evaluation
-                came = next(self.buckets, None) is not None
-        except BaseException as error:
-            self.failed = error
+            # they may come in an evaluation
+            with self.host.together(), torch.inference_mode(False), torch.no_grad():
+                return next(self.buckets, None) is not None
+        except HostError as error:
+            self.host.part(str(error))  # the others will not come
             raise
         finally:
             self.taking = False
-        self.host.owed = self.host.owed - 1 if came else 0
-        return came

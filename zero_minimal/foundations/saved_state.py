@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import layout, loading, optimizers, pieces, saving
+from zero_minimal.foundations import layout, loading, optimizers, pieces, precision, saving
 from zero_minimal.foundations.saving import NotSaved, Saving
 from zero_minimal.foundations.state_folder import Damaged
 
@@ -141,6 +141,8 @@ def shard_state(stage) -> dict:
     As in torch, tensors are not copied; but a shard that is a view of a whole bucket is, since
     torch.save would write all of that.
     """
+    for bucket in stage.buckets:
+        precision.keep_changes(bucket)
     shards = [bucket.master.data if bucket.trained else bucket.parameter_shard
               for bucket in stage.all_buckets]
     return _facts(stage) | {
