@@ -775,7 +775,7 @@ def test_the_kernel_counts_what_left(assignment):
 STAGES_1_AND_2 = {2: ((1, HALVES), (2, CLIPS), (2, SCALES), (2, SLOW)), 3: ((1, CLIPS), (2, HALVES))}
 
 
-@pytest.mark.step(4, points=7, stuck=WAITS + ". All ranks gather all buckets, in the same order")
+@pytest.mark.step(4, points=7, stuck=f"{WAITED}. All ranks gather all buckets, in the same order. And {WAITS}")
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_stages_1_and_2_train_as_without_offload(assignment, world_size):
     assert_as_the_stage(once(beside_the_stage, world_size, assignment, STAGES_1_AND_2[world_size]),
@@ -959,8 +959,8 @@ def test_changes_are_in_the_file_when_they_are_read_again(assignment):
             number, times = turn % many, turn // many
             assert head == 10 * number, (
                 f"{told}: in pass {times + 1} the caller got {head} at the front of stretch {number}, and "
-                f"{10 * number} is there: a buffer was handed out before it was read, or filled again too early, or was "
-                "written at another place of the file"
+                f"{10 * number} is there: a buffer was handed out before it was read, or filled again too early, or "
+                "was written at another place of the file"
             )
             assert body == 10 * number + times, (
                 f"{told}: in pass {times + 1} stretch {number} held {body - 10 * number} of {times} additions: "
