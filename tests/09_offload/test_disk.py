@@ -203,10 +203,10 @@ def limited(folder, size):
     """A stage of which rank 1's host may make no file of more bytes; what is said on this rank."""
     original = disk_set_up.set_up
 
-    def with_limit(stage, asked):
+    def with_limit(stage, *given):
         if dist.get_rank() == 1:
             resource.prlimit(stage.host.process.pid, resource.RLIMIT_FSIZE, (size, size))
-        original(stage, asked)
+        original(stage, *given)
 
     disk_set_up.set_up = with_limit
     with pytest.raises(OSError) as error:

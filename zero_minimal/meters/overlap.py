@@ -21,7 +21,7 @@ PARTS = ("forward", "backward", "step")
 WARM_UP, TIMED = 1, 2  # steps of a turn
 NO_OFFLOAD, UNLIMITED = "no offload", "unlimited"
 CALIBRATION = 4  # steps
-ENOUGH = 90  # seconds after which no further round begins: a busy machine has fewer of them
+ENOUGH = 75  # seconds after which no further round begins: a busy machine has fewer of them
 
 
 @dataclass(frozen=True)
