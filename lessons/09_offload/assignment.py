@@ -362,7 +362,7 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Let the host update this rank's shards. All but the first come beside the next forward."""
+        """Let the host update this rank's shards. All but the first come beside forward."""
         self._release_all()
         self.backward.complete()
         ownership.check_trained(self.model)
