@@ -138,8 +138,9 @@ class HostState(Kept):
     def keep(self, parcel: Parcel, number: int, group_index: int) -> None:
         """Masters live here: a bucket's shard has come, at the start."""
         # step 1: self.shards[number] is a Shard of what came: its dtype; group_index; the master,
-        # an nn.Parameter, in fp32 if the shard is in 16 bit; a gradient of zeros in the shard's
-        # dtype. None of it lies in the parcel's buffer, and that can be filled again.
+        # an nn.Parameter, in fp32 if the shard is in 16 bit, else in the shard's own dtype; a
+        # gradient of zeros in the shard's dtype. None of it lies in the parcel's buffer, and that
+        # can be filled again.
         raise NotImplementedError("step 1: keep")
 
     def make_optimizer(self, parcel: Parcel, pickled: bytes) -> None:
@@ -320,9 +321,8 @@ class GatheredAfter:
         the ranks while the next crosses the bus, and the one after that is updated."""
         # step 4: every rank has all updated parameters, and nothing is on its way. A bucket is
         # being gathered while the next crosses the bus. Before the host is asked: backward is
-        # complete; what a checkpoint being written needs of each bucket has left
-        # (layout.wait_until_left); a user's edits went along (precision.keep_changes). Running
-        # statistics are rank 0's. A backward before zero_grad is refused.
+        # complete, and a user's edits went along (precision.keep_changes). Running statistics are
+        # rank 0's. A backward before zero_grad is refused.
         raise NotImplementedError("step 4: step")
 
 

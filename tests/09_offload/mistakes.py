@@ -129,6 +129,9 @@ WRONG = {
     "masters of 16 bits": Wrong(
         1, ONE, r"float16, and its master is of float16: a master has 32",
         keep(OWN, "master = nn.Parameter(own)", SHARD, EMPTIED)),
+    "every master has 32 bits": Wrong(
+        1, ONE, r"a shard of float64, and its master is of float32: .* the shard's own dtype",
+        keep(OWN, "master = precision.master_of(own)", SHARD, EMPTIED)),
     "no buffer is ever given back": Wrong(
         1, ONE,
         r"rank 0 waited at the bus, in send: (.|\n)*host of rank 0 waited at the bus, in receive: (.|\n)*given back",
@@ -187,6 +190,16 @@ WRONG = {
     "each shard is waited for": Wrong(
         2, BESIDE, r"the bus was idle \(\d of \d times\), though a shard takes 40 ms",
         leave(SENT, 'self.host.ask("finite")')),
+    "what leaves is looked up too late": Wrong(
+        2, MEAN, r"Offloaded2: .*no gradient shard was sent to the host. What super\(\)\._wait\(\) sets back",
+        {"LeavesAtOnce._wait": function(WAIT, "super()._wait()", function(
+            "if self.reducing:", "bucket = self.reducing.bucket", "self._leave(bucket, bucket.gradient_shard)",
+            "bucket.gradient_shard = None"))}, world_size=2),
+    "each gradient shard is kept": Wrong(
+        2, STAYS, r"Offloaded2: after backward rank 0 holds .* did not hold before",
+        {"LeavesAtOnce._wait": function(WAIT, function(
+            "if self.reducing:", "bucket = self.reducing.bucket", "super()._wait()",
+            "self._leave(bucket, bucket.gradient_shard)"))}),
     "a shard that has left stays here too": Wrong(
         2, STAYS, r"Offloaded2: after backward rank 0 holds .* did not hold before",
         {"LeavesAtOnce._wait": function(WAIT, function(
@@ -201,6 +214,9 @@ WRONG = {
     "what came is read after its buffer was given back": Wrong(
         3, BUFFER, r"parameters are NaN at the end. A buffer of the bus",
         returned(copied="", emptied="self.host.emptied(parcel)\nbucket.parameter_shard.copy_(parcel.tensor)")),
+    "what came is taken as it lies there": Wrong(
+        3, BACK, r"parameter_shard lies in the bus's buffer: copy into it",
+        returned(copied="bucket.parameter_shard = parcel.tensor")),
     "what came is never given back": Wrong(
         3, BACK, r"ranks 0 and 1 waited in receive, at line \d+ of .*_returned(.|\n)*the host of ranks 0 and 1 waited "
         r"in send, at line \d+ of .*update(.|\n)*must be given back", returned(emptied=""), hangs=True),
@@ -237,6 +253,10 @@ WRONG = {
         4, GATHERS, r"6 of 6 gathers were still on their way",
         step(READY, EDITS, GATHER, "self.pending = [gather(bucket) for bucket in self._returned()]", STATISTICS,
              SPENT)),
+    "what the gathers brought is not waited for": Wrong(
+        4, TRAINS, r"had not come to an end(.|\n)*each Pending of a gather must be waited for before step\(\) returns",
+        step(READY, EDITS, GATHER, "self.pending = [gather(bucket) for bucket in self._returned()]", STATISTICS,
+             SPENT), hangs=True),
     "each rank has statistics of its own": Wrong(
         4, LATE, r"running mean is .* on rank 1 and .* on rank 0", step(READY, EDITS, GATHER, GATHERED, SPENT)),
     "an edit is overwritten": Wrong(
@@ -252,6 +272,17 @@ WRONG = {
         {"ReadAhead.begin_to_write": function(
             WRITE, "self.written += stretch.size", "buffer.written = stretch.written = self.writer.submit(",
             "    self.file.write, stretch.start, buffer.memory[: stretch.size])")}),
+    "changes are written where the stretch begins": Wrong(
+        5, CHANGES, r"at the front of stretch \d, .* or was written at another place of the file",
+        {"ReadAhead.begin_to_write": function(
+            WRITE, "changed = buffer.memory[stretch.changes : stretch.size]", "self.written += changed.nbytes",
+            "buffer.written = stretch.written = self.writer.submit(self.file.write, stretch.start, changed)")}),
+    "copies wait to be written": Wrong(
+        5, FEW, r"\d+ of \d+ writes took memory that lies in none of the three buffers, and up to \d+ writes were not",
+        {"ReadAhead.begin_to_write": function(
+            WRITE, "changed = buffer.memory[stretch.changes : stretch.size].clone()",
+            "self.written += changed.nbytes", "buffer.written = stretch.written = self.writer.submit(",
+            "    self.file.write, stretch.start + stretch.changes, changed)")} | read(STRETCH_IS_WRITTEN)),
     "read when it is asked for": Wrong(
         5, MEANWHILE, r"of 5 stretches 0 were being read while",
         through(first="", each="buffer = self._begin_to_read(stretch).result()", ahead="")),

@@ -76,7 +76,7 @@ def test_the_ladder_on_the_page_is_what_was_measured():
         assert f"| {rung['name']} | {device} | {host} | {there} and {back} |" in PAGE
     fallen = LADDER[0]["resident"]["device"] - LADDER[-1]["resident"]["device"]
     said = (16 - 2) * LADDER[0]["parameters"]
-    assert fallen > 0.9 * said and "by more than 90% of what these figures say" in PROSE
+    assert fallen > 0.9 * said and "by more than 90% of the bytes that left" in PROSE
     assert len({rung["loss"] for rung in LADDER}) == 1, "offload changes nothing that is computed"
 
 
@@ -91,6 +91,7 @@ def test_what_the_alt_texts_say():
     tensors = ", ".join(f"{sum(rung['ledger'].values()) / rung['parameters']:.2g}" for rung in LADDER)
     assert f"tensors on the device: {tensors}, with" in words_of("ladder.png")
     told = pages.without_folded(PAGE)
+    assert f"](boxes.png) ({lowest['parameters'] / 1e6:.1f} million parameters, bf16, N = 1)" in PROSE
     assert "](boxes.png)" in told and "](ladder.png)" in told
 
 
