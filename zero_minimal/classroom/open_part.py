@@ -37,6 +37,10 @@ class TrackGrades(Grades):
         found = [result for result in self.results if result[0] == step.number]
         return sum(points for _, _, points, passed, _ in found if passed), "".join(message for *_, message in found)
 
+    @property
+    def left_out(self) -> str:
+        return super().left_out.replace("step", "track")
+
     def show(self, step: Step) -> None:
         points, message = self.of(step)
         print(head(step, f"{points:3g} of {step.points:g}", "track"), flush=True)
