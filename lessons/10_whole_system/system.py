@@ -1,7 +1,8 @@
 """The budget: a system of your own. Lesson 10's page says what its three tracks ask for.
 
     python -m zero_minimal grade lessons/10_whole_system/system.py
-    python -m zero_minimal simulate --stage lessons/10_whole_system/system.py --layers 4 --hidden 512 --dtype bf16
+    python -m zero_minimal simulate --stage lessons/10_whole_system/system.py --layers 4 --hidden 512 --dtype bf16 \
+        --budget-memory 100MB
 
 model    on the meta device: shapes, and no memory yet. It is a GPT, or a rank's part of one.
 group    the ranks that share it; None are all of them.

@@ -165,6 +165,10 @@ WRONG = {
     "the slab is never emptied": Wrong(
         2, "test_each_pass_uses_the_slab_anew", r"(?s)the slab is full.*is it emptied before each forward pass",
         keep_checkpoints(hook="")),
+    "the slab is always of fp32": Wrong(
+        2, "test_checkpoints_have_the_dtype_of_the_model",
+        r"C1 with a model in bf16, .* holds torch.float32 .* was given torch.bfloat16.*what must the slab's be",
+        keep_checkpoints(slab="Slab(elements * sizes.layers, dtype=torch.float32, device=like.device)")),
 
     "the mean of all ranks": Wrong(
         3, "test_a_step_is_the_mean_of_the_replicas",
@@ -227,6 +231,9 @@ WRONG = {
     "clipping forgets the loss scale": Wrong(
         4, "test_a_loss_scale_is_taken_off", r"with a loss scale of 1024, .*clipping multiplies the scale",
         clip(scale="self.gradient_scale = precision.clip(None, norm, max_norm)")),
+    "shards are read before they are complete": Wrong(
+        4, "test_gradients_are_complete_before_they_are_read",
+        r"(?s)To look at: a bucket may have no shard yet .* rank that ran no backward", clip(begin=""), hangs=True),
     "the gradients travel": Wrong(
         4, "test_the_norm_costs_a_few_numbers", r"took part in collectives of \S+ [kM]B: a few numbers are enough",
         clip(norm="own = torch.cat(counted)\nparts = own.new_empty(self.mesh.data_group.size() * len(own))\n"

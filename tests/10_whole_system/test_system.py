@@ -22,6 +22,7 @@ from zero_minimal.paper.bound import Bound
 from zero_minimal.programs import budget, conduct, legality
 from zero_minimal.programs.budget import TRACKS, Figures, Score, score
 from zero_minimal.programs.foreign import read_system
+from zero_minimal.programs.simulate import main as simulate_command
 from zero_minimal.programs.simulation import simulate
 
 HERE = Path(__file__).parent
@@ -130,9 +131,19 @@ def test_a_wrong_score_says_why(name, figures):
     assert found.points == 0 and re.search(WRONG[name].message, found.words)
 
 
+def test_a_score_is_a_sentence():
+    silver = score(MEMORY, Figures(9_620_000_000, 0, 37_700_000_000)).words
+    assert silver == ("it sends 37.7 GB, 3.0% above the bound of 36.62 GB; its peak is 9.62 of 10 GB. Gold is within "
+                      "2%")
+    bronze = score(MESH, Figures(15 * 10**9, 0, 56_569_310_400)).words
+    assert bronze.endswith("its peak is 15 of 20 GB. Stage 3 sends 56.57 GB: silver is below that")
+    assert score(TRAFFIC, Figures(5 * 10**9, 0, 43 * 10**9)).words == (
+        "it sends 43 GB, and the limit is 29.84 GB: it sends too much")
+
+
 def test_construction_counts():
     found = score(MEMORY, Figures(5 * 10**9, 30 * 10**9, 40 * 10**9))
-    assert not found.medal and "its peak while it is built is 30 GB, and the limit 10 GB" in found.words
+    assert not found.medal and "its peak while it is built is 30 GB, and the limit is 10 GB" in found.words
 
 
 def test_a_score_is_the_same_in_each_run():
@@ -168,6 +179,19 @@ def test_a_text_that_could_cheat_is_refused(name):
                          ids=lambda file: file.stem)
 def test_a_text_that_is_right_is_not(file):
     assert conduct.unwanted(file.read_text()) == ""
+
+
+def test_each_line_of_full_size_must_run_in_the_twin(tmp_path):
+    """An honest system that counts with absolute sizes hears what the twin is."""
+    head = "def build(model, group, budget):"
+    counts = "\n    for _ in range(int((budget.memory - 3.6e9) // 1e9)):\n        budget.memory.bit_length()"
+    (file := tmp_path / "system.py").write_text(KEPT.read_text().replace(head, head + counts))
+    big, small = replace(SMALL, memory=10**10), legality.twins(MEMORY)
+    lines = [watched(file, track)["lines"] for track in (big, replace(SMALL, memory=small[0].memory))]
+    found = [{"budget": [twin.memory, twin.sent]} for twin in small]
+    words = conduct.alone(*lines, legality.twin_in_words(MEMORY, found))
+    assert re.search(r"line \d+, in build, runs .* with the twin \(2 blocks of width 64, bf16, a .memory of 713,840 "
+                     r"and [\d,]+ bytes\) it never ran. .* depend on absolute sizes", words), words
 
 
 @pytest.mark.parametrize("name", sample(OF_SIMULATED, OF_SIMULATED[1:2]))
@@ -275,6 +299,31 @@ def test_the_starter_has_no_points():
     with pytest.raises(ValueError, match="is on the meta device: only stage 3 can bring a model into being"):
         legality.simulated_runs(build, "", MEMORY, big=False)
 
+
+def test_each_track_says_why_though_the_words_are_the_same(capsys):
+    grades = open_part.TrackGrades(open_part.part())
+    for step in grades.lesson.steps:
+        grades.add(step.number, "gold", 0, False, "it cannot begin")
+        grades.show(step)
+    told = capsys.readouterr().out
+    assert told.count("it cannot begin") == 3 and re.findall(r"^(\w+) \d", told, re.M) == ["track"] * 3
+
+
+def test_simulate_says_in_one_line_why_a_system_cannot_begin(capsys):
+    starter = open_part.part().folder / "system.py"
+    with pytest.raises(SystemExit):
+        simulate_command(["--stage", str(starter), "--layers", "2", "--hidden", "64", "--heads", "4", "--ranks", "4"])
+    assert re.search(r"error: line 20 of .*system.py: 'token_embedding.weight' is on the meta device",
+                     capsys.readouterr().err)
+
+
+def test_simulate_gives_a_system_its_budget(tmp_path, capsys):
+    (file := tmp_path / "system.py").write_text(KEPT.read_text().replace(
+        "def build(model, group, budget):",
+        "def build(model, group, budget):\n    print('given', budget.memory, budget.sent)"))
+    simulate_command(["--stage", str(file), "--layers", "2", "--hidden", "64", "--heads", "4", "--ranks", "4",
+                      "--dtype", "bf16", "--budget-memory", "10MB"])
+    assert "given 10000000 None" in capsys.readouterr().out
 
 def medals(*names):
     return [Score(track.number, name, 38 * 10**9 if name else None, 37 * 10**9 if name else None,

@@ -8,7 +8,7 @@ from submissions import solution
 
 from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.foundations import ranks
-from zero_minimal.programs import budget
+from zero_minimal.programs import budget, legality
 from zero_minimal.programs import whole_system as program
 from zero_minimal.programs.simulation import Case, simulate
 from zero_minimal.workload.model import GPTConfig
@@ -97,6 +97,14 @@ def test_what_each_part_is_worth():
     assert "it costs one bucket, 0.5 or 4.2 MB" in PROSE
 
 
+def test_why_p_a_alone_spares_less():
+    none, alone = (WORTH[name]["peak_by_category"] for name in ("none", "P_a"))
+    together = (LADDER["C1"]["peak"] - LADDER["C2"]["peak"]) / MB
+    assert f"P_a spares {together:.1f} MB from C1 to C2, and {-more(WORTH, 'P_a'):.1f} alone" in PROSE
+    less, extra = ((none[name] - alone[name]) / MB for name in ("activations", "gradients"))
+    assert f"with {less:.1f} MB less of activations and {-extra:.1f} more of gradients" in PROSE
+
+
 def test_losses_and_speed():
     losses = {name: row["losses"] for name, row in LADDER.items()}
     assert all(losses[name] == losses["C1"] for name in CONFIGS)
@@ -128,9 +136,23 @@ def test_the_table_of_part_b():
         row = [f"track {track.number}", *cells, f"{least / GB:.2f} GB {what}"]
         assert "| " + " | ".join(row) + " |" in PAGE
         assert f"| track {track.number}, {track.name} |" in PAGE
+    assert f".sent`: 2Ψ elements, {budget.TRACKS[1].sent / GB:.2f} GB" in PROSE
+    for shape, words in ((budget.SMALL, "7.5B has {} blocks of width {:,} and {} heads"),
+                         (budget.LARGE, "40B has {} of width {:,} and {} heads")):
+        assert words.format(shape.layers, shape.hidden, shape.heads) in PROSE
+        assert f"a vocabulary of {shape.vocabulary:,}" in PROSE
+        assert f"one sequence of {shape.sequence:,} tokens" in PROSE
     for medal, points in budget.POINTS.items():
         assert not medal or f"**{medal.title()}**, {points} points" in PAGE
     assert f"within {budget.GOLD - 1:.0%} of the bound" in PROSE
+
+
+def test_the_twin_of_part_b():
+    small, large = legality.twins(budget.TRACKS[0])
+    told = f"has {legality.SMALL.layers} blocks of width {legality.SMALL.hidden}, in bf16: {small.case().parameters:,}"
+    assert told in PROSE
+    assert f"trained with {small.memory:,} bytes" in PROSE and f"and with {large.memory:,}, where" in PROSE
+    assert small.memory < budget.bound(small).need < large.memory
 
 
 def test_the_exam():

@@ -86,9 +86,9 @@ class Grades:
         self._said = message
 
 
-def head(step: Step, points: str) -> str:
+def head(step: Step, points: str, kind: str = "step") -> str:
     """The line that begins what is said of a step."""
-    return f"step {step.number}  {points}   {step.title}"
+    return f"{kind} {step.number}  {points}   {step.title}"
 
 
 def tell(message: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from zero_minimal.classroom import messages
-from zero_minimal.classroom.grades import Grades
+from zero_minimal.classroom.grades import Grades, head, tell
 from zero_minimal.classroom.guard import guarded
 from zero_minimal.classroom.lessons import HOUSE, Lesson, Step
 from zero_minimal.classroom.submission import Submission, syntax_error, text_of
@@ -31,11 +31,20 @@ def part() -> Lesson:
 
 
 class TrackGrades(Grades):
-    """Tracks do not build on one another: none's fault comes from an earlier one."""
+    """Tracks do not build on one another: none's fault comes from an earlier one, and each has its own words."""
 
     def of(self, step: Step) -> tuple[float, str]:
         found = [result for result in self.results if result[0] == step.number]
         return sum(points for _, _, points, passed, _ in found if passed), "".join(message for *_, message in found)
+
+    @property
+    def left_out(self) -> str:
+        return super().left_out.replace("step", "track")
+
+    def show(self, step: Step) -> None:
+        points, message = self.of(step)
+        print(head(step, f"{points:3g} of {step.points:g}", "track"), flush=True)
+        tell(message)
 
 
 def judge(file: Path, tracks: tuple[Track, ...] = TRACKS, show: Callable[[Score], object] = lambda score: None,

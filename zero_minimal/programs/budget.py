@@ -40,7 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from zero_minimal.foundations.mesh import make_mesh
 from zero_minimal.paper.bound import Bound
 from zero_minimal.paper.fakes import new_tensors_in, without_values
-from zero_minimal.paper.quantities import size_text
+from zero_minimal.paper.quantities import size_text, size_unit
 from zero_minimal.programs.cases import Budget, Case
 from zero_minimal.programs.simulation import build_model, simulate
 from zero_minimal.programs.unsharded import bound_of
@@ -172,26 +172,36 @@ def score(track: Track, figures: Figures) -> Score:
     """The medal for these figures; their system is legal."""
     limit, least = limit_and_least(track)
     counts, limited = _counted(track, figures), _limited(track, figures)
-    what, other = ("sends", "peak") if track.memory is not None else ("holds", "traffic")
-    off = f"{size_text(counts, 4)} is {counts / least - 1:.1%} above the bound, {size_text(least, 4)}"
+    what = "sends" if track.memory is not None else "holds"
+    found = (f"it {what} {size_text(counts, 4)}, {counts / least - 1:.1%} above the bound of {size_text(least, 4)}; "
+             f"{_of_the_limit(track, limited, limit)}")
     if figures.host:
         return Score(track.number, "", None, least, f"it keeps {size_text(figures.host)} in host memory: part B is "
                      "played on the device alone")
     if limited > limit:
-        when = " while it is built" if track.memory is not None and figures.construction == limited else ""
-        return Score(track.number, "", counts, least, f"its {other}{when} is {size_text(limited, 4)}, and the limit "
-                     f"{size_text(limit, 4)}: it does not fit")
+        when = " while it is built" if figures.construction == limited else ""
+        words = f"its peak{when} is" if track.memory is not None else "it sends"
+        fault = "it does not fit" if track.memory is not None else "it sends too much"
+        return Score(track.number, "", counts, least, f"{words} {size_text(limited, 4)}, and the limit is "
+                     f"{size_text(limit, 4)}: {fault}")
     if counts < least * (1 - 1e-9):
         return Score(track.number, "", counts, least, f"it {what} {size_text(counts, 4)}, and no system that trains "
                      f"this model can do with less than {size_text(least, 4)} (paper/bound.py): something is missing, "
                      "or hidden")
     if counts <= GOLD * least:
-        return Score(track.number, "gold", counts, least, f"it {what} {off}")
+        return Score(track.number, "gold", counts, least, found)
     name, reference = better_reference(track) if track in TRACKS else ("no stage", counts)
     if counts < reference:
-        return Score(track.number, "silver", counts, least, f"it {what} {off}: gold is within 2%")
-    return Score(track.number, "bronze", counts, least, f"it {what} {off}; {name} {what} {size_text(reference, 4)}: "
-                 "silver is below that")
+        return Score(track.number, "silver", counts, least, f"{found}. Gold is within 2%")
+    return Score(track.number, "bronze", counts, least, f"{found}. {name.capitalize()} {what} "
+                 f"{size_text(reference, 4)}: silver is below that")
+
+
+def _of_the_limit(track: Track, limited: int, limit: int) -> str:
+    """"its peak is 9.62 of 10 GB"."""
+    scale = size_unit(limit)[1]
+    words = "its peak is" if track.memory is not None else "it sends"
+    return f"{words} {limited / scale:.4g} of {size_text(limit, 4)}"
 
 
 def _counted(track: Track, figures: Figures) -> int:

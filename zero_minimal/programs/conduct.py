@@ -104,15 +104,17 @@ class Lines:
         return [(*code, offset, line) for code, seen in self.places.items() for offset, line in seen.items()]
 
 
-def alone(simulated: list, real: list) -> str:
-    """Which line ran on simulated ranks alone, in one sentence; "" if none did."""
+def alone(simulated: list, real: list, twin: str = "the twin") -> str:
+    """Which line ran on simulated ranks alone, and what may be the cause; "" if none did. twin: which it was, in
+    words."""
     known = {tuple(place[:3]) for place in real}
     strangers = [place for place in map(tuple, simulated) if place[:3] not in known]
     if not strangers:
         return ""
     name, _, _, line = min(strangers, key=lambda place: place[3])
-    return (f"line {line}, in {name}, runs on simulated ranks and not on real ones, or not as there: a system must be "
-            "the same in both, whatever the number of ranks and the size of the model")
+    return (f"line {line}, in {name}, runs on simulated ranks and not on real ones, or not as there: with {twin} it "
+            "never ran. Each line that runs at full size must run there too. Does a condition before it depend on "
+            "absolute sizes, or on the number of ranks?")
 
 
 class Gathered(TorchDispatchMode):

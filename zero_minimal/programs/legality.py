@@ -207,7 +207,15 @@ def fault(track: Track, simulated_ones: dict, real_ones: list[dict]) -> str:
             return f"with a small model and a budget of {limit}: {words}"
     if simulated_ones["fault"]:
         return simulated_ones["fault"]
-    return conduct.alone(simulated_ones["lines"], [place for rank in real_ones for place in rank["lines"]])
+    return conduct.alone(simulated_ones["lines"], [place for rank in real_ones for place in rank["lines"]],
+                         twin_in_words(track, simulated_ones["twins"]))
+
+
+def twin_in_words(track: Track, twins: list[dict]) -> str:
+    """Which model the real ranks train, and for which budgets."""
+    limit = "memory" if track.memory is not None else "sent"
+    sizes = " and ".join(f"{twin['budget'][limit == 'sent']:,}" for twin in twins)
+    return f"the twin ({SMALL.layers} blocks of width {SMALL.hidden}, bf16, a .{limit} of {sizes} bytes)"
 
 
 def _groups(track: Track, ranks: list[dict]) -> list[list[tuple[int, dict]]]:

@@ -3,9 +3,12 @@
     python -m zero_minimal simulate --params 1T --ranks 1024 --stage 3 --dtype fp16
 """
 
+import traceback
+from pathlib import Path
+
 from zero_minimal.paper import formulas
 from zero_minimal.paper.moments import BUCKET as DEFAULT
-from zero_minimal.paper.quantities import number, plural, size_text, size_unit
+from zero_minimal.paper.quantities import number, plural, size, size_text, size_unit
 from zero_minimal.paper.shapes import add_shape, read_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.simulation import draw_simulation
@@ -75,11 +78,17 @@ def traffic_lines(result: dict) -> list[str]:
     traffic = result["traffic"]
     parallel = (f"; of model parallelism's blocks: {size_text(traffic['model_parallel_theory_bytes'], 4)}"
                 if result["model_parallel"] > 1 else "")
-    words = paragraph(f"Sent in a step, as a ring sends: {size_text(traffic['sent_bytes'], 4)}; "
-                      f"{traffic['theory_volume']}Ψ(N−1)/N of data parallelism: "
+    words = paragraph(f"Sent in a step, as a ring sends: {size_text(traffic['sent_bytes'], 4)}. "
+                      f"{_by_formula(result)}: {traffic['theory_volume']}Ψ(N−1)/N, "
                       f"{size_text(traffic['theory_bytes'], 4)}{parallel}")
     return [words, *(f"  {counts['calls']:,} × {name}, of {size_text(counts['bytes'], 4)} in all"
                      for name, counts in sorted(traffic["collectives"].items()))]
+
+
+def _by_formula(result: dict) -> str:
+    """Whose traffic the formula gives: a system of somebody's own has none."""
+    own = not result["config"] and result["name"] != f"stage {result['stage']}"
+    return f"{'For comparison, stage 3' if own else 'Data parallelism'} by the formula"
 
 
 def _state_rows(result: dict) -> list[list[str]]:
@@ -150,28 +159,39 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--dtype", default="fp16", choices=tuple(DTYPES), help="default: fp16")
     parser.add_argument("--bucket-mb", type=positive, metavar="MIB",
                         help=f"size of the buckets (default: 4, or as large as makes {BUCKETS}; a config's: 64)")
+    parser.add_argument("--budget-memory", type=size, metavar="SIZE", help="a file's budget.memory, 10GB say")
+    parser.add_argument("--budget-sent", type=size, metavar="SIZE", help="a file's budget.sent")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw memory over the steps")
     add_shape(parser)
     flags = parser.parse_args(arguments)
     if flags.config and (flags.stage != "3" or not flags.recompute):
         parser.error("--config chooses a stage, and recomputes: give it without --stage and --no-recompute")
+    if (flags.budget_memory or flags.budget_sent) and flags.stage in ("0", "1", "2", "3"):
+        parser.error("a budget is for build() of a file: give it with --stage FILE.py")
     try:
         name, build = ("", None) if flags.stage in ("0", "1", "2", "3") else read_system(flags.stage)
         case = Case(
             _model(flags), 3 if build else int(flags.stage), flags.ranks, flags.dtype, flags.batch,
             flags.model_parallel, flags.rank, offload=flags.offload, config=flags.config, build=build, name=name,
             bucket_bytes=flags.bucket_mb * 2**20 if flags.bucket_mb else None,
-            budget=Budget(batch=flags.batch, sequence=flags.sequence),
+            budget=Budget(flags.budget_memory, flags.budget_sent, flags.batch, flags.sequence),
         )
+        simulation = watched(case)
     except ValueError as error:
-        parser.error(str(error))
-    simulation = watched(case)
+        parser.error(f"{place_of(error, flags.stage)}{error}")
     print(describe(simulation))
     if flags.json:
         report.write_json(simulation.report, flags.json)
     if flags.plot:
         style.save(draw_simulation(simulation), flags.plot)
+
+
+def place_of(error: ValueError, path: str) -> str:
+    """In which line of the file it was raised: "line 20 of system.py: ". "" if in none."""
+    file = str(Path(path).resolve())
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"line {lines[-1]} of {path}: " if lines else ""
 
 
 def _model(flags) -> GPTConfig | ForeignModel:
