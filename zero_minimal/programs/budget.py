@@ -2,7 +2,7 @@
 
     python -m zero_minimal grade lessons/10_whole_system/system.py       what it is worth, and why
     python -m zero_minimal board FOLDER                                  a class's table
-    python -m zero_minimal simulate --stage system.py --layers 36 --hidden 4096 --dtype bf16 --ranks 64
+    python -m zero_minimal simulate --stage system.py --layers 36 --hidden 4096 --dtype bf16 --budget-memory 10GB
 
 The file has build(model, group, budget), which returns what is used like a stage: loss.backward(), .step(),
 .zero_grad(). The model comes on the meta device, as stage 3 takes it, and is trained by AdamW(**budget.options) in
