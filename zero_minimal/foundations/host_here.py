@@ -127,3 +127,6 @@ class RankPipe:
         while not self.to_rank:
             self.there.go_on()
         return self.to_rank.popleft()
+
+    def close(self) -> None:
+        """Nothing is open."""
