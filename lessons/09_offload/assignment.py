@@ -54,7 +54,7 @@ from zero_minimal.foundations.away import (
     stand_in,
 )
 from zero_minimal.foundations.beside import Host
-from zero_minimal.foundations.bus import Bus, Parcel
+from zero_minimal.foundations.bus import Bus, Parcel, speed
 from zero_minimal.foundations.disk import OnDisk
 from zero_minimal.foundations.files import Buffer, File, Stretch
 from zero_minimal.foundations.read_ahead import BUFFERS
@@ -211,9 +211,7 @@ class Offloaded:
         self, model: nn.Module, optimizer_class: type, *, bus: float | None = None,
         disk: str | None = None, host_budget: int | None = None, **options,
     ):
-        if bus is not None and not bus > 0:
-            raise ValueError(f"bus is {bus}: give bytes a second, 12e9 say, or None")
-        self.bandwidth = bus
+        self.bandwidth = speed(bus)
         own = {name: value for name, value in options.items() if name not in STAGE_OPTIONS}
         self.disk = disk_set_up.asked(disk, host_budget, model, optimizer_class, own, options)
         super().__init__(model, optimizer_class, **options)

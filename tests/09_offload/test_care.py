@@ -128,3 +128,32 @@ def edited_without_a_context():
 def test_an_edit_is_in_the_state_of_this_rank():
     [found] = toys.run(edited_without_a_context, 1)
     assert not any(found.values()), found
+
+
+def state_that_is_not_here():
+    """What is left of a state on the rank after it has been loaded."""
+    zero = stage_of(2)
+    step(zero)
+    state, master = zero.optimizer.state, zero.buckets[0].master
+    for use in (lambda: state[master]["exp_avg"], state.clear, lambda: state.update({}), lambda: state.pop(master)):
+        with pytest.raises(RuntimeError, match=r"is on the host: take zero.state_dict\(\)"):
+            use()
+    zero.load_state_dict(copy.deepcopy(zero.state_dict()))
+    step(zero, 1)
+    return len(zero.optimizer.state)
+
+
+def test_state_that_is_on_the_host_is_not_read_or_changed_on_the_rank():
+    assert toys.run(state_that_is_not_here, 1) == [0]
+
+
+@pytest.mark.parametrize("options, words", (
+    (dict(bus="12GB/s"), "bus is '12GB/s': give bytes a second"), (dict(bus=True), "bus is True"),
+    (dict(bus=float("nan")), "bus is nan"), (dict(bus=0), "bus is 0"),
+    (dict(disk=".", host_budget="200MB"), "host_budget is '200MB': give bytes"),
+    (dict(disk=".", host_budget=float("nan")), "host_budget is nan"), (dict(disk=""), "disk is '': give a folder"),
+    (dict(host_budget=2e8), "give disk=FOLDER, too"),
+), ids=str)
+def test_an_argument_that_makes_no_sense_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        stage_of(2, **options)

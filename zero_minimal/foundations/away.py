@@ -9,6 +9,7 @@ gradients have left.
 
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,22 +82,22 @@ def all_here(stage) -> Iterator[None]:
     Its memory grows by all of them."""
     for bucket in stage.buckets:
         bucket.away.keep_changes(bucket)
-    state = stage.optimizer.state
+    on_host, state = stage.optimizer.state, defaultdict(dict)
     placeholders = {bucket: bucket.master.data for bucket in stage.buckets}
-    for bucket in stage.buckets:
-        described = bucket.away.state()
-        bucket.master.data = bucket.away.fetch(None)
-        for name, value in described.items():
-            is_tensor = isinstance(value, Tensor) and value.shape == bucket.master.shape
-            state[bucket.master][name] = bucket.away.fetch(name) if is_tensor else value
-    stage.optimizer.state_is_here = True
     try:
+        for bucket in stage.buckets:
+            described = bucket.away.state()
+            bucket.master.data = bucket.away.fetch(None)
+            for name, value in described.items():
+                is_tensor = isinstance(value, Tensor) and value.shape == bucket.master.shape
+                state[bucket.master][name] = bucket.away.fetch(name) if is_tensor else value
+        stage.optimizer.state, stage.optimizer.state_is_here = state, True
         yield
     finally:
-        stage.optimizer.state_is_here = False
+        # load_state_dict() has made one more, with a whole state in it
+        stage.optimizer.state, stage.optimizer.state_is_here = on_host, False
         for bucket in stage.buckets:
             bucket.master.data = placeholders[bucket]
-        state.clear()
 
 
 def put_all(stage) -> None:
@@ -109,7 +110,7 @@ def put_all(stage) -> None:
 def refuse_alone(optimizer: torch.optim.Optimizer) -> None:
     """Of an optimizer whose state is on the host: its state_dict() would be empty, and hooks on its
     step() would never run."""
-    optimizer.state_is_here = False
+    optimizer.state, optimizer.state_is_here = StateOnHost(), False
 
     def refuse_hook(hook: Callable):
         raise RuntimeError("zero.optimizer takes no step hooks under offload: its step runs on the "
@@ -118,13 +119,25 @@ def refuse_alone(optimizer: torch.optim.Optimizer) -> None:
 
     def look(optimizer, *_):
         if not optimizer.state_is_here:
-            raise RuntimeError("the state of zero.optimizer is on the host: take "
-                               "zero.state_dict() and zero.load_state_dict(), or "
-                               "saved_state.save(zero, folder) and load(), in its place")
+            refuse_state()
 
     optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse_hook
     optimizer.register_state_dict_pre_hook(look)
     optimizer.register_load_state_dict_pre_hook(look)
+
+
+def refuse_state(*_, **__):
+    raise RuntimeError("the state of zero.optimizer is on the host: take zero.state_dict() and "
+                       "zero.load_state_dict(), or saved_state.save(zero, folder) and load(), in "
+                       "its place")
+
+
+class StateOnHost(defaultdict):
+    """optimizer.state of a rank whose host has it: it is empty. Whoever reads an entry or changes
+    one is told, since neither would have to do with what the host updates."""
+
+    __missing__ = __setitem__ = __delitem__ = refuse_state
+    clear = pop = popitem = setdefault = update = refuse_state
 
 
 def _fingerprint(shard: Tensor) -> object:

@@ -261,6 +261,8 @@ def _end_and_wait() -> None:
 
 def _new_process(size: int, setup: dict, serve: Callable) -> tuple:
     """A host process, a connection to it, and a descriptor of the memory that both see."""
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError("a daemonic process can start no host: start the rank with daemon=False")
     ours, theirs = multiprocessing.Pipe()
     process = _context().Process(
         target=_main, args=(theirs, setup, cloudpickle.dumps(serve)), daemon=True

@@ -65,6 +65,14 @@ class NotSent(ValueError):
     """What cannot be put on the bus; nothing of it was."""
 
 
+def speed(bandwidth: float | None) -> float | None:
+    """A stage's bus=, looked at. Raises: ValueError for what is no number of bytes a second."""
+    is_number = isinstance(bandwidth, (int, float)) and not isinstance(bandwidth, bool)
+    if bandwidth is not None and not (is_number and bandwidth > 0):
+        raise ValueError(f"bus is {bandwidth!r}: give bytes a second, 12e9 say, or None")
+    return bandwidth
+
+
 class Bus:
     """One end of it; both have the same methods.
 

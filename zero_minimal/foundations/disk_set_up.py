@@ -66,14 +66,17 @@ def asked(
             raise ValueError("host_budget= is for a host that keeps its state on a disk: give "
                              "disk=FOLDER, too")
         return None
-    if budget is not None and budget < 1:
-        raise ValueError(f"host_budget is {budget}: give bytes, 200e6 say, or None")
+    is_number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+    if budget is not None and not (is_number and budget >= 1):
+        raise ValueError(f"host_budget is {budget!r}: give bytes, 200e6 say, or None")
+    if not folder:
+        raise ValueError(f"disk is {folder!r}: give a folder, \".\" for the current one")
     groups = ownership.parameter_groups(model, options.get("param_groups"))
     options["param_groups"] = groups
     of_groups = [{name: value for name, value in group.items() if name != "params"}
                  for group in groups]
     chosen = cloudpickle.dumps((optimizer_class, optimizer_options, of_groups))
-    return Asked(str(folder), budget, chosen)
+    return Asked(os.fsdecode(folder), budget, chosen)
 
 
 def set_up(stage, asked: Asked, buckets: list) -> None:
