@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
+from processes import ended
 
 from zero_minimal import offload, stage2
 from zero_minimal.foundations.beside import HostError
@@ -27,20 +28,6 @@ def step(zero, number=0):
     zero.model(inputs.to(dtype), targets.to(dtype)).backward()
     zero.step()
     zero.zero_grad()
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def ended(pid):
-    deadline = time.monotonic() + 4
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not alive(pid)
 
 
 # ----------------------------------------------------------------------------------------------------- interruptions
@@ -86,7 +73,7 @@ def interrupted(stage, place, bucket_bytes):
         assert time.monotonic() - start < 1
     del zero, use, clip
     gc.collect()
-    return ended(pid)
+    return ended([pid])
 
 
 def all_interrupted():

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from processes import ended
 from thorough import sample
 from torch import nn
 
@@ -307,7 +308,7 @@ def test_a_kill_leaves_no_file(whose, number, tmp_path):
         toys.run(memory.until_killed, 2, 1 + number % 3, str(pids), whose, number / 10, disk=str(folder))
     assert time.monotonic() - start < 20
     found = [int(word) for file in pids.iterdir() for word in file.read_text().split()]
-    assert len(found) == 4 and memory.ended(found)
+    assert len(found) == 4 and ended(found)
     assert list(folder.iterdir()) == []
 
 

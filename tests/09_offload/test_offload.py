@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from processes import alive, ended
 from thorough import sample
 from torch import nn
 
@@ -361,22 +362,6 @@ def until_killed(stage, folder, whose, seconds, **options):
         threading.Timer(seconds, os.kill, (victim, signal.SIGKILL)).start()
     for step in range(10_000):
         toys.step_of(zero, step)
-
-
-def alive(pid):
-    """Whether a process runs: one that has ended and whose parent has not asked for it does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def ended(pids):
-    """Whether all of these processes have ended, or do so soon."""
-    deadline = time.monotonic() + 3
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(alive, pids))
 
 
 KILLS = [(whose, number) for whose in ("rank", "host") for number in range(10)]

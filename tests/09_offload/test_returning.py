@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from processes import alive, ended
 
 from zero_minimal import offload
 from zero_minimal.foundations import saved_state
@@ -100,13 +101,6 @@ def test_who_comes_first_after_a_step_sees_what_it_has_made(tmp_path):
     toys.run(used_at_once, 2, str(tmp_path), tuple(USES))
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def gone_in_between():
     """A stage goes while parameters are on their way to it: seconds until its host process has ended, too."""
     zero = made(offload.Offloaded3, bus=SLOW)
@@ -115,8 +109,7 @@ def gone_in_between():
     assert len(on_their_way(zero)) > 2 and alive(pid)
     del zero
     gc.collect()
-    while alive(pid) and time.monotonic() < start + 10:
-        time.sleep(0.01)
+    ended([pid], seconds=10)
     return time.monotonic() - start
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import toys
 from cells import cells_of, run_notebook
 from matplotlib.colors import to_rgb
+from processes import alive, ended
 from thorough import sample
 
 from zero_minimal import notebook
@@ -172,7 +173,7 @@ def test_a_rank_that_dies_is_told_and_all_start_again(world):
     before = world.processes
     text = message_of(world, "import os\nif rank == 2:\n    os._exit(7)\ndist.barrier()", within=30)
     assert "rank 2: ended, exit code 7" in text and "variables are gone" in text
-    assert not any(map(lives, before)), "ranks of before still live"
+    assert not any(map(alive, before)), "ranks of before still live"
     assert_works(world)
 
 
@@ -215,22 +216,12 @@ def test_no_process_outlives_the_notebook(end):
     lines = script.stdout.splitlines()
     *processes, folder = lines[1].split()
     assert len(processes) == 5, script.stderr
-    deadline = time.monotonic() + 5
-    while any(map(lives, processes)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    left = [process for process in processes if lives(process)]
+    ended(processes, seconds=5)
+    left = [process for process in processes if alive(process)]
     for process in left:
         os.kill(int(process), signal.SIGKILL)
     assert not left, "processes were left behind"
     assert not Path(folder).exists(), "files were left behind"
-
-
-def lives(process) -> bool:
-    """Whether a process runs: a dead one that nobody has asked for yet does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().split(") ")[1][0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # ------------------------------------------------------------------------------------------------- the notebooks' files
