@@ -254,7 +254,7 @@ def whole_on_rank_0(model, group, limits):
 
     class OneKeeps(Stage3):
         def _release(self, unit):
-            if self.rank or not self.backward.running:
+            if self.rank or not torch.is_grad_enabled():  # in forward it is
                 super()._release(unit)
 
     return OneKeeps(model, AdamW, group=group, **limits.options)
