@@ -316,7 +316,7 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
         """Let the host update its shards. All but the first come beside the next forward."""
         self._release_all()
         self.backward.complete()
-        ownership.check_trained(self.model)
+        ownership.check_trained(self.model)  # here it raises before the bus is in use
         for bucket in self.buckets:
             layout.wait_until_left(bucket)
         self.returning.begin(self._returned(), self.buckets)

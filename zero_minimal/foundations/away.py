@@ -251,6 +251,7 @@ class Kept:
         self.bus.send(((self.kept_bytes(), resident_bytes()),))
 
     def kept_bytes(self) -> int:
+        """Of masters, gradients, and the optimizer's tensors."""
         kept = [each for shard in self.shards.values() for each in (shard.master, shard.gradient)]
         states = (self.optimizer.state.get(shard.master, {}) for shard in self.shards.values())
         kept += [value for state in states for value in state.values()

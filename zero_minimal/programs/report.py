@@ -45,8 +45,7 @@ def offloaded(report: dict) -> str:
     """What the rank's host keeps, and what crosses the bus between them, beside the formulas."""
     ranks, dtype, stage = report["ranks"], report["dtype"], report["theory_stage"]
     size = formulas.BYTES[dtype][0]
-    is_cut = stage >= formulas.SHARDED_FROM["parameters"]
-    padding = report["padding"]["parameters"] / size * (ranks if is_cut else 1)  # elements of all ranks
+    padding = padding_of_all(report, stage, ranks)
     kept = formulas.host_bytes(1, 1, dtype)
     times = report["settings"]["accumulate"] if stage >= formulas.SHARDED_FROM["gradients"] else 1
     rows = [["the host of rank 0, bytes", "measured", "formula", "", "padding", "unexplained"]]
@@ -63,6 +62,12 @@ def offloaded(report: dict) -> str:
         cells = each * report["parameters"] / ranks, f"{each}Ψ/N", each * padding / ranks
         rows.append([f"  {words}", *explained(measured, *cells)])
     return "\n".join([table(rows), *([in_memory(report)] if disk else [])])
+
+
+def padding_of_all(report: dict, stage: int, ranks: int) -> float:
+    """Elements of padding in the shards of all ranks that share a model's states."""
+    own = report["padding"]["parameters"] / formulas.BYTES[report["dtype"]][0]
+    return own * ranks if stage >= formulas.SHARDED_FROM["parameters"] else own
 
 
 def in_memory(report: dict) -> str:

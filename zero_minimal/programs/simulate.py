@@ -112,8 +112,7 @@ def _host_rows(result: dict) -> list[list[str]]:
     """What an offloaded rank's host keeps, and what crosses the bus to it and back."""
     stage, dtype, ranks = result["stage"], result["dtype"], result["ranks"] // result["model_parallel"]
     size = formulas.BYTES[dtype][0]
-    is_cut = stage >= formulas.SHARDED_FROM["parameters"]
-    padding = round(result["padding"]["parameters"] / size * (ranks if is_cut else 1))  # elements of all ranks
+    padding = round(report.padding_of_all(result, stage, ranks))
     by_formula, explained = ({"kept": formulas.host_bytes(elements, ranks, dtype),
                               **formulas.bus_bytes(stage, elements, ranks, dtype)}
                              for elements in (result["parameters_of_rank"], padding))
@@ -140,6 +139,32 @@ def _living_lines(groups: list[Living], most: int = 6) -> list[str]:
 
 def main(arguments: list[str]) -> None:
     """The command: read the flags, simulate, print, write JSON and picture."""
+    parser = _parser()
+    flags = parser.parse_args(arguments)
+    if flags.config and (flags.stage != "3" or not flags.recompute):
+        parser.error("--config chooses a stage, and recomputes: give it without --stage and --no-recompute")
+    if (flags.budget_memory or flags.budget_sent) and flags.stage in ("0", "1", "2", "3"):
+        parser.error("a budget is for build() of a file: give it with --stage FILE.py")
+    try:
+        name, build = ("", None) if flags.stage in ("0", "1", "2", "3") else read_system(flags.stage)
+        case = Case(
+            _model(flags), 3 if build else int(flags.stage), flags.ranks, flags.dtype, flags.batch,
+            flags.model_parallel, flags.rank, offload=flags.offload, config=flags.config, build=build, name=name,
+            bucket_bytes=flags.bucket_mb * 2**20 if flags.bucket_mb else None,
+            budget=Budget(flags.budget_memory, flags.budget_sent, flags.batch, flags.sequence),
+        )
+        simulation = watched(case)
+    except ValueError as error:
+        parser.error(f"{place_of(error, flags.stage)}{error}")
+    print(describe(simulation))
+    if flags.json:
+        report.write_json(simulation.report, flags.json)
+    if flags.plot:
+        style.save(draw_simulation(simulation), flags.plot)
+
+
+def _parser() -> Parser:
+    """The flags."""
     parser = Parser(
         prog="python -m zero_minimal simulate",
         description="Run a stage's own code as one rank of many, on tensors that have a size and no memory, and count.",
@@ -164,27 +189,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw memory over the steps")
     add_shape(parser)
-    flags = parser.parse_args(arguments)
-    if flags.config and (flags.stage != "3" or not flags.recompute):
-        parser.error("--config chooses a stage, and recomputes: give it without --stage and --no-recompute")
-    if (flags.budget_memory or flags.budget_sent) and flags.stage in ("0", "1", "2", "3"):
-        parser.error("a budget is for build() of a file: give it with --stage FILE.py")
-    try:
-        name, build = ("", None) if flags.stage in ("0", "1", "2", "3") else read_system(flags.stage)
-        case = Case(
-            _model(flags), 3 if build else int(flags.stage), flags.ranks, flags.dtype, flags.batch,
-            flags.model_parallel, flags.rank, offload=flags.offload, config=flags.config, build=build, name=name,
-            bucket_bytes=flags.bucket_mb * 2**20 if flags.bucket_mb else None,
-            budget=Budget(flags.budget_memory, flags.budget_sent, flags.batch, flags.sequence),
-        )
-        simulation = watched(case)
-    except ValueError as error:
-        parser.error(f"{place_of(error, flags.stage)}{error}")
-    print(describe(simulation))
-    if flags.json:
-        report.write_json(simulation.report, flags.json)
-    if flags.plot:
-        style.save(draw_simulation(simulation), flags.plot)
+    return parser
 
 
 def place_of(error: ValueError, path: str) -> str:
