@@ -247,7 +247,8 @@ def test_the_host_updates_its_masters(assignment):
                 + (f"{still} of 3 masters are as they were before" if still else
                    f"the host's masters are off by {off:.2g} at most")
                 + (f": {words}" if words else ": each master is updated with its own gradient, times scale "
-                   "if there is one, in fp32, by the optimizer's group that it belongs to (optimizers.update)"), pytrace=False)
+                   "if there is one, in fp32, by the optimizer's group that it belongs to (optimizers.update)"),
+                pytrace=False)
 
 
 @pytest.mark.step(1, points=4, stuck=WAITS)
