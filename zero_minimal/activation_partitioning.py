@@ -196,7 +196,7 @@ class _Keeper:
 
     def bring_back(self, kept: Tensor, before: _Description) -> Tensor:
         """The whole tensor again, where it was."""
-        here = kept.to(before.device, non_blocking=True)
+        here = host.back(kept, before.device)
         return self.gather(here, before.shape) if before.is_cut else here
 
     def cut(self, tensor: Tensor) -> Tensor:

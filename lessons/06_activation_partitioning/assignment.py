@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zero_minimal.foundations import checkpoints, collectives
-from zero_minimal.foundations.host import announce
+from zero_minimal.foundations import checkpoints, collectives, host
+from zero_minimal.foundations.host import announce, beside_computation
 from zero_minimal.foundations.mesh import Group
 from zero_minimal.foundations.random_state import autocast_state, random_state, set_random_state
 
@@ -56,9 +56,8 @@ def autocast_as(states: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory [same shape and dtype], pinned if it comes from a GPU.
 
-    From a GPU the copy is under way when this returns, behind all that the current stream has to do
-    before. What that stream does later finds it complete; the CPU must wait for the stream to read
-    it.
+    From a GPU the copy is under way when this returns: it runs beside the computation, after what
+    the current stream has been given before. Read it with back(), which waits for it.
     """
     # step 5: returns a copy of the tensor in host memory, of the same dtype, announced once by
     # announce(copy). From a GPU: the copy is pinned, and under way.
@@ -214,7 +213,7 @@ class _Keeper:
 
     def bring_back(self, kept: Tensor, before: _Description) -> Tensor:
         """The whole tensor again, where it was."""
-        here = kept.to(before.device, non_blocking=True)
+        here = host.back(kept, before.device)
         return self.gather(here, before.shape) if before.is_cut else here
 
     def cut(self, tensor: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.bus import Bus, Parcel
 from zero_minimal.foundations.layout import Bucket
 
+AT_ONCE = 2**20  # words of a fingerprint on a GPU: of more, a shard would take 16 times its memory
+
 # ------------------------------------------------------------------------------------- on the rank
 
 
@@ -141,13 +143,18 @@ class StateOnHost(defaultdict):
 
 
 def _fingerprint(shard: Tensor) -> object:
-    """Another number if any bit is another. None if there are no bits."""
+    """Another number if any bit is another. None if there are no bits. On a GPU a tensor []: the
+    CPU waits for it only when it is compared, in the next step."""
     if not values.present():
         return None
-    if shard.device.type == "cpu":
+    if not shard.is_cuda:
         return ownership.checksum(shard)
-    words = shard.contiguous().view(torch.int16)
-    return int((words * torch.arange(1, len(words) + 1, device=shard.device)).sum())
+    words = shard.detach().contiguous().view(-1).view(torch.int16)
+    total = words.new_zeros((), dtype=torch.int64)
+    for piece, first in zip(words.split(AT_ONCE), range(0, len(words), AT_ONCE), strict=True):
+        places = torch.arange(first + 1, first + 1 + len(piece), device=shard.device)
+        total += (piece * places).sum()  # each word counts by its place
+    return total
 
 
 # ------------------------------------------------------------------------------------- on the host

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from zero_minimal.foundations import bus, interrupts, joining, ranks
 from zero_minimal.foundations.bus import Bus, NotSent, OtherSideGone, Parcel
+from zero_minimal.foundations.pinned import PinnedBus
 
 GRACE = 0.2  # seconds in which the host may still read that this is the end
 PATIENCE = 5  # seconds in which a rank may come to fail by itself
@@ -220,8 +221,8 @@ class Host:
                              "the speed that it has; leave bus= out")
         ours, theirs = bus.Queues.pair()
         memory = torch.zeros(2, bus.BUFFERS, size, dtype=torch.uint8, pin_memory=True)
-        self.bus = bus.PinnedBus(ours, memory, 0, device)
-        there = bus.PinnedBus(theirs, memory, 1, device)
+        self.bus = PinnedBus(ours, memory, 0, device)
+        there = PinnedBus(theirs, memory, 1, device)
         threading.Thread(target=_serve, args=(serve, there), daemon=True).start()
 
 

@@ -12,7 +12,7 @@ itself. Nobody sleeps for that but the side that wants to read it, so a transfer
 sides compute.
 
 With a CPU the two sides are processes, and the buffers are memory that both of them see. With a GPU
-the host is a thread of the rank, the buffers are pinned, and a stream of its own copies.
+the host is a thread of the rank, the buffers are pinned, and a stream of its own copies (pinned.py).
 """
 
 import contextlib
@@ -204,10 +204,14 @@ class Bus:
         start = time.monotonic()
         message = self.pipe.get()
         self.waited += time.monotonic() - start
-        if isinstance(message, int):
-            self._unused.append(message)
-        else:
+        if isinstance(message, tuple):
             self._arrived.append(message)
+        else:
+            self._unused.append(self._is_unused(message))
+
+    def _is_unused(self, message: int) -> int:
+        """The number of a buffer that may be filled, of the message that says so."""
+        return message
 
 
 def _view(buffer: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -278,29 +282,7 @@ def memory_of(number: int, size: int) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8).view(2, BUFFERS, size)
 
 
-# --------------------------------------------------------------------------------------- with a GPU
-
-
-class PinnedBus(Bus):
-    """Between a GPU and the host's memory, in one process. Each end has a stream of its own, so
-    that copies run beside the computation; the real bus sets the speed."""
-
-    def __init__(self, pipe, memory: torch.Tensor, side: int, device: torch.device):
-        super().__init__(pipe, memory, side, None)
-        self.device, self.stream = device, torch.cuda.Stream(device)
-
-    def _fill(self, place, tensor, start):
-        if not tensor.is_cuda:
-            return super()._fill(place, tensor, start)
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which makes the tensor
-        with torch.cuda.stream(self.stream):
-            place.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self.stream)  # its memory is not for others before
-            return self.stream.record_event()
-
-    def _until(self, done):
-        if done is not None:
-            done.synchronize()
+# ----------------------------------------------------------------- what two threads have in common
 
 
 CLOSED = object()

@@ -18,15 +18,42 @@ _listeners: list[Callable[[torch.Tensor], None]] = []
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory [same shape and dtype], pinned if it comes from a GPU.
 
-    From a GPU the copy is under way when this returns, behind all that the current stream has to do
-    before. What that stream does later finds it complete; the CPU must wait for the stream to read
-    it.
+    From a GPU the copy is under way when this returns: it runs beside the computation, after what
+    the current stream has been given before. Read it with back(), which waits for it.
     """
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu",
                        pin_memory=tensor.is_cuda and torch.cuda.is_available())
-    copy.copy_(tensor, non_blocking=True)
+    with beside_computation(tensor):
+        copy.copy_(tensor, non_blocking=True)
     announce(copy)
     return copy
+
+
+def back(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy in host memory, on a device again. On a GPU the current stream waits for both copies,
+    the CPU for none."""
+    if device in _streams:
+        torch.cuda.current_stream(device).wait_stream(_streams[device])
+    return copy.to(device, non_blocking=True)
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}  # which copy to the host, one for each GPU
+
+
+@contextmanager
+def beside_computation(tensor: torch.Tensor) -> Iterator[None]:
+    """Context of a copy of this tensor that shall run beside what the current stream is given next.
+    On a CPU there is nothing to do."""
+    if not (tensor.is_cuda and torch.cuda.is_available()):
+        yield
+        return
+    if tensor.device not in _streams:
+        _streams[tensor.device] = torch.cuda.Stream(tensor.device)
+    stream = _streams[tensor.device]
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))  # which makes the tensor
+    with torch.cuda.stream(stream):
+        yield
+    tensor.record_stream(stream)  # its memory is not for others before the copy is done
 
 
 def announce(copy: torch.Tensor) -> None:

@@ -18,6 +18,8 @@ from zero_minimal.foundations.released import refuse_left_behind
 from zero_minimal.foundations.ties import LEFT_BEHIND, Tie
 from zero_minimal.foundations.units import Unit
 
+IN_BACKWARD = 2**48  # more nodes than any forward makes
+
 
 class Pass:
     """A forward pass. The nodes of its graph hold this object: it lives as long as they."""
@@ -172,7 +174,7 @@ class Turns:
     def _watch(self, node, owner_of: Callable[[int], Unit | None]) -> None:
         if node is None or "watched" in node.metadata:
             return
-        number = node._sequence_nr()
+        number = _ordered(node._sequence_nr())
         if owner := owner_of(number):
             node.metadata["watched"] = self._pass
             node.register_prehook(Tie(
@@ -204,7 +206,7 @@ class Turns:
         """Autograd has recorded an operation on a lent parameter: a small call of its unit."""
         if "watched" in node.metadata:
             return
-        number = node._sequence_nr()
+        number, began = _ordered(node._sequence_nr()), _ordered(began)
         self._first_call.setdefault(unit, began)
         self._calls.append((began, _next_number(), unit, weakref.ref(self._pass)))
         node.metadata["watched"] = self._pass
@@ -263,5 +265,13 @@ def refuse_backward(*_) -> None:
 
 
 def _next_number() -> int:
-    """The number that autograd will give to the next node of a graph."""
-    return torch.autograd._get_sequence_nr()
+    """The number of the next node of a graph."""
+    return _ordered(torch.autograd._get_sequence_nr())
+
+
+def _ordered(number: int) -> int:
+    """Autograd's number of a node that is being made, such that nodes of a computation that runs
+    again in backward come after those of forward. Autograd counts in each thread by itself, and
+    backward on a GPU runs in a thread of its own: there its numbers begin at 0."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return number + IN_BACKWARD if in_backward else number
