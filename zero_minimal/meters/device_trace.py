@@ -1,0 +1,109 @@
+"""Device trace: what a GPU did when, from torch's profiler, and how much of one kind of work ran beside another.
+
+    with recorded() as recording:
+        ...                                    # a step or two
+    work = recording.work(path)                # path: keep the trace there, for Perfetto (https://ui.perfetto.dev)
+    hidden(copies(work), computation(work))    # the share of the copies' time in which the GPU also computed
+"""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class Work(NamedTuple):
+    """One kernel or copy: seconds of the profiler's clock, and the stream that it ran on."""
+
+    kind: str
+    name: str
+    start: float
+    end: float
+    stream: int
+
+
+class Recording:
+    """A profile that was taken."""
+
+    def __init__(self, profiler: profile):
+        self.profiler = profiler
+
+    def work(self, path: str | Path | None = None) -> list[Work]:
+        """What the GPU did, by start. `path`: where the whole trace is kept; it ends with .json."""
+        with tempfile.TemporaryDirectory() as folder:
+            kept = Path(path) if path else Path(folder) / "trace.json"
+            self.profiler.export_chrome_trace(str(kept))
+            return work_of(json.loads(kept.read_text(encoding="utf-8", errors="replace")))
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Recording]:
+    """Context whose work is recorded, on the GPU as well where there is one."""
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with profile(activities=kinds) as profiler:
+        yield Recording(profiler)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def work_of(trace: dict) -> list[Work]:
+    """What the GPU did, of a trace in Chrome's format (times in microseconds)."""
+    events = (event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in KINDS)
+    return sorted(
+        (Work(event["cat"], event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6,
+              event.get("args", {}).get("stream", -1)) for event in events),
+        key=lambda work: work.start,
+    )
+
+
+def messages(work: Iterable[Work]) -> list[Work]:
+    """NCCL's."""
+    return [one for one in work if one.kind == "kernel" and one.name.startswith("nccl")]
+
+
+def computation(work: Iterable[Work]) -> list[Work]:
+    """All other kernels."""
+    return [one for one in work if one.kind == "kernel" and not one.name.startswith("nccl")]
+
+
+def copies(work: Iterable[Work], way: str = "") -> list[Work]:
+    """Between GPU and host, through pinned memory; way: "DtoH" or "HtoD"."""
+    return [one for one in work if one.kind == "gpu_memcpy" and "Pinned" in one.name and way in one.name]
+
+
+def seconds(work: Iterable[Work]) -> float:
+    """In which any of it ran."""
+    return sum(end - start for start, end in _merged(work))
+
+
+def hidden(some: Iterable[Work], others: Iterable[Work]) -> float | None:
+    """The share of the seconds of `some` in which one of the others ran, too. None where there was nothing."""
+    first, second = _merged(some), _merged(others)
+    total = sum(end - start for start, end in first)
+    both, place = 0.0, 0
+    for start, end in first:
+        while place < len(second) and second[place][1] <= start:
+            place += 1
+        for other in range(place, len(second)):
+            if second[other][0] >= end:
+                break
+            both += min(end, second[other][1]) - max(start, second[other][0])
+    return both / total if total else None
+
+
+def _merged(work: Iterable[Work]) -> list[tuple[float, float]]:
+    """Spans of time, in order, that do not touch."""
+    spans: list[tuple[float, float]] = []
+    for start, end in sorted((one.start, one.end) for one in work):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+        else:
+            spans.append((start, end))
+    return spans

@@ -1,0 +1,105 @@
+"""Agreement: whether all stages compute the same bits on GPUs, as they do on CPUs.
+
+    nccl      a rank for each GPU. NCCL sums in an order of its own, which depends on where an element lies: with more than
+              two ranks stages may differ in the last bits
+    shared    several ranks on one GPU, gloo with host staging: sums are in rank order, and bits must agree
+"""
+
+import gc
+import zlib
+
+import torch
+
+from zero_minimal.activation_partitioning import checkpoint_blocks
+from zero_minimal.foundations import ownership, ranks
+from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
+from zero_minimal.programs.gpu.place import Check, Place, ask_for_same_bits, one_gpu_only, result, same_bits
+from zero_minimal.programs.registry import STAGES
+from zero_minimal.stage2 import Stage2
+from zero_minimal.stage3 import Stage3
+from zero_minimal.workload import loop
+from zero_minimal.workload.settings import Settings
+
+STEPS = 4
+SHARING = 2  # ranks on one GPU
+CLOSE = 1e-4  # relative: sums in another order, or an update on the CPU
+WAYS = {  # name: the stage, and what its blocks' checkpoints are told
+    **{f"stage {number}": (stage, None) for number, stage in enumerate(STAGES)},
+    "stage 2, checkpoints": (Stage2, {}),
+    "stage 3, checkpoints": (Stage3, {}),
+    "stage 3, checkpoints on the host": (Stage3, {"to_host": True}),
+}
+AWAY = {"stage 1, offloaded": (Offloaded1, None), "stage 2, offloaded": (Offloaded2, None),
+        "stage 3, offloaded": (Offloaded3, None), "stage 3, offloaded, checkpoints": (Offloaded3, {})}
+
+
+def nccl(place: Place) -> dict:
+    """The part: a rank for each GPU."""
+    world_size = 1 if place.dry else place.gpus
+    return compared(place, world_size, bits=world_size <= 2)
+
+
+def shared(place: Place) -> dict:
+    """The part: ranks that share a GPU."""
+    one_gpu_only()
+    return compared(place, SHARING, bits=True)
+
+
+def compared(place: Place, world_size: int, bits: bool) -> dict:
+    """Train in all ways, and look whose losses and parameters are whose. bits: they must be the same."""
+    same_bits()
+    rows = []
+    for dtype in ("fp32", "bf16"):
+        of_ranks = place.run(train_all, world_size, place.small(dtype=dtype, steps=STEPS, clip=1.0))
+        rows += [{"dtype": dtype, **row} for row in of_ranks[0]]
+    checks = []
+    for dtype in ("fp32", "bf16"):
+        own = [row for row in rows if row["dtype"] == dtype]
+        checks.append(alike(f"{dtype}: stages 0 to 3, with checkpoints and without", own[: len(WAYS)], bits))
+        checks.append(alike(f"{dtype}: offloaded stages, updated on the CPU", own[len(WAYS) :], bits))
+        checks.append(near(f"{dtype}: offloaded beside stage 0", own[len(WAYS)], own[0]))
+    return result(checks, ranks=world_size, backend=of_ranks[0][0]["backend"], rows=rows)
+
+
+def alike(what: str, rows: list[dict], bits: bool) -> Check:
+    """Whether all have the first one's losses and parameters."""
+    odd = [row["name"] for row in rows if (row["losses"], row["sum"]) != (rows[0]["losses"], rows[0]["sum"])]
+    furthest = max(apart(row, rows[0]) for row in rows)
+    measured = "the same bits" if not odd else f"{', '.join(odd)}: other bits, losses within {furthest:.1g}"
+    wanted = "the same bits" if bits else f"losses within {CLOSE:g}"
+    return Check(what, measured, wanted, not odd if bits else furthest <= CLOSE)
+
+
+def near(what: str, row: dict, reference: dict) -> Check:
+    """Whether the losses are about the reference's."""
+    limit = CLOSE if row["dtype"] == "fp32" else 1e-2
+    return Check(what, f"losses within {apart(row, reference):.1g}", f"within {limit:g}", apart(row, reference) <= limit)
+
+
+def apart(row: dict, reference: dict) -> float:
+    """The largest relative difference of two runs' losses; infinite for one that is not a number."""
+    pairs = list(zip(row["losses"], reference["losses"], strict=True))
+    apart = [abs(loss - right) / abs(right) for loss, right in pairs]
+    return max(one if one == one else float("inf") for one in apart)
+
+
+def train_all(settings: Settings) -> list[dict]:
+    """On each rank: all ways, one after the other."""
+    ask_for_same_bits()
+    rows = []
+    for name, (stage_class, kept) in (WAYS | AWAY).items():
+        with ranks.start() as rank:
+            zero = loop.build(stage_class, settings, rank)
+            if kept is not None:
+                checkpoint_blocks(zero.model, **kept)
+            steps = loop.steps(zero, loop.training_batches(settings, rank.rank), settings)
+            losses = [sum(part.item() for part in parts) for parts in steps]
+            with zero.gather_parameters():
+                sums = [ownership.checksum(param) for param in zero.model.parameters()]
+            rows.append({"name": name, "losses": loop.mean_over_ranks(losses, rank), "backend": rank.backend,
+                         "sum": zlib.crc32(repr(sums).encode())})
+            del zero, steps
+            gc.collect()
+            if rank.device.type == "cuda":
+                torch.cuda.empty_cache()
+    return rows

@@ -1,0 +1,188 @@
+"""Copies: whether what goes to the host and comes back does so beside the computation.
+
+    offload        gradients leave during backward, parameters return (offload.py, foundations/pinned.py)
+    checkpoints    P_a+cpu: a block's input leaves during the forward of the blocks after it (foundations/host.py)
+
+CUDA's events say when each copy of the bus ran; torch's profiler says when each kernel ran, and on which stream.
+"""
+
+import torch
+
+from zero_minimal.activation_partitioning import checkpoint_blocks
+from zero_minimal.foundations import ranks
+from zero_minimal.meters import device_trace, gpu
+from zero_minimal.offload import Offloaded2, Offloaded3
+from zero_minimal.programs.gpu.place import Check, Place, result
+from zero_minimal.stage2 import Stage2
+from zero_minimal.stage3 import Stage3
+from zero_minimal.workload import loop
+from zero_minimal.workload.settings import Settings
+
+WARM = 2  # steps before anything is measured: pinned memory is taken in the first
+HIDDEN = 0.5  # the share of the copies that should run beside kernels
+
+
+def offload(place: Place) -> dict:
+    """The part: stages 2 and 3 offloaded, on one GPU."""
+    rows = place.run(watch_offload, 1, place.settings(steps=WARM + 1), place.trace)[0]
+    checks = []
+    for row in rows:
+        name = row["name"]
+        checks.append(share(f"{name}: gradients leave beside kernels", row["hidden"]["DtoH"]))
+        if name.startswith("stage 3"):
+            checks.append(share(f"{name}: parameters come back beside kernels", row["hidden"]["HtoD"]))
+        events = row["events"]
+        checks.append(Check(f"{name}: bytes that crossed, against the formula 2Ψ/N each way",
+                            f"{row['sent'] / 1e6:,.1f} and {row['received'] / 1e6:,.1f} MB",
+                            f"{row['formula'] / 1e6:,.1f} MB", row["sent"] == row["received"] == row["formula"]))
+        if events:
+            checks.append(Check(f"{name}: copies to the host that began before backward had ended, by CUDA's events",
+                                f"{events['in_backward']} of {events['copies']}", "all but the last bucket's",
+                                events["in_backward"] >= events["copies"] - 2))
+    return result(checks, rows=rows)
+
+
+def checkpoints(place: Place) -> dict:
+    """The part: checkpoints on the host, on one GPU."""
+    rows = place.run(watch_checkpoints, 1, place.settings(steps=WARM + 1))[0]
+    here, there = rows
+    checks = [share("checkpoints leave beside kernels", there["hidden"]["DtoH"]),
+              Check("the GPU's memory between forward and backward, with checkpoints on the host",
+                    f"{there['between'] / 1e6:,.1f} MB", f"less than {here['between'] / 1e6:,.1f} MB, as without",
+                    there["between"] < here["between"] if here["between"] else None),
+              Check("losses with and without", "the same" if here["losses"] == there["losses"] else "others",
+                    "the same", here["losses"] == there["losses"])]
+    return result(checks, rows=rows)
+
+
+def share(what: str, hidden: float | None) -> Check:
+    """A share of time that was hidden."""
+    if hidden is None:
+        return Check(what, "no such copy in the trace", f"at least {HIDDEN:.0%}", None)
+    return Check(what, f"{hidden:.0%} of their time", f"at least {HIDDEN:.0%}", hidden >= HIDDEN)
+
+
+def hidden_of(work: list[device_trace.Work]) -> dict:
+    """Of the JSON: the hidden share of each way, and the seconds of copies and kernels."""
+    kernels = device_trace.computation(work)
+    ways = {way: device_trace.copies(work, way) for way in ("DtoH", "HtoD")}
+    return {"hidden": {way: device_trace.hidden(some, kernels) for way, some in ways.items()},
+            "seconds": {way: device_trace.seconds(some) for way, some in ways.items()}
+            | {"kernels": device_trace.seconds(kernels)}}
+
+
+# ---------------------------------------------------------------------------------------------------------- on the rank
+
+
+def watch_offload(settings: Settings, trace: str) -> list[dict]:
+    """A step of each of the two, and the forward after it: at stage 3 parameters come back then."""
+    rows = []
+    for number, stage in ((2, Offloaded2), (3, Offloaded3)):
+        with ranks.start() as rank:
+            zero = loop.build(stage, settings, rank)
+            source = loop.training_batches(settings, rank.rank)
+            batches = [tuple(part.to(rank.device) for part in next(source)) for _ in range(WARM + 2)]
+            for batch in batches[:WARM]:
+                step(zero, batch)
+            bus = zero.host.bus
+            bus.copies, before = [], (bus.sent, bus.received)
+            with device_trace.recorded() as recording:
+                moments = step(zero, batches[WARM])
+                loss = zero.model(*batches[WARM + 1])
+                loss.item()
+            crossed = bus.sent - before[0], bus.received - before[1]
+            shards = sum(bucket.parameter_shard.nbytes for bucket in zero.buckets)
+            work = recording.work(trace if number == 3 else None)
+            rows.append({"name": f"stage {number}, offloaded", "sent": crossed[0], "received": crossed[1],
+                         "formula": shards, "events": by_events(bus.copies, moments, gpu.of(rank.device)),
+                         **hidden_of(work)})
+            bus.copies = None
+            zero.host.end()
+            del zero, loss, batches
+    return rows
+
+
+def step(zero, batch: tuple) -> tuple:
+    """One of training. Returns the moments at which backward began and ended."""
+    meter = gpu.of(batch[0].device)
+    zero.zero_grad()
+    loss = zero.model(*batch)
+    began = meter.now()
+    loss.backward()
+    ended = meter.now()
+    zero.step()
+    return began, ended
+
+
+def by_events(copies: list, moments: tuple, meter) -> dict | None:
+    """How many copies to the host began before backward had ended, and their seconds. None without a GPU."""
+    if not meter.is_there:
+        return None
+    meter.synchronize()
+    leaving = [copy for copy in copies if copy.leaves]
+    in_backward = sum(meter.seconds(copy.start, moments[1]) > 0 for copy in leaving)
+    return {"copies": len(leaving), "in_backward": in_backward, "backward": meter.seconds(*moments),
+            "leaving": sum(meter.seconds(copy.start, copy.end) for copy in leaving),
+            "returning": sum(meter.seconds(copy.start, copy.end) for copy in copies if not copy.leaves)}
+
+
+def watch_checkpoints(settings: Settings) -> list[dict]:
+    """With checkpoints on the GPU, and with them on the host."""
+    rows = []
+    for to_host in (False, True):
+        with ranks.start() as rank:
+            meter = gpu.of(rank.device)
+            zero = loop.build(Stage2, settings, rank)
+            checkpoint_blocks(zero.model, to_host=to_host)
+            source = loop.training_batches(settings, rank.rank)
+            batches = [tuple(part.to(rank.device) for part in next(source)) for _ in range(WARM + 1)]
+            losses = []
+            for number, batch in enumerate(batches):
+                zero.zero_grad()
+                meter.synchronize()
+                before = meter.allocated()
+                with device_trace.recorded() as recording:
+                    loss = zero.model(*batch)
+                meter.synchronize()
+                between = meter.allocated() - before
+                losses.append(loss.item())
+                loss.backward()
+                zero.step()
+            rows.append({"to_host": to_host, "between": between, "losses": losses, **hidden_of(recording.work())})
+            del zero, loss, batch, batches
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------- messages beside kernels
+
+
+def overlap(place: Place) -> dict:
+    """The part: how much of NCCL's time has kernels beside it, on a rank for each GPU."""
+    world_size = 1 if place.dry else place.gpus
+    rows = place.run(watch_messages, world_size, place.settings(steps=WARM + 1), place.trace)[0]
+    checks = [Check(f"{row['name']}: NCCL beside kernels",
+                    "nothing to see" if row["hidden"] is None else f"{row['hidden']:.0%} of its time",
+                    f"at least {HIDDEN:.0%}", None if row["hidden"] is None else row["hidden"] >= HIDDEN) for row in rows]
+    return result(checks, ranks=world_size, rows=rows)
+
+
+def watch_messages(settings: Settings, trace: str) -> list[dict]:
+    """A step of stages 2 and 3 under the profiler. Rank 0 keeps the trace of stage 3."""
+    rows = []
+    for number, stage in ((2, Stage2), (3, Stage3)):
+        with ranks.start() as rank:
+            zero = loop.build(stage, settings, rank)
+            source = loop.training_batches(settings, rank.rank)
+            batches = [tuple(part.to(rank.device) for part in next(source)) for _ in range(WARM + 1)]
+            for batch in batches[:WARM]:
+                step(zero, batch)
+            gpu.of(rank.device).synchronize()
+            torch.distributed.barrier()
+            with device_trace.recorded() as recording:
+                step(zero, batches[WARM])
+            work = recording.work(trace if number == 3 and rank.rank == 0 else None)
+            sent, kernels = device_trace.messages(work), device_trace.computation(work)
+            rows.append({"name": f"stage {number}", "hidden": device_trace.hidden(sent, kernels),
+                         "seconds": {"nccl": device_trace.seconds(sent), "kernels": device_trace.seconds(kernels)}})
+            del zero, batches
+    return rows

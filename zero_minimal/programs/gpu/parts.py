@@ -1,0 +1,59 @@
+"""Parts: what check-gpu consists of. Each runs as a process of its own, so that one that hangs or crashes is a line of
+the table, and the others run all the same.
+
+    python -m zero_minimal.programs.gpu.parts NAME --json FILE [--gpus N] [--dry]
+
+is what check-gpu starts, and what to start alone for a part that has failed.
+"""
+
+import argparse
+import importlib
+import sys
+from dataclasses import dataclass
+
+from zero_minimal.programs import report
+from zero_minimal.programs.gpu.place import Place
+
+
+@dataclass(frozen=True)
+class Part:
+    """What it looks at, in words; the function(place) in this folder; seconds that it may take; GPUs that it needs."""
+
+    title: str
+    module: str
+    function: str = "run"
+    limit: float = 60.0
+    gpus: int = 1
+
+
+PARTS = {  # in the order in which they run; their limits are 8 minutes together
+    "machine": Part("what is here", "machine", limit=50),
+    "nccl": Part("all stages on NCCL, a rank a GPU", "agreement", "nccl", 70),
+    "shared": Part("all stages, ranks that share a GPU", "agreement", "shared", 80),
+    "memory": Part("the ledger beside the allocator", "memory", limit=60),
+    "offload": Part("offload: copies beside computation", "copies", "offload", 60),
+    "checkpoints": Part("P_a+cpu: copies beside computation", "copies", "checkpoints", 40),
+    "fragments": Part("M_D beside the allocator's statistics", "fragments", limit=40),
+    "overlap": Part("NCCL beside computation", "copies", "overlap", 40, gpus=2),
+    "throughput": Part("speed beside DDP and FSDP2", "throughput", limit=80),
+}
+
+
+def main(arguments: list[str]) -> None:
+    """One part: what it found goes to a file."""
+    parser = argparse.ArgumentParser(prog="python -m zero_minimal.programs.gpu.parts")
+    parser.add_argument("name", choices=PARTS)
+    parser.add_argument("--json", required=True)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--gigabytes", type=float, default=16.0)
+    parser.add_argument("--limit", type=float, default=60.0)
+    parser.add_argument("--trace", default="")
+    parser.add_argument("--dry", action="store_true")
+    flags = vars(parser.parse_args(arguments))
+    name, file = flags.pop("name"), flags.pop("json")
+    module = importlib.import_module(f"zero_minimal.programs.gpu.{PARTS[name].module}")
+    report.write_json(getattr(module, PARTS[name].function)(Place(**flags)), file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

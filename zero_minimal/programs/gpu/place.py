@@ -1,0 +1,73 @@
+"""Place: where a part of check-gpu runs, what it trains there, and how it says what it found."""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from zero_minimal.foundations import ranks
+from zero_minimal.workload.settings import Settings
+
+SMALL = dict(layers=2, hidden=32, heads=2, sequence=16, batch=2)  # --dry, and what compares bits
+
+
+@dataclass(frozen=True)
+class Place:
+    """gpus: that are used, of the machine's. dry: none, all on the CPU and small. gigabytes: of one GPU. trace: where a
+    trace shall be kept. limit: seconds for this part."""
+
+    gpus: int = 0
+    dry: bool = False
+    gigabytes: float = 0.0
+    trace: str = ""
+    limit: float = 60.0
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
+
+    def run(self, function: Callable, world_size: int, *args) -> list:
+        """The function's results, of new ranks."""
+        return ranks.run(function, world_size, *args, device=self.device, timeout=self.limit)
+
+    def settings(self, **others) -> Settings:
+        """What a GPU has something to do with: 85 million parameters, and as many tokens as its memory takes."""
+        batch = max(1, min(16, int(self.gigabytes // 4)))
+        large = dict(layers=12, hidden=768, heads=12, sequence=1024, batch=batch, dtype="bf16")
+        return Settings(**({**SMALL, "dtype": "bf16"} if self.dry else large) | others)
+
+    def small(self, **others) -> Settings:
+        """What is quick, whatever has to be compared."""
+        return Settings(**(SMALL if self.dry else dict(layers=4, hidden=256, heads=4, sequence=64, batch=4)) | others)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was measured, and whether it is what was wanted: True, False, or None where there was nothing to measure."""
+
+    what: str
+    measured: str
+    wanted: str
+    ok: bool | None
+
+
+def result(checks: list[Check], **more) -> dict:
+    """What a part writes: its checks, and the numbers for table and pictures."""
+    return {"checks": [asdict(check) for check in checks], **more}
+
+
+def one_gpu_only() -> None:
+    """From here on this process, and what it starts, sees one GPU: so that several ranks have to share it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+
+
+def same_bits() -> None:
+    """From here on, in this process and in what it starts, the same computation gives the same bits."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+
+def ask_for_same_bits() -> None:
+    """The same, in a rank."""
+    torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,0 +1,50 @@
+"""Throughput: our stages beside torch's DDP and FSDP2 on GPUs."""
+
+import gc
+import statistics
+
+from zero_minimal.foundations import ranks
+from zero_minimal.meters import gpu
+from zero_minimal.meters.timing import time_steps
+from zero_minimal.programs.gpu.place import Check, Place, result
+from zero_minimal.programs.registry import CONTENDERS
+from zero_minimal.workload.settings import Settings
+
+NAMES = ("DDP", "stage 0", "stage 1", "stage 2", "stage 3", "FSDP2")
+WARM_UP, STEPS, ROUNDS = 5, 10, 2
+CLOSE = 2e-2  # relative: bf16, and sums in another order
+
+
+def run(place: Place) -> dict:
+    """The part: milliseconds a step and tokens a second, each contender in turn, in the same ranks."""
+    world_size = 1 if place.dry else place.gpus
+    settings = place.settings(steps=2 if place.dry else STEPS)
+    rows = place.run(time_all, world_size, settings)[0]
+    first = rows[0]["losses"][-1]
+    checks = [Check(f"{row['name']}: its last loss beside DDP's", f"{row['losses'][-1]:.4f}",
+                    f"{first:.4f}, within {CLOSE:.0%}", abs(row["losses"][-1] - first) <= CLOSE * first)
+              for row in rows[1:]]
+    return result(checks, ranks=world_size, rows=rows, settings=f"{settings}")
+
+
+def time_all(settings: Settings) -> list[dict]:
+    """On each rank."""
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    rows = {}
+    for _ in range(ROUNDS):
+        for name in NAMES:
+            with ranks.start() as rank:
+                meter = gpu.of(rank.device)
+                gc.collect()
+                meter.forget()
+                timed = time_steps(CONTENDERS[name], settings, WARM_UP)
+                seconds[name] += timed["seconds"]
+                rows[name] = {"name": name, "losses": timed["losses"],
+                              "allocated": meter.highest()}
+                tokens = settings.tokens_per_step(rank.world_size)
+    for name, row in rows.items():
+        row["step_seconds"] = statistics.median(seconds[name])
+        row["tokens_per_second"] = tokens / row["step_seconds"]
+    return list(rows.values())
+
+
