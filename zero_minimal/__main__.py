@@ -24,6 +24,8 @@ COMMANDS = {  # name: (module of this package with main(arguments), what it does
               "time stages and peers in turn, beside DDP; traffic and memory; scaling"),
     "latency": ("programs.latency",
                 "what a message costs here before its first byte: measured, fitted, drawn"),
+    "check-gpu": ("programs.check_gpu",
+                  "what only a GPU can show: memory, overlap, bits, speed; 8 minutes"),
     "export": ("programs.export",
                "a checkpoint's weights as a safetensors file, for the plain model"),
     "import": ("programs.take_over",

@@ -32,10 +32,9 @@ OK, OFF, FAILED, SKIPPED = "ok", "off", "failed", "skipped"
 
 @dataclass(frozen=True)
 class Here:
-    """What the parts are told: GPUs, bytes of the smallest, whether to run without, and where a trace shall go."""
+    """What the parts are told: GPUs, whether to run without, and where a trace shall go."""
 
     gpus: int
-    gigabytes: float
     dry: bool
     trace: str | None
 
@@ -63,7 +62,7 @@ def run_part(name: str, here: Here, left: float) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         command = [sys.executable, "-m", "zero_minimal.programs.gpu.parts", name, "--json", str(file),
-                   "--gpus", str(here.gpus), "--gigabytes", str(here.gigabytes), "--limit", str(limit)]
+                   "--gpus", str(here.gpus), "--limit", str(limit)]
         command += ["--dry"] * here.dry + (["--trace", here.trace] if here.trace and traced(here) == name else [])
         end, said = process(command, limit + 2)  # ranks that hang say first where they stand
         if end is None:
@@ -173,8 +172,7 @@ def main(arguments: list[str]) -> str | int | None:
     gpus = torch.cuda.device_count()
     if not gpus and not flags.dry:
         return NO_GPU
-    # without a look at them, which would take memory there: one of NVIDIA's own sizes, unless a part says otherwise
-    here = Here(0 if flags.dry else gpus, gigabytes_of(gpus), flags.dry, flags.trace and str(Path(flags.trace).absolute()))
+    here = Here(0 if flags.dry else gpus, flags.dry, flags.trace and str(flags.trace.absolute()))
     rows = run_parts(names, here)
     report.say(describe(rows))
     if flags.json:
@@ -183,8 +181,3 @@ def main(arguments: list[str]) -> str | int | None:
         print(why, file=sys.stderr)
     return 1 if any(row["status"] in (OFF, FAILED) for row in rows) else None
 
-
-def gigabytes_of(gpus: int) -> float:
-    """Of the smallest GPU."""
-    sizes = [torch.cuda.get_device_properties(number).total_memory / 1e9 for number in range(gpus)]
-    return min(sizes, default=0.0)

@@ -16,8 +16,6 @@ from zero_minimal.defragmentation import Slab, gradients_in_slab
 from zero_minimal.foundations import interrupts
 from zero_minimal.meters.allocator import MIB, CachingAllocator, Finding, find_capacity, replay
 from zero_minimal.meters.memory import Event, Ledger
-from zero_minimal.pictures import style
-from zero_minimal.pictures.fragmentation import draw_map
 from zero_minimal.programs import progress, report
 from zero_minimal.workload import data, loop
 from zero_minimal.workload.model import GPT, GPTConfig
@@ -146,6 +144,9 @@ def main(arguments: list[str] | None = None) -> None:
     progress.take_back()
     report.say(describe(recordings, finding))
     if options.picture:
+        from zero_minimal.pictures import style  # check-gpu records, perhaps where there is no matplotlib
+        from zero_minimal.pictures.fragmentation import draw_map
+
         style.save(draw_map(recordings, finding), options.picture)
 
 

@@ -11,6 +11,7 @@ import torch
 from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.foundations import ranks
 from zero_minimal.meters import device_trace, gpu
+from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.offload import Offloaded2, Offloaded3
 from zero_minimal.programs.gpu.place import Check, Place, result
 from zero_minimal.stage2 import Stage2
@@ -84,18 +85,19 @@ def watch_offload(settings: Settings, trace: str) -> list[dict]:
             batches = [tuple(part.to(rank.device) for part in next(source)) for _ in range(WARM + 2)]
             for batch in batches[:WARM]:
                 step(zero, batch)
-            bus = zero.host.bus
-            bus.copies, before = [], (bus.sent, bus.received)
+            bus, meter = zero.host.bus, BusMeter(zero)
+            bus.copies = []
             with device_trace.recorded() as recording:
-                moments = step(zero, batches[WARM])
+                with meter.step():
+                    moments = step(zero, batches[WARM])
                 loss = zero.model(*batches[WARM + 1])
                 loss.item()
-            crossed = bus.sent - before[0], bus.received - before[1]
+            crossed = meter.crossed()
             shards = sum(bucket.parameter_shard.nbytes for bucket in zero.buckets)
             work = recording.work(trace if number == 3 else None)
-            rows.append({"name": f"stage {number}, offloaded", "sent": crossed[0], "received": crossed[1],
-                         "formula": shards, "events": by_events(bus.copies, moments, gpu.of(rank.device)),
-                         **hidden_of(work)})
+            rows.append({"name": f"stage {number}, offloaded", "sent": crossed["to_host"],
+                         "received": crossed["to_device"], "formula": shards,
+                         "events": by_events(bus.copies, moments, gpu.of(rank.device)), **hidden_of(work)})
             bus.copies = None
             zero.host.end()
             del zero, loss, batches

@@ -45,7 +45,6 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("name", choices=PARTS)
     parser.add_argument("--json", required=True)
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--gigabytes", type=float, default=16.0)
     parser.add_argument("--limit", type=float, default=60.0)
     parser.add_argument("--trace", default="")
     parser.add_argument("--dry", action="store_true")

@@ -14,12 +14,11 @@ SMALL = dict(layers=2, hidden=32, heads=2, sequence=16, batch=2)  # --dry, and w
 
 @dataclass(frozen=True)
 class Place:
-    """gpus: that are used, of the machine's. dry: none, all on the CPU and small. gigabytes: of one GPU. trace: where a
-    trace shall be kept. limit: seconds for this part."""
+    """gpus: how many there are. dry: none is used, all is on the CPU and small. trace: where a trace shall be kept.
+    limit: seconds for this part."""
 
     gpus: int = 0
     dry: bool = False
-    gigabytes: float = 0.0
     trace: str = ""
     limit: float = 60.0
 
@@ -28,14 +27,16 @@ class Place:
         return "cpu" if self.dry else "cuda"
 
     def run(self, function: Callable, world_size: int, *args) -> list:
-        """The function's results, of new ranks."""
-        return ranks.run(function, world_size, *args, device=self.device, timeout=self.limit)
+        """The function's results, of new ranks. If they hang it says where, before this process has to end."""
+        return ranks.run(function, world_size, *args, device=self.device, timeout=self.limit - 5)
 
     def settings(self, **others) -> Settings:
         """What a GPU has something to do with: 85 million parameters, and as many tokens as its memory takes."""
-        batch = max(1, min(16, int(self.gigabytes // 4)))
-        large = dict(layers=12, hidden=768, heads=12, sequence=1024, batch=batch, dtype="bf16")
-        return Settings(**({**SMALL, "dtype": "bf16"} if self.dry else large) | others)
+        if self.dry:
+            return Settings(**{**SMALL, "dtype": "bf16"} | others)
+        sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(self.gpus)]
+        batch = max(1, min(16, int(min(sizes) // 4e9)))
+        return Settings(**dict(layers=12, hidden=768, heads=12, sequence=1024, batch=batch, dtype="bf16") | others)
 
     def small(self, **others) -> Settings:
         """What is quick, whatever has to be compared."""
