@@ -26,7 +26,7 @@ from zero_minimal.workload.settings import Parser, output_file, picture_file
 
 ALL = 8 * 60.0  # seconds
 AT_LEAST = 15.0  # in which a part can do something
-NO_GPU = "no GPU here, so there is nothing to check: --dry runs the same parts on the CPU, small, to try the command itself"
+NO_GPU = "no GPU here, so there is nothing to check: --dry runs the same parts on the CPU, small, to try the command"
 OK, OFF, FAILED, SKIPPED = "ok", "off", "failed", "skipped"
 
 
@@ -104,7 +104,7 @@ def last_words(said: str) -> str:
     return (errors or lines or [""])[-1][:300]
 
 
-# ------------------------------------------------------------------------------------------------------- what is printed
+# ------------------------------------------------------------------------------------------------------ what is printed
 
 
 def describe(rows: list[dict]) -> str:

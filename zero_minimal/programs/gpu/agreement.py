@@ -1,7 +1,7 @@
 """Agreement: whether all stages compute the same bits on GPUs, as they do on CPUs.
 
-    nccl      a rank for each GPU. NCCL sums in an order of its own, which depends on where an element lies: with more than
-              two ranks stages may differ in the last bits
+    nccl      a rank for each GPU. NCCL sums in an order of its own, which depends on where an element lies: with more
+              than two ranks stages may differ in the last bits
     shared    several ranks on one GPU, gloo with host staging: sums are in rank order, and bits must agree
 """
 
@@ -75,8 +75,8 @@ def alike(what: str, rows: list[dict], bits: bool) -> Check:
 
 def near(what: str, row: dict, reference: dict) -> Check:
     """Whether the losses are about the reference's."""
-    limit = CLOSE if row["dtype"] == "fp32" else 1e-2
-    return Check(what, f"losses within {apart(row, reference):.1g}", f"within {limit:g}", apart(row, reference) <= limit)
+    limit, furthest = CLOSE if row["dtype"] == "fp32" else 1e-2, apart(row, reference)
+    return Check(what, f"losses within {furthest:.1g}", f"within {limit:g}", furthest <= limit)
 
 
 def apart(row: dict, reference: dict) -> float:

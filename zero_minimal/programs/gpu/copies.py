@@ -59,7 +59,7 @@ def checkpoints(place: Place) -> dict:
 def share(what: str, hidden: float | None) -> Check:
     """A share of time that was hidden."""
     if hidden is None:
-        return Check(what, "no such copy in the trace", f"at least {HIDDEN:.0%}", None)
+        return Check(what, "nothing of it in the trace", f"at least {HIDDEN:.0%}", None)
     return Check(what, f"{hidden:.0%} of their time", f"at least {HIDDEN:.0%}", hidden >= HIDDEN)
 
 
@@ -139,7 +139,7 @@ def watch_checkpoints(settings: Settings) -> list[dict]:
             source = loop.training_batches(settings, rank.rank)
             batches = [tuple(part.to(rank.device) for part in next(source)) for _ in range(WARM + 1)]
             losses = []
-            for number, batch in enumerate(batches):
+            for batch in batches:
                 zero.zero_grad()
                 meter.synchronize()
                 before = meter.allocated()
@@ -155,16 +155,14 @@ def watch_checkpoints(settings: Settings) -> list[dict]:
     return rows
 
 
-# ----------------------------------------------------------------------------------------------- messages beside kernels
+# ---------------------------------------------------------------------------------------------- messages beside kernels
 
 
 def overlap(place: Place) -> dict:
     """The part: how much of NCCL's time has kernels beside it, on a rank for each GPU."""
     world_size = 1 if place.dry else place.gpus
     rows = place.run(watch_messages, world_size, place.settings(steps=WARM + 1), place.trace)[0]
-    checks = [Check(f"{row['name']}: NCCL beside kernels",
-                    "nothing to see" if row["hidden"] is None else f"{row['hidden']:.0%} of its time",
-                    f"at least {HIDDEN:.0%}", None if row["hidden"] is None else row["hidden"] >= HIDDEN) for row in rows]
+    checks = [share(f"{row['name']}: NCCL beside kernels", row["hidden"]) for row in rows]
     return result(checks, ranks=world_size, rows=rows)
 
 

@@ -13,7 +13,8 @@ def run(place: Place) -> dict:
     one, other = torch.randn(2, 256, 256, dtype=torch.float64)
     device = torch.device(place.device)
     furthest = (one.to(device) @ other.to(device)).cpu().sub(one @ other).abs().max().item()
-    check = Check("a product of two fp64 matrices, against the CPU's", f"{furthest:.1g}", "at most 1e-10", furthest <= 1e-10)
+    what = "a product of two fp64 matrices, against the CPU's"
+    check = Check(what, f"{furthest:.1g}", "at most 1e-10", furthest <= 1e-10)
     return result([check], machine=facts(place))
 
 
