@@ -27,15 +27,15 @@ class Part:
 
 
 PARTS = {  # in the order in which they run; their limits are 8 minutes together
-    "machine": Part("what is here", "machine", limit=50),
-    "nccl": Part("all stages on NCCL, a rank a GPU", "agreement", "nccl", 70),
+    "machine": Part("what is here", "machine", limit=40),
+    "nccl": Part("all stages on NCCL, a rank a GPU", "agreement", "nccl", 60),
     "shared": Part("all stages, ranks that share a GPU", "agreement", "shared", 80),
-    "memory": Part("the ledger beside the allocator", "memory", limit=60),
+    "memory": Part("the ledger beside the allocator", "memory", limit=50),
     "offload": Part("offload: copies beside computation", "copies", "offload", 60),
     "checkpoints": Part("P_a+cpu: copies beside computation", "copies", "checkpoints", 40),
-    "fragments": Part("M_D beside the allocator's statistics", "fragments", limit=40),
+    "fragments": Part("M_D beside the allocator's statistics", "fragments", limit=35),
     "overlap": Part("NCCL beside computation", "copies", "overlap", 40, gpus=2),
-    "throughput": Part("speed beside DDP and FSDP2", "throughput", limit=80),
+    "throughput": Part("speed beside DDP and FSDP2", "throughput", limit=75),
 }
 
 
