@@ -12,7 +12,7 @@ itself. Nobody sleeps for that but the side that wants to read it, so a transfer
 sides compute.
 
 With a CPU the two sides are processes, and the buffers are memory that both of them see. With a GPU
-the host is a thread of the rank, the buffers are pinned, and a stream of its own copies (pinned.py).
+the host is a thread of the rank, the buffers are pinned, and a stream of its own copies: pinned.py.
 """
 
 import contextlib
