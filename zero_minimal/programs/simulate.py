@@ -14,10 +14,11 @@ from zero_minimal.pictures import style
 from zero_minimal.pictures.simulation import draw_simulation
 from zero_minimal.programs import progress, report
 from zero_minimal.programs.cases import BUCKETS, Budget, Case, phases
-from zero_minimal.programs.foreign import ForeignModel, read_system
+from zero_minimal.programs.foreign import read_system
 from zero_minimal.programs.registry import CONFIGS
 from zero_minimal.programs.simulation import Living, Simulation, simulate
 from zero_minimal.programs.words import paragraph
+from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
 
