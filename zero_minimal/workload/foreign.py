@@ -105,8 +105,9 @@ class ForeignModel:
         with torch.device("meta"):
             model = kind.from_config(self.config, dtype=dtype or torch.get_default_dtype())
         model.train()
-        if self.recompute:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.recompute:  # under a new name since transformers 5.20 or so
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         return with_loss(model)
 
     def build(self, dtype: torch.dtype | None = None) -> nn.Module:
