@@ -124,7 +124,7 @@ class Checkpoints:
     def _compare(self, before: dict, model: dict | None) -> None:
         """Ends the program for settings that make another model of the same shapes; names the others that differ."""
         now = dataclasses.asdict(self.settings)
-        if other := trained.differ(model, trained.configuration(self.settings)):
+        if other := trained.differ(model, self.settings):
             interrupts.refuse(f"error: --resume {self.flags.resume}: this checkpoint is of another model: {other}")
         if not self.settings.model and before.get("heads", self.settings.heads) != self.settings.heads:
             interrupts.refuse(f"error: --resume {self.flags.resume}: this checkpoint is of a model with "

@@ -32,16 +32,17 @@ def unit(report: dict) -> str:
 
 
 def configuration(settings: Settings) -> dict:
-    """What a checkpoint keeps beside the settings: {"model": the entries of its config.json}, {} for our GPT."""
-    return {"model": settings.foreign.entries()} if settings.model else {}
+    """What a checkpoint keeps beside the settings: {"model": the entries of its config.json, "gap": the token of a gap,
+    or None}, {} for our GPT."""
+    return {"model": settings.foreign.entries(), "gap": settings.gap} if settings.model else {}
 
 
-def differ(before: dict | None, now: dict) -> str:
-    """How a checkpoint's model is another one than this run's, in words; "" if it is not. None: it does not say."""
-    now = now.get("model", {})
-    if before is None or before == now:
+def differ(before: dict | None, settings: Settings) -> str:
+    """How a checkpoint's model, its "model", is another one than this run's, in words; "" if it is not, or if it does
+    not say."""
+    if before is None:
         return ""
-    if not before or not now:
-        return "it is of the course's GPT" if now else f"it is of a {before.get('model_type')}: give its --model"
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    return "of its model " + "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in names)
+    if not settings.model:
+        return f"it is a {before.get('model_type')} of transformers: give --model config.json"
+    found = settings.foreign.differences(before)
+    return "; ".join(f"{name} was {was!r} and is {now!r}" for name, (was, now) in found.items())

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from zero_minimal.foundations.units import find_units
 
 PIP = "pip install 'transformers>=5'"
 BYTES = 256  # values of a byte
-FREE = ("dtype", "torch_dtype", "transformers_version", "use_cache")  # another model they make not
+# entries of a configuration that make no other model of the same shapes
+FREE = re.compile(r"_.*|.*dtype|transformers_version|use_cache|.*drop.*|.*_token_id|architectures")
 
 
 def library():
@@ -91,9 +93,21 @@ class ForeignModel:
                 "parameters": sum(param.numel() for param in model.parameters())}
 
     def entries(self) -> dict:
-        """What its file says and makes another model if it is changed."""
-        return {name: value for name, value in json.loads(Path(self.file).read_text()).items()
-                if name not in FREE}
+        """What its file says."""
+        return json.loads(Path(self.file).read_text())
+
+    def differences(self, entries: dict) -> dict:
+        """How a model of these entries is another one: {name: (there, here)}, {} if it is not. What
+        a file leaves out has the library's default."""
+        try:
+            there = library().AutoConfig.for_model(**entries).to_dict()
+        except (ValueError, TypeError, KeyError):
+            there = entries
+        here = self.config.to_dict()
+        if there.get("model_type") != here["model_type"]:
+            return {"model_type": (there.get("model_type"), here["model_type"])}
+        return {name: (there.get(name), here.get(name)) for name in sorted(there.keys() | here.keys())
+                if not FREE.fullmatch(name) and there.get(name) != here.get(name)}
 
     def on_meta(self, dtype: torch.dtype | None = None) -> nn.Module:
         """model(tokens, targets) is the loss. On the meta device; stage 3 gives it values.
