@@ -465,7 +465,7 @@ def test_a_model_of_transformers_needs_that_library(tmp_path, capsys, monkeypatc
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SystemExit):
         program.main(["simulate", "--model", str(tmp_path / "config.json")])
-    assert "which is not installed here: pip install transformers" in " ".join(capsys.readouterr().err.split())
+    assert "which is not installed here: pip install 'transformers>=5'" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_model_of_transformers(tmp_path, capsys):

@@ -40,7 +40,7 @@ def materialise(unit: Unit, model: nn.Module) -> None:
     for param in coming:
         _become(param, _nothing_like(param))
     drawn = [(name, param) for name, param in unit.module.named_parameters() if param in coming]
-    draw = _drawers(model)
+    draw = drawers(model)
     with in_the_void(settled):  # a module would draw these again, with its others
         for module in reversed(modules):
             drawn += _give_memory_to_buffers(module)
@@ -60,7 +60,7 @@ ADVICE = ("give it one that draws all it has, or the model a method initialise(m
 def check(model: nn.Module, by_units: bool) -> None:
     """Raise ValueError for a model on the meta device if no stage 3 gathers it by units, or if one
     of its modules has values that nobody draws."""
-    draw = _drawers(model)
+    draw = drawers(model)
     for path, module in model.named_modules():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         names = [name for name, tensor in tensors if tensor.is_meta]
@@ -72,7 +72,7 @@ def check(model: nn.Module, by_units: bool) -> None:
                              f"has no reset_parameters() to draw its values with; {ADVICE}")
 
 
-def _drawers(model: nn.Module) -> dict[nn.Module, list[Callable[[], object]]]:
+def drawers(model: nn.Module) -> dict[nn.Module, list[Callable[[], object]]]:
     """module → what draws its values, one after the other."""
     if hasattr(model, "initialise"):
         return {module: [functools.partial(model.initialise, module)] for module in model.modules()}

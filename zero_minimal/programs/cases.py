@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, field, fields
 
 from zero_minimal.foundations.mesh import divisors
 from zero_minimal.paper.shapes import check_heads, parameter_count
-from zero_minimal.programs.foreign import ForeignModel
 from zero_minimal.programs.registry import CONFIGS
 from zero_minimal.stage2 import Stage2
+from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import DTYPES, OPTIMIZER
 
@@ -86,7 +86,7 @@ class Case:
         """For a report."""
         plain = {entry.name: getattr(self, entry.name) for entry in fields(self)
                  if entry.name not in ("build", "budget", "name")}
-        return plain | {"model": {name: value for name, value in asdict(self.model).items() if name != "sizes"}}
+        return plain | {"model": asdict(self.model)}
 
 
 @dataclass(frozen=True)

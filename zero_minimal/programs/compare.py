@@ -10,7 +10,7 @@ from zero_minimal.paper.quantities import plural
 from zero_minimal.pictures import style
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
 from zero_minimal.pictures.offloading import draw_offloaded
-from zero_minimal.programs import compare_offload, offload, peers, progress, report
+from zero_minimal.programs import compare_offload, offload, peers, progress, report, trained
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.train import train
 from zero_minimal.workload.settings import (
@@ -22,6 +22,7 @@ from zero_minimal.workload.settings import (
     picture_file,
     positive,
     read_settings,
+    refuse_model,
 )
 
 PEERS = (peers.DDP, peers.FSDP2)
@@ -53,8 +54,10 @@ def describe(rows: list[dict]) -> str:
     first = rows[0]
     head = (
         f"\n{first['parameters']:,} parameters Ψ in {first['dtype']} on N = {first['ranks']} ranks, {first['device']}, "
-        f"{first['backend']}; MB of rank 0, formulas in brackets; losses are means of the ranks, in nats a byte"
+        f"{first['backend']}; MB of rank 0, formulas in brackets; losses are means of the ranks, in nats a "
+        f"{trained.unit(first)}"
     )
+    head = "\n".join([head, *trained.line(first)])
     held = [["", *first["theory"], "all at the peak"]]
     done = [["", "sent a step", "on the wire", "ms a step", "tokens/s", "last loss"]]
     for row in rows:
@@ -105,6 +108,8 @@ def main(arguments: list[str]) -> None:
     add_device(parser)
     add_settings(parser, steps=60)
     flags = parser.parse_args(arguments)
+    if flags.configs:
+        refuse_model(parser, flags)
     settings = read_settings(parser, flags)
     try:
         ranks.choose(flags.device, None, flags.ranks)

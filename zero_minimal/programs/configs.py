@@ -32,6 +32,7 @@ from zero_minimal.workload.settings import (
     output_file,
     positive,
     read_settings,
+    refuse_model,
 )
 from zero_minimal.zero_100b import CONFIGS, System
 
@@ -223,6 +224,7 @@ def main(system_class: type) -> None:
     add_settings(parser, steps=60)
     add_flags(parser)
     flags = parser.parse_args()
+    refuse_model(parser, flags)
     settings, checkpoints = read_settings(parser, flags), read_flags(parser, flags)
     check(parser, settings, int(os.environ.get("WORLD_SIZE", 1)), flags.model_parallel)
     with ranks.start(flags.device) as rank:

@@ -2,8 +2,13 @@
 
     python -m zero_minimal export runs/a model.safetensors
     model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+
+Of a run with --model also as a folder that transformers loads (hub.py):
+
+    python -m zero_minimal export runs/a tuned
 """
 
+import argparse
 import os
 import sys
 import warnings
@@ -14,7 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from zero_minimal.foundations import as_json, loading, pieces
-from zero_minimal.foundations.state_folder import Contents, Damaged
+from zero_minimal.foundations.state_folder import Contents
+from zero_minimal.programs import hub
 from zero_minimal.programs.progress import announce
 from zero_minimal.workload.settings import Parser, output_file
 
@@ -32,8 +38,13 @@ def weights(contents: Contents) -> dict[str, torch.Tensor]:
 
 
 def export(folder: Path, file: Path) -> Contents:
-    """Write the newest whole checkpoint's weights; the file takes its name when it is whole. Raises: Damaged."""
+    """Write the newest whole checkpoint's weights; the file takes its name when it is whole. Raises: Damaged, and for a
+    folder what hub.write raises."""
     contents = loading.newest_good(folder)
+    if file.suffix != ".safetensors":
+        for left_out in hub.write(contents, weights(contents), file):
+            warnings.warn(left_out, stacklevel=2)
+        return contents
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         save_file(weights(contents), part, {"format": "pt"})  # transformers looks for this word
@@ -43,21 +54,33 @@ def export(folder: Path, file: Path) -> Contents:
     return contents
 
 
+def target(path: str) -> Path:
+    """The type of a flag that names a file of weights, or a folder that is new, empty, or had been one of these."""
+    if path.endswith(".safetensors"):
+        return output_file(path)
+    folder = Path(path)
+    if folder.suffix:
+        raise argparse.ArgumentTypeError(f"{path}: the name of a file must end in .safetensors, and that of a folder "
+                                         "has no dot")
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / "config.json").exists())):
+        raise argparse.ArgumentTypeError(f"{path} is there, and no folder of a model: name a new one")
+    return folder
+
+
 def main(arguments: list[str]) -> None:
     """The command."""
     parser = Parser(prog="python -m zero_minimal export",
                     description="Write the weights of a checkpoint as a safetensors file, for the plain model.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="a checkpoint, or a folder of them: the newest")
-    parser.add_argument("file", type=output_file, metavar="FILE.safetensors", help="the file to write")
+    parser.add_argument("file", type=target, metavar="FILE.safetensors|FOLDER", help="the file to write; or a folder, "
+                        "of a run with --model, that transformers loads")
     flags = parser.parse_args(arguments)
-    if flags.file.suffix != ".safetensors":
-        parser.error(f"{flags.file}: its name must end in .safetensors")
     announce("reading …")
     try:
         with warnings.catch_warnings(record=True) as passed_over:
             warnings.simplefilter("always")
             contents = export(flags.folder, flags.file)
-    except Damaged as error:
+    except ValueError as error:  # Damaged is one
         parser.error(str(error))
     except (OSError, SafetensorError) as error:
         parser.error(f"{flags.file} cannot be written: {getattr(error, 'strerror', None) or error}")

@@ -1,25 +1,18 @@
-"""Foreign: what a simulation takes from a file: a stage of somebody's own, and models that are not our GPT.
+"""Foreign: what a simulation takes from a file: a stage of somebody's own.
 
     python -m zero_minimal simulate --stage my_system.py …      build(model, group, budget), or a class
-    python -m zero_minimal simulate --model config.json …       a configuration of the transformers library
 """
 
 import ast
-import contextlib
 import importlib.util
 import inspect
-import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from torch import nn
 from torch.optim import AdamW
 
 METHODS = ("step", "zero_grad")  # what a step calls of a stage
-PIP = "pip install transformers"
 
 
 def read_system(path: str) -> tuple[str, Callable]:
@@ -56,62 +49,3 @@ def build_of(module, path: str) -> Callable:
         raise ValueError(f"{path} must have a function build(model, group, budget), or one class with step() and "
                          f"zero_grad(); classes of that kind: {names}")
     return lambda model, group, budget: own[0](model, AdamW, group=group, **budget.options)
-
-
-@dataclass(frozen=True)
-class ForeignModel:
-    """A causal language model of the transformers library, by its config.json; built without weights.
-
-    Raises: ValueError, in one sentence, without that library, or for a file that it does not take.
-    """
-
-    file: str
-    sequence: int
-    recompute: bool = True
-    sizes: dict = field(default_factory=dict, compare=False)
-
-    def __post_init__(self):
-        transformers = library()
-        try:
-            entries = json.loads(Path(self.file).read_text())
-            config = transformers.AutoConfig.for_model(**entries)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{self.file} is no configuration that transformers reads: {error}".split("\n")[0]
-                             ) from None
-        config.use_cache, config.dtype = False, None  # a cache is for generating; the dtype is the simulation's
-        longest = getattr(config, "max_position_embeddings", None)
-        if longest and self.sequence > longest:
-            raise ValueError(f"this model reads at most {longest:,} tokens: give --sequence {longest} or less")
-        object.__setattr__(self, "_config", config)
-        with torch.device("meta"):
-            model = self.build()
-        elements = sum(param.numel() for param in model.parameters())
-        self.sizes.update(name=type(model).__name__, parameters=elements, vocabulary=config.vocab_size)
-
-    def build(self) -> nn.Module:
-        """model(tokens, targets) is the loss. On torch's default device, in its default dtype."""
-        model = library().AutoModelForCausalLM.from_config(self._config, attn_implementation="sdpa")
-        model.train()
-        if self.recompute:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        return WithLoss(model)
-
-
-class WithLoss(nn.Module):
-    """A model of transformers, called as ours: model(tokens, targets) is the loss."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self.inner(input_ids=tokens, labels=targets).loss
-
-
-def library():
-    """transformers. Raises: ValueError, with the line that installs it, where it is absent."""
-    with contextlib.suppress(ImportError):
-        import transformers
-
-        return transformers
-    raise ValueError(f"--model needs the library transformers, which is not installed here: {PIP}")

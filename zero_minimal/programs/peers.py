@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from zero_minimal.foundations.precision import clip, global_norm
+from zero_minimal.foundations.units import find_units
 
 
 class Peer:
@@ -127,7 +128,8 @@ class FSDP2(Peer):
     """torch's fully_shard, blocks and then the root. It reduces each micro-batch, as our stage 3 does.
 
     In 16 bit it keeps fp32 shards of parameters and gradients, and gathers and reduces in 16 bit: 4 + 4 + 8 bytes a
-    parameter where stage 3 counts 2 + 2 + 12. Units are the model's `blocks`; it has no use for bucket_bytes.
+    parameter where stage 3 counts 2 + 2 + 12. Units are our stage 3's, a model's blocks; it has no use for
+    bucket_bytes.
     """
 
     theory_stage = 3
@@ -144,8 +146,8 @@ class FSDP2(Peer):
         if self.reshard_after_forward is not None:
             options["reshard_after_forward"] = self.reshard_after_forward
         model.float()
-        for block in model.blocks:
-            fully_shard(block, **options)
+        for unit in find_units(model)[1:]:
+            fully_shard(unit.module, **options)
         self.model = fully_shard(model, **options)
         self.optimizer = optimizer_class(model.parameters(), **optimizer_options)
 

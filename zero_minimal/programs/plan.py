@@ -12,7 +12,8 @@ from zero_minimal.paper.quantities import count_text, plural, seconds_text, size
 from zero_minimal.paper.shapes import add_shape, read_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.plan import draw_plan
-from zero_minimal.programs import away, report
+from zero_minimal.programs import away, plan_model, report
+from zero_minimal.programs.models import chosen
 from zero_minimal.programs.planning import NAMES, Speeds, plan
 from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
@@ -20,10 +21,12 @@ from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_
 
 def describe(told: dict, hardware: str = "") -> str:
     """The tables for a reader, at most 80 columns wide. hardware: the name of the device, if it has one."""
+    foreign = "model" in told
     return "\n".join((
-        "", heading(told, hardware),
+        "", (plan_model.heading if foreign else heading)(told, hardware),
         "", report.table(state_rows(told)), "", state_notes(told),
-        "", report.table(step_rows(told)), "", verdict(told), "", step_notes(told), "", activation_notes(told),
+        "", report.table(step_rows(told)), "", verdict(told), "", step_notes(told),
+        "", (plan_model.activation_notes if foreign else activation_notes)(told),
         "", time_notes(told), "", report.table(time_rows(told)),
         *(["", away.describe(told)] if "offload" in told else []),
     ))
@@ -151,6 +154,8 @@ def ranks_text(data_parallel: int | None, told: dict) -> str:
 
 def time_notes(told: dict) -> str:
     """What a rank computes and what it waits for."""
+    if "model" in told:
+        return "\n".join([plan_model.compute_note(told), wire_note(told)])
     computes, of_attention = told["compute_seconds"], told["attention_seconds"]
     lines = [paragraph(
         f"A step computes for {seconds_text(computes)}, at {told['utilisation']:.0%} of "
@@ -207,6 +212,8 @@ def parser() -> Parser:
     result = Parser(prog="python -m zero_minimal plan", description="What a model needs on each device, by stage.")
     add = result.add_argument
     add("--ranks", type=positive, default=64, metavar="N", help="all of them (default: 64)")
+    add("--model", metavar="config.json", help="a configuration of the transformers library, in the place of our GPT "
+        "(needs that library); its sizes are measured")
     add("--mp", "--model-parallel", type=positive, default=1, metavar="M", dest="model_parallel",
         help="ranks that share one model (default: 1)")
     add("--hardware", default="V100-32GB", choices=tuple(GPUS), metavar="GPU",
@@ -230,6 +237,14 @@ def parser() -> Parser:
     return result
 
 
+def of_model(flags: argparse.Namespace, device: float, speeds: Speeds) -> dict:
+    """The plan of --model. Raises: ValueError for flags that it does not take."""
+    if flags.model_parallel > 1 or flags.checkpoints != "whole" or flags.offload:
+        raise ValueError("a model of transformers is not cut over ranks here: give it without --mp and --checkpoints; "
+                         "with --offload it is for `simulate --model`")
+    return plan_model.plan(chosen(flags), flags.ranks, device, flags.dtype, flags.batch, speeds, flags.optimizer_bytes)
+
+
 def main(arguments: list[str]) -> None:
     """The command: read the flags, calculate, print, write JSON and picture."""
     asked = parser()
@@ -241,8 +256,9 @@ def main(arguments: list[str]) -> None:
                     flags.node or gpu.node, flags.network)
     device = flags.memory or gpu.memory
     try:
-        told = plan(read_shape(flags), flags.ranks, device, flags.dtype, flags.batch,
-                    flags.model_parallel, flags.optimizer_bytes, flags.checkpoints, speeds)
+        told = of_model(flags, device, speeds) if flags.model else plan(
+            read_shape(flags), flags.ranks, device, flags.dtype, flags.batch, flags.model_parallel,
+            flags.optimizer_bytes, flags.checkpoints, speeds)
         if flags.offload:
             work = Work(read_shape(flags), flags.batch, flags.dtype, flags.model_parallel, flags.checkpoints)
             told["offload"] = away.offloaded(work, flags.ranks, device, flags.offload, flags.accumulate or 1,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zero_minimal.paper import formulas
 from zero_minimal.paper.quantities import number
+from zero_minimal.programs import trained
 from zero_minimal.programs.words import COLUMNS
 
 
@@ -29,12 +30,13 @@ def describe(report: dict) -> str:
         f"\n{report['name']}: {report['parameters']:,} parameters Ψ in {dtype} "
         f"on N = {ranks} {'rank' if ranks == 1 else 'ranks'}, {report['device']}, {report['backend']}"
     )
+    head = "\n".join([head, *trained.line(report)])
     first, last = report["losses"][0], report["losses"][-1]
     before, after = report["validation_losses"][0], report["validation_losses"][-1]
     milliseconds, speed = report["step_seconds"] * 1000, report["tokens_per_second"]
     of = "" if ranks == 1 else f"mean of {ranks} ranks, "
     tail = (
-        f"loss, {of}nats a byte: {first:.3f} → {last:.3f}; validation {before:.3f} → {after:.3f}\n"
+        f"loss, {of}nats a {trained.unit(report)}: {first:.3f} → {last:.3f}; validation {before:.3f} → {after:.3f}\n"
         f"speed: {milliseconds:,.1f} ms a step (median), {speed:,.0f} tokens a second"
     )
     away = [offloaded(report)] if "bus" in report else []

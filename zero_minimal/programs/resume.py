@@ -15,6 +15,7 @@ from pathlib import Path
 from zero_minimal.foundations import interrupts, saved_state, state_folder
 from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.foundations.ranks import Rank
+from zero_minimal.programs import trained
 from zero_minimal.workload.data import Batches
 from zero_minimal.workload.settings import Parser, Settings, positive
 
@@ -113,17 +114,19 @@ class Checkpoints:
             interrupts.refuse(f"error: --resume {self.flags.resume}: {error}")
         if not isinstance(extra, dict) or not extra.keys() >= KEPT:
             interrupts.refuse(f"error: --resume {self.flags.resume}: this checkpoint was not written by --save")
-        self._compare(extra.get("settings", {}))
+        self._compare(extra.get("settings", {}), extra.get("model"))
         self.batches.skip(extra["batches"])
         if self.scaler and extra["scaler"]:
             self.scaler.load_state_dict(extra["scaler"])
         self._say(f"resumed after {extra['step']} steps, from {folder}")
         return extra["step"]
 
-    def _compare(self, before: dict) -> None:
+    def _compare(self, before: dict, model: dict | None) -> None:
         """Ends the program for settings that make another model of the same shapes; names the others that differ."""
         now = dataclasses.asdict(self.settings)
-        if before.get("heads", self.settings.heads) != self.settings.heads:
+        if other := trained.differ(model, self.settings):
+            interrupts.refuse(f"error: --resume {self.flags.resume}: this checkpoint is of another model: {other}")
+        if not self.settings.model and before.get("heads", self.settings.heads) != self.settings.heads:
             interrupts.refuse(f"error: --resume {self.flags.resume}: this checkpoint is of a model with "
                               f"{before['heads']} heads: give --heads {before['heads']}")
         differ = [f"{name} was {before[name]!r} and is {now[name]!r}" for name in before
@@ -138,7 +141,7 @@ class Checkpoints:
             return
         self.finish()
         extra = {"step": done, "batches": self.batches.drawn, "settings": dataclasses.asdict(self.settings),
-                 "scaler": self.scaler.state_dict() if self.scaler else None}
+                 "scaler": self.scaler.state_dict() if self.scaler else None, **trained.configuration(self.settings)}
         self.saving = saved_state.async_save(self.zero, self.flags.save, extra, step=done, keep=self.flags.keep)
 
     def finish(self) -> None:

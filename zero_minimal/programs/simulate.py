@@ -9,16 +9,16 @@ from pathlib import Path
 from zero_minimal.paper import formulas
 from zero_minimal.paper.moments import BUCKET as DEFAULT
 from zero_minimal.paper.quantities import number, plural, size, size_text, size_unit
-from zero_minimal.paper.shapes import add_shape, read_shape
+from zero_minimal.paper.shapes import add_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.simulation import draw_simulation
 from zero_minimal.programs import progress, report
 from zero_minimal.programs.cases import BUCKETS, Budget, Case, phases
-from zero_minimal.programs.foreign import ForeignModel, read_system
+from zero_minimal.programs.foreign import read_system
+from zero_minimal.programs.models import chosen
 from zero_minimal.programs.registry import CONFIGS
 from zero_minimal.programs.simulation import Living, Simulation, simulate
 from zero_minimal.programs.words import paragraph
-from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
 
 
@@ -148,7 +148,7 @@ def main(arguments: list[str]) -> None:
     try:
         name, build = ("", None) if flags.stage in ("0", "1", "2", "3") else read_system(flags.stage)
         case = Case(
-            _model(flags), 3 if build else int(flags.stage), flags.ranks, flags.dtype, flags.batch,
+            chosen(flags), 3 if build else int(flags.stage), flags.ranks, flags.dtype, flags.batch,
             flags.model_parallel, flags.rank, offload=flags.offload, config=flags.config, build=build, name=name,
             bucket_bytes=flags.bucket_mb * 2**20 if flags.bucket_mb else None,
             budget=Budget(flags.budget_memory, flags.budget_sent, flags.batch, flags.sequence),
@@ -197,15 +197,6 @@ def place_of(error: ValueError, path: str) -> str:
     file = str(Path(path).resolve())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f"line {lines[-1]} of {path}: " if lines else ""
-
-
-def _model(flags) -> GPTConfig | ForeignModel:
-    """What --model names, or a GPT of the sizes asked for."""
-    if not flags.model:
-        return read_shape(flags)
-    if flags.params or flags.layers or flags.hidden or flags.heads or flags.vocabulary:
-        raise ValueError("the sizes of --model are those of its file: give no others but --sequence and --batch")
-    return ForeignModel(flags.model, flags.sequence, flags.recompute)
 
 
 def watched(case: Case) -> Simulation:

@@ -38,10 +38,10 @@ from zero_minimal.offload import HostState
 from zero_minimal.paper import formulas
 from zero_minimal.paper.fakes import new_tensors_in, without_values
 from zero_minimal.programs.cases import OPTIONS, Budget, Case, bucket_bytes, stage_of
-from zero_minimal.programs.foreign import ForeignModel
 from zero_minimal.programs.offload import Offload
 from zero_minimal.programs.registry import CONFIGS, STAGES, System
 from zero_minimal.tensor_parallel import ParallelGPT
+from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import DTYPES
 

@@ -3,7 +3,8 @@
     python -m zero_minimal import model.safetensors runs/b
     torchrun --nproc-per-node 2 zero_minimal/stage3.py --resume runs/b
 
-A folder of transformers' is taken too, with all its files; the names of its GPT-2 become those of the GPT here. A
+A folder of transformers' is taken too, with all its files; the names of its GPT-2 become those of the GPT here. With
+--model they stay as they are, for a stage that trains that model of transformers. A
 weight for which there is no place here is an error: without it, another model would be trained.
 """
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from zero_minimal.foundations import as_json, loading, pieces, saving
 from zero_minimal.programs.progress import announce
+from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import Parser
 
 GPT2 = {  # transformers' name for a part, and ours
@@ -83,12 +85,36 @@ def described(tensor: torch.Tensor) -> dict:
             "crc32": zlib.crc32(as_json.bytes_of(tensor))}
 
 
-def take_over(path: Path, folder: Path) -> dict[str, torch.Tensor]:
-    """Write a checkpoint of the weights alone, and return them. Raises: ValueError for what cannot be read; OSError for
-    what cannot be written."""
-    weights, extra = renamed(read(path)), {"step": 0, "batches": 0, "scaler": None}
+def of_the_library(weights: dict[str, torch.Tensor], config: Path) -> dict[str, torch.Tensor]:
+    """With the names that transformers gives them in a model of this configuration: files of weights leave out a prefix
+    that most of them share. Raises: ValueError for those that have no place there."""
+    model = ForeignModel(str(config), 1).on_meta()
+    places, prefix = model.state_dict().keys(), f"{getattr(model, 'base_model_prefix', '')}."
+    found, unknown = {}, []
+    for name, tensor in weights.items():
+        place = next((each for each in (name, prefix + name) if each in places), None)
+        if place:
+            found[place] = tensor
+        elif not name.endswith(MASKS):
+            unknown.append(name)
+    if unknown:
+        raise ValueError(f"a {type(model).__name__} has no place for {loading.in_short(unknown)}")
+    return found
+
+
+def take_over(path: Path, folder: Path, of_a_model: bool = False) -> dict[str, torch.Tensor]:
+    """Write a checkpoint of the weights alone, and return them; of_a_model: with transformers' names, for a stage that
+    trains its model. Raises: ValueError for what cannot be read; OSError for what cannot be written."""
+    weights, extra = read(path), {"step": 0, "batches": 0, "scaler": None}
     config = path / "config.json"
-    if path.is_dir() and config.exists() and "n_head" in config.read_text():
+    if of_a_model:
+        if not config.exists():
+            raise ValueError(f"{path} has no config.json, which says what --model's weights are: give the folder")
+        weights = of_the_library(weights, config)
+        extra["model"] = json.loads(config.read_text())
+    else:
+        weights = renamed(weights)
+    if not of_a_model and path.is_dir() and config.exists() and "n_head" in config.read_text():
         extra["settings"] = {"heads": in_json(config, "n_head")}  # no weight has it in its shape
     facts = {
         "step": 0, "extra": extra, "stage": None, "ranks": 0,
@@ -106,12 +132,14 @@ def main(arguments: list[str]) -> None:
                     description="Make a checkpoint, for --resume, from the weights of a safetensors file.")
     parser.add_argument("path", type=Path, metavar="FILE.safetensors", help="the file, or a folder of transformers'")
     parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, for the checkpoint")
+    parser.add_argument("--model", action="store_true", help="for a stage with --model FOLDER/config.json: names stay "
+                        "those of transformers")
     flags = parser.parse_args(arguments)
     announce("reading …")
     try:
         if flags.folder.exists() and (not flags.folder.is_dir() or any(flags.folder.iterdir())):
             parser.error(f"{flags.folder} is not empty: name a new folder")
-        weights = take_over(flags.path, flags.folder)
+        weights = take_over(flags.path, flags.folder, flags.model)
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:

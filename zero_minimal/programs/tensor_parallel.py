@@ -25,6 +25,7 @@ def main(model_class: type) -> None:
     settings.add_device(parser)
     settings.add_settings(parser)
     arguments = parser.parse_args()
+    settings.refuse_model(parser, arguments)
     asked = settings.read_settings(parser, arguments)
     if asked.clip or asked.dtype == "fp16":
         parser.error("--clip and --dtype fp16 need sums over both groups, and stage 2 knows only its own: use "

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from zero_minimal.foundations import interrupts, ranks
 from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.meters.crossings import BusMeter
-from zero_minimal.meters.observer import Observer
-from zero_minimal.programs import offload, progress, report
+from zero_minimal.meters.observer import Observer, stage_in
+from zero_minimal.programs import offload, progress, report, trained
 from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, read_flags
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Parser, Settings, add_device, add_settings, output_file, read_settings
@@ -19,7 +19,8 @@ def train(
     stage_class, settings: Settings, rank: ranks.Rank, flags: Flags = NO_CHECKPOINTS,
     away: offload.Offload = offload.NOTHING,
 ) -> dict | None:
-    """Train a GPT on this rank's batches, and return this rank's report (the JSON object of the README).
+    """Train the GPT, or settings.model, on this rank's batches, and return this rank's report (the JSON object of the
+    README).
 
     Args:
         stage_class: Stage0 … Stage3, or a peer with the same API.
@@ -35,7 +36,8 @@ def train(
     batches = loop.training_batches(settings, rank.rank)
     validation = loop.validation_batches(settings, rank.rank, rank.world_size)
     bucket_bytes = int(settings.bucket_mb * 2**20)
-    zero = loop.build(stage_class, settings, rank, bucket_bytes=bucket_bytes, **away.options())
+    by_units = stage_in(stage_class.__name__) == 3 and not hasattr(stage_class, "theory_stage")  # no peer
+    zero = loop.build(stage_class, settings, rank, from_meta=by_units, bucket_bytes=bucket_bytes, **away.options())
     scaler = LossScaler() if settings.dtype == "fp16" else None
     checkpoints = Checkpoints(flags, zero, batches, scaler, settings, rank)
     first = checkpoints.resume()
@@ -59,7 +61,7 @@ def train(
     return measured | (bus.report(measured["memory"]) if bus else {}) | {
         "losses": loop.mean_over_ranks(losses, rank),
         "validation_losses": validation_losses,
-    } | ({"resumed_after": first, "settings": asdict(settings)} if first else {})
+    } | trained.described(settings) | ({"resumed_after": first, "settings": asdict(settings)} if first else {})
 
 
 def bar_over(steps, settings: Settings, name: str, rank: ranks.Rank):
@@ -76,7 +78,8 @@ def own_loss(rank: ranks.Rank) -> str:
 def main(stage_class) -> None:
     """The program of a stage file: read the flags, train, print the report, and write it as JSON if asked to."""
     parser = Parser(
-        description=f"Train a GPT with {stage_class.__name__}, by itself or under torchrun --nproc-per-node N.",
+        description=f"Train a GPT, or --model, with {stage_class.__name__}, by itself or under torchrun "
+                    "--nproc-per-node N.",
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank, else gloo")

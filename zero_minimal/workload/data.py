@@ -1,7 +1,7 @@
 """What the model reads: the bytes of a text, by default of the documentation inside Python itself.
 
-One byte is one token (vocabulary 256), so there is no tokenizer and nothing to download. The last
-tenth is held out for validation.
+One byte is one token (vocabulary 256), so there is no tokenizer and nothing to download. (A model
+of another vocabulary can have a tokenizer: tokens.py.) The last tenth is held out for validation.
 """
 
 import random
@@ -11,9 +11,12 @@ from pydoc_data.topics import topics
 
 import torch
 
+from zero_minimal.workload import tokens as by_tokenizer
 
-def read_tokens(text: str = "") -> torch.Tensor:
+
+def read_tokens(text: str = "", tokenizer: str = "") -> torch.Tensor:
     """The bytes of the file `text`, or of `pydoc_data.topics` if no file is named: uint8 [bytes].
+    With the file of a tokenizer its tokens: int32 [tokens].
 
     Raises: ValueError, saying what to do, if the file cannot be read or holds nothing.
     """
@@ -28,20 +31,23 @@ def read_tokens(text: str = "") -> torch.Tensor:
                              "read") from error
         if not content:
             raise ValueError(f"the text {text!r} is empty: name a file that holds some")
+    if tokenizer:
+        return by_tokenizer.encode(content, tokenizer)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def split(tokens: torch.Tensor, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first nine tenths for training, and the last tenth, held out for validation.
 
-    Raises: ValueError if either is too short for one sequence and the byte that follows it.
+    Raises: ValueError if either is too short for one sequence and the token that follows it.
     """
     held_out = len(tokens) // 10
+    unit = "bytes" if tokens.dtype == torch.uint8 else "tokens"
     if held_out < sequence + 1:
         raise ValueError(
-            f"a text of {len(tokens)} bytes is too short for sequences of {sequence}: its last "
+            f"a text of {len(tokens)} {unit} is too short for sequences of {sequence}: its last "
             f"tenth is held out for validation and must hold {sequence + 1}; give a text of at "
-            f"least {10 * (sequence + 1)} bytes, or shorter sequences"
+            f"least {10 * (sequence + 1)} {unit}, or shorter sequences"
         )
     return tokens[:-held_out], tokens[-held_out:]
 

@@ -15,18 +15,27 @@ import torch
 
 from zero_minimal.foundations import collectives, ranks
 from zero_minimal.foundations.precision import LossScaler
-from zero_minimal.workload import data
+from zero_minimal.workload import data, masking
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import DTYPES, Settings
 
 WARM_UP = 100  # steps
 
 
-def build(stage_class: Callable, settings: Settings, rank: ranks.Rank, **options):
-    """A stage or a peer, made with `options`, around the GPT of `settings`, alike on every rank."""
+def build(
+    stage_class: Callable, settings: Settings, rank: ranks.Rank, *, from_meta: bool = False,
+    **options,
+):
+    """A stage or a peer, made with `options`, around the model of `settings`, alike on every rank:
+    the GPT, or settings.model. from_meta: the latter comes to a stage 3 without memory."""
     torch.manual_seed(settings.seed)
-    model = GPT(settings.model_config()).to(rank.device, DTYPES[settings.dtype])
-    zero = stage_class(model, torch.optim.AdamW, **settings.optimizer_options(), **options)
+    with rank.device if settings.model else nullcontext():
+        if settings.model:
+            foreign, dtype = settings.foreign, DTYPES[settings.dtype]
+            model = foreign.on_meta(dtype) if from_meta else foreign.build(dtype)
+        else:
+            model = GPT(settings.model_config()).to(rank.device, DTYPES[settings.dtype])
+        zero = stage_class(model, torch.optim.AdamW, **settings.optimizer_options(), **options)
     seed_dropout(settings, rank.rank)
     return zero
 
@@ -36,18 +45,24 @@ def seed_dropout(settings: Settings, data_rank: int) -> None:
     torch.manual_seed(settings.seed + 1 + data_rank)
 
 
-def training_batches(settings: Settings, data_rank: int) -> data.Batches:
+def training_batches(settings: Settings, data_rank: int) -> data.Batches | masking.Masked:
     """A rank's batches, without end. Raises: ValueError for a text too short, or not readable."""
-    training, _ = data.split(data.read_tokens(settings.text), settings.sequence)
-    return data.Batches(training, settings.batch, settings.sequence, settings.seed, data_rank)
+    training, _ = data.split(settings.read_tokens(), settings.sequence)
+    batches = data.Batches(training, settings.batch, settings.sequence, settings.seed, data_rank)
+    gap = settings.gap
+    return batches if gap is None else masking.Masked(batches, gap, settings.seed, data_rank)
 
 
 def validation_batches(settings: Settings, data_rank: int, data_ranks: int) -> list:
     """A rank's part of the validation set."""
-    _, held_out = data.split(data.read_tokens(settings.text), settings.sequence)
-    return data.validation_batches(
+    _, held_out = data.split(settings.read_tokens(), settings.sequence)
+    batches = data.validation_batches(
         held_out, settings.batch, settings.sequence, data_rank, data_ranks
     )
+    gap = settings.gap
+    return batches if gap is None else [
+        masking.with_gaps(tokens, gap, f"validation, rank {data_rank}, batch {number}")
+        for number, (tokens, _) in enumerate(batches)]
 
 
 def steps(

@@ -2,8 +2,10 @@
 
 import argparse
 import difflib
+import functools
 import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,7 +13,8 @@ from pathlib import Path
 import torch
 
 from zero_minimal.foundations import interrupts
-from zero_minimal.workload import data
+from zero_minimal.workload import data, tokens
+from zero_minimal.workload.foreign import BYTES, ForeignModel
 from zero_minimal.workload.model import GPTConfig
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg")  # what a drawing can be written as
@@ -45,9 +48,18 @@ class Settings:
                                     "backward")
     lr: float = option(2e-3, "learning rate, before warm-up and decay")
     dropout: float = option(0.0, "share of activations set to zero in training")
+    model: str = option("", "config.json of the library transformers (gpt2, llama, bert, …): that "
+                            "model in the place of our GPT")
+    tokenizer: str = option("", "with --model: tokenizer.json of its vocabulary (default: a token "
+                                "is a byte)")
 
     def __post_init__(self):
-        self.model_config()  # GPTConfig knows which sizes fit together
+        if self.model:
+            self._check_vocabulary()
+        elif self.tokenizer:
+            raise ValueError("--tokenizer is for --model: the GPT here reads bytes")
+        else:
+            self.model_config()  # GPTConfig knows which sizes fit together
         for name in ("batch", "steps", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
@@ -67,6 +79,35 @@ class Settings:
             layers=self.layers, hidden=self.hidden, heads=self.heads, sequence=self.sequence,
             dropout=self.dropout, recompute=self.recompute,
         )
+
+    @functools.cached_property
+    def foreign(self) -> ForeignModel:
+        """What --model names. Raises: ValueError, saying why, for what is not taken."""
+        return ForeignModel(self.model, self.sequence, self.recompute)
+
+    @property
+    def gap(self) -> int | None:
+        """The token of a gap, for a model that fills them; None for one that goes on with a text.
+        Of bytes it is the first number that none has."""
+        if not self.model or not self.foreign.masked:
+            return None
+        return tokens.gap(self.tokenizer) if self.tokenizer else BYTES
+
+    def _check_vocabulary(self) -> None:
+        """Raises: ValueError, with the line to write, if the tokens are no tokens of the model."""
+        gap, has = self.gap, self.foreign.config.vocab_size
+        needed = tokens.size(self.tokenizer) if self.tokenizer else BYTES
+        needed = max(needed, -1 if gap is None else gap + 1)
+        if has < needed:
+            of = f"--tokenizer {self.tokenizer} has" if self.tokenizer else (
+                "bytes are" if gap is None else "bytes and one token for gaps are")
+            raise ValueError(f"the model of {self.model} has {has} tokens, and {of} {needed}: write "
+                             f'"vocab_size": {needed} into it' + (
+                                 "" if self.tokenizer else ", or give --tokenizer FILE"))
+
+    def read_tokens(self) -> torch.Tensor:
+        """The text, int [tokens]. Raises: what data.read_tokens raises."""
+        return data.read_tokens(self.text, self.tokenizer)
 
     def optimizer_options(self) -> dict:
         """What AdamW is made with."""
@@ -90,6 +131,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=allow_abbrev, **options)
 
     def parse_args(self, args=None, namespace=None):
+        words = sys.argv[1:] if args is None else args
+        self.given = {word.split("=")[0] for word in words}  # a default that was written is given
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = next((word for word in unknown if word.startswith("-")), unknown[0])
@@ -131,7 +174,7 @@ def add_settings(parser: argparse.ArgumentParser, **defaults) -> None:
             group.add_argument(flag, default=default, metavar=metavar, help=line, **kind)
 
 
-def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Settings:
+def read_settings(parser: Parser, arguments: argparse.Namespace) -> Settings:
     """Settings from parsed flags. Ends the program, saying what is accepted, if they cannot work.
 
     All that can be known before the ranks connect is checked here, the text too: so all refuse
@@ -140,10 +183,30 @@ def read_settings(parser: argparse.ArgumentParser, arguments: argparse.Namespace
     names = [setting.name for setting in fields(Settings)]
     try:
         settings = Settings(**{name: getattr(arguments, name) for name in names})
-        data.split(data.read_tokens(settings.text), settings.sequence)
+        if settings.model:
+            _refuse_sizes(parser, arguments)
+        data.split(settings.read_tokens(), settings.sequence)
     except ValueError as error:
         parser.error(str(error))
     return settings
+
+
+SIZES = ("layers", "hidden", "heads", "dropout")  # of our GPT: the file of --model has its own
+
+
+def _refuse_sizes(parser: Parser, arguments: argparse.Namespace) -> None:
+    """End the program if a size is asked for that --model's file says."""
+    for name in SIZES:
+        if f"--{name}" in parser.given:
+            parser.error(f"--{name} is for the GPT here, and the sizes of --model are those of its "
+                         f"file: leave --{name} out, or write it into {arguments.model}")
+
+
+def refuse_model(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End a program whose model is cut over ranks if --model asks for another one."""
+    if arguments.model:
+        parser.error("--model is for the stages: here ranks share a model, and only our GPT is cut "
+                     "so; leave --model out")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

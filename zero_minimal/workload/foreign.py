@@ -1,0 +1,160 @@
+"""Foreign: a model of the library transformers in the place of our GPT, from its config.json alone.
+
+    torchrun --nproc-per-node 2 zero_minimal/stage3.py --model config.json
+
+It is built on the meta device, and each of its modules then draws its own values. At stage 3 that
+is done unit by unit, elsewhere at once; the values are the same. The library is optional.
+"""
+
+import contextlib
+import functools
+import json
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zero_minimal.foundations import meta
+from zero_minimal.foundations.units import find_units
+
+PIP = "pip install 'transformers>=5'"
+BYTES = 256  # values of a byte
+# entries of a configuration that make no other model of the same shapes
+FREE = re.compile(r"_.*|.*dtype|transformers_version|use_cache|.*drop.*|.*_token_id|architectures")
+
+
+def library():
+    """transformers. Raises: ValueError, with the line that installs it, where it is absent."""
+    with contextlib.suppress(ImportError):
+        import transformers
+
+        if int(transformers.__version__.split(".")[0]) < 5:  # older ones leave buffers undrawn
+            raise ValueError(f"--model needs transformers 5 or newer, and {transformers.__version__} "
+                             f"is installed here: {PIP}")
+        transformers.logging.set_verbosity_error()
+        return transformers
+    raise ValueError("--model needs the library transformers, which is not installed here: "
+                     f"{PIP}")
+
+
+@dataclass(frozen=True)
+class ForeignModel:
+    """A language model of the transformers library, by its config.json; built without weights.
+
+    A decoder (Llama, GPT-2) learns to predict the next token. An encoder (BERT) fills gaps: its
+    objective is the masked one (masking.py).
+    Raises: ValueError, in one sentence, without that library, or for a file that it does not take.
+    """
+
+    file: str
+    sequence: int
+    recompute: bool = True
+
+    def __post_init__(self):
+        config = self.config
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest and self.sequence > longest:
+            raise ValueError(f"this model reads at most {longest:,} tokens: give --sequence "
+                             f"{longest} or less")
+
+    @functools.cached_property
+    def config(self):
+        """As the library reads it, without what is for generating."""
+        transformers = library()
+        try:
+            entries = json.loads(Path(self.file).read_text())
+            config = transformers.AutoConfig.for_model(**entries)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            reason = str(error).split("\n")[0]
+            raise ValueError(f"{self.file} is no configuration that transformers reads: {reason}"
+                             ) from None
+        if getattr(config, "is_encoder_decoder", False) or type(config) not in {
+                *transformers.MODEL_FOR_CAUSAL_LM_MAPPING, *transformers.MODEL_FOR_MASKED_LM_MAPPING}:
+            raise ValueError(f"{self.file} is a {config.model_type}, which is no language model "
+                             "of one stack: give one like gpt2, llama or bert")
+        config.use_cache, config.dtype = False, None  # the dtype is ours
+        return config
+
+    @property
+    def masked(self) -> bool:
+        """Whether it fills gaps: an encoder sees the tokens that follow, too."""
+        return (type(self.config) in library().MODEL_FOR_MASKED_LM_MAPPING
+                and not getattr(self.config, "is_decoder", False))
+
+    @functools.cached_property
+    def sizes(self) -> dict:
+        """name (of its class), parameters, vocabulary (tokens)."""
+        model = self.on_meta()
+        return {"name": type(model).__name__, "vocabulary": self.config.vocab_size,
+                "parameters": sum(param.numel() for param in model.parameters())}
+
+    def entries(self) -> dict:
+        """What its file says."""
+        return json.loads(Path(self.file).read_text())
+
+    def differences(self, entries: dict) -> dict:
+        """How a model of these entries is another one: {name: (there, here)}, {} if it is not. What
+        a file leaves out has the library's default."""
+        try:
+            there = library().AutoConfig.for_model(**entries).to_dict()
+        except (ValueError, TypeError, KeyError):
+            there = entries
+        here = self.config.to_dict()
+        if there.get("model_type") != here["model_type"]:
+            return {"model_type": (there.get("model_type"), here["model_type"])}
+        return {name: (there.get(name), here.get(name)) for name in sorted(there.keys() | here.keys())
+                if not FREE.fullmatch(name) and there.get(name) != here.get(name)}
+
+    def on_meta(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """model(tokens, targets) is the loss. On the meta device; stage 3 gives it values.
+
+        dtype: of the parameters; None: torch's default.
+        """
+        transformers = library()
+        kind = transformers.AutoModelForMaskedLM if self.masked else transformers.AutoModelForCausalLM
+        with torch.device("meta"):
+            model = kind.from_config(self.config, dtype=dtype or torch.get_default_dtype())
+        model.train()
+        if self.recompute:  # under a new name since transformers 5.20 or so
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        return with_loss(model)
+
+    def build(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """The same on torch's default device, with its values."""
+        model = self.on_meta(dtype)
+        if torch.get_default_device().type != "meta":
+            meta.materialise(find_units(model, [])[0], model)
+        return model
+
+
+class WithLoss:
+    """What a model of the library is, too, so that it is called as ours: model(tokens) are the
+    logits, model(tokens, targets) the mean cross-entropy in nats; a target of -100 does not count.
+    """
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        logits = super().forward(input_ids=tokens).logits  # [batch, sequence, vocabulary]
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def initialise(self, module: nn.Module) -> None:
+        """Draw one module's values, as it and the library do, from a seed of its own: then they are
+        the same in whichever order modules have their turns."""
+        seed, places, draw = self.drawing
+        torch.manual_seed(random.Random(f"seed {seed}, module {places[module]}").getrandbits(63))
+        for drawer in draw[module]:
+            drawer()
+
+
+def with_loss(model: nn.Module) -> nn.Module:
+    """This model, of a class that is WithLoss, too: the names of its parameters stay."""
+    places = {module: place for place, module in enumerate(model.modules())}
+    model.drawing = torch.initial_seed(), places, meta.drawers(model)
+    model.__class__ = type(type(model).__name__, (WithLoss, type(model)), {})
+    return model
