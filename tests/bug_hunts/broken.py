@@ -12,6 +12,7 @@ from torch import nn
 from zero_minimal.foundations import collectives, optimizers, precision
 from zero_minimal.foundations.gradient_memory import GradientMemory, Reduction
 from zero_minimal.foundations.layout import shard_of
+from zero_minimal.meters import run_record
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
@@ -335,21 +336,22 @@ HUNTS = {
 }
 
 # causes on which nobody is sent: recorded too, so that the checker's signs of them are tried on what is real
+TINY = SMALL | {"layers": 2, "hidden": 32, "sequence": 16, "bucket_mb": 0.03, "steps": run_record.STEPS}
 OTHERS = {
-    "averaged-twice": Hunt("averaged-twice", 3, Settings(**SMALL), Side(Stage0), Side(AveragesTwice)),
-    "micro-batches-not-divided": Hunt("micro-batches-not-divided", 3, Settings(**SMALL, accumulate=2), Side(Stage0),
+    "averaged-twice": Hunt("averaged-twice", 3, Settings(**TINY), Side(Stage0), Side(AveragesTwice)),
+    "micro-batches-not-divided": Hunt("micro-batches-not-divided", 3, Settings(**TINY, accumulate=2), Side(Stage0),
                                       Side(undivided(Stage0))),
-    "never-reduced": Hunt("never-reduced", 2, Settings(**SMALL), Side(Stage0), Side(ReducesNothing)),
-    "last-gather-missing": Hunt("last-gather-missing", 2, Settings(**SMALL), Side(Stage1), Side(ForgetsTheLast)),
-    "whole-optimizer-state": Hunt("whole-optimizer-state", 2, Settings(**SMALL), Side(Stage1), Side(KeepsAllState)),
-    "reduced-late": Hunt("reduced-late", 3, Settings(**SMALL), Side(Stage2), Side(ReducesLate)),
-    "never-released": Hunt("never-released", 2, Settings(**SMALL), Side(Stage3), Side(ReleasesNothing)),
-    "all-reduced-and-sliced": Hunt("all-reduced-and-sliced", 2, Settings(**SMALL), Side(Stage2),
+    "never-reduced": Hunt("never-reduced", 2, Settings(**TINY), Side(Stage0), Side(ReducesNothing)),
+    "last-gather-missing": Hunt("last-gather-missing", 2, Settings(**TINY), Side(Stage1), Side(ForgetsTheLast)),
+    "whole-optimizer-state": Hunt("whole-optimizer-state", 2, Settings(**TINY), Side(Stage1), Side(KeepsAllState)),
+    "reduced-late": Hunt("reduced-late", 3, Settings(**TINY), Side(Stage2), Side(ReducesLate)),
+    "never-released": Hunt("never-released", 2, Settings(**TINY), Side(Stage3), Side(ReleasesNothing)),
+    "all-reduced-and-sliced": Hunt("all-reduced-and-sliced", 2, Settings(**TINY), Side(Stage2),
                                    Side(ReducesAndSlices)),
-    "tiny-buckets": Hunt("tiny-buckets", 2, Settings(**SMALL), Side(Stage1),
-                         Side(Stage1, options=lambda _: {"bucket_bytes": 2**14})),
-    "one-bucket": Hunt("one-bucket", 2, Settings(**SMALL), Side(Stage0),
+    "tiny-buckets": Hunt("tiny-buckets", 2, Settings(**TINY), Side(Stage1),
+                         Side(Stage1, options=lambda _: {"bucket_bytes": 2**12})),
+    "one-bucket": Hunt("one-bucket", 2, Settings(**TINY), Side(Stage0),
                        Side(Stage0, options=lambda _: {"bucket_bytes": None})),
-    "slow-network": Hunt("slow-network", 2, Settings(**SMALL), Side(Stage1), Side(Slow)),
-    "learning-rate": Hunt("learning-rate", 2, Settings(**SMALL), Side(Stage0), Side(TenTimesFaster)),
+    "slow-network": Hunt("slow-network", 2, Settings(**TINY), Side(Stage1), Side(Slow)),
+    "learning-rate": Hunt("learning-rate", 2, Settings(**TINY), Side(Stage0), Side(TenTimesFaster)),
 }

@@ -1,12 +1,14 @@
 """The deciding experiments, run on the broken and on the healthy code of each hunt.
 
-    python tests/bug_hunts/experiments.py
+    python tests/bug_hunts/experiments.py [NN …]
 
 writes experiments.json beside this file: for the teacher's page, {hunt: {"experiment", "healthy", "broken"}}, with what
 each rank saw. Seconds are this machine's own.
 """
 
 import gc
+import json
+import sys
 import time
 from pathlib import Path
 
@@ -170,10 +172,12 @@ def table(found: dict) -> str:
                      for name, one in found.items())
 
 
-def main():
-    broken, found = broken_code(), {}
-    with progress.bar(name="experiments", total=len(DECIDING), unit="hunt") as bar:
-        for name, experiment in DECIDING.items():
+def main(names):
+    """Of these hunts, or of all."""
+    broken, found = broken_code(), json.loads(FILE.read_text()) if names else {}
+    wanted = {name: DECIDING[name] for name in names or DECIDING}
+    with progress.bar(name="experiments", total=len(wanted), unit="hunt") as bar:
+        for name, experiment in wanted.items():
             hunt = broken.HUNTS[name]
             found[name] = {"experiment": experiment.__name__.replace("_", "-")} | {
                 side: rounded(ranks.run(result, hunt.ranks, broken, hunt, getattr(hunt, side), experiment,
@@ -184,4 +188,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -233,6 +233,30 @@ def test_a_page_says_what_was_run_and_not_what_is_wrong(name):
     assert f"# {title}\n" in (FOLDER / "answers.toml").read_text()
 
 
+def test_the_stories_are_true_of_the_records():
+    def first_rank(name, side):
+        return RECORDS[name].run(side)[0]
+
+    def seconds(name, side):
+        return first_rank(name, side)["time"]["seconds"]
+
+    for name in ("06", "07", "08", "09"):  # right losses, up to the order of sums
+        assert first_rank(name, BROKEN)["losses"] == pytest.approx(first_rank(name, HEALTHY)["losses"], rel=1e-4)
+    rank_0, rank_1 = (losses[0] for losses in RECORDS["02"].losses)
+    assert rank_0 < 3.5 and rank_1 > 5.3
+    assert seconds("03", BROKEN) > seconds("03", HEALTHY)
+    assert min(first_rank("05", BROKEN)["norms"]) > 5 * RECORDS["05"].record["settings"]["clip"]
+    assert first_rank("06", BROKEN)["traffic"]["sent_bytes"] < first_rank("06", HEALTHY)["traffic"]["sent_bytes"]
+    assert first_rank("06", BROKEN)["memory"][-1]["peak"] > 1.1 * first_rank("06", HEALTHY)["memory"][-1]["peak"]
+    assert first_rank("07", BROKEN)["traffic"] == first_rank("07", HEALTHY)["traffic"]
+    assert seconds("09", BROKEN) > 2 * seconds("09", HEALTHY)
+    first = sorted(first_rank("09", BROKEN)["time"]["collectives"], key=lambda one: one[1])[0]
+    assert first[3] - first[2] > 0.4 * seconds("09", BROKEN)
+    end = {side: sum(sum(rank["losses"][-20:]) for rank in RECORDS["11"].run(side)) / 40 for side in (HEALTHY, BROKEN)}
+    assert RECORDS["11"].starts_alike and end[BROKEN] > end[HEALTHY] + 0.1
+    assert RECORDS["12"].apart[1] == 0 < RECORDS["12"].apart[2] < RECORDS["12"].apart[-1]
+
+
 def test_the_lists_on_the_page_are_the_checkers():
     page = (FOLDER / "README.md").read_text()
     for title, known in (("Causes", CAUSES), ("Experiments", EXPERIMENTS)):

@@ -290,6 +290,8 @@ def _straggler_against(facts: Facts) -> str:
 
 
 def _slow_against(facts: Facts) -> str:
+    if facts.reductions(BROKEN) != facts.reductions(HEALTHY):
+        return f"there would be as many messages, of as many bytes, as in the healthy run; {_calls(facts)}"
     return ("every message would be waited for, on every rank. The one that is waited for least takes "
             f"{1000 * facts.wait(BROKEN):.2f} ms; in the healthy run {1000 * facts.wait(HEALTHY):.2f} ms")
 
@@ -321,7 +323,8 @@ TRAFFIC = {
         lambda facts: facts.lag(BROKEN)[1] > 0.35, _straggler_against),
     "slow-network": Cause(
         "every message takes several times as long: the network is slow",
-        lambda facts: facts.wait(BROKEN) > 4 * facts.wait(HEALTHY) + 0.005, _slow_against),
+        lambda facts: facts.wait(BROKEN) > 4 * facts.wait(HEALTHY) + 0.005
+        and facts.reductions(BROKEN) == facts.reductions(HEALTHY), _slow_against),
 }
 
 CAUSES: dict[str, Cause] = {**LOSSES, **MEMORY, **TRAFFIC}
