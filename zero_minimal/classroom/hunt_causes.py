@@ -284,9 +284,10 @@ def _at_once_against(facts: Facts) -> str:
 
 
 def _straggler_against(facts: Facts) -> str:
-    late, part = facts.lag(BROKEN)
-    return (f"one rank would come to its first collective long after the others. The last to come, rank {late}, is "
-            f"behind by {100 * part:.0f}% of the step")
+    late, behind = facts.lag(BROKEN)
+    return (f"one rank would come to its first collective when others could have done a whole step. The last to come, "
+            f"rank {late}, is behind by {1000 * behind:.1f} ms; a step of the healthy run takes "
+            f"{1000 * facts.seconds(HEALTHY):.0f} ms")
 
 
 def _slow_against(facts: Facts) -> str:
@@ -320,7 +321,7 @@ TRAFFIC = {
     "waited-for-at-once": Cause("each collective is waited for as soon as it has started", _at_once, _at_once_against),
     "straggler": Cause(
         "one rank is late in each step, and the others wait for it",
-        lambda facts: facts.lag(BROKEN)[1] > 0.35, _straggler_against),
+        lambda facts: facts.lag(BROKEN)[1] > facts.seconds(HEALTHY), _straggler_against),
     "slow-network": Cause(
         "every message takes several times as long: the network is slow",
         lambda facts: facts.wait(BROKEN) > 4 * facts.wait(HEALTHY) + 0.005

@@ -117,10 +117,14 @@ class Facts:
         return tuple(self.run(side)[0]["overlap"])
 
     def lag(self, side: str) -> tuple[int, float]:
-        """The rank that starts its first collective last, and how much of the step it is behind the first to."""
+        """The rank that starts its first collective last, and how many seconds it is behind the first to."""
         starts = [min((one[1] for one in rank["time"]["collectives"]), default=0.0) for rank in self.run(side)]
         late = max(range(len(starts)), key=starts.__getitem__)
-        return late, (starts[late] - min(starts)) / self.run(side)[late]["time"]["seconds"]
+        return late, starts[late] - min(starts)
+
+    def seconds(self, side: str) -> float:
+        """Of a step."""
+        return max(rank["time"]["seconds"] for rank in self.run(side))
 
     def wait(self, side: str) -> float:
         """Seconds for which that collective is waited for, on any rank, that is waited for least."""
