@@ -34,6 +34,8 @@ COMMANDS = {  # name: (module of this package with main(arguments), what it does
               "points for an assignment, and what to mend; --watch: at each save"),
     "board": ("classroom.board",
               "a class's table for the budget, the open part of lesson 10"),
+    "hunt": ("classroom.hunt",
+             "points for your answers to the bug hunts, and what speaks against a wrong one"),
     "progress": ("classroom.course",
                  "your points and guesses in all lessons, and what to do next"),
     "starters": ("classroom.starters",

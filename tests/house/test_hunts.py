@@ -1,0 +1,301 @@
+"""Bug hunts: each record shows one cause alone; what is said of a wrong answer is true; the pages say what was run."""
+
+import functools
+import importlib.util
+import json
+import re
+import tomllib
+
+import pages
+import pytest
+
+from zero_minimal.classroom import hunt
+from zero_minimal.classroom.hunt_causes import CAUSES
+from zero_minimal.classroom.hunt_experiments import EXPERIMENTS, RIVALS, against, decides
+from zero_minimal.classroom.hunt_facts import BROKEN, HEALTHY, Facts, near
+from zero_minimal.classroom.lessons import HOUSE
+from zero_minimal.meters import run_record
+from zero_minimal.pictures.hunts import draw_hunt
+from zero_minimal.programs import hunts
+
+FOLDER, CODE = hunt.FOLDER, HOUSE / "tests/bug_hunts"
+FILES = {file.stem: file for file in sorted(FOLDER.glob("[0-9][0-9].json"))}
+RECORDS = {name: Facts.read(file) for name, file in FILES.items()}
+OTHERS = {name: Facts(record) for name, record in json.loads((CODE / "others.json").read_text()).items()}
+TEACHER = (FOLDER / "teacher.md").read_text()
+each_hunt = pytest.mark.parametrize("name", RECORDS)
+
+
+@functools.cache
+def true_cause(name):
+    """As the broken code says, which the checker does not read."""
+    return hunts.broken_code().HUNTS[name].cause
+
+
+def signs(facts):
+    return [cause for cause in CAUSES if CAUSES[cause].sign(facts)]
+
+
+# --------------------------------------------------------------------------------------------------------- the records
+
+
+def test_there_are_twelve_and_each_has_another_cause():
+    assert list(RECORDS) == [f"{number:02}" for number in range(1, 13)] == list(hunts.broken_code().HUNTS)
+    assert len({true_cause(name) for name in RECORDS}) == 12
+    assert {*map(true_cause, RECORDS), *OTHERS} == set(CAUSES) and len(CAUSES) == 24
+
+
+@each_hunt
+def test_a_record_has_the_sign_of_its_cause_alone(name):
+    assert signs(RECORDS[name]) == [true_cause(name)]
+
+
+@pytest.mark.parametrize("cause", OTHERS)
+def test_causes_that_no_hunt_has_show_when_they_are_there(cause):
+    """So a sign is none that never comes."""
+    assert signs(OTHERS[cause]) == [cause]
+
+
+def test_a_healthy_run_has_no_sign():
+    for name, facts in {**RECORDS, **OTHERS}.items():
+        healthy = facts.record["runs"][HEALTHY]
+        assert signs(Facts(facts.record | {"runs": {HEALTHY: healthy, BROKEN: healthy}})) == [], name
+
+
+@each_hunt
+def test_what_is_said_against_a_cause_has_a_figure_of_the_run(name):
+    """Figures that the record has; or a stage, a dtype, a number of micro-batches that leaves no room for it."""
+    facts = RECORDS[name]
+    numbers = {f"{value:,}" if isinstance(value, int) else f"{value:.4g}" for value in numbers_in(facts.record["runs"])}
+    for cause in set(CAUSES) - {true_cause(name)}:
+        said = CAUSES[cause].against(facts)
+        settings = f"stage {facts.stage}|in fp32|accumulate is 1|alike from before the first step to the end"
+        shown = set(re.findall(r"\d[\d,.]*\d|\d", said))
+        assert re.search(settings, said) or shown & numbers or "ms;" in said, (cause, said)
+        assert len(said) > 40 and "None" not in said and ": ;" not in said and not said.endswith(": ")
+
+
+def numbers_in(value):
+    if isinstance(value, (dict, list)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from numbers_in(each)
+    elif isinstance(value, (int, float)):
+        yield value
+
+
+@each_hunt
+def test_both_runs_had_the_same_settings_and_what_agrees_agrees(name):
+    facts = RECORDS[name]
+    healthy, broken = facts.run(HEALTHY), facts.run(BROKEN)
+    assert len(healthy) == len(broken) == facts.ranks
+    steps = facts.record["settings"]["steps"]
+    for rank in (*healthy, *broken):
+        assert len(rank["losses"]) == len(rank["norms"]) == steps and len(rank["memory"]) == run_record.MEMORY_STEPS
+        assert len(rank["apart"]) == (0 if facts.stage == 3 else steps + 1)
+    assert not any(any(rank["apart"]) for rank in healthy)
+    assert [rank["norms"] for rank in healthy] == [healthy[0]["norms"]] * facts.ranks
+    right_losses = {"graph-kept", "reduced-each-micro-batch", "summed", "one-unit", "view-of-the-whole",
+                    "waited-for-at-once", "straggler"}
+    agree = all(near(one, other) for mine, theirs in zip(broken, healthy, strict=True)
+                for one, other in zip(mine["losses"], theirs["losses"], strict=True))
+    assert agree if true_cause(name) in right_losses else True
+
+
+# --------------------------------------------------------------------------------------------------------- experiments
+
+
+@each_hunt
+def test_one_experiment_decides(name):
+    assert [each for each in EXPERIMENTS if decides(each, true_cause(name))] == [experiment_of(name)]
+    assert RIVALS[true_cause(name)]
+
+
+def experiment_of(name):
+    return ran()[name]["experiment"]
+
+
+@functools.cache
+def ran():
+    return json.loads((CODE / "experiments.json").read_text())
+
+
+def test_what_is_known_of_causes_and_experiments_fits_together():
+    named = {cause for each in EXPERIMENTS.values() for cause in each.shows}
+    assert named | {rival for rivals in RIVALS.values() for rival in rivals} <= set(CAUSES) and len(EXPERIMENTS) == 15
+    for cause in RIVALS:
+        assert cause not in RIVALS[cause]
+        for experiment in EXPERIMENTS:
+            if not decides(experiment, cause):
+                assert against(experiment, cause).startswith("that experiment would")
+
+
+def test_the_experiments_showed_what_the_checker_says():
+    def last(name, side, key):
+        return [rank[key] for rank in ran()[name][side]]
+
+    def alike(values):
+        return all(value == values[0] for value in values)
+
+    graphs = "tensors with a grad_fn after each step"
+    assert all(counts == sorted(set(counts)) for counts in last("01", BROKEN, graphs))
+    assert all(len(set(counts)) == 1 for counts in last("01", HEALTHY, graphs))
+    sums = "sum of the parameters"
+    assert alike(last("02", HEALTHY, sums)) and not alike(last("02", BROKEN, sums))
+    assert last("03", HEALTHY, "collectives") == [0, 0] and min(last("03", BROKEN, "collectives")) > 0
+    assert alike(last("04", BROKEN, "tokens")) and not alike(last("04", HEALTHY, "tokens"))
+    assert all(near(times, 3) for times in last("05", BROKEN, "times"))
+    assert all(near(times, 1) for times in last("05", HEALTHY, "times"))
+    assert {len(units) for units in last("06", BROKEN, "units")} == {1} != {len(each) for each in
+                                                                          last("06", HEALTHY, "units")}
+    for side, times in ((HEALTHY, 1), (BROKEN, 4)):
+        (shards,), (storages,) = ({*last("07", side, f"bytes of {whose}")} for whose in
+                                  ("the shards", "their storages"))
+        assert storages == times * shards
+    between = "gradients between start and wait of each bucket"
+    assert not any(map(any, last("08", BROKEN, between))) and all(map(any, last("08", HEALTHY, between)))
+    assert last("09", BROKEN, "ms a batch")[1] > 10 * max(last("09", BROKEN, "ms a batch")[::2])
+    assert all(one < 0.9 * whole for one, whole in zip(last("10", BROKEN, "reported"), last("10", BROKEN,
+               "norm of the whole"), strict=True))
+    assert near(last("10", HEALTHY, "reported")[0], last("10", HEALTHY, "norm of the whole")[0])
+    assert last("11", BROKEN, "dtype")[0] == ["torch.bfloat16"] != last("11", HEALTHY, "dtype")[0]
+    assert not alike(last("12", BROKEN, "updates")) and alike(last("12", HEALTHY, "updates"))
+
+
+# --------------------------------------------------------------------------------------------------------- the checker
+
+
+def checked(tmp_path, capsys, text, *flags):
+    file = tmp_path / "answers.toml"
+    file.write_text(text)
+    code = hunt.main([str(file), *flags])
+    return code, capsys.readouterr().out
+
+
+def full():
+    return "".join(f'["{name}"]\ncause = "{true_cause(name)}"\nexperiment = "{experiment_of(name)}"\n'
+                   for name in RECORDS)
+
+
+def test_all_right_has_all_points(tmp_path, capsys):
+    code, said = checked(tmp_path, capsys, full(), "--json", str(tmp_path / "points.json"))
+    assert code == 0 and said.endswith("\n96 of 96 points\n")
+    assert json.loads((tmp_path / "points.json").read_text())["points"] == 96
+
+
+def test_an_untouched_file_has_none(tmp_path, capsys):
+    code, said = checked(tmp_path, capsys, (FOLDER / "answers.toml").read_text())
+    assert code == 1 and said.endswith("\n0 of 96 points\n") and not any(cause in said for cause in CAUSES)
+
+
+@each_hunt
+def test_a_wrong_answer_has_no_points_and_names_no_right_one(name, tmp_path, capsys):
+    right = true_cause(name)
+    for cause in set(CAUSES) - {right}:
+        verdict = hunt.judged(RECORDS[name], {"cause": cause, "experiment": experiment_of(name)})
+        assert verdict.points == 0 and right not in " ".join(verdict.words)
+    for experiment in set(EXPERIMENTS) - {experiment_of(name)}:
+        verdict = hunt.judged(RECORDS[name], {"cause": right, "experiment": experiment})
+        assert verdict.points == hunt.FOR_CAUSE and experiment_of(name) not in " ".join(verdict.words)
+
+
+@pytest.mark.parametrize("text, says", [
+    ("[01\n", "is no TOML"), ("[13]\ncause = ''", r"\[13\] is no hunt"), ("[01]\nreason = ''", "there is no 'reason'"),
+    ("[01]\ncause = 3", "must be one name in quotes"), ("[01]\ncause = 'sumed'", "did you mean summed"),
+    ("[01]\ncause = 'xyz'", "the names are in"), ("01 = 'summed'", "is no hunt"),
+])
+def test_a_file_that_cannot_be_judged_is_refused_in_one_line(tmp_path, capsys, text, says):
+    code, said = checked(tmp_path, capsys, text)
+    assert code == 2 and re.search(says, said) and said.count("\n") == 1
+    assert hunt.main([str(tmp_path / "none.toml")]) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------- the pages
+
+
+def setting(facts):
+    """The line of a hunt's page that says what was run."""
+    settings = facts.record["settings"]
+    micros = settings["accumulate"]
+    return (f"Stage {facts.stage}, {facts.ranks} ranks, {settings['dtype']}, {settings['steps']} steps of {micros} "
+            f"micro-batch{'es' * (micros > 1)}, clipped at {settings['clip']:g}.")
+
+
+@each_hunt
+def test_a_page_says_what_was_run_and_not_what_is_wrong(name):
+    page = (FOLDER / f"{name}.md").read_text()
+    assert setting(RECORDS[name]) in page and f"({name}.png)" in page and f"--hunt {name}" in page
+    story = page.split("\n\n")[1]
+    assert len(pages.sentences(story)) == 3
+    assert true_cause(name) not in page and len(pages.folded(page)) == 2
+    assert (FOLDER / f"{name}.png").exists()
+    title = pages.headings(page)[0][1].partition(": ")[2]
+    assert f"| [{name}]({name}.md) | {title} |" in (FOLDER / "README.md").read_text()
+    assert f"# {title}\n" in (FOLDER / "answers.toml").read_text()
+
+
+def test_the_stories_are_true_of_the_records():
+    def first_rank(name, side):
+        return RECORDS[name].run(side)[0]
+
+    def seconds(name, side):
+        return first_rank(name, side)["time"]["seconds"]
+
+    for name in ("06", "07", "08", "09"):  # right losses, up to the order of sums
+        assert first_rank(name, BROKEN)["losses"] == pytest.approx(first_rank(name, HEALTHY)["losses"], rel=1e-4)
+    rank_0, rank_1 = (losses[0] for losses in RECORDS["02"].losses)
+    assert rank_0 < 3.5 and rank_1 > 5.3
+    assert min(first_rank("05", BROKEN)["norms"]) > 5 * RECORDS["05"].record["settings"]["clip"]
+    assert first_rank("06", BROKEN)["traffic"]["sent_bytes"] < first_rank("06", HEALTHY)["traffic"]["sent_bytes"]
+    assert first_rank("06", BROKEN)["memory"][-1]["peak"] > 1.1 * first_rank("06", HEALTHY)["memory"][-1]["peak"]
+    assert first_rank("07", BROKEN)["traffic"] == first_rank("07", HEALTHY)["traffic"]
+    assert seconds("09", BROKEN) > 2 * seconds("09", HEALTHY)
+    first = sorted(first_rank("09", BROKEN)["time"]["collectives"], key=lambda one: one[1])[0]
+    assert first[3] - first[2] > 0.3 * seconds("09", BROKEN)
+    end = {side: sum(sum(rank["losses"][-20:]) for rank in RECORDS["11"].run(side)) / 40 for side in (HEALTHY, BROKEN)}
+    assert RECORDS["11"].starts_alike and end[BROKEN] > end[HEALTHY] + 0.1
+    assert RECORDS["12"].apart[1] == 0 < RECORDS["12"].apart[2] < RECORDS["12"].apart[-1]
+
+
+def test_the_lists_on_the_page_are_the_checkers():
+    page = (FOLDER / "README.md").read_text()
+    for title, known in (("Causes", CAUSES), ("Experiments", EXPERIMENTS)):
+        rows = re.findall(r"^\| `(.+?)` \| (.+?) \|$", pages.section(page, 2, title), re.MULTILINE)
+        assert dict(rows) == {name: each.words for name, each in known.items()}
+    assert {name: {"cause": "", "experiment": ""} for name in RECORDS} == tomllib.loads(
+        (FOLDER / "answers.toml").read_text())
+    most = len(RECORDS) * (hunt.FOR_CAUSE + hunt.FOR_EXPERIMENT)
+    assert f"worth {hunt.FOR_CAUSE} points, and the experiment that decides it {hunt.FOR_EXPERIMENT}: {most}" in page
+
+
+def test_the_teachers_page_has_the_answers_and_what_the_experiments_showed():
+    for name in RECORDS:
+        row = re.search(rf"^\| {name} \| `(.+?)` \| `(.+?)` \| `(.+?)` \|$", TEACHER, re.MULTILINE)
+        assert row and row[1] == true_cause(name) and row[2] in RIVALS[row[1]] and row[3] == experiment_of(name)
+    assert experiments_module().table(ran()) in TEACHER
+
+
+def experiments_module():
+    spec = importlib.util.spec_from_file_location("bug_hunts_experiments", CODE / "experiments.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_picture_is_drawn_of_what_a_file_holds():
+    figure = draw_hunt(RECORDS["09"].record)
+    assert len(figure.axes) == 8 and [axis.get_title(loc="left") for axis in figure.axes][-1].startswith("one step")
+
+
+# ------------------------------------------------------------------------------------------------------- recorded anew
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ("05", "12"))
+def test_a_hunt_recorded_anew_has_the_same_signs_and_counts(name):
+    anew, committed = Facts(hunts.recorded(hunts.broken_code().HUNTS[name])), RECORDS[name]
+    assert signs(anew) == [true_cause(name)] and anew.record["settings"] == committed.record["settings"]
+    for side in (HEALTHY, BROKEN):
+        for now, before in zip(anew.run(side), committed.run(side), strict=True):
+            assert now["memory"] == before["memory"] and now["overlap"] == before["overlap"]
+            assert now["traffic"] == before["traffic"]
+            assert now["losses"] == pytest.approx(before["losses"], rel=1e-3)

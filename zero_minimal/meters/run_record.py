@@ -1,0 +1,150 @@
+"""Run record: what instruments see of a whole training run, step by step, and nothing of its code.
+
+    record = RunRecord(zero, rank)
+    for losses in loop.steps(zero, batches, settings, observers=[record]):
+        record.heard(losses)
+    record.report()
+
+Each instrument looks at steps of its own: the ledger at the first MEMORY_STEPS, then the order of events and the
+traffic at one each, then the clock. The stage must be a `watched()` one, which tells when it clips and with what norm.
+"""
+
+import time
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+
+from zero_minimal.foundations import collectives
+from zero_minimal.meters.arrivals import Arrivals, overlapped
+from zero_minimal.meters.memory import Ledger
+from zero_minimal.meters.spans import Span, Spans
+from zero_minimal.meters.traffic import TrafficMeter
+
+MEMORY_STEPS = 6
+ORDER_STEP = MEMORY_STEPS  # gradients and collectives, in the order in which they come
+TRAFFIC_STEP = ORDER_STEP + 1
+TIME_STEPS = range(TRAFFIC_STEP + 1, TRAFFIC_STEP + 6)
+STEPS = TIME_STEPS[-1] + 1  # the least that a run must have
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
+
+
+def watched(stage_class: type) -> type:
+    """The same stage, with what its clip_grad_norm_() returned, and when it was called."""
+
+    class Watched(stage_class):
+        norms: tuple = ()
+        clipped_at = 0.0
+
+        def clip_grad_norm_(self, max_norm):
+            self.clipped_at = time.perf_counter()
+            norm = super().clip_grad_norm_(max_norm)
+            self.norms = (*self.norms, norm.item())
+            return norm
+
+    return Watched
+
+
+class RunRecord:
+    """Watches this rank through a run of STEPS steps or more."""
+
+    def __init__(self, zero, rank):
+        self.zero, self.rank = zero, rank
+        self.losses: list[float] = []
+        self.apart: list[float] = []  # before the first step, and after each
+        self.moved: list[float] = []
+        self.memory: list[dict] = []
+        self.times: list[dict] = []
+        self.ledger, self.meter, self.overlap = Ledger(rank.device.type), TrafficMeter(), (0, 0)
+        self._steps = 0
+        self._before = self._parameters()
+        self._compare()
+
+    def heard(self, losses: list[torch.Tensor]) -> None:
+        """The losses of the step's micro-batches, as the loop yields them."""
+        self.losses.append(sum(loss.item() for loss in losses))
+
+    @contextmanager
+    def step(self):
+        """Around one optimizer step."""
+        number = self._steps
+        with ExitStack() as instruments:
+            if number < MEMORY_STEPS:
+                instruments.enter_context(self._watch_memory(first=not number))
+            elif number == ORDER_STEP:
+                instruments.enter_context(self._watch_order())
+            elif number == TRAFFIC_STEP:
+                instruments.enter_context(self.meter)
+            elif number in TIME_STEPS:
+                instruments.enter_context(self._watch_time())
+            yield
+        self._steps += 1
+        after = self._parameters()
+        self.moved.append((after - self._before).norm().item())
+        self._before = after
+        self._compare()
+
+    # ------------------------------------------------------------------------------------------------- the instruments
+
+    @contextmanager
+    def _watch_memory(self, first: bool):
+        with self.ledger:
+            if first:
+                self.ledger.watch(self.zero.model, self.zero, self.zero.optimizer)
+            self.ledger.reset()
+            yield
+            at_the_end, highest = self.ledger.states(), self.ledger.highest()
+            self.memory.append({
+                "at the end": {name: at_the_end[name] for name in CATEGORIES},
+                "highest": {name: highest[name] for name in CATEGORIES},
+                "peak": self.ledger.peak.total,
+            })
+
+    @contextmanager
+    def _watch_order(self):
+        with Arrivals(self.zero.model) as arrivals:
+            yield
+        self.overlap = overlapped(arrivals.events)
+
+    @contextmanager
+    def _watch_time(self):
+        dist.barrier()
+        with Spans() as spans:
+            began = time.perf_counter()
+            marks: list[tuple[str, float]] = []
+
+            def mark(name):
+                return lambda *_: marks.append((name, time.perf_counter() - began))
+
+            hooks = [self.zero.model.register_forward_pre_hook(mark("forward")),
+                     self.zero.model.register_forward_hook(mark("backward"))]
+            yield
+            marks += [("update", self.zero.clipped_at - began), ("", time.perf_counter() - began)]
+            for hook in hooks:
+                hook.remove()
+        parts = [Span(name, start, end) for (name, start), (_, end) in zip(marks, marks[1:], strict=False)]
+        self.times.append({"computing": parts, "collectives": list(spans.collectives), "seconds": marks[-1][1]})
+
+    def _parameters(self) -> torch.Tensor:
+        """What this rank holds of them, in fp32: all, or at stage 3 its shards."""
+        sharded = hasattr(self.zero, "units")
+        tensors = [bucket.parameter_shard for bucket in self.zero.buckets] if sharded else self.zero.model.parameters()
+        return torch.cat([tensor.detach().float().flatten() for tensor in tensors])
+
+    def _compare(self) -> None:
+        """How far this rank's parameters are from rank 0's: the largest difference of any. Shards are of other
+        parameters on each rank, so there is nothing to compare."""
+        if hasattr(self.zero, "units"):
+            return
+        theirs = self._before.clone()
+        collectives.broadcast(theirs)
+        self.apart.append((self._before - theirs).abs().max().item())
+
+    def report(self) -> dict:
+        """What was seen on this rank, as JSON can hold it. "times" has the TIME_STEPS: choose the same one on all
+        ranks."""
+        return {
+            "losses": self.losses, "norms": list(self.zero.norms), "apart": self.apart, "moved": self.moved,
+            "memory": self.memory, "traffic": self.meter.per_step(1), "overlap": list(self.overlap),
+            "times": self.times,
+        }
