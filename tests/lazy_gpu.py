@@ -256,7 +256,7 @@ def here(gpus=1):
         "synchronize": lambda device=None: None, "get_rng_state": cuda_state,
         "set_rng_state": lambda state, device=None: seen.add("set_rng_state"),
         "manual_seed": lambda seed: seen.add("seed"), "manual_seed_all": lambda seed: None,
-        "get_device_capability": lambda device=None: (8, 0),
+        "get_device_capability": lambda device=None: (8, 0), "is_current_stream_capturing": lambda: False,
     }
     with contextlib.ExitStack() as undo:
         for name, value in in_tensor.items():

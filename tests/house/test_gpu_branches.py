@@ -95,7 +95,7 @@ def train_twice(names):
 @pytest.mark.parametrize("world_size", sample((1, 2), (2,)))
 def test_a_lazy_gpu_gives_the_bits_of_a_cpu(world_size, which):
     names = PLAIN if which == "some" else [name for name in WAYS if name not in PLAIN]
-    for found, seen in ranks.run(train_twice, world_size, names, device="cpu"):
+    for found, seen in ranks.run(train_twice, world_size, names, device="cpu", timeout=400):
         for name, (on_cpu, on_gpu) in found.items():
             assert on_gpu == on_cpu, name
         assert seen >= {"pinned", "record_stream", "late copy from the GPU", "late copy to the GPU", "cpu()",
@@ -244,7 +244,7 @@ def on_native_collectives():
 
 
 def test_native_collectives_are_called_as_they_want_to_be():
-    one, other = ranks.run(on_native_collectives, 2, device="cpu")
+    one, other = ranks.run(on_native_collectives, 2, device="cpu", timeout=200)
     for found in (one, other):
         assert found["stage 0"] == found["stage 1"] == found["stage 2"] == found["stage 3"]
         assert found["batches"] == [0, 1] and found["numbers"] == [[0, 7], [1, 7]]
@@ -272,7 +272,8 @@ def systems(on_gpu):
 
 @pytest.mark.thorough
 def test_systems_with_checkpoints_on_the_host():
-    assert ranks.run(systems, 2, True, device="cpu") == ranks.run(systems, 2, False, device="cpu")
+    on_gpu, on_cpu = (ranks.run(systems, 2, where, device="cpu", timeout=200) for where in (True, False))
+    assert on_gpu == on_cpu
 
 
 @pytest.mark.parametrize(("asked", "gpus", "ranks_here", "gets"), (
