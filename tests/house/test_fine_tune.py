@@ -17,7 +17,7 @@ HOUSE = Path(__file__).parents[2]
 PAGE = (HOUSE / "lessons/fine-tune.md").read_text()
 RUNS = json.loads((HOUSE / "lessons/fine-tune.json").read_text())
 COMMANDS = [re.sub(r" \\\n\s+", " ", command).strip()
-            for command in re.findall(r"^    ((?:torchrun|python) .*(?:\\\n .*)*)$", PAGE, re.MULTILINE)]
+            for command in re.findall(r"^    ((?:torchrun|python) (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)]
 CONFIGURATION, GENERATE, WROTE = re.findall(r"^```\w*\n(.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
@@ -66,6 +66,7 @@ def published(folder):
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)  # nine programs, each of which imports torch and transformers
 def test_the_commands_run(tmp_path):
     """As they stand, but for fewer steps, and shorter sequences."""
     pytest.importorskip("transformers")
@@ -81,7 +82,7 @@ def test_the_commands_run(tmp_path):
     for command in COMMANDS:
         short = re.sub(r"--sequence \d+", "--sequence 16", re.sub(r"--steps \d+", "--steps 2", command))
         done = subprocess.run(short, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True,
-                              timeout=100)
+                              timeout=400)
         assert done.returncode == 0, f"{short}\n{done.stdout}\n{done.stderr}"
         said.append(done.stdout)
     wrote = next(text for command, text in zip(COMMANDS, said, strict=True) if command == "python generate.py")

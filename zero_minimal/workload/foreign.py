@@ -33,8 +33,8 @@ def library():
         import transformers
 
         if int(transformers.__version__.split(".")[0]) < 5:  # older ones leave buffers undrawn
-            raise ValueError(f"--model needs transformers 5 or newer, and {transformers.__version__} "
-                             f"is installed here: {PIP}")
+            raise ValueError("--model needs transformers 5 or newer, and "
+                             f"{transformers.__version__} is installed here: {PIP}")
         transformers.logging.set_verbosity_error()
         return transformers
     raise ValueError("--model needs the library transformers, which is not installed here: "
@@ -72,8 +72,9 @@ class ForeignModel:
             reason = str(error).split("\n")[0]
             raise ValueError(f"{self.file} is no configuration that transformers reads: {reason}"
                              ) from None
-        if getattr(config, "is_encoder_decoder", False) or type(config) not in {
-                *transformers.MODEL_FOR_CAUSAL_LM_MAPPING, *transformers.MODEL_FOR_MASKED_LM_MAPPING}:
+        kinds = {*transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+                 *transformers.MODEL_FOR_MASKED_LM_MAPPING}
+        if getattr(config, "is_encoder_decoder", False) or type(config) not in kinds:
             raise ValueError(f"{self.file} is a {config.model_type}, which is no language model "
                              "of one stack: give one like gpt2, llama or bert")
         config.use_cache, config.dtype = False, None  # the dtype is ours
@@ -106,7 +107,8 @@ class ForeignModel:
         here = self.config.to_dict()
         if there.get("model_type") != here["model_type"]:
             return {"model_type": (there.get("model_type"), here["model_type"])}
-        return {name: (there.get(name), here.get(name)) for name in sorted(there.keys() | here.keys())
+        return {name: (there.get(name), here.get(name))
+                for name in sorted(there.keys() | here.keys())
                 if not FREE.fullmatch(name) and there.get(name) != here.get(name)}
 
     def on_meta(self, dtype: torch.dtype | None = None) -> nn.Module:
@@ -115,7 +117,8 @@ class ForeignModel:
         dtype: of the parameters; None: torch's default.
         """
         transformers = library()
-        kind = transformers.AutoModelForMaskedLM if self.masked else transformers.AutoModelForCausalLM
+        kind = (transformers.AutoModelForMaskedLM if self.masked
+                else transformers.AutoModelForCausalLM)
         with torch.device("meta"):
             model = kind.from_config(self.config, dtype=dtype or torch.get_default_dtype())
         model.train()

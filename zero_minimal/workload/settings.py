@@ -101,9 +101,9 @@ class Settings:
         if has < needed:
             of = f"--tokenizer {self.tokenizer} has" if self.tokenizer else (
                 "bytes are" if gap is None else "bytes and one token for gaps are")
-            raise ValueError(f"the model of {self.model} has {has} tokens, and {of} {needed}: write "
-                             f'"vocab_size": {needed} into it' + (
-                                 "" if self.tokenizer else ", or give --tokenizer FILE"))
+            other = "" if self.tokenizer else ", or give --tokenizer FILE"
+            raise ValueError(f"the model of {self.model} has {has} tokens, and {of} {needed}: "
+                             f'write "vocab_size": {needed} into it{other}')
 
     def read_tokens(self) -> torch.Tensor:
         """The text, int [tokens]. Raises: what data.read_tokens raises."""
