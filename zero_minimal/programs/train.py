@@ -6,10 +6,9 @@
 from dataclasses import asdict, replace
 
 from zero_minimal.foundations import interrupts, ranks
-from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.observer import Observer
-from zero_minimal.programs import offload, progress, report
+from zero_minimal.programs import deepspeed, offload, progress, report
 from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, read_flags
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Parser, Settings, add_device, add_settings, output_file, read_settings
@@ -36,7 +35,7 @@ def train(
     validation = loop.validation_batches(settings, rank.rank, rank.world_size)
     bucket_bytes = int(settings.bucket_mb * 2**20)
     zero = loop.build(stage_class, settings, rank, bucket_bytes=bucket_bytes, **away.options())
-    scaler = LossScaler() if settings.dtype == "fp16" else None
+    scaler = settings.loss_scaler()
     checkpoints = Checkpoints(flags, zero, batches, scaler, settings, rank)
     first = checkpoints.resume()
     if first >= settings.steps:
@@ -84,8 +83,10 @@ def main(stage_class) -> None:
     add_settings(parser)
     add_flags(parser)
     offload.add_flags(parser)
+    deepspeed.add_flag(parser)
     arguments = parser.parse_args()
-    settings, flags = read_settings(parser, arguments), read_flags(parser, arguments)
+    of_file = deepspeed.of_stage(parser, arguments, stage_class)
+    settings, flags = of_file(read_settings(parser, arguments)), read_flags(parser, arguments)
     away = offload.read_flags(parser, arguments, stage_class)
 
     with ranks.start(arguments.device, arguments.backend) as rank:

@@ -7,7 +7,6 @@
 Measurements are handed in as observers: the loop does not know what they measure.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 
@@ -19,14 +18,13 @@ from zero_minimal.workload import data
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import DTYPES, Settings
 
-WARM_UP = 100  # steps
-
 
 def build(stage_class: Callable, settings: Settings, rank: ranks.Rank, **options):
     """A stage or a peer, made with `options`, around the GPT of `settings`, alike on every rank."""
     torch.manual_seed(settings.seed)
     model = GPT(settings.model_config()).to(rank.device, DTYPES[settings.dtype])
-    zero = stage_class(model, torch.optim.AdamW, **settings.optimizer_options(), **options)
+    optimizer_class, its_options = settings.optimizer_class(), settings.optimizer_options()
+    zero = stage_class(model, optimizer_class, **its_options, **options)
     seed_dropout(settings, rank.rank)
     return zero
 
@@ -70,7 +68,7 @@ def steps(
     run_backward = getattr(zero, "run_backward", torch.Tensor.backward)
     for step in range(first, settings.steps):
         for group in zero.optimizer.param_groups:
-            group["lr"] = learning_rate(step, settings)
+            group["lr"] = settings.learning_rate(step)
         with ExitStack() as watched:
             for observer in observers:
                 watched.enter_context(observer.step())
@@ -99,15 +97,6 @@ def update(zero, scaler: LossScaler | None, clip: float) -> None:
         scaler.update()
     else:
         zero.step()
-
-
-def learning_rate(step: int, settings: Settings) -> float:
-    """A linear warm-up over WARM_UP steps, times half a cosine down to a tenth.
-
-    Warm-up counts steps, however long the run is: a young model that is pushed too fast stumbles.
-    """
-    warm = min(1.0, (step + 1) / WARM_UP)
-    return settings.lr * warm * (0.55 + 0.45 * math.cos(math.pi * step / settings.steps))
 
 
 @torch.no_grad()
