@@ -13,8 +13,10 @@ import sys
 import pytest
 import torch
 
+from zero_minimal import __main__ as program_main
 from zero_minimal.foundations import ranks
-from zero_minimal.programs import configs, peers, train
+from zero_minimal.programs import configs, deepspeed_written, peers, train
+from zero_minimal.programs.planning import plan
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage2 import Stage2
@@ -311,6 +313,112 @@ def test_a_file_trains_as_the_flags_that_say_the_same(tmp_path):
     content["fp16"] = {"enabled": True, "loss_scale": 2**16}
     by_file, by_flags = ranks.run(fp16_and_flags, 2, file_of(tmp_path, content), device="cpu", timeout=60)[0]
     assert by_file == by_flags and len(by_file) == 6
+
+
+# ------------------------------------------------------------------------------------------------------ what is written
+
+
+SHAPE = SMALL.model_config()
+
+
+def planned(dtype="fp32", batch=2):
+    return plan(dataclasses.replace(SHAPE, vocabulary=256), 2, 32e9, dtype, batch)
+
+
+def fsdp2_losses(lines, stage, accumulate, rank):
+    """Losses of three steps of the lines that are printed, run as they are."""
+    same = dataclasses.replace(SMALL, batch=2)
+    torch.manual_seed(same.seed)
+    losses, batches = [], iter(loop.training_batches(same, rank.rank))
+    with_grad = GPT.__call__
+
+    class Told(GPT):
+        def __call__(self, *tokens):
+            loss = with_grad(self, *tokens)
+            losses.append(loss.item())
+            return loss
+
+    found = {"model": Told(same.model_config()), "batches": batches}
+    set_up, step = lines.split("\n\nfor micro")
+    exec(set_up, found)
+    for _ in range(3):
+        exec("for micro" + step, found)
+    return loop.mean_over_ranks(losses, rank)
+
+
+def beside_fsdp2(cases):
+    """{case: losses of micro-batches of FSDP2's lines, and of the stage}"""
+    with ranks.start() as rank:
+        found = {}
+        for stage, accumulate in cases:
+            lines = deepspeed_written.fsdp2(planned(), stage, accumulate)
+            theirs = fsdp2_losses(lines, stage, accumulate, rank)
+            same = dataclasses.replace(SMALL, batch=2, accumulate=accumulate, steps=3)
+            same = deepspeed_settings.FromDeepSpeed(**vars(same), scheduler={"type": "constant"})
+            zero = loop.build(STAGES[stage], same, rank)
+            mine = [part.item() * accumulate for parts in loop.steps(zero, loop.training_batches(same, rank.rank), same)
+                    for part in parts]
+            found[stage, accumulate] = theirs, loop.mean_over_ranks(mine, rank)
+        return found
+
+
+def test_fsdp2s_lines_run_and_train_as_the_stage_does():
+    """The printed lines, executed: at stage 1 with micro-batches that are not reduced."""
+    cases = [(0, 2), (1, 2), (2, 1), (3, 2)]
+    for case, (theirs, mine) in ranks.run(beside_fsdp2, 2, cases, device="cpu", timeout=100)[0].items():
+        assert len(theirs) == 3 * case[1]
+        assert theirs == pytest.approx(mine, abs=1e-5), case
+
+
+@pytest.mark.parametrize(("dtype", "stage", "offload", "accumulate"), [
+    ("fp32", 0, None, 1), ("bf16", 1, "cpu", 2), ("fp16", 2, None, 4), ("bf16", 3, None, 1),
+])
+def test_what_is_written_is_read_as_the_stages_own_defaults(tmp_path, dtype, stage, offload, accumulate):
+    content = deepspeed_written.deepspeed(SHAPE, planned(dtype), stage, accumulate, offload)
+    asked = wanted(tmp_path, content, ranks=2)
+    flags = {"batch": 2, "accumulate": accumulate, "dtype": dtype, "clip": 0.0, "lr": Settings.lr}
+    if stage < 3:
+        flags["bucket_mb"] = Settings.bucket_mb
+    assert asked.flags == flags | ({"offload": offload} if offload else {}) and asked.stage == stage
+    settings = asked.settings(dataclasses.replace(SMALL, dtype=dtype))
+    assert settings.optimizer_options() == SMALL.optimizer_options() | {"eps": 1e-8}
+    if dtype == "fp16":
+        scaler = settings.loss_scaler()
+        assert (scaler.scale_value, scaler.growth_interval, scaler.left) == (2.0**16, 2000, 1)
+    assert all("is ignored: at stage 3" in note or "stage3_" in note or "no scheduler" in note for note in asked.notes)
+
+
+def test_plan_writes_the_stage_that_fits_or_the_one_asked_for(tmp_path, capsys):
+    file = tmp_path / "ds.json"
+    asked = ["plan", "--params", "7.5B", "--ranks", "64", "--dtype", "bf16", "--accumulate", "4",
+             "--write-deepspeed-config", str(file)]
+    program_main.main(asked)
+    said, content = capsys.readouterr().out, json.loads(file.read_text())
+    assert content[ZERO]["stage"] == 2 and content["train_batch_size"] == 256 and "stage 2 is written" in said
+    assert "fully_shard(block, reshard_after_forward=False, mp_policy=policy)" in said
+    program_main.main([*asked, "--stage", "3", "--offload", "disk"])
+    said, content = capsys.readouterr().out, json.loads(file.read_text())
+    assert content[ZERO]["stage"] == 3 and content[ZERO]["offload_optimizer"]["device"] == "nvme"
+    assert "CPUOffloadPolicy()" in said and "reshard_after_forward=True" in said
+    for wrong, words in (([*asked[:2], "1T", *asked[3:]], "no stage fits"), (["plan", "--params", "1B", "--stage", "2"],
+                                                                           "--write-deepspeed-config"),
+                         ([*asked, "--stage", "0", "--offload", "cpu"], "stage 0 has no shards")):
+        with pytest.raises(SystemExit):
+            program_main.main(wrong)
+        assert words in capsys.readouterr().err
+
+
+@needs_deepspeed
+def test_deepspeed_reads_what_is_written(tmp_path):
+    """And makes the stage's losses of it, with torch's AdamW (its own wants a GPU, or a compiler)."""
+    paths = {}
+    for stage in (0, 2, 3):
+        content = deepspeed_written.deepspeed(SHAPE, planned(), stage, accumulate=2)
+        content["optimizer"]["params"]["torch_adam"] = True
+        (tmp_path / str(stage)).mkdir()
+        paths[stage, "fp32"] = file_of(tmp_path / str(stage), content)
+    for case, (mine, its) in ranks.run(beside_deepspeed, 2, paths, device="cpu", timeout=300)[0].items():
+        assert mine == pytest.approx(its, abs=1e-6), case
 
 
 # ---------------------------------------------------------------------------------------------- beside DeepSpeed's own

@@ -12,7 +12,7 @@ from zero_minimal.paper.quantities import count_text, plural, seconds_text, size
 from zero_minimal.paper.shapes import add_shape, read_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.plan import draw_plan
-from zero_minimal.programs import away, report
+from zero_minimal.programs import away, deepspeed_written, report
 from zero_minimal.programs.planning import NAMES, Speeds, plan
 from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
@@ -226,6 +226,7 @@ def parser() -> Parser:
     add("--accumulate", type=positive, metavar="K", help="with --offload: micro-batches in a step (default: 1)")
     add("--json", type=output_file, metavar="FILE", help="write all figures to this file")
     add("--plot", type=picture_file, metavar="FILE.png", help="draw memory by stage and by ranks")
+    deepspeed_written.add_flags(result)
     add_shape(result)
     return result
 
@@ -234,8 +235,6 @@ def main(arguments: list[str]) -> None:
     """The command: read the flags, calculate, print, write JSON and picture."""
     asked = parser()
     flags = asked.parse_args(arguments)
-    if flags.accumulate and not flags.offload:
-        asked.error("--accumulate goes with --offload: it says how often gradients cross the bus")
     gpu = GPUS[flags.hardware]
     speeds = Speeds(flags.tflops * 1e12 if flags.tflops else gpu.rate(flags.dtype), flags.link or gpu.link,
                     flags.node or gpu.node, flags.network)
@@ -247,9 +246,10 @@ def main(arguments: list[str]) -> None:
             work = Work(read_shape(flags), flags.batch, flags.dtype, flags.model_parallel, flags.checkpoints)
             told["offload"] = away.offloaded(work, flags.ranks, device, flags.offload, flags.accumulate or 1,
                                              flags.optimizer_bytes)
+        written = deepspeed_written.write(flags, read_shape(flags), told)
     except ValueError as error:
         asked.error(str(error))
-    print(describe(told, "" if flags.memory else flags.hardware))
+    print(describe(told, "" if flags.memory else flags.hardware) + written)
     if flags.json:
         report.write_json(told, flags.json)
     if flags.plot:
