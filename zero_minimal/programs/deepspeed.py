@@ -73,7 +73,7 @@ def _read(parser: Parser, arguments: argparse.Namespace, fit: Callable[[Wanted],
         return lambda settings: settings
     ranks = int(os.environ.get("WORLD_SIZE", 1)) // model_parallel
     try:
-        wanted = Wanted(deepspeed_file.read(path), parser.given(), vars(arguments), ranks, mesh)
+        wanted = Wanted(deepspeed_file.read(path), parser.given_values(), vars(arguments), ranks, mesh)
         fit(wanted)
     except ValueError as error:
         parser.error(f"--deepspeed-config {path}: {error}")

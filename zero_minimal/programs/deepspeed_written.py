@@ -23,7 +23,8 @@ def deepspeed(config: GPTConfig, told: dict, stage: int, accumulate: int = 1, of
     """
     if offload and not stage:
         raise ValueError("stage 0 has no shards that could leave: give --stage 1, 2 or 3 with --offload")
-    batch, parallel = told["batch"], told["ranks"] // told["model_parallel"]
+    batch, shares = told["batch"], told["sequence_parallel"]
+    parallel = told["ranks"] // told["model_parallel"] // shares
     elements = BUCKET // DTYPES[told["dtype"]].itemsize  # DeepSpeed counts elements
     zero = {"stage": stage, "reduce_bucket_size": elements, "allgather_bucket_size": elements, "overlap_comm": True,
             "contiguous_gradients": True, "reduce_scatter": True}
@@ -40,7 +41,14 @@ def deepspeed(config: GPTConfig, told: dict, stage: int, accumulate: int = 1, of
         "optimizer": {"type": "AdamW", "params": {"lr": Settings.lr, "betas": list(OPTIMIZER["betas"]), "eps": 1e-8,
                                                   "weight_decay": OPTIMIZER["weight_decay"]}},
         **_precision(told["dtype"]), "zero_optimization": zero, **_activations(told),
+        **({"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if _wide(told) else {}),
+        **({"sequence_parallel_size": shares} if shares > 1 else {}),
     }
+
+
+def _wide(told: dict) -> bool:
+    """Whether gradients are fp32 beside 16-bit parameters."""
+    return told["dtype"] != "fp32" and told["gradient_bytes"] == 4
 
 
 def _precision(dtype: str) -> dict:
@@ -97,11 +105,12 @@ WHY = {
 def fsdp2(told: dict, stage: int, accumulate: int = 1, offload: str | None = None) -> str:
     """The lines that do what the stage does. They find `model`, with its `blocks`, and `batches`."""
     dtype = str(DTYPES[told["dtype"]])
+    reduced = "torch.float32" if _wide(told) else dtype
     if stage:
         names = ["MixedPrecisionPolicy", "fully_shard"]
         lines = SHARD.format(
             imports=", ".join([*(["CPUOffloadPolicy"] if offload else []), *names]), reshard=stage == 3,
-            policy="" if dtype == "torch.float32" else f"param_dtype={dtype}, reduce_dtype={dtype}",
+            policy="" if dtype == "torch.float32" else f"param_dtype={dtype}, reduce_dtype={reduced}",
             offload=", offload_policy=CPUOffloadPolicy()" if offload else "")
     else:
         lines = REPLICATE
@@ -133,7 +142,7 @@ def write(flags: argparse.Namespace, config: GPTConfig, told: dict) -> str:
         if flags.stage is not None:
             raise ValueError("--stage says which one --write-deepspeed-config writes: give that, too")
         return ""
-    accumulate = flags.accumulate or 1
+    accumulate = flags.accumulate
     offloaded = [row["stage"] for row in told.get("offload", {}).get("rows", []) if row["fits"]]
     fitting = (offloaded[0] if offloaded else None) if flags.offload else told["first_stage_that_fits"]
     stage = fitting if flags.stage is None else flags.stage
@@ -148,6 +157,9 @@ def write(flags: argparse.Namespace, config: GPTConfig, told: dict) -> str:
         words.append(f"nvme_path is {DISK}: put your folder there.")
     if told["model_parallel"] > 1:
         words.append("It has nothing of --mp: the model itself is cut.")
+    if told["sequence_parallel"] > 1:
+        words.append("Attention itself is to send what --sequence-parallel says: neither FSDP2's lines nor this "
+                     "project's stages do, and these refuse the file.")
     scale = "fp16 needs a loss scale besides: torch.amp.GradScaler." if told["dtype"] == "fp16" else ""
     lines = fsdp2(told, stage, accumulate, flags.offload)
     return "\n".join(("", "", paragraph(*words), "", paragraph(f"The same in FSDP2. {WHY[stage]}", scale), "",

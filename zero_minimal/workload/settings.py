@@ -117,7 +117,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"there is no {flag}{meant(flag, self._option_string_actions)}")
         return found
 
-    def given(self, args=None) -> dict:
+    def given_values(self, args=None) -> dict:
         """{name: value} of the flags that are given, without those that have their defaults."""
         unset = object()
         blank = argparse.Namespace(**{action.dest: unset for action in self._actions})
