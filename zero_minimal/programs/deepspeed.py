@@ -88,6 +88,8 @@ def words(wanted: Wanted) -> str:
     """What the file says, as flags; and what no flag says."""
     flags = " ".join(f"--{name.replace('_', '-')} {value:g}" if isinstance(value, float) else
                      f"--{name.replace('_', '-')} {value}" for name, value in wanted.flags.items() if value is not None)
-    more = [" ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-                     for name, value in part.items()) for part in (wanted.optimizer, wanted.scheduler, wanted.fp16)]
-    return "; ".join(["it says " + flags, *filter(None, more)])
+    more = [f"{name}: " + ", ".join(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+                                    for key, value in part.items())
+            for name, part in (("optimizer", wanted.optimizer), ("scheduler", wanted.scheduler), ("fp16", wanted.fp16))
+            if part]
+    return "; ".join(["it says " + flags, *more])

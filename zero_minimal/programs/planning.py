@@ -1,5 +1,6 @@
 """Planning: the calculation behind `plan`. Formulas only; `simulate` runs code, and a test holds the two together."""
 
+import itertools
 from dataclasses import dataclass
 
 from zero_minimal.foundations.mesh import divisors
@@ -68,6 +69,9 @@ def plan(
     rows = [row(stage, work, ranks, device_bytes, optimizer_bytes, speeds, offloaded)
             | {"fewest_data_parallel_ranks": fewest_ranks(stage, work, device_bytes, optimizer_bytes, offloaded)}
             for stage in range(4)]
+    for each, name in itertools.product(rows, ("fewest_data_parallel_ranks", "fewest_data_parallel_ranks_for_states")):
+        if each[name] is not None:  # whole groups that share sequences
+            each[name] = -(-each[name] // sequence_parallel) * sequence_parallel
     fitting = [row["stage"] for row in rows if row["fits"]]
     return {
         "parameters": parameter_count(config),
