@@ -18,7 +18,6 @@ from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 from zero_minimal.workload import data
-from zero_minimal.workload.loop import learning_rate
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.workload.settings import Parser, Settings, add_settings, read_settings
 
@@ -190,7 +189,7 @@ def test_wrong_flags_are_refused(flags, accepted, capsys):
 
 def test_the_learning_rate_warms_up_and_decays():
     settings = Settings(steps=1000, lr=1.0)
-    rates = [learning_rate(step, settings) for step in range(1000)]
+    rates = [settings.learning_rate(step) for step in range(1000)]
     assert rates[0] == pytest.approx(0.01) and rates[-1] == pytest.approx(0.1, rel=0.01)
     top = rates.index(max(rates))
     assert rates[: top + 1] == sorted(rates[: top + 1]) and rates[top:] == sorted(rates[top:], reverse=True)

@@ -26,15 +26,21 @@ SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the first st
 
 
 def model_states(
-    stage: int, elements: int, world_size: int, dtype: str, optimizer_bytes: float | None = None
+    stage: int, elements: int, world_size: int, dtype: str, optimizer_bytes: float | None = None,
+    gradient_bytes: int | None = None,
 ) -> dict[str, int | float]:
     """Bytes of model states on one rank: {"parameters", "gradients", "optimizer"}.
 
     optimizer_bytes: a parameter, the paper's K, for another optimizer than Adam (None: Adam's).
+    gradient_bytes: a parameter, 4 for gradients that add up and are reduced in fp32 beside 16-bit parameters (None: as
+        the parameters). Then it is 18 bytes, and 6 + 12/N at stage 1, as in "Distributed Optimizer", Megatron Core's
+        user guide (docs.nvidia.com/megatron-core).
     """
     sizes = dict(zip(STATES, BYTES[dtype], strict=True))
     if optimizer_bytes is not None:
         sizes["optimizer"] = optimizer_bytes
+    if gradient_bytes is not None:
+        sizes["gradients"] = gradient_bytes
     return {
         state: _whole(size * elements / (world_size if stage >= SHARDED_FROM[state] else 1))
         for state, size in sizes.items()
@@ -43,10 +49,10 @@ def model_states(
 
 def states_on_device(
     stage: int, elements: int, world_size: int, dtype: str, offloaded: bool = False,
-    optimizer_bytes: float | None = None,
+    optimizer_bytes: float | None = None, gradient_bytes: int | None = None,
 ) -> dict[str, int | float]:
     """The same of what stays on the device: offloaded, it has no optimizer state, and of gradients what stage 1 has."""
-    states = model_states(stage, elements, world_size, dtype, optimizer_bytes)
+    states = model_states(stage, elements, world_size, dtype, optimizer_bytes, gradient_bytes)
     if offloaded:
         states["optimizer"] = 0
         states["gradients"] = 0 if stage >= SHARDED_FROM["gradients"] else states["gradients"]
@@ -72,23 +78,25 @@ def bus_bytes(stage: int, elements: int, world_size: int, dtype: str, accumulate
 
 
 def bytes_a_parameter(stage: int, world_size: int, dtype: str, optimizer_bytes: float | None = None,
-                      offloaded: bool = False) -> float:
+                      offloaded: bool = False, gradient_bytes: int | None = None) -> float:
     """Bytes of model states on one rank for each parameter of the model: 16, 4 + 12/N, 2 + 14/N, 16/N."""
-    return sum(states_on_device(stage, 1, world_size, dtype, offloaded, optimizer_bytes).values())
+    return sum(states_on_device(stage, 1, world_size, dtype, offloaded, optimizer_bytes, gradient_bytes).values())
 
 
 def largest_model(stage: int, device_bytes: float, world_size: int, dtype: str, model_parallel: int = 1,
-                  optimizer_bytes: float | None = None, offloaded: bool = False) -> int:
+                  optimizer_bytes: float | None = None, offloaded: bool = False,
+                  gradient_bytes: int | None = None) -> int:
     """Parameters of the largest model whose states fit on a device (Table 2). world_size: data-parallel."""
-    each = bytes_a_parameter(stage, world_size, dtype, optimizer_bytes, offloaded)
+    each = bytes_a_parameter(stage, world_size, dtype, optimizer_bytes, offloaded, gradient_bytes)
     return math.floor(model_parallel * device_bytes / each)
 
 
 @exported
 def fewest_ranks(stage: int, elements: int, device_bytes: float, dtype: str,
-                 optimizer_bytes: float | None = None, offloaded: bool = False) -> int | None:
+                 optimizer_bytes: float | None = None, offloaded: bool = False,
+                 gradient_bytes: int | None = None) -> int | None:
     """The smallest data-parallel group on which a model's states fit on a device; None if no number is enough."""
-    each = (dtype, optimizer_bytes, offloaded)
+    each = (dtype, optimizer_bytes, offloaded, gradient_bytes)
     whole = bytes_a_parameter(stage, 10**18, *each) * elements  # what no number of ranks divides
     shared = bytes_a_parameter(stage, 1, *each) * elements - whole
     if whole + shared <= device_bytes:
@@ -96,9 +104,16 @@ def fewest_ranks(stage: int, elements: int, device_bytes: float, dtype: str,
     return None if whole >= device_bytes or stage == 0 else math.ceil(shared / (device_bytes - whole) - 1e-9)
 
 
-def traffic(stage: int, elements: int, world_size: int, dtype: str, accumulate: int = 1) -> int | float:
-    """Bytes that one rank sends in an optimizer step of `accumulate` micro-batches."""
-    return _whole(volume(stage, accumulate) * elements * BYTES[dtype][0] * (world_size - 1) / world_size)
+def traffic(stage: int, elements: int, world_size: int, dtype: str, accumulate: int = 1,
+            gradient_bytes: int | None = None) -> int | float:
+    """Bytes that one rank sends in an optimizer step of `accumulate` micro-batches. gradient_bytes: of an element of a
+    gradient as it is reduced (None: of the parameters)."""
+    size = BYTES[dtype][0]
+    each = volume(stage, accumulate) * size
+    if gradient_bytes is not None:  # at stage 0 both halves of an all-reduce, else the reduce-scatters
+        reduces = 2 if stage == 0 else 1 if stage == 1 else accumulate
+        each += reduces * (gradient_bytes - size)
+    return _whole(each * elements * (world_size - 1) / world_size)
 
 
 def volume(stage: int, accumulate: int = 1) -> int:
@@ -131,6 +146,15 @@ def model_parallel_traffic(layers: int, hidden: int, batch: int, sequence: int, 
     """Bytes a rank sends in a step for Megatron's all-reduces, 2 a block forward, 2 backward, and 2 to recompute: each
     of b·s·h elements, which a ring sends twice. partition: and for P_a's all-gather, of b·s·h."""
     elements = ((12 if recompute else 8) + (1 if partition else 0)) * layers * batch * sequence * hidden
+    return _whole(elements * BYTES[dtype][0] * (ranks - 1) / ranks)
+
+
+def sequence_parallel_traffic(layers: int, hidden: int, batch: int, sequence: int, dtype: str, ranks: int,
+                              recompute: bool = True) -> float:
+    """Bytes a rank sends in a micro-batch where `ranks` ranks share each sequence as DeepSpeed-Ulysses does it (Jacobs
+    et al. 2023, arXiv:2309.14509, section 3.2): in a block an all-to-all each of query, key, value and attention's
+    output, of b·s·h/ranks elements, forward, backward, and forward again if it is recomputed."""
+    elements = (12 if recompute else 8) * layers * batch * sequence * hidden / ranks
     return _whole(elements * BYTES[dtype][0] * (ranks - 1) / ranks)
 
 

@@ -22,6 +22,7 @@ class GPU:
     link: float
     node: int = 8  # GPUs of a usual node, between which the link is
     bus: float = 32e9  # to its host, one direction: PCIe 4, where nothing else stands
+    source: str = ""  # the data sheet; it gives half of its figures "with sparsity": here are the others
 
     def rate(self, dtype: str) -> float:
         """Operations a second in "fp32", "bf16" or "fp16"."""
@@ -29,13 +30,19 @@ class GPU:
 
 
 GPUS = {
-    "T4": GPU(16e9, 65e12, 8.1e12, 16e9, bus=16e9),  # PCIe 3
-    "V100-16GB": GPU(16e9, 125e12, 15.7e12, 150e9, bus=16e9),  # NVLink from here on, where nothing else stands
-    "V100-32GB": GPU(32e9, 125e12, 15.7e12, 150e9, node=16, bus=16e9),  # the paper's, in a DGX-2
-    "RTX-4090": GPU(24e9, 165e12, 82.6e12, 32e9),  # PCIe 4
-    "A100-40GB": GPU(40e9, 312e12, 19.5e12, 300e9),
-    "A100-80GB": GPU(80e9, 312e12, 19.5e12, 300e9),
-    "H100-80GB": GPU(80e9, 989e12, 67e12, 450e9, bus=64e9),
-    "H200": GPU(141e9, 989e12, 67e12, 450e9, bus=64e9),
+    "T4": GPU(16e9, 65e12, 8.1e12, 16e9, bus=16e9, source="NVIDIA T4 Tensor Core GPU data sheet"),  # PCIe 3
+    # NVLink from here on, where nothing else stands
+    "V100-16GB": GPU(16e9, 125e12, 15.7e12, 150e9, bus=16e9, source="NVIDIA V100 Tensor Core GPU data sheet, SXM2"),
+    "V100-32GB": GPU(32e9, 125e12, 15.7e12, 150e9, node=16, bus=16e9,  # the paper's, in a DGX-2
+                     source="NVIDIA V100 Tensor Core GPU data sheet, SXM2; NVIDIA DGX-2 data sheet"),
+    "RTX-4090": GPU(24e9, 165e12, 82.6e12, 32e9, source="NVIDIA Ada GPU Architecture white paper, appendix A"),
+    "L40S": GPU(48e9, 362e12, 91.6e12, 32e9, source="NVIDIA L40S data sheet"),  # PCIe 4, like the one before
+    "A100-40GB": GPU(40e9, 312e12, 19.5e12, 300e9, source="NVIDIA A100 Tensor Core GPU data sheet, SXM"),
+    "A100-80GB": GPU(80e9, 312e12, 19.5e12, 300e9, source="NVIDIA A100 Tensor Core GPU data sheet, SXM"),
+    "H100-80GB": GPU(80e9, 989e12, 67e12, 450e9, bus=64e9, source="NVIDIA H100 Tensor Core GPU data sheet, SXM"),
+    "H200": GPU(141e9, 989e12, 67e12, 450e9, bus=64e9, source="NVIDIA H200 Tensor Core GPU data sheet, SXM"),
+    "B200": GPU(180e9, 2250e12, 75e12, 900e9, bus=64e9, source="NVIDIA HGX B200 and DGX B200 data sheets"),
+    "MI300X": GPU(192e9, 1307e12, 163.4e12, 448e9, bus=64e9,  # 7 links of 64 GB/s each way: to all of a node
+                  source="AMD Instinct MI300X data sheet"),
 }
 NETWORK = 12.5e9  # bytes a second between nodes: 100 Gbit/s, as in the paper's cluster

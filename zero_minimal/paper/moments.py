@@ -1,5 +1,5 @@
 """Moments: where a step is highest, and what lies on a device there beside model states. Counted in our GPT, operator
-by operator: without dropout, and with attention that is fused, which keeps no matrix of scores.
+by operator: without dropout, and with attention that is fused, which keeps no matrix of scores (others: kernels.py).
 
 With u = b·s·h elements, t = b·s tokens, and M model-parallel ranks that share what is inside of Megatron's region, a
 block keeps for backward
@@ -52,17 +52,27 @@ class Work:
     dtype: str
     model_parallel: int = 1
     checkpoints: str = "whole"  # or "P_a", "P_a+cpu": where config.recompute keeps only these
+    accumulate: int = 1  # micro-batches in a step
+    attention: str = "fused"  # or "unfused", "recomputed" (kernels.py)
+    sequence_parallel: int = 1  # ranks that share each sequence (sequences.py)
+    gradient_bytes: int | None = None  # of an element that waits for the update; None: as the dtype has it
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank, in a micro-batch."""
+        return shared(self.batch * self.config.sequence, self.sequence_parallel)
 
     @property
     def unit(self) -> int:
         """Bytes of u: of a block's input [b, s, h]."""
-        return self.batch * self.config.sequence * self.config.hidden * BYTES[self.dtype][0]
+        return self.tokens * self.config.hidden * BYTES[self.dtype][0]
 
     def block(self) -> float:
         """Bytes that a block keeps for backward if it is not recomputed."""
-        cut, tokens = self.model_parallel, self.batch * self.config.sequence
-        statistics = tokens * (4 * self.config.heads / cut + 4 * BYTES[self.dtype][0])  # of attention and of two norms
-        return (4 + 12 / cut) * self.unit + statistics
+        cut, fused = self.model_parallel, self.attention == "fused"
+        heads = self.config.heads if fused else 0
+        statistics = self.tokens * (4 * heads / cut + 4 * BYTES[self.dtype][0])  # of attention and of two norms
+        return (4 + 12 / cut) * self.unit + statistics + (self.scores() if self.attention == "unfused" else 0)
 
     def checkpoint(self) -> float:
         """Bytes that it keeps if it is recomputed."""
@@ -76,17 +86,32 @@ class Work:
     def logits(self) -> float:
         """Bytes of what the loss needs, in fp32 whatever the dtype is, and of the norm before the head."""
         tensors = 3 if self.model_parallel == 1 else 4 / self.model_parallel
-        return tensors * 4 * self.batch * self.config.sequence * self.config.vocabulary + 3 * self.unit
+        return tensors * 4 * self.tokens * self.config.vocabulary + 3 * self.unit
 
     def at_work(self) -> float:
         """Bytes for the block that backward is in, beside what is kept."""
         inside = self.block() - self.unit if self.config.recompute else 0
         gathered = 0 if self.checkpoints == "whole" else 2 * self.unit  # P_a: its input, and its output once more
-        return inside + gathered + (1 + 4 / self.model_parallel) * self.unit
+        in_mlp = (1 + 4 / self.model_parallel) * self.unit
+        if self.attention == "fused":
+            return inside + gathered + in_mlp
+        # later, in attention: the MLP's are gone; gradients of probabilities and of scores have come
+        in_attention = 2 * self.scores() - (2 + 8 / self.model_parallel) * self.unit
+        if self.attention == "recomputed":  # once more, and as products want them: query, key and value
+            again = 0 if self.config.recompute else 3 / self.model_parallel
+            in_attention += self.scores() + again * self.unit
+        return inside + gathered + max(in_mlp, in_attention)
 
     def scores(self) -> float:
-        """Bytes of one matrix of scores in a block, which attention that is not fused keeps two or three of."""
-        return self.batch * self.config.heads * self.config.sequence**2 * BYTES[self.dtype][0] / self.model_parallel
+        """Bytes of one matrix of scores in a block: attention that is not fused keeps one, and has three for a
+        moment."""
+        ranks = self.model_parallel * self.sequence_parallel  # each has some of the heads
+        return self.batch * self.config.heads * self.config.sequence**2 * BYTES[self.dtype][0] / ranks
+
+
+def shared(number: int, ranks: int) -> int | float:
+    """A rank's part of it."""
+    return number if ranks == 1 else number / ranks
 
 
 def highest(stage: int, work: Work, data_parallel: int, optimizer_bytes: float | None = None,
@@ -118,9 +143,11 @@ def rank_parameters(work: Work) -> int:
 
 
 def _moments(stage: int, work: Work, ranks: int, optimizer_bytes: float | None, offloaded: bool) -> list[Moment]:
-    states = states_on_device(stage, rank_parameters(work), ranks, work.dtype, offloaded, optimizer_bytes)
+    states = states_on_device(stage, rank_parameters(work), ranks, work.dtype, offloaded, optimizer_bytes,
+                              work.gradient_bytes)
     all_states = sum(states.values())
-    without_gradients = all_states - (states["gradients"] if stage >= 2 else 0)
+    # at stages 2 and 3 none have come yet, but for those of micro-batches before
+    without_gradients = all_states - (states["gradients"] if stage >= 2 and work.accumulate == 1 else 0)
     passing = (_units if stage == 3 else _buckets)(stage, work, ranks)
     return [
         Moment("logits", without_gradients, work.kept() + work.logits(), passing["logits"]),

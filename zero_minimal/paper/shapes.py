@@ -103,13 +103,14 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 def read_shape(flags: argparse.Namespace) -> GPTConfig:
     """The model that the flags ask for. Raises: ValueError, saying what is accepted."""
     sizes = [flags.layers, flags.hidden, flags.heads, flags.vocabulary]
+    shares = flags.model_parallel * getattr(flags, "sequence_parallel", 1)  # among so many ranks heads are divided
     if flags.params and any(sizes):
         raise ValueError("give --params, or --layers and --hidden, not both")
     if flags.params:
-        return usual_shape(flags.params, flags.sequence, flags.model_parallel, flags.recompute)
+        return usual_shape(flags.params, flags.sequence, shares, flags.recompute)
     if not (flags.layers and flags.hidden):
         raise ValueError("which model? Give --params 7.5B, or --layers and --hidden")
-    heads = flags.heads or usual_heads(flags.hidden, flags.model_parallel)
+    heads = flags.heads or usual_heads(flags.hidden, shares)
     return GPTConfig(layers=flags.layers, hidden=flags.hidden, heads=heads, sequence=flags.sequence, dropout=0.0,
                      vocabulary=flags.vocabulary or VOCABULARY, recompute=flags.recompute)
 

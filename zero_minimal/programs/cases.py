@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 
 from zero_minimal.foundations.mesh import divisors
+from zero_minimal.paper.kernels import ATTENTION
 from zero_minimal.paper.shapes import check_heads, parameter_count
 from zero_minimal.programs.registry import CONFIGS
 from zero_minimal.stage2 import Stage2
@@ -29,6 +30,8 @@ class Case:
     rank: int = 0  # which one
     steps: int = 2  # optimizer state is made in the first; the second is like all that follow
     bucket_bytes: int | None = None  # None: 4 MiB or, if these were many, as large as makes 256; 64 MiB in a config
+    accumulate: int = 1  # micro-batches in a step
+    attention: str = "fused"  # or one of the others in kernels.ATTENTION
     offload: str = ""  # "cpu": with the rank's host, stages 1 to 3
     config: str = ""  # "C1" … "C5": that system of zero_100b.py, instead of `stage`
     build: Callable | None = None  # build(model, group, budget) -> what is used like a stage, instead of `stage`
@@ -36,7 +39,7 @@ class Case:
     name: str = ""  # of what it builds
 
     def __post_init__(self):
-        for name in ("ranks", "batch", "model_parallel", "steps"):
+        for name in ("ranks", "batch", "model_parallel", "steps", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be a whole number from 1 up, not {getattr(self, name)}")
         if not 0 <= self.rank < self.ranks:
@@ -50,6 +53,12 @@ class Case:
             raise ValueError("a model of transformers is not cut over ranks here: give it without --mp and --config")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.attention not in ATTENTION:
+            raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, not {self.attention!r}")
+        own_gpt = isinstance(self.model, GPTConfig) and self.model_parallel == 1
+        if self.attention != "fused" and (self.config or self.build or not own_gpt):
+            raise ValueError("--attention changes the GPT of the stages: give it without --mp, --config, --model and "
+                             "--stage FILE.py")
         if self.offload:
             self._check_offload()
         if self.config and self.config not in CONFIGS:
@@ -102,9 +111,10 @@ class Budget:
 
 def phases(case: Case) -> list[str]:
     """What comes one after the other."""
-    steps = range(1, case.steps + 1)
+    more = [f"micro-batch {micro} of step" for micro in range(2, case.accumulate + 1)]
+    parts = ("forward", "backward", *more, "update")
     return [*(["model"] if case.config else ["model", "stage"]),
-            *(f"{part} {step}" for step in steps for part in ("forward", "backward", "update"))]
+            *(f"{part} {step}" for step in range(1, case.steps + 1) for part in parts)]
 
 
 def stage_of(case: Case) -> int:

@@ -15,11 +15,10 @@ import torch
 
 from zero_minimal.foundations import interrupts, ranks
 from zero_minimal.foundations.mesh import Mesh, divisors, make_mesh
-from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import formulas
-from zero_minimal.programs import report
+from zero_minimal.programs import deepspeed, report
 from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, read_flags
 from zero_minimal.programs.train import bar_over, own_loss
 from zero_minimal.workload import loop
@@ -54,7 +53,7 @@ def train(
     with ledger:
         system = build(name, settings, mesh, rank, system_class)
         ledger.watch(system)
-    scaler = LossScaler(groups=system.groups) if settings.dtype == "fp16" else None
+    scaler = settings.loss_scaler(system.groups)
     checkpoints = Checkpoints(flags, system, batches, scaler, settings, rank)
     first = checkpoints.resume()
     if first >= settings.steps:
@@ -108,8 +107,8 @@ def build(name: str, settings: Settings, mesh: Mesh, rank: ranks.Rank, system_cl
     """The system, its model the same in each model-parallel group; dropout of each group's own from here on."""
     torch.manual_seed(settings.seed)
     system = system_class(
-        name, settings.model_config(), mesh, settings.batch, DTYPES[settings.dtype], rank.device, torch.optim.AdamW,
-        bucket_bytes=int(settings.bucket_mb * 2**20), **settings.optimizer_options(),
+        name, settings.model_config(), mesh, settings.batch, DTYPES[settings.dtype], rank.device,
+        settings.optimizer_class(), bucket_bytes=int(settings.bucket_mb * 2**20), **settings.optimizer_options(),
     )
     loop.seed_dropout(settings, mesh.data_rank)
     return system
@@ -223,9 +222,11 @@ def main(system_class: type) -> None:
     add_device(parser)
     add_settings(parser, steps=60)
     add_flags(parser)
+    deepspeed.add_flag(parser)
     flags = parser.parse_args()
     refuse_model(parser, flags)
-    settings, checkpoints = read_settings(parser, flags), read_flags(parser, flags)
+    of_file = deepspeed.of_config(parser, flags)
+    settings, checkpoints = of_file(read_settings(parser, flags)), read_flags(parser, flags)
     check(parser, settings, int(os.environ.get("WORLD_SIZE", 1)), flags.model_parallel)
     with ranks.start(flags.device) as rank:
         result = train(flags.config, settings, flags.model_parallel, rank, checkpoints, system_class)

@@ -12,9 +12,9 @@ from zero_minimal.paper.quantities import count_text, plural, seconds_text, size
 from zero_minimal.paper.shapes import add_shape, read_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.plan import draw_plan
-from zero_minimal.programs import away, plan_model, report
+from zero_minimal.programs import away, deepspeed_written, plan_markdown, plan_model, plan_options, report
 from zero_minimal.programs.models import chosen
-from zero_minimal.programs.planning import NAMES, Speeds, plan
+from zero_minimal.programs.planning import NAMES, Speeds, check_work, plan
 from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
 
@@ -23,7 +23,7 @@ def describe(told: dict, hardware: str = "") -> str:
     """The tables for a reader, at most 80 columns wide. hardware: the name of the device, if it has one."""
     foreign = "model" in told
     return "\n".join((
-        "", (plan_model.heading if foreign else heading)(told, hardware),
+        "", (plan_model.heading if foreign else heading)(told, hardware), *filter(None, [plan_options.notes(told)]),
         "", report.table(state_rows(told)), "", state_notes(told),
         "", report.table(step_rows(told)), "", verdict(told), "", step_notes(told),
         "", (plan_model.activation_notes if foreign else activation_notes)(told),
@@ -139,8 +139,9 @@ def activation_notes(told: dict) -> str:
                   indent=2, hang=2),
         paragraph(f"{size_text(sizes['block_at_work'])} for the block at work; before that "
                   f"{size_text(sizes['logits'])} for logits and loss", indent=2, hang=2),
-        paragraph("Attention is taken to be fused: it keeps no matrix of scores, which would be "
-                  f"{size_text(sizes['scores'])} a block, and several of them.", indent=2, hang=2),
+        *([paragraph("Attention is taken to be fused: it keeps no matrix of scores, which would be "
+                     f"{size_text(sizes['scores'])} a block, and several of them.", indent=2, hang=2)]
+          if told["attention"] == "fused" else []),
     ))
 
 
@@ -157,11 +158,13 @@ def time_notes(told: dict) -> str:
     if "model" in told:
         return "\n".join([plan_model.compute_note(told), wire_note(told)])
     computes, of_attention = told["compute_seconds"], told["attention_seconds"]
+    of_it = f"Attention is {of_attention / computes:.0%} of it"
     lines = [paragraph(
         f"A step computes for {seconds_text(computes)}, at {told['utilisation']:.0%} of "
         f"{told['operations'] / 1e12:,.4g} TFLOP/s, the device's in {told['dtype']}.",
-        f"Attention is {of_attention / computes:.0%} of it if its kernel skips what is masked; "
-        f"if not, a step is {seconds_text(computes + of_attention)}.")]
+        f"{of_it} if its kernel skips what is masked; if not, a step is {seconds_text(computes + of_attention)}."
+        if told["attention"] == "fused" else f"{of_it}: nothing is skipped.")]
+    lines += filter(None, [plan_options.waits(told)])
     if told["model_parallel"] > 1:
         inside = told["model_parallel_inside_a_node"]
         speed = (f"{size_text(told['link'])}/s, a link inside a node" if inside
@@ -230,9 +233,10 @@ def parser() -> Parser:
     add("--checkpoints", default="whole", choices=CHECKPOINTS,
         help="how the blocks' inputs are kept on model-parallel ranks (default: whole)")
     add("--offload", choices=away.PLACES, help="also with optimizer state and update on the host, or on a disk")
-    add("--accumulate", type=positive, metavar="K", help="with --offload: micro-batches in a step (default: 1)")
+    plan_options.add_flags(result)
     add("--json", type=output_file, metavar="FILE", help="write all figures to this file")
     add("--plot", type=picture_file, metavar="FILE.png", help="draw memory by stage and by ranks")
+    deepspeed_written.add_flags(result)
     add_shape(result)
     return result
 
@@ -242,6 +246,10 @@ def of_model(flags: argparse.Namespace, device: float, speeds: Speeds) -> dict:
     if flags.model_parallel > 1 or flags.checkpoints != "whole" or flags.offload:
         raise ValueError("a model of transformers is not cut over ranks here: give it without --mp and --checkpoints; "
                          "with --offload it is for `simulate --model`")
+    if plan_options.of(flags) != plan_options.NONE or flags.markdown or flags.write_deepspeed_config:
+        raise ValueError("the sizes of --model are measured for a step of one micro-batch, as the library runs it: "
+                         "give it without --accumulate, --attention, --gradients, --sequence-parallel, --markdown "
+                         "and --write-deepspeed-config")
     return plan_model.plan(chosen(flags), flags.ranks, device, flags.dtype, flags.batch, speeds, flags.optimizer_bytes)
 
 
@@ -249,8 +257,6 @@ def main(arguments: list[str]) -> None:
     """The command: read the flags, calculate, print, write JSON and picture."""
     asked = parser()
     flags = asked.parse_args(arguments)
-    if flags.accumulate and not flags.offload:
-        asked.error("--accumulate goes with --offload: it says how often gradients cross the bus")
     gpu = GPUS[flags.hardware]
     speeds = Speeds(flags.tflops * 1e12 if flags.tflops else gpu.rate(flags.dtype), flags.link or gpu.link,
                     flags.node or gpu.node, flags.network)
@@ -258,14 +264,18 @@ def main(arguments: list[str]) -> None:
     try:
         told = of_model(flags, device, speeds) if flags.model else plan(
             read_shape(flags), flags.ranks, device, flags.dtype, flags.batch, flags.model_parallel,
-            flags.optimizer_bytes, flags.checkpoints, speeds)
+            flags.optimizer_bytes, flags.checkpoints, speeds, **plan_options.of(flags))
         if flags.offload:
-            work = Work(read_shape(flags), flags.batch, flags.dtype, flags.model_parallel, flags.checkpoints)
-            told["offload"] = away.offloaded(work, flags.ranks, device, flags.offload, flags.accumulate or 1,
+            work = Work(read_shape(flags), flags.batch, flags.dtype, flags.model_parallel, flags.checkpoints,
+                        **plan_options.of(flags))
+            check_work(work, flags.ranks, offloaded=True)
+            told["offload"] = away.offloaded(work, flags.ranks, device, flags.offload, flags.accumulate,
                                              flags.optimizer_bytes)
+        written = "" if flags.model else deepspeed_written.write(flags, read_shape(flags), told)
     except ValueError as error:
         asked.error(str(error))
-    print(describe(told, "" if flags.memory else flags.hardware))
+    shown = plan_markdown.of_plan if flags.markdown else describe
+    print(shown(told, "" if flags.memory else flags.hardware) + written)
     if flags.json:
         report.write_json(told, flags.json)
     if flags.plot:

@@ -9,6 +9,7 @@ import bisect
 from zero_minimal.paper import formulas
 from zero_minimal.paper.moments import BUCKET, Moment
 from zero_minimal.paper.quantities import plural, seconds_text, size_text
+from zero_minimal.programs import plan_options
 from zero_minimal.programs.measured import Measured, measure
 from zero_minimal.programs.planning import MOST_RANKS, NAMES, UTILISATION, Speeds
 from zero_minimal.programs.words import paragraph
@@ -28,7 +29,7 @@ def plan(model: ForeignModel, ranks: int, device_bytes: float, dtype: str, batch
         "parameters": found.parameters, "parameters_of_rank": found.parameters, "layers": found.units,
         "sequence": model.sequence, "batch": batch, "recompute": model.recompute, "checkpoints": "whole",
         "ranks": ranks, "model_parallel": 1, "dtype": dtype, "optimizer_bytes": optimizer_bytes,
-        "offloaded": False, "device_bytes": device_bytes, "rows": rows,
+        **plan_options.NONE, "offloaded": False, "device_bytes": device_bytes, "rows": rows,
         "first_stage_that_fits": fitting[0] if fitting else None,
         "activations": {"all": found.all, "checkpoints": found.checkpoints, "logits": found.logits,
                         "block_at_work": found.bottom},

@@ -1,11 +1,13 @@
 """Planning: the calculation behind `plan`. Formulas only; `simulate` runs code, and a test holds the two together."""
 
+import itertools
 from dataclasses import dataclass
 
 from zero_minimal.foundations.mesh import divisors
 from zero_minimal.paper import formulas, moments, operations
 from zero_minimal.paper.expressions import exported
 from zero_minimal.paper.hardware import GPU, GPUS, NETWORK
+from zero_minimal.paper.kernels import ATTENTION
 from zero_minimal.paper.moments import CHECKPOINTS, Work
 from zero_minimal.paper.shapes import check_heads, parameter_count
 from zero_minimal.workload.model import GPTConfig
@@ -14,6 +16,7 @@ NAMES = ("data parallel", "P_os", "P_os+g", "P_os+g+p")
 UTILISATION = 0.4  # of the operations that a GPU could do: what good training runs reach
 MOST_RANKS = 2**30
 PAPERS = GPUS["V100-32GB"]
+NO_BUS = {"to_host": 0, "to_device": 0}
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Speeds:
 def plan(
     config: GPTConfig, ranks: int, device_bytes: float, dtype: str = "fp16", batch: int = 1, model_parallel: int = 1,
     optimizer_bytes: float | None = None, checkpoints: str = "whole", speeds: Speeds | None = None,
-    offloaded: bool = False,
+    offloaded: bool = False, accumulate: int = 1, attention: str = "fused", sequence_parallel: int = 1,
+    gradient_bytes: int | None = None,
 ) -> dict:
     """The whole calculation, as JSON (bytes and seconds); "rows" has an entry for each stage.
 
@@ -50,15 +54,24 @@ def plan(
         checkpoints: "whole", "P_a" or "P_a+cpu", where config.recompute keeps only these.
         speeds: None: those of the paper's V100, in this dtype.
         offloaded: at stages 1 to 3 the ranks' hosts keep and update the optimizer's state.
+        accumulate: micro-batches in a step.
+        attention: "fused", "unfused" or "recomputed" (paper/kernels.py).
+        sequence_parallel: so many of the data-parallel ranks share each sequence, as in DeepSpeed-Ulysses.
+        gradient_bytes: 4 for gradients in fp32 beside 16-bit parameters; None: as the dtype has it.
     Raises: ValueError if ranks are not groups of model_parallel, if these cannot share the heads, or for P_a without
-        them.
+        them; and for gradients in fp32 that are offloaded.
     """
     check(config, ranks, model_parallel, checkpoints)
-    work = Work(config, batch, dtype, model_parallel, checkpoints)
+    work = Work(config, batch, dtype, model_parallel, checkpoints, accumulate, attention, sequence_parallel,
+                gradient_bytes)
+    check_work(work, ranks, offloaded)
     speeds = speeds or Speeds.of(PAPERS, dtype)
     rows = [row(stage, work, ranks, device_bytes, optimizer_bytes, speeds, offloaded)
             | {"fewest_data_parallel_ranks": fewest_ranks(stage, work, device_bytes, optimizer_bytes, offloaded)}
             for stage in range(4)]
+    for each, name in itertools.product(rows, ("fewest_data_parallel_ranks", "fewest_data_parallel_ranks_for_states")):
+        if each[name] is not None:  # whole groups that share sequences
+            each[name] = -(-each[name] // sequence_parallel) * sequence_parallel
     fitting = [row["stage"] for row in rows if row["fits"]]
     return {
         "parameters": parameter_count(config),
@@ -66,7 +79,8 @@ def plan(
         "layers": config.layers, "hidden": config.hidden, "heads": config.heads, "vocabulary": config.vocabulary,
         "sequence": config.sequence, "batch": batch, "recompute": config.recompute, "checkpoints": checkpoints,
         "ranks": ranks, "model_parallel": model_parallel, "dtype": dtype, "optimizer_bytes": optimizer_bytes,
-        "offloaded": offloaded, "device_bytes": device_bytes,
+        "offloaded": offloaded, "device_bytes": device_bytes, "accumulate": accumulate, "attention": attention,
+        "sequence_parallel": sequence_parallel, "gradient_bytes": gradient_bytes or formulas.BYTES[dtype][1],
         "rows": rows,
         "first_stage_that_fits": fitting[0] if fitting else None,
         "activations": activations(work),
@@ -90,6 +104,21 @@ def check(config: GPTConfig, ranks: int, model_parallel: int, checkpoints: str) 
     check_heads(config, model_parallel)
 
 
+def check_work(work: Work, ranks: int, offloaded: bool) -> None:
+    """The same for what Work has beside that."""
+    together, parts = work.sequence_parallel, ranks // work.model_parallel
+    if work.attention not in ATTENTION:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, not {work.attention!r}")
+    if parts % together:
+        raise ValueError(f"{parts} data-parallel ranks are not groups of {together} that share a sequence; accepted: "
+                         f"{', '.join(map(str, divisors(parts)))}")
+    if work.config.sequence % together or work.config.heads % (together * work.model_parallel):
+        raise ValueError(f"{together} ranks that share a sequence need {together} × M to divide "
+                         f"{work.config.heads} heads, and {together} to divide {work.config.sequence} tokens")
+    if work.gradient_bytes and (offloaded or work.dtype == "fp32"):
+        raise ValueError("gradients in fp32 are for 16-bit parameters that are not offloaded")
+
+
 @exported
 def row(stage: int, work: Work, ranks: int, device_bytes: float, optimizer_bytes: float | None, speeds: Speeds,
         offloaded: bool = False) -> dict:
@@ -97,12 +126,16 @@ def row(stage: int, work: Work, ranks: int, device_bytes: float, optimizer_bytes
     (expressions.py)."""
     data_parallel, elements = ranks // work.model_parallel, moments.rank_parameters(work)
     away = offloaded and stage > 0  # stage 0 has no shards that could leave
-    states = formulas.states_on_device(stage, elements, data_parallel, work.dtype, away, optimizer_bytes)
+    gradients, times = work.gradient_bytes, work.accumulate
+    states = formulas.states_on_device(stage, elements, data_parallel, work.dtype, away, optimizer_bytes, gradients)
     moment = moments.highest(stage, work, data_parallel, optimizer_bytes, away)
-    built, sent = moments.construction(stage, work), formulas.traffic(stage, elements, data_parallel, work.dtype)
+    built = moments.construction(stage, work)
+    sent = formulas.traffic(stage, elements, data_parallel, work.dtype, times, gradients)
     sends = sent / speeds.wire(ranks)
-    crosses = formulas.bus_bytes(stage, elements, data_parallel, work.dtype)["to_host"] if away else 0  # and back
-    computes, waits = computing(work, speeds)["compute_seconds"], waiting(work, speeds)["model_parallel_seconds"]
+    bus = formulas.bus_bytes(stage, elements, data_parallel, work.dtype, times) if away else NO_BUS
+    crosses, both_ways = bus["to_host"], bus["to_host"] + bus["to_device"]
+    waited, computes = waiting(work, speeds), computing(work, speeds)["compute_seconds"]
+    waits = waited["model_parallel_seconds"] + waited["sequence_parallel_seconds"]
     return {
         "stage": stage, "name": NAMES[stage], **states, "states": sum(states.values()),
         "moment": moment.name, "states_there": moment.states, "activations": moment.activations,
@@ -112,14 +145,14 @@ def row(stage: int, work: Work, ranks: int, device_bytes: float, optimizer_bytes
         "step_fits": moment.total <= device_bytes,
         "fits": max(moment.total, built) <= device_bytes,
         "fewest_data_parallel_ranks_for_states": formulas.fewest_ranks(
-            stage, elements, device_bytes, work.dtype, optimizer_bytes, away),
+            stage, elements, device_bytes, work.dtype, optimizer_bytes, away, gradients),
         "largest_model": formulas.largest_model(
-            stage, device_bytes, data_parallel, work.dtype, work.model_parallel, optimizer_bytes, away),
+            stage, device_bytes, data_parallel, work.dtype, work.model_parallel, optimizer_bytes, away, gradients),
         "sent_bytes": sent, "send_seconds": sends,
         "host_bytes": formulas.host_bytes(elements, data_parallel, work.dtype, optimizer_bytes) if away else 0,
-        "bus_bytes": crosses, "bus_seconds": 2 * crosses / speeds.bus,
-        "least_seconds": max(sends, computes, 2 * crosses / speeds.bus) + waits,
-        "most_seconds": sends + computes + 2 * crosses / speeds.bus + waits,
+        "bus_bytes": crosses, "bus_seconds": both_ways / speeds.bus,
+        "least_seconds": max(sends, computes, both_ways / speeds.bus) + waits,
+        "most_seconds": sends + computes + both_ways / speeds.bus + waits,
     }
 
 
@@ -155,25 +188,32 @@ def activations(work: Work) -> dict:
 
 
 def computing(work: Work, speeds: Speeds) -> dict:
-    """Operations of a rank in a step, and seconds. Attention's are those of a kernel that skips what is masked."""
+    """Operations of a rank in a step, and seconds. A fused kernel of attention skips what is masked."""
     config = work.config
-    own = operations.matrices(config.layers, config.hidden, config.vocabulary, work.batch * config.sequence,
-                              config.recompute) / work.model_parallel
-    whole = operations.attention(config.layers, config.hidden, work.batch, config.sequence,
-                                 config.recompute) / work.model_parallel
-    rate = speeds.operations * UTILISATION
+    batch = work.batch * work.accumulate
+    share = work.model_parallel * work.sequence_parallel
+    own = operations.matrices(config.layers, config.hidden, config.vocabulary, batch * config.sequence,
+                              config.recompute) / share
+    again = config.recompute or work.attention == "recomputed"
+    whole = operations.attention(config.layers, config.hidden, batch, config.sequence, again,
+                                 work.attention == "fused") / share
+    rate, attends = speeds.operations * UTILISATION, whole / 2 if work.attention == "fused" else whole
     return {
-        "matrix_operations": own, "attention_operations": whole / 2,
-        "compute_seconds": (own + whole / 2) / rate,
-        "attention_seconds": whole / 2 / rate,  # of these; so much again if nothing is skipped
+        "matrix_operations": own, "attention_operations": attends,
+        "compute_seconds": (own + attends) / rate,
+        "attention_seconds": attends / rate,  # of these; if it is fused, so much again if nothing is skipped
         "operations": speeds.operations, "utilisation": UTILISATION,
     }
 
 
 def waiting(work: Work, speeds: Speeds) -> dict:
-    """What model parallelism sends in a step; nothing can be computed meanwhile."""
-    config = work.config
-    run = (config.layers, config.hidden, work.batch, config.sequence, work.dtype, work.model_parallel)
+    """What model parallelism and ranks that share sequences send in a step; nothing can be computed meanwhile."""
+    config, batch = work.config, work.batch * work.accumulate
+    shared = moments.shared(batch, work.sequence_parallel)
+    run = (config.layers, config.hidden, shared, config.sequence, work.dtype, work.model_parallel)
+    across = 0 if work.sequence_parallel == 1 else formulas.sequence_parallel_traffic(
+        config.layers, config.hidden, batch, config.sequence, work.dtype, work.sequence_parallel,
+        config.recompute) / work.model_parallel
     sent, with_p_a = (formulas.model_parallel_traffic(*run, partition=partition, recompute=config.recompute)
                       for partition in (False, True))
     return {
@@ -182,4 +222,6 @@ def waiting(work: Work, speeds: Speeds) -> dict:
         "model_parallel_inside_a_node": work.model_parallel <= speeds.node,
         "model_parallel_seconds": (sent if work.checkpoints == "whole" else with_p_a) / speeds.wire(
             work.model_parallel),
+        "sequence_parallel_bytes": across,
+        "sequence_parallel_seconds": across / speeds.wire(work.model_parallel * work.sequence_parallel),
     }

@@ -7,12 +7,13 @@ import traceback
 from pathlib import Path
 
 from zero_minimal.paper import formulas
+from zero_minimal.paper.kernels import ATTENTION
 from zero_minimal.paper.moments import BUCKET as DEFAULT
 from zero_minimal.paper.quantities import number, plural, size, size_text, size_unit
 from zero_minimal.paper.shapes import add_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.simulation import draw_simulation
-from zero_minimal.programs import progress, report
+from zero_minimal.programs import plan_markdown, progress, report
 from zero_minimal.programs.cases import BUCKETS, Budget, Case, phases
 from zero_minimal.programs.foreign import read_system
 from zero_minimal.programs.models import chosen
@@ -51,7 +52,8 @@ def heading(result: dict) -> str:
     return paragraph(
         f"{result['name']}, rank {result['rank']} of {of}; simulated on fake tensors, {result['dtype']}.",
         f"{whole}{result['parameters']:,} parameters: {_sizes(model)}; {case['batch']} × {model['sequence']} tokens "
-        f"a rank{recomputed}.", share, "Sizes are decimal: GB are 10⁹ bytes. Attention is fused.")
+        f"a rank{recomputed}.", share, f"Sizes are decimal: GB are 10⁹ bytes. Attention is {case['attention']}.",
+        f"A step is {case['accumulate']} micro-batches." if case["accumulate"] > 1 else "")
 
 
 def _sizes(model: dict) -> str:
@@ -111,16 +113,17 @@ def _state_rows(result: dict) -> list[list[str]]:
 def _host_rows(result: dict) -> list[list[str]]:
     """What an offloaded rank's host keeps, and what crosses the bus to it and back."""
     stage, dtype, ranks = result["stage"], result["dtype"], result["ranks"] // result["model_parallel"]
-    size = formulas.BYTES[dtype][0]
+    size, times = formulas.BYTES[dtype][0], result["settings"]["accumulate"]
     padding = round(report.padding_of_all(result, stage, ranks))
     by_formula, explained = ({"kept": formulas.host_bytes(elements, ranks, dtype),
-                              **formulas.bus_bytes(stage, elements, ranks, dtype)}
+                              **formulas.bus_bytes(stage, elements, ranks, dtype, times)}
                              for elements in (result["parameters_of_rank"], padding))
     counted = {"kept": result["host_memory"], **result["bus"]}
     unit, scale = size_unit(max(counted.values()))
     rows = [[f"{unit} of its host", "counted", "formula", "", "padding, B", "unexplained, B"]]
     for words, name, each in (("masters, gradients, state", "kept", formulas.host_bytes(1, 1, dtype)),
-                              ("over the bus, a step, to it", "to_host", size), ("and back", "to_device", size)):
+                              ("over the bus, a step, to it", "to_host", size * (times if stage > 1 else 1)),
+                              ("and back", "to_device", size)):
         rows.append([f"  {words}", f"{counted[name] / scale:,.3f}", f"{by_formula[name] / scale:,.3f}", f"{each}Ψ/N",
                      number(explained[name]), number(counted[name] - by_formula[name] - explained[name])])
     return rows
@@ -149,14 +152,15 @@ def main(arguments: list[str]) -> None:
         name, build = ("", None) if flags.stage in ("0", "1", "2", "3") else read_system(flags.stage)
         case = Case(
             chosen(flags), 3 if build else int(flags.stage), flags.ranks, flags.dtype, flags.batch,
-            flags.model_parallel, flags.rank, offload=flags.offload, config=flags.config, build=build, name=name,
+            flags.model_parallel, flags.rank, accumulate=flags.accumulate, attention=flags.attention,
+            offload=flags.offload, config=flags.config, build=build, name=name,
             bucket_bytes=flags.bucket_mb * 2**20 if flags.bucket_mb else None,
             budget=Budget(flags.budget_memory, flags.budget_sent, flags.batch, flags.sequence),
         )
         simulation = watched(case)
     except ValueError as error:
         parser.error(f"{place_of(error, flags.stage)}{error}")
-    print(describe(simulation))
+    print(plan_markdown.of_simulation(simulation.report) if flags.markdown else describe(simulation))
     if flags.json:
         report.write_json(simulation.report, flags.json)
     if flags.plot:
@@ -186,6 +190,11 @@ def _parser() -> Parser:
                         help=f"size of the buckets (default: 4, or as large as makes {BUCKETS}; a config's: 64)")
     parser.add_argument("--budget-memory", type=size, metavar="SIZE", help="a file's budget.memory, 10GB say")
     parser.add_argument("--budget-sent", type=size, metavar="SIZE", help="a file's budget.sent")
+    parser.add_argument("--accumulate", type=positive, default=1, metavar="K",
+                        help="micro-batches in a step (default: 1)")
+    parser.add_argument("--attention", default="fused", choices=ATTENTION, help="torch's fused kernel (default), one "
+                        "that keeps scores, or one that computes them again in backward")
+    parser.add_argument("--markdown", action="store_true", help="print one table for a design document instead")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw memory over the steps")
     add_shape(parser)

@@ -37,6 +37,7 @@ from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.offload import HostState
 from zero_minimal.paper import formulas
 from zero_minimal.paper.fakes import new_tensors_in, without_values
+from zero_minimal.paper.kernels import kernel
 from zero_minimal.programs.cases import OPTIONS, Budget, Case, bucket_bytes, stage_of
 from zero_minimal.programs.offload import Offload
 from zero_minimal.programs.registry import CONFIGS, STAGES, System
@@ -151,9 +152,14 @@ class _Run:
         self._phase(f"forward {number}")
         self.zero.zero_grad()
         tokens = torch.zeros(case.batch, case.model.sequence, dtype=torch.int64)
-        loss = self.model(tokens, tokens)
-        self._phase(f"backward {number}")
-        (scaler.scale(loss) if case.dtype == "fp16" else loss).backward()
+        for micro in range(1, case.accumulate + 1):
+            if micro > 1:
+                self._phase(f"micro-batch {micro} of step {number}")
+            with self.zero.no_sync() if micro < case.accumulate else contextlib.nullcontext():
+                loss = self.model(tokens, tokens)
+                if micro == 1:
+                    self._phase(f"backward {number}")
+                (scaler.scale(loss) if case.dtype == "fp16" else loss).backward()
         self._phase(f"update {number}")
         if case.dtype == "fp16":
             scaler.unscale_(self.zero)
@@ -209,11 +215,11 @@ class _Run:
     def _traffic(self, stage: int, elements: int, padding: int, ranks: int) -> dict:
         case = self.case
         return self.meter.per_step(1) | {
-            "theory_bytes": formulas.traffic(stage, elements, ranks, case.dtype),
-            "theory_volume": formulas.volume(stage),
-            "padding_bytes": formulas.traffic(stage, padding, ranks, case.dtype),
+            "theory_bytes": formulas.traffic(stage, elements, ranks, case.dtype, case.accumulate),
+            "theory_volume": formulas.volume(stage, case.accumulate),
+            "padding_bytes": formulas.traffic(stage, padding, ranks, case.dtype, case.accumulate),
             "model_parallel_theory_bytes": 0 if case.model_parallel == 1 else formulas.model_parallel_traffic(
-                case.model.layers, case.model.hidden, case.batch, case.model.sequence, case.dtype,
+                case.model.layers, case.model.hidden, case.batch * case.accumulate, case.model.sequence, case.dtype,
                 case.model_parallel, bool(case.config) and CONFIGS[case.config].partition,
                 bool(case.config) or case.model.recompute,
             ),
@@ -275,7 +281,10 @@ def build_model(case: Case, mesh: Mesh) -> torch.nn.Module:
     if isinstance(case.model, ForeignModel):
         return case.model.build()
     if case.model_parallel == 1:
-        return GPT(case.model)
+        model = GPT(case.model)
+        for block in model.blocks if case.attention != "fused" else ():
+            block.attention.attend = kernel(case.attention)
+        return model
     model = ParallelGPT(case.model, mesh.model_group)
     if case.model.recompute:
         for block in model.blocks:

@@ -6,10 +6,9 @@
 from dataclasses import asdict, replace
 
 from zero_minimal.foundations import interrupts, ranks
-from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.observer import Observer, stage_in
-from zero_minimal.programs import offload, progress, report, trained
+from zero_minimal.programs import deepspeed, offload, progress, report, trained
 from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, read_flags
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Parser, Settings, add_device, add_settings, output_file, read_settings
@@ -38,7 +37,7 @@ def train(
     bucket_bytes = int(settings.bucket_mb * 2**20)
     by_units = stage_in(stage_class.__name__) == 3 and not hasattr(stage_class, "theory_stage")  # no peer
     zero = loop.build(stage_class, settings, rank, from_meta=by_units, bucket_bytes=bucket_bytes, **away.options())
-    scaler = LossScaler() if settings.dtype == "fp16" else None
+    scaler = settings.loss_scaler()
     checkpoints = Checkpoints(flags, zero, batches, scaler, settings, rank)
     first = checkpoints.resume()
     if first >= settings.steps:
@@ -87,8 +86,10 @@ def main(stage_class) -> None:
     add_settings(parser)
     add_flags(parser)
     offload.add_flags(parser)
+    deepspeed.add_flag(parser)
     arguments = parser.parse_args()
-    settings, flags = read_settings(parser, arguments), read_flags(parser, arguments)
+    of_file = deepspeed.of_stage(parser, arguments, stage_class)
+    settings, flags = of_file(read_settings(parser, arguments)), read_flags(parser, arguments)
     away = offload.read_flags(parser, arguments, stage_class)
 
     with ranks.start(arguments.device, arguments.backend) as rank:

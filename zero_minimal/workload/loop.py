@@ -7,7 +7,6 @@
 Measurements are handed in as observers: the loop does not know what they measure.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 
@@ -18,8 +17,6 @@ from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.workload import data, masking
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import DTYPES, Settings
-
-WARM_UP = 100  # steps
 
 
 def build(
@@ -35,7 +32,8 @@ def build(
             model = foreign.on_meta(dtype) if from_meta else foreign.build(dtype)
         else:
             model = GPT(settings.model_config()).to(rank.device, DTYPES[settings.dtype])
-        zero = stage_class(model, torch.optim.AdamW, **settings.optimizer_options(), **options)
+        optimizer_class, its_options = settings.optimizer_class(), settings.optimizer_options()
+        zero = stage_class(model, optimizer_class, **its_options, **options)
     seed_dropout(settings, rank.rank)
     return zero
 
@@ -85,7 +83,7 @@ def steps(
     run_backward = getattr(zero, "run_backward", torch.Tensor.backward)
     for step in range(first, settings.steps):
         for group in zero.optimizer.param_groups:
-            group["lr"] = learning_rate(step, settings)
+            group["lr"] = settings.learning_rate(step)
         with ExitStack() as watched:
             for observer in observers:
                 watched.enter_context(observer.step())
@@ -114,15 +112,6 @@ def update(zero, scaler: LossScaler | None, clip: float) -> None:
         scaler.update()
     else:
         zero.step()
-
-
-def learning_rate(step: int, settings: Settings) -> float:
-    """A linear warm-up over WARM_UP steps, times half a cosine down to a tenth.
-
-    Warm-up counts steps, however long the run is: a young model that is pushed too fast stumbles.
-    """
-    warm = min(1.0, (step + 1) / WARM_UP)
-    return settings.lr * warm * (0.55 + 0.45 * math.cos(math.pi * step / settings.steps))
 
 
 @torch.no_grad()

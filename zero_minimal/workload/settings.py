@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import functools
+import math
 import os
 import re
 import sys
@@ -13,12 +14,14 @@ from pathlib import Path
 import torch
 
 from zero_minimal.foundations import interrupts
+from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.workload import data, tokens
 from zero_minimal.workload.foreign import BYTES, ForeignModel
 from zero_minimal.workload.model import GPTConfig
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg")  # what a drawing can be written as
 OPTIMIZER = dict(betas=(0.9, 0.95), weight_decay=0.1, fused=True)  # AdamW's options beside lr
+WARM_UP = 100  # steps
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -109,9 +112,26 @@ class Settings:
         """The text, int [tokens]. Raises: what data.read_tokens raises."""
         return data.read_tokens(self.text, self.tokenizer)
 
+    def optimizer_class(self) -> type:
+        """torch's class."""
+        return torch.optim.AdamW
+
     def optimizer_options(self) -> dict:
-        """What AdamW is made with."""
+        """What it is made with."""
         return {"lr": self.lr, **OPTIMIZER}
+
+    def learning_rate(self, step: int) -> float:
+        """Of a step, from 0 on: a linear warm-up, times half a cosine down to a tenth.
+
+        Warm-up counts steps, however long the run is: a young model that is pushed too fast
+        stumbles.
+        """
+        warm = min(1.0, (step + 1) / WARM_UP)
+        return self.lr * warm * (0.55 + 0.45 * math.cos(math.pi * step / self.steps))
+
+    def loss_scaler(self, groups: list | None = None) -> LossScaler | None:
+        """For fp16, whose loss is scaled; else None. groups: as LossScaler takes them."""
+        return LossScaler(groups=groups) if self.dtype == "fp16" else None
 
     def tokens_per_step(self, ranks: int) -> int:
         """Tokens that all ranks together learn from in one optimizer step."""
@@ -139,6 +159,13 @@ class Parser(argparse.ArgumentParser):
             flag = flag.split("=")[0]
             self.error(f"there is no {flag}{meant(flag, self._option_string_actions)}")
         return found
+
+    def given_values(self, args=None) -> dict:
+        """{name: value} of the flags that are given, without those that have their defaults."""
+        unset = object()
+        blank = argparse.Namespace(**{action.dest: unset for action in self._actions})
+        found = vars(self.parse_known_args(args, blank)[0])
+        return {name: value for name, value in found.items() if value is not unset}
 
     def error(self, message):
         choice = re.match(r"argument .*invalid choice: '(.*?)' \(choose from (.*)\)", message)

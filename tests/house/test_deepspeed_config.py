@@ -1,0 +1,497 @@
+"""--deepspeed-config: what is taken of a file, said of the rest, and refused; and the same file in DeepSpeed.
+
+DeepSpeed is an optional dependency: what needs it is skipped without it."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import json
+import random
+import sys
+
+import pytest
+import torch
+
+from zero_minimal import __main__ as program_main
+from zero_minimal.foundations import ranks
+from zero_minimal.programs import configs, deepspeed_written, peers, train
+from zero_minimal.programs.planning import plan
+from zero_minimal.programs.registry import STAGES
+from zero_minimal.stage0 import Stage0
+from zero_minimal.stage2 import Stage2
+from zero_minimal.stage3 import Stage3
+from zero_minimal.workload import deepspeed_file, deepspeed_settings, loop
+from zero_minimal.workload.deepspeed_config import PARAMETERS, Wanted
+from zero_minimal.workload.deepspeed_keys import DEFAULTS, SECTIONS, TABLE
+from zero_minimal.workload.model import GPT
+from zero_minimal.workload.settings import DTYPES, Settings
+from zero_minimal.zero_100b import System
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None,
+                                     reason="DeepSpeed, an optional dependency, is not installed")
+SMALL = Settings(layers=2, hidden=32, heads=4, sequence=32, steps=6)
+ALL_FLAGS = {field.name: getattr(SMALL, field.name) for field in dataclasses.fields(Settings)} | {"offload": None}
+
+
+def file_of(tmp_path, content):
+    file = tmp_path / "ds.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(file)
+
+
+def wanted(tmp_path, content, ranks=1, mesh=False, **given):
+    found = deepspeed_file.read(file_of(tmp_path, content))
+    return Wanted(found, given, ALL_FLAGS | given, ranks, mesh)
+
+
+def settings_of(path, world_size):
+    asked = Wanted(deepspeed_file.read(path), {}, ALL_FLAGS, world_size)
+    flags = {name: value for name, value in asked.flags.items() if name in Settings.__dataclass_fields__}
+    return asked.settings(dataclasses.replace(SMALL, **flags))
+
+
+# ---------------------------------------------------------------------------------------------------- what is taken
+
+
+BF16 = {"bf16": {"enabled": True}}
+ZERO = "zero_optimization"
+
+
+@pytest.mark.parametrize(("content", "ranks", "flags"), [
+    ({"train_batch_size": 24, "gradient_accumulation_steps": 2}, 3, {"batch": 4, "accumulate": 2}),
+    ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}, 2, {"batch": 4, "accumulate": 3}),
+    ({"train_batch_size": 24}, 4, {"batch": 6, "accumulate": 1}),
+    ({"train_micro_batch_size_per_gpu": 5}, 4, {"batch": 5, "accumulate": 1}),
+    ({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}, 4, {"batch": SMALL.batch}),
+    ({}, 1, {"batch": SMALL.batch, "accumulate": 1, "dtype": "fp32", "clip": 1.0}),
+    ({"gradient_clipping": 0}, 1, {"clip": 0.0}),
+    (BF16 | {ZERO: {"reduce_bucket_size": 5e5}}, 1, {"dtype": "bf16", "bucket_mb": 5e5 * 2 / 2**20}),
+    ({ZERO: {"reduce_bucket_size": 2**20}}, 1, {"dtype": "fp32", "bucket_mb": 4.0}),
+    ({ZERO: {"allgather_bucket_size": 2**20, "reduce_bucket_size": "auto"}}, 1, {"bucket_mb": 4.0}),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, 1, {"dtype": "fp16"}),
+    ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, 1, {"dtype": "fp32"}),
+    ({ZERO: {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}, 1, {"offload": "cpu"}),
+    ({ZERO: {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}}, 1, {"offload": "disk:/n"}),
+    ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, 1, {"lr": SMALL.lr}),
+    ({"optimizer": {"type": "AdamW", "params": {}}}, 1, {"lr": 1e-3}),
+])
+def test_keys_become_flags(tmp_path, content, ranks, flags):
+    asked = wanted(tmp_path, content, ranks)
+    assert {name: asked.flags.get(name) for name in flags} == flags
+
+
+def test_auto_is_what_the_command_line_says(tmp_path):
+    asked = wanted(tmp_path, {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": 32,
+                              "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}, 2, batch=8, dtype="bf16",
+                   clip=0.5)
+    assert asked.flags == {"batch": 8, "accumulate": 2, "dtype": "bf16", "clip": 0.5}
+
+
+def test_what_no_flag_says_is_in_the_settings(tmp_path):
+    content = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 3},
+               "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "adam_w_mode": False, "betas": [0.8, 0.9]}}}
+    path = file_of(tmp_path, content)
+    settings = settings_of(path, 1)
+    assert settings.optimizer_class() is torch.optim.Adam
+    assert settings.optimizer_options() == {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.0,
+                                            "fused": True}
+    scaler = settings.loss_scaler()
+    assert (scaler.scale_value, scaler.growth_interval, scaler.hysteresis) == (256, 1000, 3)
+    assert [settings.learning_rate(step) for step in (0, 3)] == [1e-2, 1e-2]  # DeepSpeed holds it, without a scheduler
+    plain = settings_of(file_of(tmp_path, {}), 1)
+    assert plain.optimizer_options() == SMALL.optimizer_options() and plain.optimizer_class() is torch.optim.AdamW
+    assert [plain.learning_rate(step) for step in range(6)] == [SMALL.learning_rate(step) for step in range(6)]
+
+
+@pytest.mark.parametrize(("kind", "weight_decay"), [
+    ({"type": "AdamW", "params": {}}, 0.0), ({"type": "adamw", "params": {"torch_adam": True}}, 0.01),
+    ({"type": "AdamW", "params": {"torch_adam": True, "weight_decay": 0.3}}, 0.3),
+])
+def test_the_weight_decay_that_nobody_gives(tmp_path, kind, weight_decay):
+    assert wanted(tmp_path, {"optimizer": kind}).optimizer["weight_decay"] == weight_decay
+
+
+# ----------------------------------------------------------------------------------------------------- what is said
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    ({ZERO: {"overlap_comm": False}}, "zero_optimization.overlap_comm is ignored: a bucket always travels"),
+    ({ZERO: {"stage": 3, "stage3_prefetch_bucket_size": 5e7}}, "stage3_prefetch_bucket_size is ignored: a unit"),
+    ({ZERO: {"stage": 3, "reduce_bucket_size": 5e7}}, "reduce_bucket_size is ignored: at stage 3 a unit"),
+    ({ZERO: {"reduce_bucket_size": 5e7, "allgather_bucket_size": 5e8}}, "reduce_bucket_size is for both"),
+    ({ZERO: {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param is ignored: parameters stay"),
+    ({"steps_per_print": 10}, "steps_per_print is ignored: this program has its own progress"),
+    ({"activation_checkpointing": {"partition_activations": True}}, "zero_100b.py --config C1"),
+    ({}, "gradient_clipping is not there: clipped at 1.0"),
+    ({"optimizer": {"type": "AdamW"}}, "no scheduler: the learning rate stays"),
+])
+def test_what_is_ignored_is_said_and_why(tmp_path, content, said):
+    assert said in " | ".join(wanted(tmp_path, content).notes)
+
+
+def test_nothing_is_said_where_nothing_is_ignored(tmp_path):
+    content = {
+        "train_batch_size": 8, "gradient_clipping": 1.0, "prescale_gradients": False, "wall_clock_breakdown": False,
+        "fp16": {"enabled": False, "auto_cast": True, "fp16_master_weights_and_grads": True}, **BF16,
+        ZERO: {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True,
+               "allgather_partitions": True, "offload_param": {"device": "none"},
+               "offload_optimizer": {"device": "none", "pin_memory": False}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR", "params": {}},
+        "tensorboard": {"enabled": False}, "elasticity": {"enabled": False}, "amp": None,
+    }
+    assert wanted(tmp_path, content, 2).notes == []
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(("content", "given", "said"), [
+    ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, {},
+     "train_batch_size is 24, but train_micro_batch_size_per_gpu 4 × gradient_accumulation_steps 2 × 2 data-parallel"),
+    ({"train_batch_size": 9}, {}, "cannot be 1 micro-batches × 2 data-parallel ranks"),
+    ({"train_batch_size": 16}, {"batch": 3}, "cannot be 3 sequences × 2"),
+    ({"train_micro_batch_size_per_gpu": 0}, {}, "must be a number from 1 up, not 0"),
+    ({"train_micro_batch_size_per_gpu": 2.5}, {}, "must be a whole number"),
+    ({"train_micro_batch_size_per_gpu": True}, {}, "must be a number from 1 up, not true"),
+    ({"train_micro_batch_size_per_gpu": 4}, {"batch": 8}, "makes --batch 4, and the command line has --batch 8"),
+    ({"gradient_clipping": 1}, {"clip": 0.5}, "makes --clip 1, and the command line has --clip 0.5"),
+    (BF16, {"dtype": "fp16"}, "bf16.enabled makes --dtype bf16, and the command line has --dtype fp16"),
+    ({"bf16": {"enabled": False}}, {"dtype": "bf16"}, "makes --dtype fp32"),
+    ({ZERO: {"reduce_bucket_size": 2**20}}, {"bucket_mb": 25.0}, "makes --bucket-mb 4,"),
+    ({ZERO: {"offload_optimizer": {"device": "cpu"}}}, {"offload": "disk:/x"}, "makes --offload cpu"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"lr": 2e-3}, "makes --lr 0.001"),
+    (BF16 | {"fp16": {"enabled": True}}, {}, "fp16 and bf16 are both enabled"),
+    ({"bf16": {"enabled": "yes"}}, {}, "bf16.enabled must be true or false"),
+    (BF16 | {"communication_data_type": "fp32"}, {}, 'communication_data_type is "fp32", and parameters are bf16'),
+    ({ZERO: {"stage": 4}}, {}, "is 0, 1, 2 or 3, not 4"),
+    ({ZERO: 2}, {}, "zero_optimization must be an object"),
+    ({ZERO: {"stge": 2}}, {}, "DeepSpeed has no key zero_optimization.stge: did you mean stage?"),
+    ({"train_batchsize": 2}, {}, "did you mean train_batch_size?"),
+    ({"zero_optimisation": {}}, {}, "did you mean zero_optimization?"),
+    ({"stage": 2}, {}, "stage belongs into zero_optimization"),
+    ({ZERO: {"gradient_clipping": 1}}, {}, "gradient_clipping belongs outside of sections"),
+    ({ZERO: {"cpu_offload": True}}, {}, "an old name: write offload_optimizer"),
+    ({ZERO: {"zero_quantized_gradients": True}}, {}, "nothing is quantized here"),
+    ({ZERO: {"offload_optimizer": {"device": "gpu"}}}, {}, "device is none, cpu or nvme"),
+    ({ZERO: {"offload_optimizer": {"device": "nvme"}}}, {}, "nvme_path must name a folder"),
+    ({"optimizer": {"type": "Lamb"}}, {}, "there are AdamW and Adam here"),
+    ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, {}, "write gradient_clipping"),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, {}, "must be two numbers"),
+    ({"scheduler": {"type": "OneCycle"}}, {}, "there are WarmupLR, WarmupDecayLR, WarmupCosineLR here"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 3}}}, {}, "WarmupLR has no scheduler.params.tot"),
+    ({"scheduler": {"type": "WarmupDecayLR"}}, {}, "needs scheduler.params.total_num_steps"),
+    ({"tensor_parallel": {"autotp_size": 2}}, {}, "zero_100b.py --model-parallel M"),
+    ("{", {}, "it is not JSON"), ("[]", {}, "it must be an object"),
+    ('{"bf16": {}, "bf16": {}}', {}, "stands there twice"),
+])
+def test_contradictions_are_refused(tmp_path, content, given, said):
+    with pytest.raises(ValueError) as refused:
+        wanted(tmp_path, content, 2, **given)
+    assert said in str(refused.value)
+
+
+def program(monkeypatch, capsys, main, argument, *flags):
+    """What a program says as it refuses."""
+    monkeypatch.setattr(sys, "argv", ["program", *flags])
+    with pytest.raises(SystemExit):
+        main(argument)
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("main", "argument", "content", "flags", "said"), [
+    (train.main, Stage2, {ZERO: {"stage": 3}}, (), "Stage2 is stage 2: start zero_minimal/stage3.py with this file"),
+    (train.main, Stage3, {}, (), "start zero_minimal/stage0.py"),
+    (train.main, Stage0, {ZERO: {"offload_optimizer": {"device": "cpu"}}}, (), "--offload is for stages 1 to 3"),
+    (train.main, Stage0, {"train_batch_size": 3}, ("--batch", "2"), "cannot be 2 sequences"),
+    (configs.main, System, {ZERO: {"stage": 3}}, (), "none of C1, C2, C3, C4, C5 is stage 3"),
+    (configs.main, System, {ZERO: {"stage": 2}}, ("--config", "C4"), "it asks for C3, and the command line has"),
+    (configs.main, System, {ZERO: {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, (), "no offload of optimizer"),
+    (configs.main, System, {ZERO: {"stage": 1}, "activation_checkpointing": {"cpu_checkpointing": True}}, (),
+     "stage 1 with cpu_checkpointing"),
+])
+def test_a_program_that_does_not_fit_says_which_does(main, argument, content, flags, said, tmp_path, monkeypatch,
+                                                     capsys):
+    path = file_of(tmp_path, content)
+    assert said in program(monkeypatch, capsys, main, argument, "--deepspeed-config", path, *flags)
+
+
+def test_no_file_is_a_sentence(tmp_path, monkeypatch, capsys):
+    said = program(monkeypatch, capsys, train.main, Stage2, "--deepspeed-config", str(tmp_path / "none.json"))
+    assert "none.json: it cannot be read: No such file" in said
+
+
+def test_zero_100b_takes_what_is_kept_of_activations(tmp_path, monkeypatch, capsys):
+    """C4 by its keys; it goes as far as to see that one rank is no mesh."""
+    path = file_of(tmp_path, {ZERO: {"stage": 2}, "activation_checkpointing": {"partition_activations": True}})
+    said = program(monkeypatch, capsys, configs.main, System, "--deepspeed-config", path)
+    assert "--config C4" in said and "1 ranks are not D × 2" in said and "partition_activations" not in said
+
+
+# ----------------------------------------------------------------------------------------------------- what comes of it
+
+
+FILE = {
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1,
+                                              "torch_adam": True}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 3,
+                                                      "total_num_steps": 8}},
+}
+
+
+def of(stage, dtype, more=()):
+    return FILE | {dtype: {"enabled": True} for dtype in [dtype] if dtype != "fp32"} | {
+        ZERO: {"stage": stage, "reduce_bucket_size": 20000, "allgather_bucket_size": 20000,
+               "stage3_param_persistence_threshold": 0}} | dict(more)
+
+
+def ours(path, stage, rank):
+    """Losses of the file in one of our stages, and their learning rates."""
+    settings = settings_of(path, rank.world_size)
+    zero = loop.build(STAGES[stage], settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
+    batches = loop.training_batches(settings, rank.rank)
+    steps = loop.steps(zero, batches, settings, scaler=settings.loss_scaler())
+    return loop.mean_over_ranks([sum(part.item() for part in parts) for parts in steps], rank)
+
+
+def theirs(path, rank):
+    """Losses of the same file in DeepSpeed itself, as its users write a loop."""
+    import deepspeed
+
+    settings = settings_of(path, rank.world_size)
+    torch.manual_seed(settings.seed)
+    model = GPT(settings.model_config()).to(DTYPES[settings.dtype])
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=path)
+    batches, losses = iter(loop.training_batches(settings, rank.rank)), []
+    for step in range(settings.steps):
+        assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(settings.learning_rate(step), rel=1e-12)
+        losses.append(0.0)
+        for _ in range(settings.accumulate):
+            loss = engine(*next(batches))
+            engine.backward(loss)
+            engine.step()
+            losses[-1] += loss.item() / settings.accumulate
+    return loop.mean_over_ranks(losses, rank)
+
+
+def beside_deepspeed(paths):
+    """{(stage, dtype): losses of ours and of theirs}"""
+    with ranks.start() as rank:
+        peers.DeepSpeed.prepare(rank.device)
+        return {case: (ours(path, case[0], rank), theirs(path, rank)) for case, path in paths.items()}
+
+
+@needs_deepspeed
+def test_deepspeed_and_the_stages_make_the_same_losses_of_the_same_file(tmp_path):
+    """In bf16 DeepSpeed's stage 0 keeps and rounds gradients elsewhere, so it is left out; its stage 3 is close."""
+    cases = [(0, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
+    paths = {}
+    for stage, dtype in cases:
+        folder = tmp_path / f"{stage}{dtype}"
+        folder.mkdir()
+        paths[stage, dtype] = file_of(folder, of(stage, dtype))
+    found = ranks.run(beside_deepspeed, 2, paths, device="cpu", timeout=300)[0]
+    for case, (mine, its) in found.items():
+        assert mine == pytest.approx(its, abs=1e-6 if case[1] == "fp32" else 3e-4), case
+        assert mine[-1] < mine[0] - 0.1
+
+
+def fp16_and_flags(path):
+    """Losses of a file with fp16 and fixed scale, and of the flags that say the same."""
+    with ranks.start() as rank:
+        same = dataclasses.replace(SMALL, dtype="fp16", batch=2, accumulate=2, clip=0.5)
+        zero = loop.build(STAGES[2], same, rank, bucket_bytes=40000)
+        plain = loop.steps(zero, loop.training_batches(same, rank.rank), same, scaler=same.loss_scaler())
+        losses = [sum(part.item() for part in parts) for parts in plain]
+        return ours(path, 2, rank), loop.mean_over_ranks(losses, rank)
+
+
+def test_a_file_trains_as_the_flags_that_say_the_same(tmp_path):
+    content = {name: value for name, value in of(2, "fp16").items() if name not in ("optimizer", "scheduler")}
+    content["fp16"] = {"enabled": True, "loss_scale": 2**16}
+    by_file, by_flags = ranks.run(fp16_and_flags, 2, file_of(tmp_path, content), device="cpu", timeout=60)[0]
+    assert by_file == by_flags and len(by_file) == 6
+
+
+# ------------------------------------------------------------------------------------------------------ what is written
+
+
+SHAPE = SMALL.model_config()
+
+
+def planned(dtype="fp32", batch=2):
+    return plan(dataclasses.replace(SHAPE, vocabulary=256), 2, 32e9, dtype, batch)
+
+
+def fsdp2_losses(lines, stage, accumulate, rank):
+    """Losses of three steps of the lines that are printed, run as they are."""
+    same = dataclasses.replace(SMALL, batch=2)
+    torch.manual_seed(same.seed)
+    losses, batches = [], iter(loop.training_batches(same, rank.rank))
+    with_grad = GPT.__call__
+
+    class Told(GPT):
+        def __call__(self, *tokens):
+            loss = with_grad(self, *tokens)
+            losses.append(loss.item())
+            return loss
+
+    found = {"model": Told(same.model_config()), "batches": batches}
+    set_up, step = lines.split("\n\nfor micro")
+    exec(set_up, found)
+    for _ in range(3):
+        exec("for micro" + step, found)
+    return loop.mean_over_ranks(losses, rank)
+
+
+def beside_fsdp2(cases):
+    """{case: losses of micro-batches of FSDP2's lines, and of the stage}"""
+    with ranks.start() as rank:
+        found = {}
+        for stage, accumulate in cases:
+            lines = deepspeed_written.fsdp2(planned(), stage, accumulate)
+            theirs = fsdp2_losses(lines, stage, accumulate, rank)
+            same = dataclasses.replace(SMALL, batch=2, accumulate=accumulate, steps=3)
+            same = deepspeed_settings.FromDeepSpeed(**vars(same), scheduler={"type": "constant"})
+            zero = loop.build(STAGES[stage], same, rank)
+            mine = [part.item() * accumulate for parts in loop.steps(zero, loop.training_batches(same, rank.rank), same)
+                    for part in parts]
+            found[stage, accumulate] = theirs, loop.mean_over_ranks(mine, rank)
+        return found
+
+
+def test_fsdp2s_lines_run_and_train_as_the_stage_does():
+    """The printed lines, executed: at stage 1 with micro-batches that are not reduced."""
+    cases = [(0, 2), (1, 2), (2, 1), (3, 2)]
+    for case, (theirs, mine) in ranks.run(beside_fsdp2, 2, cases, device="cpu", timeout=100)[0].items():
+        assert len(theirs) == 3 * case[1]
+        assert theirs == pytest.approx(mine, abs=1e-5), case
+
+
+@pytest.mark.parametrize(("dtype", "stage", "offload", "accumulate"), [
+    ("fp32", 0, None, 1), ("bf16", 1, "cpu", 2), ("fp16", 2, None, 4), ("bf16", 3, None, 1),
+])
+def test_what_is_written_is_read_as_the_stages_own_defaults(tmp_path, dtype, stage, offload, accumulate):
+    content = deepspeed_written.deepspeed(SHAPE, planned(dtype), stage, accumulate, offload)
+    asked = wanted(tmp_path, content, ranks=2)
+    flags = {"batch": 2, "accumulate": accumulate, "dtype": dtype, "clip": 0.0, "lr": Settings.lr}
+    if stage < 3:
+        flags["bucket_mb"] = Settings.bucket_mb
+    assert asked.flags == flags | ({"offload": offload} if offload else {}) and asked.stage == stage
+    settings = asked.settings(dataclasses.replace(SMALL, dtype=dtype))
+    assert settings.optimizer_options() == SMALL.optimizer_options() | {"eps": 1e-8}
+    if dtype == "fp16":
+        scaler = settings.loss_scaler()
+        assert (scaler.scale_value, scaler.growth_interval, scaler.left) == (2.0**16, 2000, 1)
+    assert all("is ignored: at stage 3" in note or "stage3_" in note or "no scheduler" in note for note in asked.notes)
+
+
+def test_plan_writes_the_stage_that_fits_or_the_one_asked_for(tmp_path, capsys):
+    file = tmp_path / "ds.json"
+    asked = ["plan", "--params", "7.5B", "--ranks", "64", "--dtype", "bf16", "--accumulate", "4",
+             "--write-deepspeed-config", str(file)]
+    program_main.main(asked)
+    said, content = capsys.readouterr().out, json.loads(file.read_text())
+    assert content[ZERO]["stage"] == 2 and content["train_batch_size"] == 256 and "stage 2 is written" in said
+    assert "fully_shard(block, reshard_after_forward=False, mp_policy=policy)" in said
+    program_main.main([*asked, "--stage", "3", "--offload", "disk"])
+    said, content = capsys.readouterr().out, json.loads(file.read_text())
+    assert content[ZERO]["stage"] == 3 and content[ZERO]["offload_optimizer"]["device"] == "nvme"
+    assert "CPUOffloadPolicy()" in said and "reshard_after_forward=True" in said
+    for wrong, words in (([*asked[:2], "1T", *asked[3:]], "no stage fits"), (["plan", "--params", "1B", "--stage", "2"],
+                                                                           "--write-deepspeed-config"),
+                         ([*asked, "--stage", "0", "--offload", "cpu"], "stage 0 has no shards")):
+        with pytest.raises(SystemExit):
+            program_main.main(wrong)
+        assert words in capsys.readouterr().err
+
+
+@needs_deepspeed
+def test_deepspeed_reads_what_is_written(tmp_path):
+    """And makes the stage's losses of it, with torch's AdamW (its own wants a GPU, or a compiler)."""
+    paths = {}
+    for stage in (0, 2, 3):
+        content = deepspeed_written.deepspeed(SHAPE, planned(), stage, accumulate=2)
+        content["optimizer"]["params"]["torch_adam"] = True
+        (tmp_path / str(stage)).mkdir()
+        paths[stage, "fp32"] = file_of(tmp_path / str(stage), content)
+    for case, (mine, its) in ranks.run(beside_deepspeed, 2, paths, device="cpu", timeout=300)[0].items():
+        assert mine == pytest.approx(its, abs=1e-6), case
+
+
+# ---------------------------------------------------------------------------------------------- beside DeepSpeed's own
+
+
+@needs_deepspeed
+def test_the_table_has_deepspeeds_own_keys():
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, DeepSpeedZeroOffloadOptimizerConfig
+
+    for section, kind in (("fp16", DeepSpeedFP16Config), ("bf16", DeepSpeedBF16Config), (ZERO, DeepSpeedZeroConfig),
+                          (f"{ZERO}.offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig)):
+        names = {field.alias or name for name, field in kind.model_fields.items()}
+        ours = set(TABLE[section]) | {name.rpartition(".")[2] for name in SECTIONS}
+        assert names <= ours, names - ours
+    defaults = {name: field.default for name, field in DeepSpeedFP16Config.model_fields.items()}
+    assert {name: defaults[name] for name in DEFAULTS["fp16"]} == DEFAULTS["fp16"]
+
+
+@needs_deepspeed
+def test_the_scale_moves_as_deepspeeds_does():
+    """Over overflows drawn at random, with every kind of hysteresis."""
+    from deepspeed import comm
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    draw = random.Random(1)
+    comm.get_rank, before = (lambda: 0), comm.get_rank
+    try:
+        for hysteresis, consecutive, window in ((1, False, 3), (2, False, 4), (3, True, 2)):
+            mine = deepspeed_settings.DeepSpeedScaler(0, 20, window, hysteresis, consecutive, 2.0)
+            its = DynamicLossScaler(2.0**20, window, 2.0, hysteresis, consecutive, raise_error_at_min_scale=False)
+            for _ in range(300):
+                overflow = draw.random() < 0.3 and its.cur_scale > 2.0
+                mine._overflows[Stage2] = overflow  # as its step() does
+                mine.update()
+                its.update_scale(overflow)
+                assert mine.scale_value == its.cur_scale
+    finally:
+        comm.get_rank = before
+
+
+def test_a_fixed_scale_stays_and_the_smallest_is_an_end():
+    fixed = deepspeed_settings.DeepSpeedScaler(128, 16, 1, 2, False, 1)
+    for overflow in (False, True, True, False):
+        fixed._overflows[Stage2] = overflow
+        fixed.update()
+    assert fixed.scale_value == 128
+    small = deepspeed_settings.DeepSpeedScaler(0, 1, 1000, 1, False, 1)
+    for _ in range(2):
+        small._overflows[Stage2] = True
+        if small.scale_value == 1:
+            with pytest.raises(RuntimeError, match="min_loss_scale"):
+                small.update()
+        else:
+            small.update()
+    other = deepspeed_settings.DeepSpeedScaler(0, 16, 1000, 3, False, 1)
+    other.left = 2
+    small.load_state_dict(other.state_dict())
+    assert small.left == 2
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("kind", PARAMETERS)
+@pytest.mark.parametrize("warmup_type", ["log", "linear"])
+def test_schedules_are_deepspeeds(kind, warmup_type):
+    from deepspeed.runtime import lr_schedules
+
+    given = {"warmup_min_lr": 1e-5, "warmup_max_lr": 3e-3, "total_num_steps": 20, "warmup_min_ratio": 0.1,
+             "cos_min_ratio": 0.01}
+    params = {name: given[name] for name in PARAMETERS[kind]} | {"warmup_num_steps": 6, "warmup_type": warmup_type}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2e-3)
+    its = getattr(lr_schedules, kind)(optimizer, **params)
+    for step in range(25):
+        rate = deepspeed_settings.SCHEDULES[kind](step, 2e-3, **params)
+        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12), step
+        its.step()

@@ -1,0 +1,166 @@
+"""Written: a stage of a plan as a DeepSpeed file, and as FSDP2's lines: what `plan --write-deepspeed-config` gives.
+
+Both are complete: stage files read the first (--deepspeed-config), a test runs both beside the stage.
+"""
+
+import argparse
+
+from zero_minimal.paper.moments import BUCKET
+from zero_minimal.paper.shapes import block_parameters, root_parameters
+from zero_minimal.programs import report
+from zero_minimal.programs.words import paragraph
+from zero_minimal.workload.model import GPTConfig
+from zero_minimal.workload.settings import DTYPES, OPTIMIZER, Settings, output_file
+
+DISK = "/local_nvme"  # a plan knows no folders
+
+
+def deepspeed(config: GPTConfig, told: dict, stage: int, accumulate: int = 1, offload: str | None = None) -> dict:
+    """DeepSpeed's keys. told: what plan() gave. offload: None, "cpu" or "disk". Learning rate, betas and weight decay
+    are those of this project's programs: a plan does not know yours.
+
+    Raises: ValueError for an offload of stage 0.
+    """
+    if offload and not stage:
+        raise ValueError("stage 0 has no shards that could leave: give --stage 1, 2 or 3 with --offload")
+    batch, shares = told["batch"], told["sequence_parallel"]
+    parallel = told["ranks"] // told["model_parallel"] // shares
+    elements = BUCKET // DTYPES[told["dtype"]].itemsize  # DeepSpeed counts elements
+    zero = {"stage": stage, "reduce_bucket_size": elements, "allgather_bucket_size": elements, "overlap_comm": True,
+            "contiguous_gradients": True, "reduce_scatter": True}
+    if stage == 3:
+        block = block_parameters(config)
+        zero |= {"stage3_prefetch_bucket_size": block, "stage3_param_persistence_threshold": 0,
+                 "stage3_max_live_parameters": root_parameters(config) + 2 * block, "stage3_max_reuse_distance": 0}
+    if offload:
+        folder = {"nvme_path": DISK} if offload == "disk" else {}
+        zero["offload_optimizer"] = {"device": "nvme" if offload == "disk" else "cpu", **folder, "pin_memory": True}
+    return {
+        "train_batch_size": batch * accumulate * parallel, "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": accumulate, "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": Settings.lr, "betas": list(OPTIMIZER["betas"]), "eps": 1e-8,
+                                                  "weight_decay": OPTIMIZER["weight_decay"]}},
+        **_precision(told["dtype"]), "zero_optimization": zero, **_activations(told),
+        **({"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if _wide(told) else {}),
+        **({"sequence_parallel_size": shares} if shares > 1 else {}),
+    }
+
+
+def _wide(told: dict) -> bool:
+    """Whether gradients are fp32 beside 16-bit parameters."""
+    return told["dtype"] != "fp32" and told["gradient_bytes"] == 4
+
+
+def _precision(dtype: str) -> dict:
+    """LossScaler's ways for fp16: each overflow halves the scale, 2000 good steps double it."""
+    if dtype == "fp16":
+        return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000,
+                         "hysteresis": 1, "min_loss_scale": 2.0**-24}}
+    return {"bf16": {"enabled": True}} if dtype == "bf16" else {}
+
+
+def _activations(told: dict) -> dict:
+    if told["checkpoints"] == "whole":
+        return {}
+    return {"activation_checkpointing": {"partition_activations": True,
+                                         "cpu_checkpointing": told["checkpoints"] == "P_a+cpu"}}
+
+
+# --------------------------------------------------------------------------------------------------------------- FSDP2
+
+SHARD = """\
+import torch
+from torch.distributed.fsdp import {imports}
+
+policy = MixedPrecisionPolicy({policy})
+model.float()  # FSDP2 keeps fp32 shards, and gathers and reduces in the policy's dtypes
+for block in model.blocks:
+    fully_shard(block, reshard_after_forward={reshard}, mp_policy=policy{offload})
+fully_shard(model, reshard_after_forward=False, mp_policy=policy{offload})
+"""
+REPLICATE = """\
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # FSDP2 has no stage 0
+"""
+STEP = """\
+optimizer = torch.optim.AdamW(model.parameters(), lr={lr}, betas={betas}, weight_decay={weight_decay})
+
+for micro in range({accumulate}):
+{sync}    (model(*next(batches)) / {accumulate}).backward()
+optimizer.step()
+optimizer.zero_grad()
+"""
+WHY = {
+    0: "FSDP2 always shards: stage 0 is DDP.",
+    1: "FSDP2 has no stage 1. These lines send as much as stage 1: gradients stay whole until the last micro-batch, "
+       "and parameters from forward to backward; between steps FSDP2 keeps shards of both.",
+    2: "Parameters stay whole from forward to backward, as at stage 2; between steps FSDP2 keeps shards of them, "
+       "which stage 2 does not.",
+    3: "Blocks let their parameters go after forward, and gather them again for backward.",
+}
+
+
+def fsdp2(told: dict, stage: int, accumulate: int = 1, offload: str | None = None) -> str:
+    """The lines that do what the stage does. They find `model`, with its `blocks`, and `batches`."""
+    dtype = str(DTYPES[told["dtype"]])
+    reduced = "torch.float32" if _wide(told) else dtype
+    if stage:
+        names = ["MixedPrecisionPolicy", "fully_shard"]
+        lines = SHARD.format(
+            imports=", ".join([*(["CPUOffloadPolicy"] if offload else []), *names]), reshard=stage == 3,
+            policy="" if dtype == "torch.float32" else f"param_dtype={dtype}, reduce_dtype={reduced}",
+            offload=", offload_policy=CPUOffloadPolicy()" if offload else "")
+    else:
+        lines = REPLICATE
+    last = f"micro == {accumulate - 1}"
+    sync = f"    model.set_requires_gradient_sync({last})\n" if stage == 1 and accumulate > 1 else ""
+    if not stage and accumulate > 1:
+        sync = f"    model.require_backward_grad_sync = {last}\n"
+    return lines + STEP.format(lr=Settings.lr, accumulate=accumulate, sync=sync, betas=OPTIMIZER["betas"],
+                               weight_decay=OPTIMIZER["weight_decay"])
+
+
+# -------------------------------------------------------------------------------------------------------------- command
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the plan's parser what it takes to write."""
+    parser.add_argument("--write-deepspeed-config", type=output_file, metavar="FILE.json",
+                        help="write a stage as a DeepSpeed file, and print FSDP2's lines for it")
+    parser.add_argument("--stage", type=int, choices=range(4), metavar="0…3",
+                        help="which one (default: the first that fits)")
+
+
+def write(flags: argparse.Namespace, config: GPTConfig, told: dict) -> str:
+    """Write the file that the flags ask for; words about it, and FSDP2's lines. "" if they ask for none.
+
+    Raises: ValueError if no stage fits, or none was asked for to be written.
+    """
+    if not flags.write_deepspeed_config:
+        if flags.stage is not None:
+            raise ValueError("--stage says which one --write-deepspeed-config writes: give that, too")
+        return ""
+    accumulate = flags.accumulate
+    offloaded = [row["stage"] for row in told.get("offload", {}).get("rows", []) if row["fits"]]
+    fitting = (offloaded[0] if offloaded else None) if flags.offload else told["first_stage_that_fits"]
+    stage = fitting if flags.stage is None else flags.stage
+    if stage is None:
+        raise ValueError("--write-deepspeed-config: no stage fits, so say which one with --stage")
+    content = deepspeed(config, told, stage, accumulate, flags.offload)
+    report.write_json(content, flags.write_deepspeed_config)
+    words = [f"stage {stage} is written to {flags.write_deepspeed_config}, for {told['ranks']:,} ranks: "
+             f"zero_minimal/stage{stage}.py --deepspeed-config reads it, as DeepSpeed does. Learning rate, betas and "
+             "weight decay are this project's: choose your own."]
+    if flags.offload == "disk":
+        words.append(f"nvme_path is {DISK}: put your folder there.")
+    if told["model_parallel"] > 1:
+        words.append("It has nothing of --mp: the model itself is cut.")
+    if told["sequence_parallel"] > 1:
+        words.append("Attention itself is to send what --sequence-parallel says: neither FSDP2's lines nor this "
+                     "project's stages do, and these refuse the file.")
+    scale = "fp16 needs a loss scale besides: torch.amp.GradScaler." if told["dtype"] == "fp16" else ""
+    lines = fsdp2(told, stage, accumulate, flags.offload)
+    return "\n".join(("", "", paragraph(*words), "", paragraph(f"The same in FSDP2. {WHY[stage]}", scale), "",
+                      *(f"    {line}".rstrip() for line in lines.splitlines())))

@@ -1,0 +1,79 @@
+"""Markdown: a plan as one table for a design document, with all that it assumes below it. `plan --markdown`, and
+`simulate --markdown` for what was counted."""
+
+from zero_minimal.paper.formulas import STATES
+from zero_minimal.paper.hardware import GPUS
+from zero_minimal.paper.quantities import count_text, seconds_text, size_text
+
+
+def of_plan(told: dict, hardware: str = "") -> str:
+    """A row for each stage. told: what plan() gave."""
+    head = ["stage", "shards", *STATES, "activations", "passing", "highest moment", "fits?", "fewest ranks",
+            "sent a step", "step, at least", "step, at most"]
+    rows = []
+    for row in told["rows"]:
+        fewest = row["fewest_data_parallel_ranks"]
+        rows.append([
+            str(row["stage"]), row["name"], *(size_text(row[name]) for name in (*STATES, "activations", "passing")),
+            f"{size_text(row['together'])} ({row['moment']})", "yes" if row["fits"] else "no",
+            "none" if fewest is None else f"{fewest * told['model_parallel']:,}", size_text(row["sent_bytes"]),
+            seconds_text(row["least_seconds"]), seconds_text(row["most_seconds"]),
+        ])
+    notes = [f"- {line}" for line in assumed(told, hardware)]
+    return "\n".join([f"**{title(told)}**", "", *table(head, rows), "", *notes])
+
+
+def title(told: dict) -> str:
+    """Which model on which ranks."""
+    shared = f", {told['model_parallel']} share a model" if told["model_parallel"] > 1 else ""
+    return f"{count_text(told['parameters'])} parameters in {told['dtype']} on {told['ranks']:,} ranks{shared}"
+
+
+def assumed(told: dict, hardware: str) -> list[str]:
+    """What a reader has to know to trust the table, or to make it again."""
+    recomputed = f"blocks recomputed, their inputs kept {told['checkpoints']}"
+    parallel = told["ranks"] // told["model_parallel"] // told["sequence_parallel"]
+    tokens = parallel * told["batch"] * told["sequence"] * told["accumulate"]
+    shares = f", a sequence on {told['sequence_parallel']} ranks" if told["sequence_parallel"] > 1 else ""
+    lines = [
+        f"{told['layers']} blocks of width {told['hidden']}, {told['heads']} heads, vocabulary {told['vocabulary']:,}; "
+        f"{told['parameters']:,} parameters",
+        f"{told['batch']} × {told['sequence']:,} tokens in a micro-batch{shares}, {told['accumulate']} of these in a "
+        f"step of {tokens:,} tokens",
+        f"{recomputed if told['recompute'] else 'nothing recomputed'}; attention {told['attention']}; gradients "
+        f"{told['gradient_bytes']} bytes each" + ("; optimizer state on the host" if told["offloaded"] else ""),
+        f"{hardware or 'device'}: {size_text(told['device_bytes'])}, {told['operations'] / 1e12:,.4g} TFLOP/s of which "
+        f"{told['utilisation']:.0%} are reached; {size_text(told['link'])}/s inside a node of {told['node']}, "
+        f"{size_text(told['network'])}/s between nodes",
+    ]
+    if hardware:
+        lines.append(f"{hardware}: {GPUS[hardware].source}")
+    return [*lines, "GB are 10⁹ bytes. At least: all communication is hidden; at most: none is. Not counted: "
+            "fragmentation, CUDA's context, NCCL's buffers"]
+
+
+def of_simulation(result: dict) -> str:
+    """A row for each thing that was counted. result: the report of a simulation."""
+    memory, theory = result["memory"], result["theory"]
+    rows = [[name, size_text(memory[name], 4), size_text(theory[name], 4)] for name in STATES]
+    rows += [[f"{name}, at most", size_text(memory[name], 4), ""] for name in ("activations", "buffers")]
+    rows += [[f"highest moment ({memory['peak_when']})", size_text(memory["peak"], 4), ""],
+             ["sent in a step", size_text(result["traffic"]["sent_bytes"], 4),
+              size_text(result["traffic"]["theory_bytes"], 4)]]
+    if "bus" in result:
+        rows += [["on the host", size_text(result["host_memory"], 4), ""],
+                 ["to the host, a step", size_text(result["bus"]["to_host"], 4), ""]]
+    settings = result["settings"]
+    model = f"{count_text(result['parameters'])} parameters in {result['dtype']}"
+    tokens = f"{settings['batch']} × {settings['model']['sequence']:,} tokens"
+    return "\n".join([
+        f"**{result['name']}, rank {result['rank']} of {result['ranks']:,}: {model}**", "",
+        *table(["of this rank", "counted", "formula"], rows), "",
+        f"- counted while the code ran on tensors without memory; {tokens}, {settings['accumulate']} micro-batches a "
+        f"step, attention {settings['attention']}",
+        "- GB are 10⁹ bytes"])
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]

@@ -1,0 +1,58 @@
+"""Plan's options: the flags of `plan` beside model, ranks and device, and what is said of them."""
+
+import argparse
+
+from zero_minimal.paper.kernels import ATTENTION
+from zero_minimal.paper.quantities import plural, seconds_text, size_text
+from zero_minimal.programs.words import paragraph
+from zero_minimal.workload.settings import positive
+
+NONE = {"accumulate": 1, "attention": "fused", "sequence_parallel": 1, "gradient_bytes": None}  # what of() gives then
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give the parser the flags."""
+    add = parser.add_argument
+    add("--accumulate", type=positive, default=1, metavar="K", help="micro-batches in a step (default: 1)")
+    add("--attention", default="fused", choices=ATTENTION, help="fused: no matrix of scores is kept (default); "
+        "unfused: it is; recomputed: attention alone is computed again in backward (selective recomputation)")
+    add("--gradients", default="", choices=("fp32",), metavar="fp32", help="kept, added up and reduced in fp32 beside "
+        "16-bit parameters, as in Megatron (default: in the dtype of the parameters)")
+    add("--sequence-parallel", type=positive, default=1, metavar="S", help="of the data-parallel ranks so many share "
+        "each sequence, as in DeepSpeed-Ulysses (default: 1)")
+    add("--markdown", action="store_true", help="print one table for a design document instead")
+
+
+def of(flags: argparse.Namespace) -> dict:
+    """What plan() takes of them."""
+    return {"accumulate": flags.accumulate, "attention": flags.attention, "sequence_parallel": flags.sequence_parallel,
+            "gradient_bytes": 4 if flags.gradients else None}
+
+
+def notes(told: dict) -> str:
+    """Lines about those that were asked for, "" if none was."""
+    lines = []
+    if told["accumulate"] > 1:
+        lines.append(f"A step is {told['accumulate']} micro-batches. Stages 0 and 1 reduce gradients once, since they "
+                     "keep them whole; stage 2 each time, and stage 3 gathers parameters each time, too.")
+    if told["attention"] != "fused":
+        size, again = size_text(told["activations"]["scores"]), told["attention"] == "recomputed"
+        lines.append(f"Attention is not fused: scores are {size} a block, "
+                     + ("computed again in backward" if again or told["recompute"] else "kept in each")
+                     + ", and three such matrices are there for a moment.")
+    if told["gradient_bytes"] == 4 and told["dtype"] != "fp32":
+        lines.append("Gradients are kept and reduced in fp32: 18 bytes a parameter instead of 16 (Megatron Core's "
+                     "distributed optimizer: 6 + 12/N).")
+    if told["sequence_parallel"] > 1:
+        lines.append(f"{plural(told['sequence_parallel'], 'rank')} share each sequence (DeepSpeed-Ulysses, "
+                     f"arXiv:2309.14509): each has {told['sequence'] // told['sequence_parallel']:,} of "
+                     f"{told['sequence']:,} tokens, and of attention some heads. Model states are cut over all ranks.")
+    return "\n".join(map(paragraph, lines))
+
+
+def waits(told: dict) -> str:
+    """What ranks that share sequences wait for; "" if none do."""
+    if told["sequence_parallel"] == 1:
+        return ""
+    return paragraph(f"It waits {seconds_text(told['sequence_parallel_seconds'])} for the all-to-alls of ranks that "
+                     f"share a sequence: {size_text(told['sequence_parallel_bytes'])}.")
