@@ -21,6 +21,7 @@ All ranks run a card, alike. Memory and traffic are those of the rank itself; lo
 
 import contextlib
 import copy
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -118,6 +119,7 @@ class Lab:
         self.journal: list[dict] = []
         self.peak = 0  # bytes
         self._alone = None  # the group of this rank alone, once it is asked for
+        gc.freeze()  # ledgers look through all objects for tensors, and those of libraries hold none
 
     def __getattr__(self, name: str):
         if name == "setting":
