@@ -301,7 +301,10 @@ def test_points_are_as_announced():
                 step = next(mark for mark in test.pytestmark if mark.name == "step")
                 points[step.args[0]] += step.kwargs["points"]
         assert points == {step.number: step.points for step in lesson.steps}
-        assert sum(points.values()) == lesson.points == (40 if lesson.name.startswith("10") else 100)
+        if lesson.draw:  # as many of them, all worth the same
+            assert len(set(points.values())) == 1 and lesson.draw * points[1] == lesson.points < 100
+        else:
+            assert sum(points.values()) == lesson.points == (40 if lesson.name.startswith("10") else 100)
 
 
 @pytest.mark.parametrize("arguments, says", [
