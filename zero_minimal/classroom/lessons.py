@@ -12,6 +12,7 @@ tests/NN_name/test_assignment.py, where each test says which step it belongs to 
     forbidden    more modules that a submission may not import, see below                               (default: none)
     builds_on    lesson files that it may import all the same                                           (default: none)
     draw         so many of the steps are graded, drawn by the learner's NAME, see drawn.py               (default: all)
+    patience     seconds that ranks may take for one test, some 10 times what they need                   (default: 15)
     written      texts in assignment.py that a teacher reads, for the points up to 100                   (default: none)
     report       what `grade --html` draws of a run: "messages" or "buckets", see report/__init__.py     (default: none)
     [[steps]]    title, points, and in [steps.tasks] "function" or "Class.method" = what must hold when it returns;
@@ -74,6 +75,7 @@ class Lesson:
     report: str = ""  # one of DRAWN; "": none
     points: float = 100  # of the steps, or of those that are drawn
     draw: int = 0  # so many of the steps; 0: all
+    patience: float = 15.0  # seconds for the ranks of one test
     written: tuple[str, ...] = ()  # texts for the teacher
 
     @property
@@ -125,7 +127,7 @@ def read(file: Path) -> Lesson:
         raise ValueError(f"{where}: report must be one of {', '.join(DRAWN)}, not {drawn!r}")
     lesson = Lesson(
         report=drawn, points=table.take("points", (int, float), 100), draw=table.take("draw", int, 0),
-        written=table.texts("written"),
+        written=table.texts("written"), patience=table.take("patience", (int, float), Lesson.patience),
         folder=file.parent, title=table.take("title", str), world=table.take("world", str), reference=reference,
         takes_in=takes_in, class_name=table.take("class", str, ""),
         forbidden=(lesson_files() - set(table.texts("builds_on"))) | {reference, *table.texts("forbidden")},
