@@ -21,6 +21,7 @@ All ranks run a card, alike. Memory and traffic are those of the rank itself; lo
 
 import contextlib
 import copy
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch import nn
 from zero_minimal.foundations.joining import Rank
 from zero_minimal.meters.memory import Ledger, Moment
 from zero_minimal.meters.observer import Observer
+from zero_minimal.meters.phases import Phases
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import published
 from zero_minimal.programs import simulated
@@ -67,6 +69,7 @@ class Run:
     at_peak: dict[str, int]  # by category, at the highest moment of this run: also activations, buffers
     collectives: dict[str, dict]  # {name: {"calls", "bytes"}}; bytes are the payload
     sent: float  # what a ring sends for these
+    when: dict[str, dict] = field(default_factory=dict)  # {"forward", "backward", "update": {collective: payload}}
     wire: float | None = None  # what this process wrote, as the system counts it; None where it does not say
     losses: tuple[float, ...] = ()  # of each step, nats
     validation: float | None = None  # loss on the held-out text, after the last step
@@ -118,6 +121,7 @@ class Lab:
         self.journal: list[dict] = []
         self.peak = 0  # bytes
         self._alone = None  # the group of this rank alone, once it is asked for
+        gc.freeze()  # ledgers look through all objects for tensors, and those of libraries hold none
 
     def __getattr__(self, name: str):
         if name == "setting":
@@ -198,10 +202,10 @@ class Lab:
         return self._alone
 
     def _measured(self, zero, rank: Rank, settings: Settings) -> Run:
-        observer, account = Observer(zero, rank, settings), _Account()
+        observer, account, phases = Observer(zero, rank, settings), _Account(), Phases()
         batches = loop.training_batches(settings, rank.rank)
         losses = [loop.mean_over_ranks([sum(parts).item()], self.rank)[0]
-                  for parts in loop.steps(zero, batches, settings, observers=[observer, account])]
+                  for parts in loop.steps(zero, batches, settings, observers=[observer, account, phases])]
         held_out = loop.validation_batches(settings, rank.rank, rank.world_size)
         validation = loop.evaluate(zero, held_out, self.rank)
         found = observer.report()
@@ -214,7 +218,7 @@ class Lab:
             batch=settings.batch * settings.accumulate, seed=settings.seed, parameters=found["parameters"],
             memory={name: found["memory"][name] for name in ("parameters", "gradients", "optimizer")},
             peak=self.peak, at_peak=without_other(highest), collectives=found["traffic"]["collectives"],
-            sent=found["traffic"]["sent_bytes"], wire=account.per_step(observer.traffic_from, observer.traffic_to),
+            sent=found["traffic"]["sent_bytes"], when=phases.last, wire=account.per_step(observer.traffic_from, observer.traffic_to),
             losses=tuple(losses), validation=validation, seconds=tuple(observer.seconds),
             step_seconds=found["step_seconds"], model=model,
         )

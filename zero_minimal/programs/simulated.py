@@ -5,6 +5,8 @@ A simulation makes ranks of its own, and a process belongs to one world only. So
 """
 
 
+import gc
+
 import torch
 import torch.distributed as dist
 
@@ -78,5 +80,6 @@ def figures(case: Case, cached: bool) -> dict:
 
 def serve(bus: Bus) -> None:
     """What the process beside the rank does."""
+    gc.freeze()  # the ledger looks through all objects for tensors, and those of libraries hold none
     while (parcel := bus.receive()).words[0] != "end":
         bus.send((figures(*parcel.words[1:]),))
