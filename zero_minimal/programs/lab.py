@@ -219,7 +219,8 @@ class Lab:
             batch=settings.batch * settings.accumulate, seed=settings.seed, parameters=found["parameters"],
             memory={name: found["memory"][name] for name in ("parameters", "gradients", "optimizer")},
             peak=self.peak, at_peak=without_other(highest), collectives=found["traffic"]["collectives"],
-            sent=found["traffic"]["sent_bytes"], when=phases.last, wire=account.per_step(observer.traffic_from, observer.traffic_to),
+            sent=found["traffic"]["sent_bytes"], when=phases.last,
+            wire=account.per_step(observer.traffic_from, observer.traffic_to),
             losses=tuple(losses), validation=validation, seconds=tuple(observer.seconds),
             step_seconds=found["step_seconds"], model=model,
         )
@@ -232,8 +233,10 @@ class Lab:
         Args:
             ranks: None: the setting's `devices`.
             options: parameters: a GPT of about so many (with layers=12, where only model states count: that is quick);
-                or layers, hidden, heads, vocabulary (default: the setting's small one). sequence, batch, dtype (default "fp16"), recompute (default yes), model_parallel, config
-                ("C1" to "C5"), offload ("cpu"), bucket_bytes, steps; cached=True: what CUDA's allocator would take.
+                or layers, hidden, heads, vocabulary (default: the setting's small one). sequence, batch, recompute
+                (default: yes), dtype (default: "fp16"), model_parallel, config ("C1" to "C5"), offload ("cpu"), steps,
+                bucket_bytes (default: 4 MiB or, if these were many, as large as makes 32).
+                cached=True: what CUDA's allocator would take, too.
         """
         small = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads}
         run = Run(**simulated.on_first_rank(stage, ranks or self.devices, small, options))

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.bus import Bus
 from zero_minimal.meters.allocator import CachingAllocator, replay
-from zero_minimal.paper.shapes import shape_for, usual_heads, usual_shape
+from zero_minimal.paper.shapes import parameter_count, shape_for, usual_heads, usual_shape
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.model import GPTConfig
 
+SMALL_BUCKET, BUCKETS = 4 * 2**20, 32  # bytes; how many at most, for many take long
 ENDLESS = 2**62  # bytes of a device that is never full
 OF_CASE = ("batch", "dtype", "model_parallel", "config", "offload", "bucket_bytes", "steps")
 OF_MODEL = ("parameters", "layers", "hidden", "heads", "vocabulary", "sequence", "recompute")
@@ -61,7 +62,11 @@ def case_of(stage: int, ranks: int, small: dict, options: dict) -> Case:
             heads=options.get("heads") or usual_heads(hidden, parallel), recompute=recompute,
             vocabulary=options.get("vocabulary", 256),
         )
-    return Case(model, stage, ranks, **{name: options[name] for name in OF_CASE if name in options})
+    of_case = {name: options[name] for name in OF_CASE if name in options}
+    if not of_case.get("config"):
+        elements = parameter_count(model) // parallel
+        of_case.setdefault("bucket_bytes", max(SMALL_BUCKET, -(-2 * elements // BUCKETS)))
+    return Case(model, stage, ranks, **of_case)
 
 
 def figures(case: Case, cached: bool) -> dict:

@@ -1,5 +1,7 @@
-"""Cards: all claims by their numbers, and what is known of each answer without running it."""
+"""Cards: all claims by their numbers, what each one says, and how it is examined."""
 
+import inspect
+import re
 from collections.abc import Callable
 
 from zero_minimal.foundations import ranks
@@ -11,6 +13,15 @@ VERDICTS = ("true", "true if", "false", "not shown")
 MODULES = (replication, formulas, communication, model_parallelism, paper)
 CARDS: dict[int, Callable] = {int(name[5:]): value for module in MODULES for name, value in vars(module).items()
                               if name.startswith("card_")}
+
+
+def words(number: int) -> dict[str, str]:
+    """What a card says, out of its docstring: "claim", "refuted by", "run", "number", and the "unit" of that."""
+    text = " ".join(inspect.getdoc(CARDS[number]).split())
+    found = re.fullmatch(r"Claim: (.*) Refuted by: (.*) Run: (.*) Number(?:, in ([^:]*))?: (.*)", text)
+    claim, refuted, run, unit, what = found.groups()
+    units = {"percent": "%", "billions": "billion", "billions of parameters": "billion"}
+    return {"claim": claim, "refuted by": refuted, "run": run, "number": what, "unit": units.get(unit, unit or "×")}
 
 
 def examine(number: int, setting: Setting) -> tuple[str, float, list[dict]]:
