@@ -142,6 +142,7 @@ class Lab:
 
     def arguments(self, **given) -> Arguments:
         """Arguments for train(). zero: a configuration such as {"stage": 2}."""
+        self.journal.append({"kind": "arguments"})
         return Arguments(**given)
 
     # -------------------------------------------------------------------------------------------------------- training

@@ -34,9 +34,10 @@ def card_02(lab) -> tuple[str, float]:
 
 
 def card_03(lab) -> tuple[str, float]:
-    """Claim: stage 3 was run after stage 0, in one process, and the meter showed no lower peak: it saves no memory.
+    """Claim: stage 3 was run after stage 0, in one process, and the meter showed no lower peak. This shows that stage 3
+    saves no memory.
 
-    Refuted by: a peak of stage 3 alone that is lower.
+    Refuted by: a meter that would have shown the same if stage 3 saved much.
     Run: stage 0, then stage 3, and whatever it takes to see the peak of each by itself.
     Number, in MB: by how much the peak of stage 3 is below that of stage 0 (negative where it is above).
     """
@@ -44,7 +45,7 @@ def card_03(lab) -> tuple[str, float]:
     plain = lab.train(0)
     lab.reset_peak()
     zero = lab.train(3)
-    return "true" if zero.peak >= plain.peak else "false", (plain.peak - zero.peak) / 1e6
+    return "true" if zero.peak >= plain.peak else "not shown", (plain.peak - zero.peak) / 1e6
 
 
 def card_04(lab) -> tuple[str, float]:
@@ -63,9 +64,9 @@ def card_04(lab) -> tuple[str, float]:
 
 
 def card_05(lab) -> tuple[str, float]:
-    """Claim: ZeRO with batch 2b reached another loss than no ZeRO with batch b: that is what ZeRO does to the loss.
+    """Claim: ZeRO with batch 2b reached another loss than no ZeRO with batch b. This shows what ZeRO does to the loss.
 
-    Refuted by: runs with the same batch, with and without ZeRO, that have the same loss.
+    Refuted by: something else that differed, and makes this difference alone.
     Run: for each of lab.seeds stages 0 and 2, with lab.batch and twice that.
     Number, in nats: by how much the larger batch alone lowers the validation loss; mean of the seeds.
     """
@@ -75,7 +76,7 @@ def card_05(lab) -> tuple[str, float]:
         zero = lab.train(2, seed=seed, batch=2 * lab.batch)
         by_zero.append(large.validation - zero.validation)
         by_batch.append(small.validation - large.validation)
-    return "true" if abs(mean(by_zero)) > 0.01 * abs(mean(by_batch)) else "false", mean(by_batch)
+    return "true" if abs(mean(by_zero)) > 0.99 * abs(mean(by_batch)) else "not shown", mean(by_batch)
 
 
 def card_06(lab) -> tuple[str, float]:
