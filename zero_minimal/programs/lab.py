@@ -44,7 +44,7 @@ from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
 
 BUCKET_MB = 0.25  # the models are small, and shall have several buckets
-LR = 0.05  # at the end of a warm-up that is longer than the runs
+LR = 0.02  # at the end of a warm-up that is longer than the runs
 ACCOUNT = Path("/proc/self/io")  # Linux: what this process has written
 PRINTED = {
     "table 1": published.TABLE1, "table 2": published.TABLE2, "figure 1": published.FIGURE1,
