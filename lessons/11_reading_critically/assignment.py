@@ -2,7 +2,7 @@
 
 A card is a function of a lab (programs/lab.py). It runs something that could refute its claim, and returns a verdict
 and a number, as in `return "true if", 3.75`. The verdict is "true", "true if", "false" or "not shown". The card says
-what the number is, and its unit: GB are 10⁹ bytes and MB 10⁶. All sizes come from the lab, and every rank runs the card.
+what the number is, and its unit: GB are 10⁹ bytes and MB 10⁶. All sizes come from the lab; every rank runs the card.
 """
 
 from statistics import mean
@@ -26,8 +26,8 @@ BELIEVED = ""
 # is alike, how many seeds, and which result would make you say "false", and which one "true"?
 DESIGNED = ""
 
-# Which of your own eight runs is the weakest? Name what else could explain its number, or what this machine cannot show,
-# and the run on a larger one that would decide.
+# Which of your own eight runs is the weakest? Name what else could explain its number, or what this machine cannot
+# show, and the run on a larger one that would decide.
 WEAKEST = ""
 
 
@@ -271,8 +271,8 @@ def card_21(lab) -> tuple[str, float]:
 
     Such a configuration counts elements. Here a bucket has lab.elements of them, in fp16.
     Refuted by: a peak that rises by more than that many bytes.
-    Run: simulate stage 2 on lab.devices, with 6 * lab.elements parameters in 12 layers, sequence=8, and buckets of that
-    size; then with buckets a hundred times smaller. bucket_bytes is in bytes.
+    Run: simulate stage 2 on 256 ranks, with 6 * lab.elements parameters in 12 layers, sequence=8, and buckets of that
+    size; then with buckets 20 times smaller. steps=1 is enough. bucket_bytes is in bytes.
     Number, in GB: by how much the large buckets raise the peak.
     """
     # step 21: stage 2 was simulated with buckets of two sizes, and all else alike.

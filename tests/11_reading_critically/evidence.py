@@ -93,7 +93,7 @@ def of_the_number(case: Case) -> str:
         return ""
     told = f"card {case.card}: {number:.6g} {rule.unit} is not what is found {case.where()}. "
     for value, fallacy in rule.known(case).items():
-        if value is not None and is_near(rule, number, value, 0.005) and not is_near(rule, value, wanted):
+        if is_near(rule, number, value) and not is_near(rule, value, wanted):
             return told + fallacy
     if said := copied(case):
         return told + said.strip()
@@ -133,10 +133,9 @@ def is_near(rule: Rule, number: float, wanted: float, near: float | None = None)
     return math.isclose(number, wanted, rel_tol=rule.near if near is None else near, abs_tol=rule.zero)
 
 
-def of_the_page(card: int) -> float | None:
+def of_the_page(card: int) -> float:
     """The number of the page's own run."""
-    cards = json.loads(PAGE.read_text())["cards"]
-    return cards[str(card)]["number"]
+    return next(entry["value"] for entry in json.loads(PAGE.read_text())["cards"] if entry["card"] == card)
 
 
 def copied(case: Case) -> str:

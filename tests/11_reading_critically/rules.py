@@ -6,7 +6,7 @@ ZERO = {1, 2, 3}  # stages
 LOOK = "the journal has"
 
 
-# ---------------------------------------------------------------------------------------------------- what must have run
+# ------------------------------------------------------------------------------------------------- what must have run
 
 
 def ran(kind, missing, at_least=1, **like):
@@ -17,7 +17,8 @@ def ran(kind, missing, at_least=1, **like):
 
 
 def looked_up(what):
-    return ran("published", f"{what} of the paper was not looked up (lab.published): a figure from memory is the text's, "
+    return ran("published", f"{what} of the paper was not looked up (lab.published): a figure from memory is the "
+                            "text's, "
                "not the source's", what=what)
 
 
@@ -38,7 +39,8 @@ def compared(*stages):
         runs = [case.entries("train", stage=stage, fresh=True) for stage in stages]
         for stage, of_stage in zip(stages, runs, strict=True):
             if not of_stage and case.entries("train", stage=stage):
-                return (f"card {case.card}: the same object ran twice: stage {stage} went on with the model of an earlier "
+                return (f"card {case.card}: the same object ran twice: stage {stage} went on with the model of an "
+                        "earlier "
                         "run, which had learned already. To compare, each run needs a new model")
             if not of_stage:
                 return f"card {case.card}: no training at stage {stage}: what is compared with what?"
@@ -100,7 +102,8 @@ def one_device(case: Case) -> str:
     """Card 4: the claim is about a device by itself."""
     if case.entries("train", ranks=1):
         return ""
-    return (f"card {case.card}: N = 1 is what the claim speaks of, and this ran on {case.ranks} ranks, which share. What "
+    return (f"card {case.card}: N = 1 is what the claim speaks of, and this ran on {case.ranks} ranks, which share. "
+            "What "
             "is a partition of one? (ranks=1)")
 
 
@@ -116,14 +119,16 @@ def goes_on(case: Case) -> str:
     """Card 1: what the report really did."""
     if case.entries("train", fresh=False):
         return ""
-    return (f"card {case.card}: no run went on with the model of another (model=…): the number is what such a run gains, "
+    return (f"card {case.card}: no run went on with the model of another (model=…): the number is what such a run "
+            "gains, "
             "and it is what was taken for a merit of ZeRO")
 
 
 def two_batches(case: Case) -> str:
     if len({entry["batch"] for entry in case.entries("train", stage=2)}) > 1:
         return ""
-    return (f"card {case.card}: with one batch alone nobody sees whether a payload depends on it: run a second one, and "
+    return (f"card {case.card}: with one batch alone nobody sees whether a payload depends on it: run a second one, "
+            "and "
             "change nothing else")
 
 
@@ -180,7 +185,8 @@ TEXT = "the claim's own number, not one that a run gave"
 def of_07(case):
     bytes_ = 16 * psi(case) / 1e9
     return {bytes_: "Units are mixed: 16Ψ are bytes. A number of fp16 has two of them, one of fp32 has four: what is "
-                    "asked for is how many numbers", 14 * psi(case) / 1e9: "Ψ + Ψ + 12Ψ is the claim's own sum: the first "
+                    "asked for is how many numbers", 14 * psi(case) / 1e9: "Ψ + Ψ + 12Ψ is the claim's own sum: the "
+                                                                           "first "
                     "two count elements, and 12Ψ are bytes. Units are mixed"}
 
 
@@ -192,7 +198,8 @@ def of_11(case):
 
 
 def of_12(case):
-    return {12 * psi(case) / 1e6: "that is the optimizer's state of all ranks, which is held, and not what is gathered: "
+    return {12 * psi(case) / 1e6: "that is the optimizer's state of all ranks, which is held, and not what is "
+                                  "gathered: "
                                   "optimizer state never moves"}
 
 
@@ -213,7 +220,8 @@ def of_20(case):
 def of_21(case):
     elements = case.setting.elements / 1e9
     return {elements: "Units are mixed: a bucket size counts elements, and in fp16 each has two bytes",
-            2 * elements: "that is one buffer by arithmetic, not the difference of two peaks. How many buffers work at a "
+            2 * elements: "that is one buffer by arithmetic, not the difference of two peaks. How many buffers work "
+                          "at a "
                           "time?"}
 
 
@@ -221,7 +229,8 @@ def of_22(case):
     setting = case.setting
     inputs = 32 * setting.sequences * setting.tokens * 4096 * 2 / 1e9
     return {inputs: "that is with recomputation, where a block keeps its input alone",
-            6 * inputs: "12·h·b·s numbers of two bytes a block, by the formula: it does not say what it counts. What does "
+            6 * inputs: "12·h·b·s numbers of two bytes a block, by the formula: it does not say what it counts. What "
+                        "does "
                         "the run keep?"}
 
 
@@ -233,22 +242,27 @@ def of_23(case):
 def of_24(case):
     points = printed("FIGURE4")
     mean, own = sum(points.values()) / len(points), points[case.setting.without]
-    return {own - 40: "40 is the claim's number: the mean of the points is another one", mean: "that is the mean; what is "
-            "asked for is how far one model is from it", own: "that is the model's own speed, not how far it is from the "
+    return {own - 40: "40 is the claim's number: the mean of the points is another one", mean: "that is the mean; "
+                                                                                               "what is "
+            "asked for is how far one model is from it", own: "that is the model's own speed, not how far it is from "
+                                                              "the "
             "mean", 21.2 - mean: "that is the model of 13B, and another one is asked for here (lab.without)"}
 
 
 def of_25(case):
     points, gpus = printed("FIGURE3"), case.setting.gpus
-    return {points[400] * 400 / (points[gpus] * gpus): "that is how many times faster, not yet over how many times more "
-            "GPUs", points[400] / points[64]: f"that begins at 64 GPUs, and lab.gpus are {gpus}: a ratio is to a baseline"}
+    return {points[400] * 400 / (points[gpus] * gpus): "that is how many times faster, not yet over how many times "
+                                                       "more "
+            "GPUs", points[400] / points[64]: f"that begins at 64 GPUs, and lab.gpus are {gpus}: a ratio is to a "
+                                              "baseline"}
 
 
 def of_26(case):
     theory, measured = printed("TABLE2")[case.setting.row]
     baseline = float(theory[0]) - float(measured[0])
     return {baseline: "that is the baseline's column: stage 1 is the next",
-            float(theory[1]) - float(measured[0]): "theory is of stage 1, and measurement of the baseline: whose is it?"}
+            float(theory[1]) - float(measured[0]): "theory is of stage 1, and measurement of the baseline: whose is "
+                                                   "it?"}
 
 
 def of_27(case):
@@ -256,13 +270,15 @@ def of_27(case):
             8.0: TEXT, 170 / 40: "that is the model of 170B, and another one is asked for here (lab.largest)"}
 
 
-SEVERAL = "several"
 RULES = {
     1: Rule("nats", (compared(0, 2), seeds({"stage": 0, "fresh": True}, {"stage": 2, "fresh": True}), goes_on),
-            lambda case: {0.0: "that is by how much ZeRO lowers it, with a new model; the number is what the same object "
+            lambda case: {0.0: "that is by how much ZeRO lowers it, with a new model; the number is what the same "
+                               "object "
                                "gains when it goes on"},
-            {"true": "the same object ran twice: what went on learning got better. With a new model ZeRO changes nothing"}),
-    2: Rule("MB", (ran("arguments", "no arguments were made (lab.arguments): did the thing that the claim speaks of run "
+            {"true": "the same object ran twice: what went on learning got better. With a new model ZeRO changes "
+                     "nothing"}),
+    2: Rule("MB", (ran("arguments", "no arguments were made (lab.arguments): did the thing that the claim speaks of "
+                                    "run "
                        "at all?"), trained(0, 2)),
             lambda case: {0.0: "both runs had the same stage: look at the stage that each really was (run.stage)"}),
     3: Rule("MB", (compared(0, 3), reset(0, 3)),
@@ -270,7 +286,8 @@ RULES = {
             {"true": "the peak was never reset: a meter that only rises cannot show a lower one"}),
     4: Rule("MB", (one_device, trained(0, ranks=1), hosted),
             lambda case: {0.0: "that is N = 1 without a host: the whole is one part. In which way does it shrink?"},
-            {"true": "N = 1 \"saves\": with one rank each partition is the whole, and stage 2 holds as much as stage 0. "
+            {"true": "N = 1 \"saves\": with one rank each partition is the whole, and stage 2 holds as much as stage "
+                     "0. "
                      "Under which condition is there less on the device?",
              "false": "there is a way to run it that makes them smaller on the device: name it as a condition"}),
     5: Rule("nats", (seeds({"stage": 0}), compared(0, 2),
@@ -278,7 +295,8 @@ RULES = {
             lambda case: {0.0: "that is what ZeRO does at one batch; what is asked for is what the batch does without "
                                "ZeRO"},
             {"true": "the batch is confounded with ZeRO: both changed, and the batch alone makes the same difference",
-             "false": "the claim is about what was shown. It has two causes in it, so it shows neither: what is true of "
+             "false": "the claim is about what was shown. It has two causes in it, so it shows neither: what is true "
+                      "of "
                       "ZeRO your run says, not theirs"}),
     6: Rule("times", (simulated(0, 1, ranks=lambda case: case.setting.devices),),
             lambda case: {float(case.setting.devices): f"N is {TEXT}: only the optimizer's state is divided",
@@ -286,12 +304,14 @@ RULES = {
             {"true if": "at no N: parameters and gradients stay whole, so it never comes above 4"}),
     7: Rule("billions", (simulated(0, dtype="fp16"),), of_07),
     8: Rule("times", (simulated(0, 2, ranks=lambda case: case.setting.devices), far),
-            lambda case: {8.0: f"{LIMIT}: 8 is stage 2's for N without end", 4.0: f"{LIMIT}: 4 is stage 1's for N without "
+            lambda case: {8.0: f"{LIMIT}: 8 is stage 2's for N without end", 4.0: f"{LIMIT}: 4 is stage 1's for N "
+                                                                                  "without "
                           "end", 16 / (4 + 12 / case.setting.devices): "that is stage 1's, and stage 2 is asked for"},
             {"true": "\"true\" for what holds in the limit only: at this N it is less. For which N is it nearly so?",
              "false": "on many more devices it comes near: it holds under a condition that is not said"}),
     9: Rule("MB", (trained(0, dtype="fp32"), trained(0, dtype="bf16")),
-            lambda case: {8 * psi(case) / 1e6: "that is with fp32: in mixed precision the optimizer also holds the masters",
+            lambda case: {8 * psi(case) / 1e6: "that is with fp32: in mixed precision the optimizer also holds the "
+                                               "masters",
                           2 * psi(case) / 1e6: "Units are mixed: 2Ψ are numbers, of four bytes each"}),
     10: Rule("times", (trained(0, ranks=1), trained(3), reset(0, 3)),
              lambda case: {float(case.ranks): "N is what model states shrink by. The peak holds more than these",
@@ -299,16 +319,20 @@ RULES = {
              {"true": "the peak is not N times lower: activations and gathered layers are not divided",
               "false": "of model states it holds: under a condition that is not said"}),
     11: Rule("MB", (ran("train", "DDP did not run: beyond what is it?", name="DDP"),
-                    ran("train", "no stage 1 that all-reduces its gradients ran: \"ZeroRedundancy\" is one. The stage 1 "
-                        "of this course reduce-scatters: to run it refutes a claim that nobody made", name=SEVERAL)),
+                    ran("train", "no stage 1 that all-reduces its gradients ran: \"ZeroRedundancy\" is one. The stage "
+                                 "1 "
+                        "of this course reduce-scatters: to run it refutes a claim that nobody made", name=
+                            "ZeroRedundancy")),
              of_11),
-    12: Rule("MB", (ran("train", "stage 1 did not run in bf16: in fp32 parameters and a shard of state look too much alike",
+    12: Rule("MB", (ran("train", "stage 1 did not run in bf16: in fp32 parameters and a shard of state look too much "
+                                 "alike",
                         stage=1, dtype="bf16"),), of_12),
     13: Rule("MB", (trained(2),), of_13,
              {"true": "that is stage 3. At stage 2 nothing is gathered in forward (run.when)"}),
     14: Rule("MB", (watched("all_reduce", "no all-reduce was watched: half of what?"),
                     watched("reduce_scatter", "a reduce-scatter was not watched by itself (with lab.watch() as …)")),
-             lambda case: {ring(case): "that is what a ring sends, by arithmetic (sent). What was really written is another "
+             lambda case: {ring(case): "that is what a ring sends, by arithmetic (sent). What was really written is "
+                                       "another "
                            "number (wire)", },
              {"true": "one library's reduce-scatter sends as much as an all-reduce: a name is not what is sent",
               "false": "there is a reduce-scatter that sends half: it depends on whose it is"}, near=0.06),
@@ -321,9 +345,11 @@ RULES = {
              lambda case: {0.0: "the peak was never reset: the second run shows that of the first"},
              {"true": "the peak is lower, and the reduce-scatters are the same: something else is the cause",
               "not shown": "your two runs can tell: the payload of the reduce-scatters is the same"}),
-    18: Rule("kB", (watched("all_reduce", "no all-reduce was seen: did X want a gradient, and was backward run inside of "
+    18: Rule("kB", (watched("all_reduce", "no all-reduce was seen: did X want a gradient, and was backward run inside "
+                                          "of "
                             "lab.watch(), too?"),), of_18),
-    19: Rule("percent", (watched("all_reduce", "no sum over the ranks was watched: partial results lie on all of them"),),
+    19: Rule("percent", (watched("all_reduce", "no sum over the ranks was watched: partial results lie on all of "
+                                               "them"),),
              lambda case: {0.0: "with numbers of one sign only it never matters: the claim says so itself"},
              {"false": "this refutes a claim that nobody made: that positive numbers do not show it is what it says"}),
     20: Rule("kB", (simulated(config="C1"), parallel_degrees), of_20,
@@ -333,11 +359,13 @@ RULES = {
                     differ("bucket_bytes", "with one size of bucket nobody sees what a bucket takes: change it, and "
                            "nothing else", stage=2)), of_21, near=0.03),
     22: Rule("GB", (differ("layers", "with one number of blocks embedding and logits count as blocks, too: take the "
-                           "difference of two"), differ("recompute", "with and without recomputation are two ways to run "
+                           "difference of two"), differ("recompute", "with and without recomputation are two ways to "
+                                                                     "run "
                                                         "blocks: which one does the claim mean?")), of_22,
              {"true": "without recomputation it is ten times as much",
               "false": "with recomputation it fits: a condition that is not said"}, near=0.03),
-    23: Rule("GB", (looked_up("figure 7"), differ("layers", "one block's checkpoint is the difference of two models that "
+    23: Rule("GB", (looked_up("figure 7"), differ("layers", "one block's checkpoint is the difference of two models "
+                                                            "that "
                                                   "differ by one block"),
                     ran("simulate", "C2, which has P_a, was not simulated", config="C2")), of_23),
     24: Rule("TFLOP/s", (looked_up("figure 4"),), of_24,
@@ -347,13 +375,16 @@ RULES = {
              {"true": "\"true\" for one baseline only: from the last number of GPUs to 400 it grows less",
               "false": "from 64 GPUs on it does: it depends on the baseline, and that is a condition"}, near=0.005),
     26: Rule("billions of parameters", (looked_up("table 2"),), of_26,
-             {"true": "a tolerance wider than the effect: nearly a fifth is missing, and a tenth was allowed"}, near=0.005),
+             {"true": "a tolerance wider than the effect: nearly a fifth is missing, and a tenth was allowed"},
+             near=0.005),
     27: Rule("times", (looked_up("figure 2"), looked_up("baselines")), of_27,
              {"true": "over the larger baseline of the same source it is half of that",
               "false": "over one of the two baselines it holds: that is a condition"}, near=0.005),
-    28: Rule("GB", (looked_up("figure 7"), ran("simulate", "what CUDA's allocator takes was not simulated (cached=True)",
+    28: Rule("GB", (looked_up("figure 7"), ran("simulate", "what CUDA's allocator takes was not simulated "
+                                                           "(cached=True)",
                                                cached=True)),
-             verdicts={"false": "you have shown that your parts do not add up to it, not that the bar is wrong: a refuted "
+             verdicts={"false": "you have shown that your parts do not add up to it, not that the bar is wrong: a "
+                                "refuted "
                                 "claim would need the part that is missing",
                        "true": "a tolerance wider than the effect: what is missing is several GB"}),
 }

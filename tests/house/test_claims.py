@@ -94,8 +94,8 @@ def at_work():
             except ValueError as error:
                 faults.append(str(error))
         return dict(same=plain.losses == zero.losses, peaks=peaks, again=again.peak,
-                    starts=(plain.losses[0], further.losses[0]), alone=(alone.ranks, alone.sent, alone.states), plain=plain.states,
-                    stages=stages, faults=faults, wire=(plain.wire, plain.sent), journal=lab.journal)
+                    starts=(plain.losses[0], further.losses[0]), alone=(alone.ranks, alone.sent, alone.states),
+                    plain=plain.states, stages=stages, faults=faults, wire=(plain.wire, plain.sent), journal=lab.journal)
 
 
 def test_a_lab_measures_and_keeps_a_journal():

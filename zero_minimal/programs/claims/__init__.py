@@ -2,7 +2,7 @@
 
 A card is a function of a lab (programs/lab.py). It runs something that could refute its claim, and returns a verdict
 and a number, as in `return "true if", 3.75`. The verdict is "true", "true if", "false" or "not shown". The card says
-what the number is, and its unit: GB are 10⁹ bytes and MB 10⁶. All sizes come from the lab, and every rank runs the card.
+what the number is, and its unit: GB are 10⁹ bytes and MB 10⁶. All sizes come from the lab; every rank runs the card.
 """
 
 # Your name draws the eight cards that you are graded on, and the sizes that they run with. Write no other card.
@@ -18,6 +18,6 @@ BELIEVED = ""
 # is alike, how many seeds, and which result would make you say "false", and which one "true"?
 DESIGNED = ""
 
-# Which of your own eight runs is the weakest? Name what else could explain its number, or what this machine cannot show,
-# and the run on a larger one that would decide.
+# Which of your own eight runs is the weakest? Name what else could explain its number, or what this machine cannot
+# show, and the run on a larger one that would decide.
 WEAKEST = ""
