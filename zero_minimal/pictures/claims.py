@@ -15,11 +15,11 @@ MARKS = {"true": ("o", "#009E73"), "true if": ("^", "#0072B2"), "false": ("X", "
 LINE = 0.155  # inches: of text of 9 points
 
 
-def draw_card(number: int, card: dict, bars: Sequence[tuple[str, float, bool]], axis_name: str) -> Figure:
+def draw_card(card: dict, bars: Sequence[tuple[str, float, bool]], axis_name: str) -> Figure:
     """One card, with a small plot of what was measured for it.
 
     Args:
-        card: of measured.json: claim, refuted by, run, asked, unit, verdict, number.
+        card: of measured.json: card, claim, refuted by, run, number, unit, verdict, value.
         bars: (what it is, its value, whether it is what the claim relies on), the first one on top.
     """
     result = Figure(figsize=(PAGE, 4.6), layout="none")
@@ -28,11 +28,11 @@ def draw_card(number: int, card: dict, bars: Sequence[tuple[str, float, bool]], 
     page.axis("off")
     page.add_patch(FancyBboxPatch((0.12, 0.12), PAGE - 0.24, 4.36, boxstyle="round,pad=0,rounding_size=0.15",
                                   facecolor="#FBFBFB", edgecolor="black", linewidth=1.4))
-    page.text(0.4, 4.12, f"card {number}", fontsize=13, weight="bold", va="center")
+    page.text(0.4, 4.12, f"card {card['card']}", fontsize=13, weight="bold", va="center")
     page.plot([0.4, PAGE - 0.4], [3.86, 3.86], color="black", linewidth=0.8)
     y = 3.66
-    for title, key in (("claim", "claim"), ("refuted by", "refuted by"), ("run", "run"), ("number", "asked")):
-        lines = textwrap.wrap(_capital(card[key]), 62)
+    for title in ("claim", "refuted by", "run", "number"):
+        lines = textwrap.wrap(_capital(card[title]), 62)
         page.text(0.4, y, title, fontsize=10, weight="bold", va="top")
         page.text(1.45, y, "\n".join(lines), fontsize=10, va="top", linespacing=1.25)
         y -= 0.19 * len(lines) + 0.16
@@ -57,9 +57,9 @@ def _small_plot(axis: Axes, bars: Sequence[tuple[str, float, bool]], axis_name: 
     axis.spines[["top", "right", "left"]].set_visible(False)
 
 
-def draw_verdicts(cards: dict[str, dict]) -> Figure:
+def draw_verdicts(cards: Sequence[dict]) -> Figure:
     """A line for each card: its claim, a mark in the column of its verdict, and its number."""
-    texts = [textwrap.wrap(_capital(card["claim"]), 84) for card in cards.values()]
+    texts = [textwrap.wrap(_capital(card["claim"]), 84) for card in cards]
     heights = [LINE * len(lines) + 0.12 for lines in texts]
     height = sum(heights) + 0.5
     result = Figure(figsize=(PAGE, height), layout="none")
@@ -71,10 +71,10 @@ def draw_verdicts(cards: dict[str, dict]) -> Figure:
         page.text(x, height - 0.2, verdict, fontsize=9, weight="bold", ha="center", va="center")
     page.text(PAGE - 0.1, height - 0.2, "number", fontsize=9, weight="bold", ha="right", va="center")
     y = height - 0.4
-    for (number, card), lines, tall in zip(cards.items(), texts, heights, strict=True):
+    for card, lines, tall in zip(cards, texts, heights, strict=True):
         page.plot([0.1, PAGE - 0.1], [y, y], color="#DDDDDD", linewidth=0.6)
         middle = y - tall / 2
-        page.text(0.36, middle, number, fontsize=9, ha="right", va="center")
+        page.text(0.36, middle, str(card["card"]), fontsize=9, ha="right", va="center")
         page.text(0.5, middle, "\n".join(lines), fontsize=8.6, va="center", linespacing=1.15)
         mark, colour = MARKS[card["verdict"]]
         page.plot(columns[card["verdict"]], middle, marker=mark, color=colour, markersize=9)
@@ -85,7 +85,7 @@ def draw_verdicts(cards: dict[str, dict]) -> Figure:
 
 def valued(card: dict) -> str:
     """A card's number with its unit, in three digits."""
-    value, unit = card["number"], card["unit"]
+    value, unit = card["value"], card["unit"]
     digits = f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return f"{digits} {unit}".strip()
 

@@ -34,17 +34,17 @@ def meters_shown(setting: Setting) -> list[float]:
 
 
 def measure() -> dict:
-    """{"ranks", "setting", "cards": {number of the card: its words, "verdict", "number" and "seconds"}, "meter": what
+    """{"ranks", "setting", "cards": [a card's words, its "verdict", its number as "value", "seconds"], "meter": what
     meters_shown() gave}."""
-    cards = {}
+    cards = []
     with progress.bar(name="lesson 11", total=len(CARDS) + 1, unit="card") as bar:
         for number in sorted(CARDS):
             start = time.perf_counter()
             verdict, value, _ = ranks.run(examine, RANKS, number, PAGE, device="cpu", timeout=300)[0]
             seconds = round(time.perf_counter() - start, 1)
             group = CARDS[number].__module__.rpartition(".")[2]
-            cards[str(number)] = {"group": group, **words(number), "verdict": verdict, "number": value,
-                                  "seconds": seconds}
+            cards.append({"card": number, "group": group, **words(number), "verdict": verdict, "value": value,
+                          "seconds": seconds})
             bar.update()
         meter = ranks.run(meters_shown, RANKS, PAGE, device="cpu", timeout=300)[0]
         bar.update()
@@ -53,17 +53,18 @@ def measure() -> dict:
 
 def pictures(measured: dict) -> dict[str, Figure]:
     """The page's pictures by their names, from what measure() gave."""
+    (card,) = (card for card in measured["cards"] if card["card"] == EXAMPLE)
     names = ("stage 0, first", "stage 3, after it", "stage 3, meter reset")
     bars = list(zip(names, measured["meter"], (True, True, False), strict=True))
-    return {"card.png": draw_card(EXAMPLE, measured["cards"][str(EXAMPLE)], bars, "what the meter shows, MB"),
+    return {"card.png": draw_card(card, bars, "what the meter shows, MB"),
             "verdicts.png": draw_verdicts(measured["cards"])}
 
 
 def table(measured: dict) -> str:
     """Verdicts and numbers."""
     lines = [["card", "verdict", "number", "seconds"]]
-    for number, card in measured["cards"].items():
-        lines.append([number, card["verdict"], valued(card), f"{card['seconds']:.1f}"])
+    for card in measured["cards"]:
+        lines.append([str(card["card"]), card["verdict"], valued(card), f"{card['seconds']:.1f}"])
     return report.table(lines)
 
 

@@ -16,12 +16,12 @@ CARDS: dict[int, Callable] = {int(name[5:]): value for module in MODULES for nam
 
 
 def words(number: int) -> dict[str, str]:
-    """What a card says, out of its docstring: "claim", "refuted by", "run", what number is "asked", and its "unit"."""
+    """What a card says, out of its docstring: "claim", "refuted by", "run", "number", and the "unit" of that."""
     text = " ".join(inspect.getdoc(CARDS[number]).split())
     found = re.fullmatch(r"Claim: (.*) Refuted by: (.*) Run: (.*) Number(?:, in ([^:]*))?: (.*)", text)
     claim, refuted, run, unit, what = found.groups()
     units = {"percent": "%", "billions": "billion", "billions of parameters": "billion"}
-    return {"claim": claim, "refuted by": refuted, "run": run, "asked": what, "unit": units.get(unit, unit or "×")}
+    return {"claim": claim, "refuted by": refuted, "run": run, "number": what, "unit": units.get(unit, unit or "×")}
 
 
 def examine(number: int, setting: Setting) -> tuple[str, float, list[dict]]:
