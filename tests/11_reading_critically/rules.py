@@ -212,8 +212,8 @@ def of_18(case):
 
 
 def of_20(case):
-    return {8 * 16 * 192 * 2 * (1 - 1 / case.setting.devices) / 1e3: "that is with as many model-parallel ranks as "
-                                                                     "there "
+    whole = 2 * case.setting.layers * case.setting.sequence * 192
+    return {whole * (1 - 1 / case.setting.devices) / 1e3: "that is with as many model-parallel ranks as there "
             "are devices. P_a cuts over lab.model_parallel: data-parallel ranks have no copies"}
 
 

@@ -91,4 +91,5 @@ def valued(card: dict) -> str:
 
 
 def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    """With a large first letter, unless that is a name such as f."""
+    return text if text[1:2] in " ," else text[:1].upper() + text[1:]

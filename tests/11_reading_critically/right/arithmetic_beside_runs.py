@@ -46,8 +46,8 @@ def card_16(lab):
 
 def card_20(lab):
     def kept(config, parallel):
-        run = lab.simulate(2, config=config, ranks=lab.devices, model_parallel=parallel, layers=8, hidden=192,
-                           sequence=16, batch=1)
+        run = lab.simulate(2, config=config, ranks=lab.devices, model_parallel=parallel, hidden=192,
+                           sequence=lab.sequence, batch=1)
         return run.at_peak["activations"]
 
     here = kept("C1", lab.model_parallel) - kept("C2", lab.model_parallel)

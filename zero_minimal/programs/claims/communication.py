@@ -55,14 +55,14 @@ def card_14(lab) -> tuple[str, float]:
     part = torch.empty_like(whole[0])
     with lab.watch() as reduced:
         dist.all_reduce(whole.clone())
-    with lab.watch() as torchs:
+    with lab.watch() as of_torch:
         dist.reduce_scatter(part, list(whole))
-    with lab.watch() as ours:
+    with lab.watch() as of_course:
         collectives.reduce_scatter(part, whole.view(-1), op="sum")
     if reduced.wire is None:
         return "not shown", 0.0
-    is_half = [seen.wire < 0.6 * reduced.wire for seen in (torchs, ours)]
-    return "true" if all(is_half) else "true if" if any(is_half) else "false", torchs.wire / 1e6
+    is_half = [seen.wire < 0.6 * reduced.wire for seen in (of_torch, of_course)]
+    return "true" if all(is_half) else "true if" if any(is_half) else "false", of_torch.wire / 1e6
 
 
 def card_15(lab) -> tuple[str, float]:

@@ -45,29 +45,25 @@ def card_20(lab) -> tuple[str, float]:
 
     Refuted by: a smaller factor.
     Run: simulate, on lab.devices, C1 and C2, which is C1 with P_a: with lab.model_parallel, and with as many
-    model-parallel ranks as can be. Checkpoints are in at_peak["activations"], and little else with
-    batch=1 and sequence=16.
+    model-parallel ranks as can be. With hidden=192, lab.sequence, batch=1 and steps=1 checkpoints are in
+    at_peak["activations"], and little else.
     Number, in kB: by how much P_a makes them smaller with lab.model_parallel.
     """
-    def saved(parallel):
-        runs = [lab.simulate(config=config, model_parallel=parallel, layers=4, hidden=192, sequence=16, batch=1)
-                for config in ("C1", "C2")]
-        return runs[0].at_peak["activations"] - runs[1].at_peak["activations"]
-
-    whole = 4 * 16 * 192 * 2  # bytes of checkpoints in fp16
-    divides = [abs(saved(parallel) - whole * (1 - 1 / lab.devices)) < 0.01 * whole
-               for parallel in (lab.model_parallel, lab.devices)]
-    verdict = "true" if all(divides) else "true if" if any(divides) else "false"
-    return verdict, saved(lab.model_parallel) / 1e3
+    size = dict(hidden=192, sequence=lab.sequence, batch=1, steps=1)
+    whole, saved = 2 * lab.layers * lab.sequence * 192, []  # bytes in fp16
+    for parallel in (lab.model_parallel, lab.devices):
+        plain, cut = (lab.simulate(config=config, model_parallel=parallel, **size) for config in ("C1", "C2"))
+        saved.append(plain.at_peak["activations"] - cut.at_peak["activations"])
+    holds = [abs(each - whole * (1 - 1 / lab.devices)) < 0.01 * whole for each in saved]
+    return "true" if all(holds) else "true if" if any(holds) else "false", saved[0] / 1e3
 
 
 def card_21(lab) -> tuple[str, float]:
-    """Claim: a bucket size of 500_000_000 in a configuration is a buffer of 500 MB.
+    """Claim: a configuration's bucket size of 500_000_000 elements takes 500 MB.
 
-    Such a configuration counts elements. Here a bucket has lab.elements of them, in fp16.
-    Refuted by: a peak that rises by more than that many bytes.
-    Run: simulate stage 2 on 256 ranks, with 6 * lab.elements parameters in 12 layers, sequence=8, and buckets of that
-    size; then with buckets 20 times smaller. steps=1 is enough. bucket_bytes is in bytes.
+    Refuted by: a peak that rises by another number of MB.
+    Run: with buckets of lab.elements elements of fp16: simulate stage 2 on 256 ranks, with 6 * lab.elements parameters
+    in 12 layers, sequence=8 and steps=1; then with buckets 20 times smaller.
     Number, in GB: by how much the large buckets raise the peak.
     """
     model = dict(ranks=256, parameters=6 * lab.elements, layers=12, sequence=8, steps=1)

@@ -86,5 +86,5 @@ def card_06(lab) -> tuple[str, float]:
     Run: one rank of lab.devices, simulated at stages 0 and 1, in 16 bit.
     Number: by which factor model states are smaller at stage 1.
     """
-    factor = lab.simulate(0).states / lab.simulate(1).states
+    factor = lab.simulate(0, steps=1).states / lab.simulate(1, steps=1).states
     return "true" if factor > 0.9 * lab.devices else "false", factor
