@@ -227,7 +227,7 @@ def card_17(lab) -> tuple[str, float]:
 
 
 def card_18(lab) -> tuple[str, float]:
-    """Claim: f, before a column-parallel layer, splits its input X: each rank gets a part of X.
+    """Claim: before a column-parallel layer, f splits its input X: each rank gets a part of X.
 
     Refuted by: a layer whose matrix, on each rank, has a row for every value of X.
     Run: under lab.watch(), forward and then backward of a ColumnParallelLinear(lab.hidden, lab.ranks * lab.hidden);
@@ -257,8 +257,8 @@ def card_20(lab) -> tuple[str, float]:
 
     Refuted by: a smaller factor.
     Run: simulate, on lab.devices, C1 and C2, which is C1 with P_a: with lab.model_parallel, and with as many
-    model-parallel ranks as can be. Checkpoints are in at_peak["activations"], and little else with
-    batch=1 and sequence=16.
+    model-parallel ranks as can be. With hidden=192, lab.sequence, batch=1 and steps=1 checkpoints are in
+    at_peak["activations"], and little else.
     Number, in kB: by how much P_a makes them smaller with lab.model_parallel.
     """
     # step 20: C1 and C2 were simulated, with lab.model_parallel and with lab.devices model-parallel
@@ -267,12 +267,11 @@ def card_20(lab) -> tuple[str, float]:
 
 
 def card_21(lab) -> tuple[str, float]:
-    """Claim: a bucket size of 500_000_000 in a configuration is a buffer of 500 MB.
+    """Claim: a configuration's bucket size of 500_000_000 elements takes 500 MB.
 
-    Such a configuration counts elements. Here a bucket has lab.elements of them, in fp16.
-    Refuted by: a peak that rises by more than that many bytes.
-    Run: simulate stage 2 on 256 ranks, with 6 * lab.elements parameters in 12 layers, sequence=8, and buckets of that
-    size; then with buckets 20 times smaller. steps=1 is enough. bucket_bytes is in bytes.
+    Refuted by: a peak that rises by another number of MB.
+    Run: with buckets of lab.elements elements of fp16: simulate stage 2 on 256 ranks, with 6 * lab.elements parameters
+    in 12 layers, sequence=8 and steps=1; then with buckets 20 times smaller.
     Number, in GB: by how much the large buckets raise the peak.
     """
     # step 21: stage 2 was simulated with buckets of two sizes, and all else alike.

@@ -65,8 +65,9 @@ def card_15(lab):
 
 def card_21(lab):
     peaks = []
-    for elements in (lab.elements, lab.elements // 100):
-        run = lab.simulate(2, bucket_bytes=2 * elements, parameters=6 * lab.elements, layers=12, sequence=8, steps=1)
+    for elements in (lab.elements, lab.elements // 20):
+        run = lab.simulate(2, ranks=256, bucket_bytes=2 * elements, parameters=6 * lab.elements, layers=12, sequence=8,
+                           steps=1)
         peaks.append(run.peak)
     return "false", (peaks[0] - peaks[1]) / 1e9
 

@@ -6,7 +6,7 @@ from zero_minimal.tensor_parallel import ColumnParallelLinear, g
 
 
 def card_18(lab) -> tuple[str, float]:
-    """Claim: f, before a column-parallel layer, splits its input X: each rank gets a part of X.
+    """Claim: before a column-parallel layer, f splits its input X: each rank gets a part of X.
 
     Refuted by: a layer whose matrix, on each rank, has a row for every value of X.
     Run: under lab.watch(), forward and then backward of a ColumnParallelLinear(lab.hidden, lab.ranks * lab.hidden);
