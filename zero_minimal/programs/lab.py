@@ -75,6 +75,7 @@ class Run:
     validation: float | None = None  # loss on the held-out text, after the last step
     seconds: tuple[float, ...] = ()  # of each step; the first makes the optimizer's state, and meters slow some
     step_seconds: float | None = None  # the median of those that no meter slows
+    kept: int | None = None  # of a simulated rank: activations that live from forward to backward
     cached: int | None = None  # of a simulated rank: what CUDA's allocator would have taken from the device
     model: nn.Module | None = field(default=None, repr=False)  # as it is now: train(model=…) goes on with it
 

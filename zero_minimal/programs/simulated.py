@@ -73,12 +73,15 @@ def figures(case: Case, cached: bool) -> dict:
     """Run it. Returns the fields of a Run."""
     run = simulate(case)
     found, memory = run.report, run.report["memory"]
+    backward = dict(run.phases)[f"backward {case.steps}"]
+    between = [moment for moment in run.timeline if moment.seconds <= backward][-1]
     return {
         "name": found["name"], "stage": found["theory_stage"], "ranks": found["ranks"], "dtype": case.dtype,
         "batch": case.batch, "seed": None, "parameters": found["parameters"],
         "memory": {name: memory[name] for name in ("parameters", "gradients", "optimizer")},
         "peak": memory["peak"], "at_peak": memory["peak_by_category"],
-        "collectives": found["traffic"]["collectives"], "sent": found["traffic"]["sent_bytes"],
+        "kept": between.bytes["activations"], "collectives": found["traffic"]["collectives"],
+        "sent": found["traffic"]["sent_bytes"],
         "cached": replay(run.trace, CachingAllocator(ENDLESS)).peak_reserved if cached else None,
     }
 
