@@ -78,8 +78,8 @@ def test_verdicts_are_of_all_four_kinds():
     count = {verdict: [card["verdict"] for card in OF.values()].count(verdict) for verdict in VERDICTS}
     assert sum(count.values()) == 28 and min(count.values()) > 0
     names = {1: "One", 3: "three", 10: "ten", 14: "fourteen"}
-    assert (f"{names[count['true']]} is true, {names[count['true if']]} are true if, {names[count['false']]} are false, "
-            f"{names[count['not shown']]} are not shown") in TEACHERS
+    one, some, most, few = (names[count[verdict]] for verdict in VERDICTS)
+    assert f"{one} is true, {some} are true if, {most} are false, {few} are not shown" in TEACHERS
 
 
 def test_no_drawn_setting_asks_what_the_page_has_answered():

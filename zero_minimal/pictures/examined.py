@@ -52,7 +52,7 @@ def draw_cards(examined: dict[str, tuple[str, float]], unit: str = "number that 
                       va="center", fontsize=9)
     axis.set_xscale("log")
     axis.set_xlim(edge / 2, max(values, default=1.0) * 40)
-    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.set_ylim(max(len(names), 1) - 0.5, -0.5)
     axis.set_yticks(range(len(names)), names)
     axis.set_xlabel(unit)
     return result
