@@ -257,8 +257,8 @@ def card_20(lab) -> tuple[str, float]:
 
     Refuted by: a smaller factor.
     Run: simulate, on lab.devices, C1 and C2, which is C1 with P_a: with lab.model_parallel, and with as many
-    model-parallel ranks as can be. With hidden=192, lab.sequence, batch=1 and steps=1 checkpoints are in
-    at_peak["activations"], and little else.
+    model-parallel ranks as can be, with hidden=192, lab.sequence, batch=1 and steps=1. Checkpoints are what differs in
+    `kept`.
     Number, in kB: by how much P_a makes them smaller with lab.model_parallel.
     """
     # step 20: C1 and C2 were simulated, with lab.model_parallel and with lab.devices model-parallel
