@@ -91,5 +91,5 @@ def valued(card: dict) -> str:
 
 
 def _capital(text: str) -> str:
-    """With a large first letter, unless that is a name such as f."""
-    return text if text[1:2] in " ," else text[:1].upper() + text[1:]
+    """With a large first letter, unless that is the name f."""
+    return text if text[:2] in ("f ", "f,") else text[:1].upper() + text[1:]
