@@ -26,6 +26,7 @@ import conduct
 
 from zero_minimal.classroom import grade as grader
 from zero_minimal.classroom import plugin
+from zero_minimal.classroom.drawn import as_drawn
 from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import HOUSE, found
@@ -66,11 +67,11 @@ RIGHT = [pytest.param(lesson, text, id=f"{lesson.name}: {name}", marks=pytest.ma
 @pytest.fixture
 def messages(tmp_path, monkeypatch):
     """messages(lesson, source, test=None, world_size=None): what the tests tell a learner, run as the grader does, but
-    in this process."""
+    in this process. step: of a lesson whose steps are drawn, the one to look at; None: those that are drawn."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
-    def run(lesson, source, only=None, world_size=3, patience=30.0):
+    def run(lesson, source, only=None, world_size=3, patience=30.0, step=None):
         file = tmp_path / "assignment.py"
         file.write_text(source)
         submission = Submission(file, lesson)
@@ -80,7 +81,8 @@ def messages(tmp_path, monkeypatch):
             monkeypatch.setattr(toys, name, getattr(toys, name))  # to be as it was afterwards
         runner.install()
         return [message for name, test in vars(graded_tests(lesson)).items() if name.startswith("test_")
-                if only in (None, name) for message in told_by(test, submission, world_size)]
+                if only in (None, name) for message in (
+                    told_of_drawn(test, submission, step) if lesson.draw else told_by(test, submission, world_size))]
 
     yield run
     torch.set_num_threads(threads)
@@ -117,6 +119,23 @@ def told_by(test, submission, world_size):
             yield plugin.in_words(error, submission.path, step.kwargs)
 
 
+def told_of_drawn(test, submission, step):
+    """The same for a lesson whose steps are drawn: its tests are parametrized by the step."""
+    numbers = [step] if step else [each.number for each in as_drawn(submission.lesson, submission.source).steps]
+    for number in numbers:
+        try:
+            test(submission, number)
+        except (Exception, pytest.fail.Exception) as error:
+            yield plugin.in_words(error, submission.path, hints_of(test)[number])
+
+
+def hints_of(test):
+    """{step: the arguments of its mark} of a test that is parametrized by steps."""
+    cases = next(mark for mark in test.pytestmark if mark.name == "parametrize").args[1]
+    marks = [mark for case in cases for mark in case.marks if mark.name == "step"]
+    return {mark.args[0]: mark.kwargs for mark in marks}
+
+
 def test_enough_of_them_run():
     for of, folder in FOLDERS:
         plain = [folder.WRONG[name] for name in always(folder)]
@@ -132,7 +151,7 @@ def graded_checks(lesson):
 @pytest.mark.parametrize("lesson, wrong", WRONG)
 def test_a_mistake_is_caught_and_named(messages, lesson, wrong):
     told = messages(lesson, submissions.spliced(lesson, wrong.code, wrong.top), wrong.check, wrong.world_size or 3,
-                    patience=5.0 if wrong.hangs else 30.0)
+                    patience=5.0 if wrong.hangs else 30.0, step=wrong.step)
     assert told, f"{wrong.check} did not catch it"
     assert re.search(wrong.message, told[0]), f"it said: {told[0]}"
     assert "Traceback" not in told[0]
@@ -297,11 +316,17 @@ def test_points_are_as_announced():
     for lesson in LESSONS.values():
         points = dict.fromkeys((step.number for step in lesson.steps), 0)
         for name, test in vars(graded_tests(lesson)).items():
-            if name.startswith("test_"):
+            if name.startswith("test_") and lesson.draw:
+                for step, worth in hints_of(test).items():
+                    points[step] += worth["points"]
+            elif name.startswith("test_"):
                 step = next(mark for mark in test.pytestmark if mark.name == "step")
                 points[step.args[0]] += step.kwargs["points"]
         assert points == {step.number: step.points for step in lesson.steps}
-        assert sum(points.values()) == lesson.points == (40 if lesson.name.startswith("10") else 100)
+        if lesson.draw:  # as many of them, all worth the same
+            assert len(set(points.values())) == 1 and lesson.draw * points[1] == lesson.points < 100
+        else:
+            assert sum(points.values()) == lesson.points == (40 if lesson.name.startswith("10") else 100)
 
 
 @pytest.mark.parametrize("arguments, says", [

@@ -106,7 +106,7 @@ def _idea(page: str):
 
 def _assignment(lesson: Lesson, page: str):
     assignment = pages.section(page, 2, "The assignment")
-    rows = re.findall(r"^\| (\d .*)\|$", assignment, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+ .*)\|$", assignment, re.MULTILINE)
     rows = [[cell.strip() for cell in row.split("|")] for row in rows]
     said = [(int(row[0]), {cell for cell in row[1:] if cell.isdigit()}) for row in rows if row[0].isdigit()]
     if said != [(step.number, {f"{step.points:g}"}) for step in lesson.steps]:
@@ -122,7 +122,7 @@ def _assignment(lesson: Lesson, page: str):
 
 def _hints(lesson: Lesson, page: str):
     hints = pages.section(page, 2, "Hints")
-    titles = [f"Step {step.number}: {step.title}" for step in lesson.steps]
+    titles = list(lesson.groups) if lesson.draw else [f"Step {step.number}: {step.title}" for step in lesson.steps]
     found = [title for level, title in pages.headings(hints) if level == 3]
     if found != titles:
         yield f"'## Hints' must have these headings of level 3, from lesson.toml: {titles}, and has {found}"

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from zero_minimal.classroom.drawn import as_drawn
 from zero_minimal.classroom.lessons import HOUSE, Lesson, found
+from zero_minimal.classroom.submission import text_of
 from zero_minimal.programs import record
 from zero_minimal.programs.words import COLUMNS, paragraph
 
@@ -79,12 +81,18 @@ def main(arguments: list[str]) -> int:
 
 def course(folder: Path) -> list[Entry]:
     """All lessons, in order. Raises: ValueError if a lesson.toml is broken."""
-    page, kept, lessons = folder / "README.md", record.read(), found(folder)
+    page, kept = folder / "README.md", record.read()
+    lessons = {name: _with_its_draw(lesson) for name, lesson in found(folder).items()}
     titles = dict(ROW.findall(page.read_text())) if page.exists() else {}
     folders = {path.name[:2]: path for path in sorted(folder.glob("[0-9][0-9]_*")) if path.is_dir()}
     titles |= {number: path.name[3:].replace("_", " ") for number, path in folders.items()}
     return [Entry(number, titles[number], path := folders.get(number), path and lessons.get(path.name),
                   kept.get(path.name if path else "", record.Lesson())) for number in sorted(titles)]
+
+
+def _with_its_draw(lesson: Lesson) -> Lesson:
+    """With the steps that the learner's own file draws, where steps are drawn."""
+    return as_drawn(lesson, text_of(lesson.starter)) if lesson.draw and lesson.starter.exists() else lesson
 
 
 # ----------------------------------------------------------------------------------------------------- on the screen

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_minimal.classroom import fence, open_part
+from zero_minimal.classroom import drawn, fence, open_part
 from zero_minimal.classroom.grades import Grades, gradescope
 from zero_minimal.classroom.judging import grade
 from zero_minimal.classroom.lessons import Lesson, Step, found
@@ -20,6 +20,7 @@ from zero_minimal.classroom.report.writing import write
 from zero_minimal.classroom.submission import syntax_error, text_of
 from zero_minimal.classroom.watch import watch
 from zero_minimal.programs import record
+from zero_minimal.programs.words import paragraph
 
 KEPT = "Points of lessons/NN_name/assignment.py are kept for `progress`; those of any other file are not."
 
@@ -76,7 +77,7 @@ def _once(call: Call, grades: Grades) -> int:
     began, file = time.monotonic(), call.file.resolve()
     if call.is_open:
         open_part.grade(file, grades, grades.show)
-    elif error := syntax_error(text_of(file)):
+    elif error := syntax_error(text := text_of(file)) or not call.step and drawn.nameless(call.lesson, text):
         grades.fail_all(error)
         for step in grades.steps:
             grades.show(step)
@@ -85,6 +86,8 @@ def _once(call: Call, grades: Grades) -> int:
     seconds = time.monotonic() - began
     rest = f"; {grades.left_out}" if grades.left_out else ""
     print(f"\n{grades.score:g} of {grades.most:g} points, {seconds:.0f} s{rest}", flush=True)
+    if said := not call.step and drawn.in_writing(call.lesson, text_of(file)):
+        print(paragraph(said), flush=True)
     _hand_on(call, grades, grades.steps, seconds)
     return 0 if grades.score == grades.most else 1
 
@@ -101,8 +104,9 @@ def _hand_on(call: Call, grades: Grades, steps: tuple[Step, ...] | list[Step], s
     if call.options.json and call.file == call.options.file:
         call.options.json.write_text(json.dumps(gradescope(grades, seconds), indent=1))
     if call.file.resolve() == call.lesson.starter.resolve():
-        record.add_points(call.lesson.name, {step.number: grades.of(step)[0] for step in steps},
-                          {step.number: step.points for step in call.lesson.steps})
+        of = {step.number: step.points for step in call.lesson.steps}
+        points = {step.number: grades.of(step)[0] for step in steps if step.number in of}
+        record.add_points(call.lesson.name, points, of)
     if call.options.html:  # last: it runs the file once more
         write(call.options.html, call.lesson, call.file.resolve(), gradescope(grades, seconds)["tests"])
         print(f"{call.options.html}: what your ranks did on one small run", flush=True)
@@ -150,8 +154,11 @@ def _calls(arguments: list[str], lessons: dict[str, Lesson]) -> list[Call]:
     options = parser.parse_args(arguments)
     if options.file.is_dir():
         return _calls_of_folder(parser, options, lessons)
-    lesson = _open_part(parser, options) or _lesson(parser, options, lessons)
-    return [Call(options, options.file, lesson, _step(parser, options, lesson))]
+    whole = _open_part(parser, options) or _lesson(parser, options, lessons)
+    step, lesson = _step(parser, options, whole), drawn.as_drawn(whole, source := text_of(options.file))
+    if options.watch and not step and (said := drawn.nameless(whole, source)):
+        parser.error(said)
+    return [Call(options, options.file, lesson, step)]
 
 
 def _calls_of_folder(parser, options, lessons: dict[str, Lesson]) -> list[Call]:
@@ -159,7 +166,8 @@ def _calls_of_folder(parser, options, lessons: dict[str, Lesson]) -> list[Call]:
     if single:
         parser.error(f"{single[0]} is for one file, and {options.file} is a folder: name the assignment.py in it")
     files = [(options.file / name / "assignment.py", lesson) for name, lesson in lessons.items()]
-    calls = [Call(options, file, lesson, None) for file, lesson in files if file.is_file() and lesson.tests.exists()]
+    calls = [Call(options, file, drawn.as_drawn(lesson, text_of(file)), None) for file, lesson in files
+             if file.is_file() and lesson.tests.exists()]
     if not calls:
         parser.error(f"{options.file} has no {next(iter(lessons))}/assignment.py, nor another lesson's: name a file, "
                      "or the folder that holds the lessons' folders")

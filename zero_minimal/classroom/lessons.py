@@ -11,11 +11,15 @@ tests/NN_name/test_assignment.py, where each test says which step it belongs to 
     class        what the tests use: this class of the file                            (default: the file as a module)
     forbidden    more modules that a submission may not import, see below                               (default: none)
     builds_on    lesson files that it may import all the same                                           (default: none)
+    draw         so many of the steps are graded, drawn by the learner's NAME, see drawn.py               (default: all)
+    patience     seconds that ranks may take for one test, some 10 times what they need                   (default: 15)
+    written      texts in assignment.py that a teacher reads, for the points up to 100                   (default: none)
     report       what `grade --html` draws of a run: "messages" or "buckets", see report/__init__.py     (default: none)
     [[steps]]    title, points, and in [steps.tasks] "function" or "Class.method" = what must hold when it returns;
                  in [steps.core] check = the most that the step earns without it: what the lesson is about;
                  quiet: those of its functions that do nothing until they are written, so that earlier steps can call
                  them                                                                                   (default: none)
+                 group: of what is drawn each group has one at least                                    (default: none)
 
 A submission may import neither the reference nor any lesson file zero_minimal/*.py, and so nothing that imports these.
 Of another module that the lesson takes definitions in from, it may use all but these.
@@ -53,6 +57,7 @@ class Step:
     tasks: dict[str, str]  # "Class.method" or "function": a comment in the starter
     core: dict[str, float]  # check: the most that the step earns if it fails
     quiet: frozenset[str] = frozenset()  # functions that raise nothing in the starter
+    group: str = ""  # where steps are drawn: one of each group at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +73,10 @@ class Lesson:
     forbidden: frozenset[str]  # modules that would do the learner's work
     steps: tuple[Step, ...]
     report: str = ""  # one of DRAWN; "": none
-    points: float = 100  # of the steps
+    points: float = 100  # of the steps, or of those that are drawn
+    draw: int = 0  # so many of the steps; 0: all
+    patience: float = 15.0  # seconds for the ranks of one test
+    written: tuple[str, ...] = ()  # texts for the teacher
 
     @property
     def name(self) -> str:
@@ -86,6 +94,11 @@ class Lesson:
     def tasks(self) -> dict[str, tuple[int, str]]:
         """function: (number of its step, what must hold)."""
         return {name: (step.number, task) for step in self.steps for name, task in step.tasks.items()}
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Of its steps, in their order."""
+        return tuple(dict.fromkeys(step.group for step in self.steps))
 
     @property
     def quiet(self) -> frozenset[str]:
@@ -113,7 +126,8 @@ def read(file: Path) -> Lesson:
     if (drawn := table.take("report", str, "")) not in ("", *DRAWN):
         raise ValueError(f"{where}: report must be one of {', '.join(DRAWN)}, not {drawn!r}")
     lesson = Lesson(
-        report=drawn, points=table.take("points", (int, float), 100),
+        report=drawn, points=table.take("points", (int, float), 100), draw=table.take("draw", int, 0),
+        written=table.texts("written"), patience=table.take("patience", (int, float), Lesson.patience),
         folder=file.parent, title=table.take("title", str), world=table.take("world", str), reference=reference,
         takes_in=takes_in, class_name=table.take("class", str, ""),
         forbidden=(lesson_files() - set(table.texts("builds_on"))) | {reference, *table.texts("forbidden")},
@@ -121,6 +135,9 @@ def read(file: Path) -> Lesson:
                     for number, entry in enumerate(table.take("steps", list), 1)),
     )
     table.end()
+    if lesson.draw and not len(lesson.groups) <= lesson.draw <= len(lesson.steps):
+        raise ValueError(f"{where}: draw must be from {len(lesson.groups)}, one of each group, to {len(lesson.steps)}, "
+                         f"not {lesson.draw}")
     return lesson
 
 
@@ -133,7 +150,7 @@ def lesson_files() -> frozenset[str]:
 def _step(table: "Table", number: int) -> Step:
     title, points, tasks = table.take("title", str), table.take("points", (int, float)), table.take("tasks", dict)
     core = Table(dict(table.take("core", dict, {})), f"{table.where}, core")
-    quiet = frozenset(table.texts("quiet"))
+    quiet, group = frozenset(table.texts("quiet")), table.take("group", str, "")
     table.end()
     if points <= 0:
         raise ValueError(f"{table.where}: points must be above 0, not {points}")
@@ -142,10 +159,10 @@ def _step(table: "Table", number: int) -> Step:
     for name in sorted(quiet - set(tasks)):
         raise ValueError(f"{table.where}: quiet names {name}, which is none of its tasks")
     most = {name: core.take(name, (int, float)) for name in list(core.entries)}
-    return Step(number, title, points, tasks, most, quiet)
+    return Step(number, title, points, tasks, most, quiet, group)
 
 
-KINDS = {str: "text", list: "a list", dict: "a table", (int, float): "a number"}
+KINDS = {str: "text", int: "a whole number", list: "a list", dict: "a table", (int, float): "a number"}
 
 
 class Table:

@@ -23,8 +23,7 @@ from zero_minimal.classroom.submission import Submission
 from zero_minimal.classroom.supervisor import Supervisor
 from zero_minimal.foundations import ranks
 
-PATIENCE = 15.0  # seconds that ranks may take for one test: some 10 times what they need
-LESS_PATIENCE = 3.0  # once a test has run out of time: the learner waits too
+LESS = 1 / 5  # of the patience, once a test has run out of time: the learner waits too
 
 
 def pytest_addoption(parser):
@@ -46,7 +45,8 @@ class Runner:
     """What tests use as toys.run while a submission is graded: guarded in the ranks, never for long, nothing left."""
 
     def __init__(self, submission: Submission, seconds: float, supervisor: Supervisor | None = None):
-        self.submission, self.until, self.patience = submission, time.monotonic() + seconds, PATIENCE
+        self.submission, self.until = submission, time.monotonic() + seconds
+        self.patience = submission.lesson.patience  # seconds
         self.supervisor = supervisor or Supervisor(submission.lesson, Path(submission.path))
 
     def install(self) -> None:
@@ -71,7 +71,7 @@ class Runner:
             found = self.supervisor.run(guarded(function, self.submission), world_size, *args, timeout=limit,
                                         fresh=fresh, counted=counted)
         except TimeoutError:
-            self.patience = min(LESS_PATIENCE, self.patience)
+            self.patience = min(LESS * self.submission.lesson.patience, self.patience)
             raise
         except ChildProcessError as error:
             pytest.fail(f"{error}: a submission may not signal other processes", pytrace=False)

@@ -86,8 +86,11 @@ NODE = 16  # GPUs of a DGX-2
 LARGEST = {"C1": "40B", "C2": "60B", "C3": "50B", "C4": "140B", "C5": "150B"}  # models that ran, Table 3 and Figure 6
 PEAK = 125e12  # 16-bit operations a second of a V100
 DEVICE = 32e9  # bytes, as the paper counts
-FIGURE4 = (40.3, 41.9, 43.6, 47.0, 47.0, 41.1, 35.7, 32.8, 21.2)  # TFLOP/s a GPU from 1.5B to 13B, without MP
+# billions of parameters: TFLOP/s a GPU, of 128 GPUs without model parallelism
+FIGURE4 = {1.5: 40.3, 2.5: 41.9, 4: 43.6, 6: 47.0, 8: 47.0, 10: 41.1, 11: 35.7, 12: 32.8, 13: 21.2}
 FIGURE3 = {64: 25.7, 128: 37.5, 256: 39.0, 400: 36.6}  # GPUs: TFLOP/s a GPU, 60B
+# billions of parameters that could be trained before, as two places have it: what "8x" is counted from, and the text
+BASELINES = {"beside the 8x": 20, "in the text": 40}
 
 
 def unit(printed: str) -> float:

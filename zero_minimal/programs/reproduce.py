@@ -210,7 +210,7 @@ def gpt_of(shape: published.Shape) -> GPTConfig:
 def figure2(processes: int = 0) -> dict:
     """What arithmetic says of the models of Figure 2, beside the speeds that the paper gives. {"rows", "notes"}."""
     rows = [figure2_row(billions, run) for billions, run in published.FIGURE2.items()]
-    mean = sum(published.FIGURE4) / len(published.FIGURE4)
+    mean = sum(published.FIGURE4.values()) / len(published.FIGURE4)
     per_gpu = published.FIGURE3[400] * 400 / (published.FIGURE3[256] * 256)
     return {"rows": rows, "notes": [
         "TFLOP/s a GPU are the paper's, read off its chart: no speed is reproduced here. \"Estimate\" is arithmetic: "

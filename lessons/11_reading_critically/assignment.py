@@ -1,0 +1,359 @@
+"""Claims about ZeRO, each settled by a run in a Lab: card_01 to card_28.
+
+A card is a function of a lab (programs/lab.py). It runs something that could refute its claim, and returns a verdict
+and a number, as in `return "true if", 3.75`. The verdict is "true", "true if", "false" or "not shown". The card says
+what the number is, and its unit: GB are 10⁹ bytes and MB 10⁶. All sizes come from the lab; every rank runs the card.
+"""
+
+from statistics import mean
+
+import torch
+import torch.distributed as dist
+
+from zero_minimal.foundations import collectives
+from zero_minimal.tensor_parallel import ColumnParallelLinear, g
+
+# Your name draws the eight cards that you are graded on, and the sizes that they run with. Write no other card.
+NAME = ""
+
+# Three answers in words, for your teacher: at least four sentences each. The grader sees only that they are there.
+
+# Which of your eight claims did you believe, or would others? Which of its words make it believable, and on which rung
+# of the page's ladder does it fall? If it is true: on which rung did you expect it to fall?
+BELIEVED = ""
+
+# One of your cards has evidence that is not enough. Which experiment should its author have made? What differs and what
+# is alike, how many seeds, and which result would make you say "false", and which one "true"?
+DESIGNED = ""
+
+# Which of your own eight runs is the weakest? Name what else could explain its number, or what this machine cannot
+# show, and the run on a larger one that would decide.
+WEAKEST = ""
+
+
+def card_01(lab) -> tuple[str, float]:
+    """Claim: with ZeRO a model reaches a lower loss than without it, in training and in validation.
+
+    Refuted by: pairs of runs, alike in all but ZeRO, whose losses are the same.
+    Run: for each of lab.seeds stage 0, and stage 2 with a new model; then stage 2 once more, which goes on with
+    the model of stage 0.
+    Number, in nats: by how much the validation loss of that last run is below that of stage 0; mean of the seeds.
+    """
+    # step 1: for three seeds: a run without ZeRO, one with ZeRO and a new model, and one with ZeRO
+    # that goes on with the model of the first. All with one batch.
+    raise NotImplementedError("step 1: card_01")
+
+
+def card_02(lab) -> tuple[str, float]:
+    """Claim: `arguments.zero = {"stage": 2}`, written below the line that made the arguments, turns stage 2 on.
+
+    Refuted by: a run with such arguments that is a run without ZeRO.
+    Run: train(arguments=…) with arguments to which the configuration was given later, and with arguments that were
+    made with it.
+    Number, in MB: of model states that the first holds on this rank beyond the second.
+    """
+    # step 2: two runs, with arguments whose configuration came late, and with arguments that were
+    # made with it.
+    raise NotImplementedError("step 2: card_02")
+
+
+def card_03(lab) -> tuple[str, float]:
+    """Claim: stage 3 was run after stage 0, in one process, and the meter showed no lower peak. This shows that stage 3
+    saves no memory.
+
+    Refuted by: a meter that would have shown the same if stage 3 saved much.
+    Run: stage 0, then stage 3, and whatever it takes to see the peak of each by itself.
+    Number, in MB: by how much the peak of stage 3 is below that of stage 0 (negative where it is above).
+    """
+    # step 3: stages 0 and 3 ran with new models, and the meter began at zero before each.
+    raise NotImplementedError("step 3: card_03")
+
+
+def card_04(lab) -> tuple[str, float]:
+    """Claim: ZeRO makes the memory that model states take on a single device smaller.
+
+    Refuted by: one rank by itself whose model states are as large with ZeRO as without it, in each way to run it.
+    Run: with ranks=1 and dtype="bf16": stage 0, and stage 2 with and without its host.
+    Number, in MB: the most that model states on the device shrink in one of these ways.
+    """
+    # step 4: one rank by itself ran without ZeRO, with it, and with it and a host; all in bf16.
+    raise NotImplementedError("step 4: card_04")
+
+
+def card_05(lab) -> tuple[str, float]:
+    """Claim: ZeRO with batch 2b reached another loss than no ZeRO with batch b. This shows what ZeRO does to the loss.
+
+    Refuted by: something else that differed, and makes this difference alone.
+    Run: for each of lab.seeds stages 0 and 2, with lab.batch and twice that.
+    Number, in nats: by how much the larger batch alone lowers the validation loss; mean of the seeds.
+    """
+    # step 5: for three seeds: both batches without ZeRO, and the larger one with ZeRO.
+    raise NotImplementedError("step 5: card_05")
+
+
+def card_06(lab) -> tuple[str, float]:
+    """Claim: on N devices stage 1 makes model states N times smaller.
+
+    Refuted by: a factor that stays far below N.
+    Run: one rank of lab.devices, simulated at stages 0 and 1, in 16 bit.
+    Number: by which factor model states are smaller at stage 1.
+    """
+    # step 6: one rank of lab.devices was simulated at stages 0 and 1.
+    raise NotImplementedError("step 6: card_06")
+
+
+def card_07(lab) -> tuple[str, float]:
+    """Claim: in mixed precision Ψ + Ψ + 12Ψ = 16Ψ: a device without ZeRO holds 16 numbers for each parameter.
+
+    Refuted by: another count of numbers, where each has as many bytes as its dtype says.
+    Run: simulate stage 0 in fp16, with lab.parameters; the optimizer's numbers are fp32.
+    Number, in billions: of numbers in the model states of the device.
+    """
+    # step 7: stage 0 was simulated with lab.parameters, in fp16.
+    raise NotImplementedError("step 7: card_07")
+
+
+def card_08(lab) -> tuple[str, float]:
+    """Claim: stage 1 makes model states 4 times smaller, stage 2 makes them 8 times smaller.
+
+    Refuted by: another factor, at the number of devices that somebody has.
+    Run: simulate stages 0 and 2 in 16 bit, on lab.devices and on many more.
+    Number: by which factor model states are smaller at stage 2, on lab.devices.
+    """
+    # step 8: stages 0 and 2 were simulated on lab.devices, and on many more.
+    raise NotImplementedError("step 8: card_08")
+
+
+def card_09(lab) -> tuple[str, float]:
+    """Claim: Adam keeps two numbers for each parameter, so that the optimizer's memory is 2Ψ numbers in fp32.
+
+    Refuted by: an optimizer that holds more than 8Ψ bytes.
+    Run: stage 0 with dtype="fp32" and with dtype="bf16".
+    Number, in MB: what the optimizer holds in the run with bf16.
+    """
+    # step 9: stage 0 ran in fp32 and in bf16.
+    raise NotImplementedError("step 9: card_09")
+
+
+def card_10(lab) -> tuple[str, float]:
+    """Claim: at stage 3, on N devices, each needs 1/N of the memory that one alone needs for the same model.
+
+    Refuted by: something that does not become N times smaller.
+    Run: stage 0 with ranks=1, and stage 3 on all ranks, each with its own peak.
+    Number: by which factor the peak is lower at stage 3.
+    """
+    # step 10: stage 0 ran on one rank by itself and stage 3 on all; the meter began at zero before
+    # each.
+    raise NotImplementedError("step 10: card_10")
+
+
+def card_11(lab) -> tuple[str, float]:
+    """Claim: stage 1 may all-reduce its gradients as data parallelism does: it sends no more for that.
+
+    Refuted by: such a stage 1 that sends more than data parallelism.
+    Run: "DDP" and "ZeroRedundancy", which is DDP with a sharded optimizer; stage 1 of this course for comparison.
+    Number, in MB: what a rank of "ZeroRedundancy" sends in a step beyond one of "DDP", on a ring.
+    """
+    # step 11: data parallelism ran, and a stage 1 on top of it.
+    raise NotImplementedError("step 11: card_11")
+
+
+def card_12(lab) -> tuple[str, float]:
+    """Claim: at stage 1 the ranks gather the shards of optimizer state for the update.
+
+    Refuted by: a step that gathers less than these shards are.
+    Run: stage 1 with dtype="bf16", where the optimizer's state and the parameters have different sizes.
+    Number, in MB: the payload of all that is gathered in a step.
+    """
+    # step 12: stage 1 ran in bf16.
+    raise NotImplementedError("step 12: card_12")
+
+
+def card_13(lab) -> tuple[str, float]:
+    """Claim: at stage 2 the ranks gather a layer's parameters before they run it.
+
+    Refuted by: a forward and a backward pass in which nothing is gathered.
+    Run: stage 2, and stage 3 beside it; `when` of a run says what was sent in forward, backward and update.
+    Number, in MB: the payload of all that stage 2 gathers in a step.
+    """
+    # step 13: stage 2 ran, and stage 3 beside it.
+    raise NotImplementedError("step 13: card_13")
+
+
+def card_14(lab) -> tuple[str, float]:
+    """Claim: a reduce-scatter sends half of what an all-reduce of the same payload sends.
+
+    Refuted by: a reduce-scatter, of some library, that sends as much.
+    Run: under lab.watch(), with a payload of lab.ranks * lab.hidden * 1000 numbers in fp32: an all-reduce, a
+    reduce-scatter of torch.distributed, and one of this course (foundations/collectives.py). `wire` is what the
+    system counted; it says nothing where there is no Linux.
+    Number, in MB: what this rank really sent for the reduce-scatter of torch.distributed.
+    """
+    # step 14: an all-reduce and two reduce-scatters of one payload were watched, each by itself.
+    raise NotImplementedError("step 14: card_14")
+
+
+def card_15(lab) -> tuple[str, float]:
+    """Claim: ZeRO makes ranks send more than data parallelism does.
+
+    Refuted by: a stage that does not.
+    Run: stages 0, 1, 2 and 3.
+    Number, in MB: what a rank sends in a step of stage 3 beyond one of stage 0, on a ring.
+    """
+    # step 15: all four stages ran.
+    raise NotImplementedError("step 15: card_15")
+
+
+def card_16(lab) -> tuple[str, float]:
+    """Claim: at the start of a step the batch is reduce-scattered, so that each rank gets its part of the data.
+
+    Refuted by: a payload of the reduce-scatters that is the same for any batch.
+    Run: stage 2 with lab.batch, and with twice that.
+    Number, in MB: the payload of all reduce-scatters of a step.
+    """
+    # step 16: stage 2 ran with two batches.
+    raise NotImplementedError("step 16: card_16")
+
+
+def card_17(lab) -> tuple[str, float]:
+    """Claim: the peak of stage 3 is below that of stage 2 because its gradients are reduce-scattered.
+
+    Refuted by: reduce-scatters of the same payload at both.
+    Run: stages 2 and 3, each with its own peak.
+    Number, in MB: by how much the peak of stage 3 is lower.
+    """
+    # step 17: stages 2 and 3 ran, and the meter began at zero before each.
+    raise NotImplementedError("step 17: card_17")
+
+
+def card_18(lab) -> tuple[str, float]:
+    """Claim: before a column-parallel layer, f splits its input X: each rank gets a part of X.
+
+    Refuted by: a layer whose matrix, on each rank, has a row for every value of X.
+    Run: under lab.watch(), forward and then backward of a ColumnParallelLinear(lab.hidden, lab.ranks * lab.hidden);
+    X is [lab.batch, lab.sequence, lab.hidden], in fp32, and wants a gradient.
+    Number, in kB: the payload of what f sends in the two passes.
+    """
+    # step 18: both passes of the layer were watched.
+    raise NotImplementedError("step 18: card_18")
+
+
+def card_19(lab) -> tuple[str, float]:
+    """Claim: ReLU of a sum is not the sum of ReLUs, so partial results must be added before it; an example that is to
+    show this needs numbers of both signs.
+
+    Refuted by: positive numbers that show it, or mixed ones that do not.
+    Run: rank r draws torch.randn(lab.hidden * lab.sequence) with a generator of seed lab.seed + r: its partial
+    results. g of tensor_parallel.py adds them over the ranks. Then the same with their absolute values.
+    Number, in percent: of the elements for which it matters (by more than 1e-5), where signs are mixed.
+    """
+    # step 19: partial results of both signs, and positive ones, were added over the ranks while the
+    # lab watched.
+    raise NotImplementedError("step 19: card_19")
+
+
+def card_20(lab) -> tuple[str, float]:
+    """Claim: P_a makes the checkpoints of activations as many times smaller as there are devices.
+
+    Refuted by: a smaller factor.
+    Run: simulate, on lab.devices, C1 and C2, which is C1 with P_a: with lab.model_parallel, and with as many
+    model-parallel ranks as can be, with hidden=192, lab.sequence, batch=1 and steps=1. Checkpoints are what differs in
+    `kept`.
+    Number, in kB: by how much P_a makes them smaller with lab.model_parallel.
+    """
+    # step 20: C1 and C2 were simulated, with lab.model_parallel and with lab.devices model-parallel
+    # ranks.
+    raise NotImplementedError("step 20: card_20")
+
+
+def card_21(lab) -> tuple[str, float]:
+    """Claim: a configuration's bucket size of 500_000_000 elements takes 500 MB.
+
+    Refuted by: a peak that rises by another number of MB.
+    Run: with buckets of lab.elements elements of fp16: simulate stage 2 on 256 ranks, with 6 * lab.elements parameters
+    in 12 layers, sequence=8 and steps=1; then with buckets 20 times smaller.
+    Number, in GB: by how much the large buckets raise the peak.
+    """
+    # step 21: stage 2 was simulated with buckets of two sizes, and all else alike.
+    raise NotImplementedError("step 21: card_21")
+
+
+def card_22(lab) -> tuple[str, float]:
+    """Claim: between forward and backward a model of 32 blocks of width 4096 (7 billion parameters) keeps 10 to 20 GB
+    of activations for 32 sequences of 2048 tokens, in 16 bit.
+
+    Refuted by: blocks that keep more, in each way to run them.
+    Run: simulate, with and without recompute, models of 2 and of 4 blocks with hidden=4096, and steps=1: the difference
+    in at_peak["activations"] is what two blocks keep.
+    Number, in GB: what 32 blocks keep without recomputation, for lab.sequences of lab.tokens tokens.
+    """
+    # step 22: models with two numbers of blocks were simulated, with and without recomputation.
+    raise NotImplementedError("step 22: card_22")
+
+
+def card_23(lab) -> tuple[str, float]:
+    """Claim: partitioned over 16 ranks, the checkpoints of the paper's 100B model take 2 GB in place of 33 GB (§6.1).
+
+    Refuted by: the bytes of one checkpoint a block, in fp16.
+    Run: "figure 7" has the model's shape. Simulate C2 with one and with two of its blocks, on lab.row ranks that all
+    share the model, steps=1: the difference in at_peak["activations"] is one block's checkpoint.
+    Number, in GB: of all blocks' checkpoints, partitioned over lab.row ranks.
+    """
+    # step 23: the shape was looked up, and C2 simulated with two numbers of blocks.
+    raise NotImplementedError("step 23: card_23")
+
+
+def card_24(lab) -> tuple[str, float]:
+    """Claim: without model parallelism, models of up to 13B parameters ran at more than 40 TFLOP/s a GPU on average.
+
+    Refuted by: the mean of the figure's points.
+    Run: "figure 4" has TFLOP/s a GPU by billions of parameters, read off the chart.
+    Number, in TFLOP/s: by how much the model of lab.without billions is above that mean (negative: below it).
+    """
+    # step 24: the figure was looked up.
+    raise NotImplementedError("step 24: card_24")
+
+
+def card_25(lab) -> tuple[str, float]:
+    """Claim: speed grows faster than the number of GPUs.
+
+    Refuted by: a step from fewer GPUs to more in which it grows less.
+    Run: "figure 3" has TFLOP/s a GPU by GPUs. Look at the way to 400 from each of the smaller numbers.
+    Number: how many times faster all 400 together are than lab.gpus of them, over how many times more GPUs that is.
+    """
+    # step 25: the figure was looked up.
+    raise NotImplementedError("step 25: card_25")
+
+
+def card_26(lab) -> tuple[str, float]:
+    """Claim: the largest models that stage 1 trained are as large as the theory says, within a tenth.
+
+    Refuted by: a row in which more than a tenth is missing.
+    Run: "table 2" has, for each model-parallel degree, theory for stages 0 to 3 and measurement for stages 0 and 1.
+    Number, in billions of parameters: how much the measured model of stage 1 lacks, in the row of lab.row.
+    """
+    # step 26: the table was looked up.
+    raise NotImplementedError("step 26: card_26")
+
+
+def card_27(lab) -> tuple[str, float]:
+    """Claim: the largest model that ran, 170B, is 8 times as large as what could be trained before.
+
+    Refuted by: the size of what could be trained before, by the same source.
+    Run: "figure 2" has the models by billions of parameters; "baselines" has what the paper calls the largest before,
+    in two places.
+    Number: how many times as large the model of lab.largest billions is as the larger one of these.
+    """
+    # step 27: models and baselines were looked up.
+    raise NotImplementedError("step 27: card_27")
+
+
+def card_28(lab) -> tuple[str, float]:
+    """Claim: the bars of Figure 7 for the 40B model with P_a are what its parts take: states, checkpoints, buffers.
+
+    Refuted by: a part, of known size, that is in none of them. Shown by: parts that add up to the bar.
+    Run: simulate the 40B model of "figure 7" in lab.config on 400 ranks, cached=True: what CUDA's allocator takes.
+    Number, in GB: by how much the paper's bar is higher than what the code takes.
+    """
+    # step 28: the bar was looked up, and its configuration simulated with the allocator.
+    raise NotImplementedError("step 28: card_28")

@@ -1,0 +1,113 @@
+"""Lesson 11's page: its figures are those of its run or of arithmetic, and it prints no verdict that it asks for."""
+
+import json
+import re
+
+import pages
+import pytest
+
+from zero_minimal.classroom.drawn import ENOUGH, name_of, texts_of
+from zero_minimal.classroom.lessons import found
+from zero_minimal.classroom.references import reference
+from zero_minimal.paper import published
+from zero_minimal.pictures.claims import valued
+from zero_minimal.programs import reading
+from zero_minimal.programs.claims.cards import CARDS, VERDICTS, words
+from zero_minimal.programs.setting import Setting, draw
+
+LESSON = found()["11_reading_critically"]
+PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
+PROSE, TEACHERS = " ".join(PAGE.split()), " ".join(TEACHER.split())  # wherever lines are broken
+MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
+OF = {card["card"]: card for card in MEASURED["cards"]}
+TOLD = dict(pages.folded(PAGE))["What was measured"]
+
+
+def test_each_card_is_a_step_and_a_row():
+    assert [f"card_{number:02d}" for number in CARDS] == list(LESSON.tasks) and list(OF) == sorted(CARDS)
+    for number in CARDS:
+        claim = words(number)["claim"]
+        assert f"| {number} | {claim[0].upper()}{claim[1:]} | 10 |" in PAGE
+        assert all(OF[number][key] == text for key, text in words(number).items()), "measured.json has other words"
+
+
+def test_the_numbers_of_the_page_are_those_of_its_run():
+    for number, card in OF.items():
+        assert f"| {number} | {valued(card)} |" in TOLD
+    setting = Setting(**MEASURED["setting"])
+    assert setting == reading.PAGE and MEASURED["ranks"] == 2
+    model = f"a GPT of {setting.layers} blocks and a width of {setting.hidden}"
+    assert f"on {MEASURED['ranks']} ranks, with {model}" in PROSE
+    assert f"N = {setting.devices} devices where one of many" in PROSE
+
+
+def test_the_predictions():
+    assert f"{valued(OF[8])}, not 8" in TOLD and f"With 1024 devices it is {16 / (2 + 14 / 1024):.1f}" in TOLD
+    assert f"{valued(OF[10])}, not {MEASURED['ranks']}" in TOLD
+    assert f"In MB: {valued(OF[9])} in bf16" in TOLD and f"4. {valued(OF[22])}" in TOLD
+    assert f"keeps {32 * 32 * 2048 * 4096 * 2 / 1e9:.0f} GB" in TOLD
+    assert f"5. {valued(OF[26])}" in TOLD and Setting().row == 4
+    theory, found_ = (float(published.TABLE2[4][part][1]) for part in (0, 1))
+    assert 0.17 < 1 - found_ / theory < 0.2, "nearly a fifth"
+
+
+def test_the_page_keeps_the_verdicts_to_itself():
+    """But for those of its own example, and of its five predictions."""
+    asked = {3, 8, 9, 10, 22, 26}
+    said = {int(number): verdict for number, verdict in re.findall(
+        rf"[Cc]ard (\d+)[^.|\n]*?\"({'|'.join(VERDICTS)})\"", PAGE)}
+    assert set(said) <= asked, said
+    assert "verdicts.png" not in PAGE and "](verdicts.png)" in TEACHER
+    rows = [line for line in PAGE.splitlines() if re.match(r"\| \d+ \| [^|]+ \| 10 \|$", line)]
+    assert len(rows) == len(CARDS) and not [row for row in rows if "not shown" in row or "**false**" in row]
+
+
+def test_the_card_in_the_picture():
+    (alt,) = [alt for alt, file in pages.IMAGE.findall(PAGE) if file == "card.png"]
+    first, after, reset = MEASURED["meter"]
+    assert f"{first:.2f} MB for stage 0, {after:.2f} MB for stage 3 after it, {reset:.2f} MB for stage 3 when" in alt
+    example = OF[reading.EXAMPLE]
+    assert first == after > reset and example["verdict"] == "not shown"
+    assert example["value"] == pytest.approx(first - reset)
+    assert f"Found: {valued(example)}, and the verdict is not shown" in alt
+    assert f"Claim: {example['claim']}".replace(". This", "; this") in alt
+    assert f"Refuted by: {example['refuted by']}" in alt
+
+
+def test_verdicts_are_of_all_four_kinds():
+    count = {verdict: [card["verdict"] for card in OF.values()].count(verdict) for verdict in VERDICTS}
+    assert sum(count.values()) == 28 and min(count.values()) > 0
+    names = {1: "One", 3: "three", 10: "ten", 14: "fourteen"}
+    one, some, most, few = (names[count[verdict]] for verdict in VERDICTS)
+    assert f"{one} is true, {some} are true if, {most} are false, {few} are not shown" in TEACHERS
+
+
+def test_no_drawn_setting_asks_what_the_page_has_answered():
+    for number in range(200):
+        setting = draw(f"learner {number}")
+        for name in ("hidden", "parameters", "devices", "model_parallel", "sequences", "elements", "row", "gpus",
+                     "without", "largest", "config"):
+            assert getattr(setting, name) != getattr(reading.PAGE, name), name
+        assert setting.devices % setting.model_parallel == 0
+
+
+def test_what_the_page_computes():
+    assert f"is {16 / (2 + 14 / 8):.2f} at N = 8 and {16 / (2 + 14 / 64):.1f} at N = 64" in PROSE
+    assert f"4Ψ + 12Ψ/16 = {4 + 12 / 16:.2f}Ψ bytes, {7 * 4.75:.2f} GB" in TEACHERS
+    assert f"at 16 it is {16 / 4.75:.2f}x" in TEACHERS
+
+
+def test_names_of_the_written_answers():
+    assert set(LESSON.written) == {"BELIEVED", "DESIGNED", "WEAKEST"} and 100 - LESSON.points == 20
+    texts = texts_of(LESSON.starter.read_text())
+    assert name_of(LESSON.starter.read_text()) == "" and all(texts[name] == "" for name in LESSON.written)
+    assert all(f"`{name}`" in PAGE and f"`{name}`" in TEACHER for name in LESSON.written) and ENOUGH == 20
+
+
+def test_the_page_says_how_near_a_number_must_come():
+    assert "within 2%" in PROSE and "within 0.5%" in PROSE
+
+
+def test_the_reference_names_nobody():
+    for text in (PAGE, TEACHER, reference(LESSON)):
+        assert not re.search(r"https?://(?!arxiv|docs\.)", text)

@@ -1,0 +1,311 @@
+"""Lab: the workbench of somebody who examines a claim. It runs things, measures them, and keeps a journal.
+
+    def card(lab):
+        plain = lab.train(0)                        # a new GPT of the setting's sizes, on all ranks that there are
+        lab.reset_peak()
+        zero = lab.train(2)
+        return "false", (plain.peak - zero.peak) / 1e6
+
+    lab.ranks, lab.seed, lab.seeds, lab.layers, lab.hidden, lab.parameters, lab.devices, …   the setting (setting.py)
+
+    lab.train(stage, …)        really trains, here       → Run: losses, memory, peak, traffic, seconds
+    lab.simulate(stage, …)     one rank of many, without values, and its bytes exactly    → Run
+    lab.published(name)        what the paper printed
+    with lab.watch() as seen:  what this rank sends and holds while anything else runs    → Seen
+    lab.arguments(zero=…)      arguments for train(), as a trainer of a library takes them
+    lab.peak, lab.reset_peak() a meter like that of a GPU: it only rises, until it is reset
+    lab.journal                what ran, in order
+
+All ranks run a card, alike. Memory and traffic are those of the rank itself; losses are the mean of the ranks.
+"""
+
+import contextlib
+import copy
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_minimal.foundations.joining import Rank
+from zero_minimal.meters.memory import Ledger, Moment
+from zero_minimal.meters.observer import Observer
+from zero_minimal.meters.phases import Phases
+from zero_minimal.meters.traffic import TrafficMeter, loopback_bytes
+from zero_minimal.paper import published
+from zero_minimal.programs import simulated
+from zero_minimal.programs.offload import Offload
+from zero_minimal.programs.registry import CONTENDERS, STAGES
+from zero_minimal.programs.setting import Setting
+from zero_minimal.workload import loop
+from zero_minimal.workload.settings import Settings
+
+BUCKET_MB = 0.25  # the models are small, and shall have several buckets
+LR = 0.02  # at the end of a warm-up that is longer than the runs
+ACCOUNT = Path("/proc/self/io")  # Linux: what this process has written
+PRINTED = {
+    "table 1": published.TABLE1, "table 2": published.TABLE2, "figure 1": published.FIGURE1,
+    "figure 2": published.FIGURE2, "figure 3": published.FIGURE3, "figure 4": published.FIGURE4,
+    "figure 7": published.FIGURE7, "baselines": published.BASELINES,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What came of a run: of this rank, and of one step. Bytes, unless it says otherwise."""
+
+    name: str  # "stage 2", "DDP"
+    stage: int  # which it really was; of a peer, that to which it compares
+    ranks: int
+    dtype: str
+    batch: int  # sequences of a rank and step
+    seed: int | None
+    parameters: int  # elements of the model
+    memory: dict[str, int]  # of model states, at the end of a step: parameters, gradients, optimizer
+    peak: int  # the highest that the meter showed since it was last reset
+    at_peak: dict[str, int]  # by category, at the highest moment of this run: also activations, buffers
+    collectives: dict[str, dict]  # {name: {"calls", "bytes"}}; bytes are the payload
+    sent: float  # what a ring sends for these
+    when: dict[str, dict] = field(default_factory=dict)  # {"forward", "backward", "update": {collective: payload}}
+    wire: float | None = None  # what this process wrote, as the system counts it; None where it does not say
+    losses: tuple[float, ...] = ()  # of each step, nats
+    validation: float | None = None  # loss on the held-out text, after the last step
+    seconds: tuple[float, ...] = ()  # of each step; the first makes the optimizer's state, and meters slow some
+    step_seconds: float | None = None  # the median of those that no meter slows
+    kept: int | None = None  # of a simulated rank: activations that live from forward to backward
+    cached: int | None = None  # of a simulated rank: what CUDA's allocator would have taken from the device
+    model: nn.Module | None = field(default=None, repr=False)  # as it is now: train(model=…) goes on with it
+
+    @property
+    def states(self) -> int:
+        """Bytes of all model states."""
+        return sum(self.memory.values())
+
+    @property
+    def loss(self) -> float:
+        """The last one."""
+        return self.losses[-1]
+
+
+@dataclass
+class Seen:
+    """What lab.watch() saw on this rank. Bytes."""
+
+    collectives: dict[str, dict] = field(default_factory=dict)  # {name: {"calls", "bytes"}}
+    sent: int = 0  # what a ring sends for these
+    wire: int | None = None  # what this process wrote, as the system counts it
+    peak: int = 0  # the most that lived at a time, of what was born inside
+
+
+@dataclass
+class Arguments:
+    """What a trainer is started with: `zero` is a configuration such as {"stage": 2}, or None for none.
+
+    As in the libraries that have such arguments, what will be done is planned while they are built.
+    """
+
+    zero: dict | None = None
+    stage: int = field(init=False)
+
+    def __post_init__(self):
+        self.stage = self.zero["stage"] if self.zero else 0
+
+
+class Lab:
+    """In a rank. Args: setting; rank: this one, which ranks.start() gives."""
+
+    def __init__(self, setting: Setting, rank: Rank):
+        self.setting, self.rank, self.ranks = setting, rank, rank.world_size
+        self.journal: list[dict] = []
+        self.peak = 0  # bytes
+        self._alone = None  # the group of this rank alone, once it is asked for
+        gc.freeze()  # ledgers look through all objects for tensors, and those of libraries hold none
+
+    def __getattr__(self, name: str):
+        if name == "setting":
+            raise AttributeError(name)
+        return getattr(self.setting, name)
+
+    def reset_peak(self) -> None:
+        """Let the meter begin at zero again."""
+        self.journal.append({"kind": "reset_peak"})
+        self.peak = 0
+
+    def published(self, name: str):
+        """A table or figure of the paper (paper/published.py). Raises: ValueError for one that is not there."""
+        if name not in PRINTED:
+            raise ValueError(f"{name!r} is not here: choose from {', '.join(PRINTED)}")
+        self.journal.append({"kind": "published", "what": name})
+        return PRINTED[name]
+
+    def arguments(self, **given) -> Arguments:
+        """Arguments for train(). zero: a configuration such as {"stage": 2}."""
+        self.journal.append({"kind": "arguments"})
+        return Arguments(**given)
+
+    # -------------------------------------------------------------------------------------------------------- training
+
+    def train(self, stage: int | str = 0, *, model: nn.Module | None = None, arguments: Arguments | None = None,
+              ranks: int | None = None, offload: bool = False, **options) -> Run:
+        """Train a GPT on the text inside Python, and measure.
+
+        Args:
+            stage: 0 to 3, or the name of a peer: "DDP", "ZeroRedundancy", "FSDP2".
+            model: go on with this one (of a Run); None: a new one, drawn by the seed.
+            arguments: what they plan, in the place of `stage`.
+            ranks: 1: each rank by itself, as if there were no other; None: all together.
+            offload: optimizer state and update on the host; stages 1 to 3.
+            options: seed, layers, hidden, heads, sequence, batch, steps: others than the setting's; dtype ("fp32",
+                "bf16"), bucket_mb, accumulate, recompute, lr.
+        Raises: ValueError for what cannot be trained.
+        """
+        stage = arguments.stage if arguments else stage
+        alone = self._is_alone(ranks)
+        settings = self._settings(options)
+        rank = replace(self.rank, rank=0, world_size=1) if alone else self.rank
+        kind, given = self._kind(stage, offload), {}
+        if alone:
+            given["group"] = self._group_of_one()
+        if model is None:
+            zero = loop.build(kind, settings, rank, **given)
+        else:
+            zero = kind(model, torch.optim.AdamW, **settings.optimizer_options(), **given)
+            loop.seed_dropout(settings, rank.rank)
+        run = self._measured(zero, rank, settings)
+        self._enter("train", run, fresh=model is None, offload=offload, steps=settings.steps)
+        return run
+
+    def _is_alone(self, ranks: int | None) -> bool:
+        if ranks not in (None, 1, self.ranks):
+            raise ValueError(f"train() runs on 1 rank or on all {self.ranks}, not on {ranks}: simulate() has others")
+        return ranks == 1 < self.ranks
+
+    def _settings(self, options: dict) -> Settings:
+        of_setting = {name: getattr(self, name) for name in ("seed", "layers", "hidden", "heads", "sequence", "batch",
+                                                             "steps")}
+        return Settings(**{"bucket_mb": BUCKET_MB, "lr": LR, **of_setting, **options})
+
+    def _kind(self, stage: int | str, offload: bool):
+        if isinstance(stage, str):
+            if stage not in CONTENDERS or offload:
+                raise ValueError(f"{stage!r} is not there{' with offload' if offload else ''}: choose from 0 to 3 and "
+                                 f"{', '.join(CONTENDERS)}")
+            return CONTENDERS[stage]
+        if stage not in range(len(STAGES)) or offload and not stage:
+            raise ValueError(f"stage must be 0, 1, 2 or 3, and with offload 1, 2 or 3; not {stage!r}")
+        return Offload(offload).class_of(STAGES[stage])
+
+    def _group_of_one(self):
+        if self._alone is None:
+            self._alone, _ = dist.new_subgroups(1)
+        return self._alone
+
+    def _measured(self, zero, rank: Rank, settings: Settings) -> Run:
+        observer, account, phases = Observer(zero, rank, settings), _Account(self.ranks), Phases()
+        batches = loop.training_batches(settings, rank.rank)
+        losses = [loop.mean_over_ranks([sum(parts).item()], self.rank)[0]
+                  for parts in loop.steps(zero, batches, settings, observers=[observer, account, phases])]
+        held_out = loop.validation_batches(settings, rank.rank, rank.world_size)
+        validation = loop.evaluate(zero, held_out, self.rank)
+        found = observer.report()
+        highest = max(observer.ledger.timeline, key=on_device)
+        self.peak = max(self.peak, on_device(highest))
+        with zero.gather_parameters() if hasattr(zero, "gather_parameters") else contextlib.nullcontext():
+            model = None if hasattr(zero, "theory_stage") else plain_copy(zero.model)
+        return Run(
+            name=found["name"], stage=found["theory_stage"], ranks=rank.world_size, dtype=settings.dtype,
+            batch=settings.batch * settings.accumulate, seed=settings.seed, parameters=found["parameters"],
+            memory={name: found["memory"][name] for name in ("parameters", "gradients", "optimizer")},
+            peak=self.peak, at_peak=without_other(highest), collectives=found["traffic"]["collectives"],
+            sent=found["traffic"]["sent_bytes"], when=phases.last,
+            wire=account.per_step(observer.traffic_from, observer.traffic_to),
+            losses=tuple(losses), validation=validation, seconds=tuple(observer.seconds),
+            step_seconds=found["step_seconds"], model=model,
+        )
+
+    # ------------------------------------------------------------------------------------------- what is not here
+
+    def simulate(self, stage: int = 3, *, ranks: int | None = None, **options) -> Run:
+        """Run a stage's own code as one rank of many, on tensors without values: bytes are exact, time and losses none.
+
+        Args:
+            ranks: None: the setting's `devices`.
+            options: parameters: a GPT of about so many (with layers=12, where only model states count: that is quick);
+                or layers, hidden, heads, vocabulary (default: the setting's small one). sequence, batch, recompute
+                (default: yes), dtype (default: "fp16"), model_parallel, config ("C1" to "C5"), offload ("cpu"), steps,
+                bucket_bytes (default: 4 MiB or, if these were many, as large as makes 32).
+                cached=True: what CUDA's allocator would take, too.
+        """
+        small = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads}
+        run = Run(**simulated.on_first_rank(stage, ranks or self.devices, small, options))
+        self._enter("simulate", run, **options)
+        return run
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[Seen]:
+        """Measure whatever runs inside."""
+        seen, ledger, meter = Seen(), Ledger(self.rank.device.type), TrafficMeter()
+        account = _Account(self.ranks)
+        with meter, ledger, account.step():
+            before = ledger.total
+            ledger.reset()
+            yield seen
+        seen.collectives, seen.sent, seen.wire = meter.collectives, meter.sent_bytes, account.per_step(0, 1)
+        seen.peak = max(ledger.peak.total - before, 0)
+        self.journal.append({"kind": "watch", "collectives": seen.collectives})
+
+    def _enter(self, kind: str, run: Run, **more) -> None:
+        of_run = {name: getattr(run, name) for name in ("name", "stage", "ranks", "seed", "batch", "dtype",
+                                                        "parameters")}
+        self.journal.append({"kind": kind, **of_run, **more})
+
+
+class _Account:
+    """What a rank writes in each step, as the system counts it. Where it does not let this process see its own count,
+    it is the mean of all ranks, off the loopback, on which other programs speak too."""
+
+    def __init__(self, ranks: int):
+        self.ranks, self.steps = ranks, []
+
+    @contextlib.contextmanager
+    def step(self):
+        before = self._count()
+        yield
+        self.steps.append(None if before is None else self._count() - before)
+
+    def _count(self) -> float | None:
+        if (own := written()) is not None:
+            return own
+        all_of_them = loopback_bytes(quiet=True)
+        return None if all_of_them is None else all_of_them / self.ranks
+
+    def per_step(self, first: int, end: int) -> float | None:
+        """The mean of these steps."""
+        chosen = self.steps[first:end]
+        return None if None in chosen else sum(chosen) / len(chosen)
+
+
+def written() -> int | None:
+    """Bytes that this process has written so far; None where the system does not say."""
+    with contextlib.suppress(OSError):
+        for line in ACCOUNT.read_text().splitlines():
+            if line.startswith("wchar:"):
+                return int(line.split()[1])
+    return None
+
+
+def on_device(moment: Moment) -> int:
+    """Bytes alive, without what was there before: the text, models of earlier runs."""
+    return moment.total - moment.bytes["other"]
+
+
+def without_other(moment: Moment) -> dict[str, int]:
+    return {name: size for name, size in moment.bytes.items() if name != "other"}
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """The model as it is now, free of its stage."""
+    return copy.deepcopy(model)

@@ -1,0 +1,74 @@
+"""Reading: the figures and the pictures of lesson 11's page: every card at the page's setting, on real ranks.
+
+    python -m zero_minimal.programs.reading lessons/11_reading_critically
+
+writes measured.json into that folder, and from it card.png and verdicts.png. Verdicts and numbers do not depend on how
+busy the machine is; the seconds beside them do.
+"""
+
+import time
+from dataclasses import asdict
+
+from matplotlib.figure import Figure
+
+from zero_minimal.foundations import ranks
+from zero_minimal.pictures.claims import draw_card, draw_verdicts, valued
+from zero_minimal.programs import figures, progress, report
+from zero_minimal.programs.claims.cards import CARDS, examine, words
+from zero_minimal.programs.lab import Lab
+from zero_minimal.programs.setting import Setting
+
+RANKS = 2
+PAGE = Setting()
+EXAMPLE = 3  # the card that is drawn
+
+
+def meters_shown(setting: Setting) -> list[float]:
+    """In a rank: what a meter shows, in MB, after stage 0, after stage 3, and after stage 3 once more when it was
+    reset."""
+    with ranks.start() as rank:
+        lab = Lab(setting, rank)
+        shown = [lab.train(0).peak, lab.train(3).peak]
+        lab.reset_peak()
+        return [peak / 1e6 for peak in (*shown, lab.train(3).peak)]
+
+
+def measure() -> dict:
+    """{"ranks", "setting", "cards": [a card's words, its "verdict", its number as "value", "seconds"], "meter": what
+    meters_shown() gave}."""
+    cards = []
+    with progress.bar(name="lesson 11", total=len(CARDS) + 1, unit="card") as bar:
+        for number in sorted(CARDS):
+            start = time.perf_counter()
+            verdict, value, _ = ranks.run(examine, RANKS, number, PAGE, device="cpu", timeout=300)[0]
+            seconds = round(time.perf_counter() - start, 1)
+            group = CARDS[number].__module__.rpartition(".")[2]
+            cards.append({"card": number, "group": group, **words(number), "verdict": verdict, "value": value,
+                          "seconds": seconds})
+            bar.update()
+        meter = ranks.run(meters_shown, RANKS, PAGE, device="cpu", timeout=300)[0]
+        bar.update()
+    return {"ranks": RANKS, "setting": asdict(PAGE), "cards": cards, "meter": meter}
+
+
+def pictures(measured: dict) -> dict[str, Figure]:
+    """The page's pictures by their names, from what measure() gave."""
+    (card,) = (card for card in measured["cards"] if card["card"] == EXAMPLE)
+    names = ("stage 0, first", "stage 3, after it", "stage 3, meter reset")
+    bars = list(zip(names, measured["meter"], (True, True, False), strict=True))
+    return {"card.png": draw_card(card, bars, "what the meter shows, MB"),
+            "verdicts.png": draw_verdicts(measured["cards"])}
+
+
+def table(measured: dict) -> str:
+    """Verdicts and numbers."""
+    lines = [["card", "verdict", "number", "seconds"]]
+    for card in measured["cards"]:
+        lines.append([str(card["card"]), card["verdict"], valued(card), f"{card['seconds']:.1f}"])
+    return report.table(lines)
+
+
+main = figures.program("11_reading_critically", measure, pictures, table)
+
+if __name__ == "__main__":
+    main()

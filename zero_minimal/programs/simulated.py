@@ -1,0 +1,93 @@
+"""Simulated: a simulation asked for by a rank.
+
+A simulation makes ranks of its own, and a process belongs to one world only. So a process beside rank 0
+(foundations/beside.py) runs it, and all ranks get what came of it. Without ranks it runs right here.
+"""
+
+
+import gc
+
+import torch
+import torch.distributed as dist
+
+from zero_minimal.foundations.beside import Host
+from zero_minimal.foundations.bus import Bus
+from zero_minimal.meters.allocator import CachingAllocator, replay
+from zero_minimal.paper.shapes import parameter_count, shape_for, usual_heads, usual_shape
+from zero_minimal.programs.cases import Case
+from zero_minimal.programs.simulation import simulate
+from zero_minimal.workload.model import GPTConfig
+
+SMALL_BUCKET, BUCKETS = 4 * 2**20, 32  # bytes; how many at most, for many take long
+ENDLESS = 2**62  # bytes of a device that is never full
+OF_CASE = ("batch", "dtype", "model_parallel", "config", "offload", "bucket_bytes", "steps")
+OF_MODEL = ("parameters", "layers", "hidden", "heads", "vocabulary", "sequence", "recompute")
+
+
+def on_first_rank(stage: int, ranks: int, small: dict, options: dict) -> dict:
+    """What came of a case: the fields of a Run. All ranks must call this.
+
+    Args:
+        small: layers, hidden, heads of the model, where options do not say.
+        options: of OF_CASE and OF_MODEL, and cached=True: replay its allocations, too.
+    Raises: ValueError, on all ranks, for what cannot be simulated.
+    """
+    case, cached = case_of(stage, ranks, small, options), options.get("cached", False)
+    if not dist.is_initialized():
+        return figures(case, cached)
+    found = [None]
+    if dist.get_rank() == 0:
+        host = Host(serve, 0, torch.device("cpu"), None)
+        found = [host.ask("figures", case, cached)]
+        host.end()
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def case_of(stage: int, ranks: int, small: dict, options: dict) -> Case:
+    """Raises: ValueError for an option that is not there, and for what cannot be simulated."""
+    unknown = set(options) - {*OF_CASE, *OF_MODEL, "cached"}
+    if unknown:
+        raise ValueError(f"simulate() has no {', '.join(sorted(unknown))}: it has {', '.join(OF_CASE + OF_MODEL)}")
+    sequence, recompute = options.get("sequence", 64), options.get("recompute", True)
+    parallel = options.get("model_parallel", 1)
+    if "parameters" in options and "layers" in options:
+        model = shape_for(options["parameters"], sequence, parallel, options["layers"], recompute=recompute)
+    elif "parameters" in options:
+        model = usual_shape(options["parameters"], sequence, parallel, recompute)
+    else:
+        hidden = options.get("hidden", small["hidden"])
+        model = GPTConfig(
+            layers=options.get("layers", small["layers"]), hidden=hidden, sequence=sequence, dropout=0.0,
+            heads=options.get("heads") or usual_heads(hidden, parallel), recompute=recompute,
+            vocabulary=options.get("vocabulary", 256),
+        )
+    of_case = {name: options[name] for name in OF_CASE if name in options}
+    if not of_case.get("config"):
+        elements = parameter_count(model) // parallel
+        of_case.setdefault("bucket_bytes", max(SMALL_BUCKET, -(-2 * elements // BUCKETS)))
+    return Case(model, stage, ranks, **of_case)
+
+
+def figures(case: Case, cached: bool) -> dict:
+    """Run it. Returns the fields of a Run."""
+    run = simulate(case)
+    found, memory = run.report, run.report["memory"]
+    backward = dict(run.phases)[f"backward {case.steps}"]
+    between = [moment for moment in run.timeline if moment.seconds <= backward][-1]
+    return {
+        "name": found["name"], "stage": found["theory_stage"], "ranks": found["ranks"], "dtype": case.dtype,
+        "batch": case.batch, "seed": None, "parameters": found["parameters"],
+        "memory": {name: memory[name] for name in ("parameters", "gradients", "optimizer")},
+        "peak": memory["peak"], "at_peak": memory["peak_by_category"],
+        "kept": between.bytes["activations"], "collectives": found["traffic"]["collectives"],
+        "sent": found["traffic"]["sent_bytes"],
+        "cached": replay(run.trace, CachingAllocator(ENDLESS)).peak_reserved if cached else None,
+    }
+
+
+def serve(bus: Bus) -> None:
+    """What the process beside the rank does."""
+    gc.freeze()  # the ledger looks through all objects for tensors, and those of libraries hold none
+    while (parcel := bus.receive()).words[0] != "end":
+        bus.send((figures(*parcel.words[1:]),))
