@@ -7,7 +7,7 @@ HEAD = "def card_{:02d}(lab) -> tuple[str, float]:"
 
 def card(number, *lines):
     """A card written anew, in the place of the reference's."""
-    return {f"card_{number:02d}": function(HEAD.format(number), *lines)}
+    return {f"card_{number:02d}": function(HEAD.format(number), "\n".join(lines))}
 
 
 RUN, NUMBER, VERDICT = "test_the_run", "test_the_number", "test_the_verdict"
