@@ -216,10 +216,12 @@ class KeepsAllState(Stage1):
         bucket.parameter_shard, bucket.gradient_shard = bucket.parameters, bucket.gradients
 
     def bucket_complete(self, bucket, done):
-        self._wait()
         bucket.zero_missing()
         part = shard_of(bucket.gradients, self.rank, self.world_size)
-        collectives.reduce_scatter(part, bucket.gradients, op="avg", group=self.group, of=bucket)
+        pending = collectives.reduce_scatter(part, bucket.gradients, op="avg", group=self.group, of=bucket,
+                                             async_op=True)
+        self._wait()
+        self.reducing = pending
         self.parts = (*getattr(self, "parts", ()), (bucket, part))
 
     def backward_ends(self):
