@@ -41,8 +41,5 @@ GPUS = {
     "A100-80GB": GPU(80e9, 312e12, 19.5e12, 300e9, source="NVIDIA A100 Tensor Core GPU data sheet, SXM"),
     "H100-80GB": GPU(80e9, 989e12, 67e12, 450e9, bus=64e9, source="NVIDIA H100 Tensor Core GPU data sheet, SXM"),
     "H200": GPU(141e9, 989e12, 67e12, 450e9, bus=64e9, source="NVIDIA H200 Tensor Core GPU data sheet, SXM"),
-    "B200": GPU(180e9, 2250e12, 75e12, 900e9, bus=64e9, source="NVIDIA HGX B200 and DGX B200 data sheets"),
-    "MI300X": GPU(192e9, 1307e12, 163.4e12, 448e9, bus=64e9,  # 7 links of 64 GB/s each way: to all of a node
-                  source="AMD Instinct MI300X data sheet"),
 }
 NETWORK = 12.5e9  # bytes a second between nodes: 100 Gbit/s, as in the paper's cluster
