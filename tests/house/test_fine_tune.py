@@ -36,6 +36,7 @@ def test_it_is_linked():
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(400)  # a model of 8 billion parameters, three times over on tensors without memory
 def test_the_plans_of_the_table(tmp_path):
     pytest.importorskip("transformers")
     (file := tmp_path / "config.json").write_text(json.dumps({
