@@ -31,7 +31,8 @@ def time_steps(stage_class, settings: Settings, warm_up: int) -> dict:
     Returns, with None for what this machine does not tell:
         seconds: of each step after the warm-up, from one barrier to the next.
         losses: of all steps, of this rank's batches.
-        wire_bytes: what crossed the loopback in a step after the warm-up, over the number of ranks.
+        wire_bytes: what crossed the loopback in a step after the warm-up, over the number of ranks; with several
+            machines, what left this one over its ranks.
         resident_bytes: the peak of memory from before the model was built, less what was there then.
         elapsed_seconds: of the steps and of building the model.
         cpu_seconds: what all threads of this rank worked in that time.
@@ -54,7 +55,7 @@ def time_steps(stage_class, settings: Settings, warm_up: int) -> dict:
         return {
             "seconds": [end - start for start, end in itertools.pairwise(marks[warm_up:])],
             "losses": [loss.item() for loss in losses],
-            "wire_bytes": None if wire is None else (now_wire - wire) / (rank.world_size * settings.steps),
+            "wire_bytes": None if wire is None else (now_wire - wire) / (rank.local_world_size * settings.steps),
             "resident_bytes": None if memory is None else peak_of_memory(rank.device) - memory,
             "elapsed_seconds": time.perf_counter() - began,
             "cpu_seconds": time.process_time() - own,
