@@ -88,14 +88,15 @@ def start(
         choose(device, backend, here["local_world_size"])
     except ValueError as error:  # the same on every rank, before any of them waits for another
         interrupts.refuse(f"error: {error}")
-    store, rank, world_size = dist.HashStore(), 0, 1
-    if "RANK" in environment:
-        rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=timeout))
-        store, rank, world_size = next(rendezvous)
-        # torchrun --max-restarts keeps its store: what an earlier attempt wrote is not for this one
-        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", 0)
-        store = dist.PrefixStore(f"attempt {attempt}", store)
-    joined = join(store, rank, world_size, device, backend, timeout=timeout, **here)
+    try:
+        store, rank, world_size = _meet(timeout)
+        joined = join(store, rank, world_size, device, backend, timeout=timeout, **here)
+    except RuntimeError as error:  # torch's, of the network
+        if "RANK" not in environment:
+            raise
+        failures.end_alone(f"the ranks did not meet within {timeout:g} s, at "
+                           f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}",
+                           error)
     try:
         yield joined
         come_to_the_end()
@@ -105,6 +106,17 @@ def start(
         dist.destroy_process_group()
     except (Exception, KeyboardInterrupt) as error:
         failures.end_together(dist.PrefixStore("failure", store), rank, error)
+
+
+def _meet(timeout: float) -> tuple[dist.Store, int, int]:
+    """The store in which torchrun's ranks look for each other, rank and world_size; alone, one of
+    this process's own."""
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    # torchrun --max-restarts keeps its store: what an earlier attempt wrote is not for this one
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return dist.PrefixStore(f"attempt {attempt}", store), rank, world_size
 
 
 _before_the_end: list[Callable[[], object]] = []

@@ -188,7 +188,7 @@ def draw_curves(rows: list[dict], curves: list[str]) -> Figure:
 def tick_words(field: str, size: float) -> str:
     """What grows, at a tick."""
     if field in ("parameters", "link_bits_per_second"):
-        return f"{size / 1e6:.3g}" + (" M" if field == "parameters" else "")
+        return f"{size / 1e6:.4g}" + (" M" if field == "parameters" else "")
     return str(size)
 
 

@@ -301,7 +301,7 @@ def make_parser() -> Parser:
 def read_points(parser: Parser, flags: argparse.Namespace) -> list[Point]:
     """What to measure; ends the program with a message, before anything starts, if that cannot be done."""
     try:
-        refuse_link(flags)
+        two_nodes.check(flags)
         settings = Settings(sequence=flags.sequence, batch=flags.batch, steps=flags.steps, dtype=flags.dtype, lr=3e-4)
         points = scaling.points(flags.model, flags.ranks, settings, flags.sweep, flags.link)
         tokens = data.read_tokens(settings.text)
@@ -311,21 +311,6 @@ def read_points(parser: Parser, flags: argparse.Namespace) -> list[Point]:
     except ValueError as error:
         parser.error(str(error))
     return points
-
-
-def refuse_link(flags: argparse.Namespace) -> None:
-    """Raise ValueError if two nodes are asked for and cannot be had."""
-    if not flags.link:
-        return
-    if flags.sweep:
-        raise ValueError("--link and --sweep exclude each other: several speeds of the link are a sweep of their own")
-    if flags.device == "cuda":
-        raise ValueError("--link is for ranks on the CPU: two nodes on one machine would share its GPUs")
-    if flags.ranks % 2:
-        raise ValueError(f"--link puts half of the ranks on each of two nodes: --ranks {flags.ranks} is odd")
-    if reason := two_nodes.why_not():
-        raise ValueError(f"--link does not work here: {reason}")
-    flags.device = "cpu"
 
 
 def main(arguments: list[str]) -> str | None:

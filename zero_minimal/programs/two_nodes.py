@@ -59,6 +59,21 @@ def why_not() -> str | None:
         return f"this machine does not make network namespaces with a cable of a given speed: {error}"
 
 
+def check(flags: argparse.Namespace) -> None:
+    """Flags of bench with --link. Raises: ValueError if the two nodes cannot be had."""
+    if not flags.link:
+        return
+    if flags.sweep:
+        raise ValueError("--link and --sweep exclude each other: several speeds of the link are a sweep of their own")
+    if flags.device == "cuda":
+        raise ValueError("--link is for ranks on the CPU: two nodes on one machine would share its GPUs")
+    if flags.ranks % 2:
+        raise ValueError(f"--link puts half of the ranks on each of two nodes: --ranks {flags.ranks} is odd")
+    if reason := why_not():
+        raise ValueError(f"--link does not work here: {reason}")
+    flags.device = "cpu"
+
+
 class Pair:
     """Two nodes, while the context lasts.
 
@@ -107,6 +122,10 @@ class Pair:
         path = self._path(node)
         return lambda: _move(path)
 
+    def visit(self, node: int, function: Callable):
+        """What function() returns there; it runs on a thread of its own."""
+        return _on_a_thread(function, self._path(node))
+
     def enter(self, rank: int, world_size: int) -> dict:
         """Put this process, a rank that has not joined yet, on its node: the first half of the ranks is on node 0.
 
@@ -124,7 +143,7 @@ class Pair:
 
     def _run(self, node: int, *command: str) -> None:
         """A command on this node. Raises: RuntimeError if it fails."""
-        done = _on_a_thread(lambda: subprocess.run(command, capture_output=True, text=True), self._path(node))
+        done = self.visit(node, lambda: subprocess.run(command, capture_output=True, text=True))
         if done.returncode:
             raise RuntimeError(f"`{' '.join(command)}` says: {done.stderr.strip() or done.stdout.strip()}")
 
