@@ -24,6 +24,7 @@ from zero_minimal.pictures.style import (
 
 LEDGER, RESIDENT = ("#444444", ""), ("#AAAAAA", "xx")  # peak memory: as the ledger counts, and as the system saw it
 OURS = {"color": "black", "linewidth": 1.6, "markerfacecolor": "black", "markeredgecolor": "black"}
+LATE = OURS | {"linestyle": "--"}
 TORCHS = {"color": "#777777", "linewidth": 1.2, "markerfacecolor": "white", "markeredgecolor": "black"}
 DEEPSPEEDS = TORCHS | {"linestyle": "--", "markerfacecolor": "#BBBBBB"}
 FLOOR = {"color": "black", "linewidth": 1.0, "linestyle": ":"}
@@ -71,7 +72,7 @@ def run_look(name: str) -> dict:
     """Line and marker of a contender. The marker says the stage; it is black for ours, white for torch's, else grey."""
     if name == "floor":
         return FLOOR
-    look = OURS if name.startswith("stage") else TORCHS if name in PEER_OF else DEEPSPEEDS
+    look = LATE if name.startswith("late") else OURS if name.startswith("stage") else TORCHS if name in PEER_OF else DEEPSPEEDS
     stage = PEER_OF[name] if name in PEER_OF else int(name[-1])
     return look | {"marker": MARKERS[stage], "markersize": 6}
 

@@ -21,7 +21,8 @@ allocator took. In each round the rank with the highest figure counts; what is r
     python -m zero_minimal bench --link 100mbit,200mbit,1gbit --plot link.png
 
 puts half of the ranks on a second node, behind a link of that speed (two_nodes.py). What a stage sends costs more there
-than what it computes, and the other way round on a fast link.
+than what it computes, and the other way round on a fast link. There the ranks meet after all steps, not after each: what a
+step leaves under way (late_gather.py) is hidden behind the next.
 """
 
 import argparse
@@ -50,6 +51,8 @@ OPPONENTS = {  # besides DDP: whom a stage is held against
     "stage 0": ["DeepSpeed 0"],
     "stage 1": ["ZeroRedundancy", "DeepSpeed 1"],
     "stage 2": ["ZeroRedundancy", "FSDP2 kept", "DeepSpeed 2"],
+    "late 1": ["stage 1"],
+    "late 2": ["stage 2"],
     "stage 3": ["FSDP2", "DeepSpeed 3"],
 }
 SAME_LOSS = 1e-5  # relative
@@ -64,10 +67,10 @@ def measure(point: Point, names: list[str], warm_up: int, repeats: int, device: 
     Raises: ValueError if somebody's losses are not the reference's.
     """
 
-    def run(name: str, purpose: str, function, *args, **place) -> list[dict]:
+    def run(name: str, purpose: str, function, *args, **options) -> list[dict]:
         bar.set_description(f"{point.describe()}: {name}, {purpose}")
         try:
-            return ranks.run(function, point.ranks, CONTENDERS[name], *args, timeout=3600, device=device, **place)
+            return ranks.run(function, point.ranks, CONTENDERS[name], *args, timeout=3600, device=device, **options)
         finally:
             bar.update()
 
@@ -84,7 +87,8 @@ def measure(point: Point, names: list[str], warm_up: int, repeats: int, device: 
         place = {"before_join": pair.enter} if pair else {}
         for repeat in range(repeats):
             for name in watched:
-                results = run(name, f"round {repeat + 1} of {repeats}", time_steps, point.settings, warm_up, **place)
+                words = f"round {repeat + 1} of {repeats}"
+                results = run(name, words, time_steps, point.settings, warm_up, one_by_one=not pair, **place)
                 timed.setdefault(name, []).append(results)
                 check_losses(name, results, timed[REFERENCE][repeat])
     seconds = {name: [run_seconds(results) for results in rounds] for name, rounds in timed.items()}
