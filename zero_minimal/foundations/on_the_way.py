@@ -1,7 +1,7 @@
 """On the way: parameters that are still being gathered when step() has returned (late_gather.py).
 
     step()      update, send ──► bucket 3, 2, 1, 0
-    forward     a module's turn: are its parameters here? Wait for their buckets, then compute
+    forward     a module uses its parameters: are they here? Wait for their buckets, then compute
 
 Whoever reads a parameter before its bucket is here would get some ranks' new values and others' old
 ones. So until then the parameter is of a class of its own, Awaited, and points to a NaN. Every
@@ -66,7 +66,8 @@ class OnTheWay:
         self._lock = threading.RLock()  # an evaluation may run on a thread of its own
         self._flats = {bucket.flat: bucket.parameters for bucket in stage.buckets}
         self._holders = {flat: _holders(whole) for flat, whole in self._flats.items()}
-        self._wait_before_turns(stage.model)
+        before = _Before(Tie(OnTheWay._before_model, self), Tie(OnTheWay._before_compiled, self))
+        stage.model.register_forward_pre_hook(before, prepend=True)
 
     def send(self, bucket: Bucket, start) -> None:
         """start() begins to gather the bucket; from here on its parameters are late."""
@@ -106,37 +107,27 @@ class OnTheWay:
             if not self._pending:
                 _under_way.discard(self)
 
-    def _wait_before_turns(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if module is model:
-                turn = _Turn(Tie(OnTheWay._before_model, self), compiled=True)
-            elif any(True for _ in module.parameters(recurse=False)):
-                turn = _Turn(Tie(OnTheWay._before_turn, self), compiled=False)
-            else:
-                continue
-            module.register_forward_pre_hook(turn, prepend=True)
-
-    def _before_turn(self, module: nn.Module, _) -> None:
-        for param in module.parameters(recurse=False):
-            if isinstance(param, Awaited):
-                self.wait_for(param)
+    def _before_compiled(self, *_) -> None:
+        self.wait()
 
     def _before_model(self, model: nn.Module, _) -> None:
-        if self._pending and (_is_compiled(model) or torch._C._get_tracing_state()):
+        """What looks at parameters without using them needs all: compiled code, and in evaluations
+        torch's encoder, which takes its fast path with plain ones alone."""
+        if self._pending and (not torch.is_grad_enabled() or _is_compiled(model)):
             self.wait()
-        self._before_turn(model, _)
 
 
-class _Turn:
-    """A hook before a module's turn. Compiled code cannot be interrupted within: there the hook of
-    the model waits for all, and those of its modules are not looked at."""
+class _Before:
+    """A hook before the model's forward, plain or compiled."""
 
-    def __init__(self, tie: Tie, compiled: bool):
-        self.tie, self.compiled = tie, compiled
+    def __init__(self, plain: Tie, compiled: Tie):
+        self.plain, self.compiled = plain, compiled
 
-    def __call__(self, module, given):
-        if self.compiled or not torch.compiler.is_compiling():
-            self.tie(module, given)
+    def __call__(self, model, given):
+        if torch.compiler.is_compiling():
+            self.compiled(model, given)
+        else:
+            self.plain(model, given)
 
 
 _under_way: set[OnTheWay] = set()  # so a model that is dropped does not end a gathering half-way
@@ -158,10 +149,9 @@ def _wait_for(param: Awaited) -> None:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Whether torch compiles it, or a part of it: torch.compile() from outside, or in it."""
-    return torch.compiler.is_compiling() or any(
-        isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-        for module in model.modules())
+    """Whether torch compiles it, or a part of it."""
+    return any(isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl
+               for module in model.modules())
 
 
 def _holders(tensor: torch.Tensor) -> int:

@@ -21,8 +21,8 @@ allocator took. In each round the rank with the highest figure counts; what is r
     python -m zero_minimal bench --link 100mbit,200mbit,1gbit --plot link.png
 
 puts half of the ranks on a second node, behind a link of that speed (two_nodes.py). What a stage sends costs more there
-than what it computes, and the other way round on a fast link. There the ranks meet after all steps, not after each: what a
-step leaves under way (late_gather.py) is hidden behind the next.
+than what it computes, and the other way round on a fast link. There the ranks meet after all steps, not after each:
+what a step leaves under way (late_gather.py) is hidden behind the next.
 """
 
 import argparse
