@@ -261,4 +261,4 @@ def test_a_simulation_of_other_attention_is_for_our_gpt():
 
 def test_every_device_names_its_data_sheet():
     assert all("data sheet" in gpu.source or "white paper" in gpu.source for gpu in GPUS.values())
-    assert {"L40S", "B200", "MI300X"} <= set(GPUS)
+    assert {"T4", "L40S", "H200"} <= set(GPUS)

@@ -13,10 +13,11 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NoReturn
 
 import cloudpickle
@@ -54,26 +55,48 @@ def end_together(notes: dist.Store, rank: int, error: BaseException) -> NoReturn
     if isinstance(error, KeyboardInterrupt):
         words = f"rank {rank} was stopped by Ctrl-C"
     if not lost_a_peer(error):
-        with contextlib.suppress(Exception):  # the store itself may be gone
-            if notes.add("count", 1) == 1:
-                notes.set("first", words)
+        _within(GRACE, lambda: notes.add("count", 1) == 1 and notes.set("first", words))
         if isinstance(error, KeyboardInterrupt):
             interrupts.stop(traceback.extract_tb(error.__traceback__))
         traceback.print_exc()
         print(f"\n{words}", file=sys.stderr, flush=True)
     else:
-        first = None
-        with contextlib.suppress(Exception):
-            notes.wait(["first"], timedelta(seconds=GRACE))
-            first = notes.get("first").decode()
+        first = _within(GRACE, lambda: notes.get("first").decode())  # it waits until it is there
         if not first:
             traceback.print_exc()
             first = ("another rank is gone without a word or never came "
                      f"({str(error).strip().splitlines()[0]})")
         print(f"rank {rank} stops: {first}", file=sys.stderr, flush=True)
+    _exit()
+
+
+def end_alone(words: str, error: BaseException) -> NoReturn:
+    """Say what this rank could not do, with nobody there whom it could tell; exit with code 1."""
+    reason = str(error).strip().partition("\n")[0]
+    print(f"rank {os.environ.get('RANK', 0)} stops: {words} ({reason})", file=sys.stderr)
+    _exit()
+
+
+def _exit() -> NoReturn:
     sys.stdout.flush()
+    sys.stderr.flush()
     # not sys.exit: a collective that waits for a lost rank would hold the interpreter's shutdown
     os._exit(1)
+
+
+def _within(seconds: float, ask: Callable[[], object]):
+    """What ask() returns of the store; None if it fails or does not return so soon. The store may
+    be gone, and where a link is dead that is not even noticed: it would wait for ever."""
+    found = []
+
+    def run():
+        with contextlib.suppress(Exception):
+            found.append(ask())
+
+    asking = threading.Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return found[0] if found else None
 
 
 @dataclass(frozen=True)

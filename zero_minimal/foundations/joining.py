@@ -10,6 +10,7 @@ Which backend carries the collectives:
 import contextlib
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import torch.distributed.nn  # noqa: F401
 
 from zero_minimal.foundations import failures, interrupts, notes
 
+SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
 COLLECTIVE_TIMEOUT = 300  # seconds a collective waits for the other ranks before it fails
 
 
@@ -35,6 +37,7 @@ class Rank:
     local_rank: int  # its number among the ranks of this machine
     device: torch.device
     backend: str
+    local_world_size: int = 1  # ranks of this machine
 
 
 def choose(
@@ -85,14 +88,15 @@ def start(
         choose(device, backend, here["local_world_size"])
     except ValueError as error:  # the same on every rank, before any of them waits for another
         interrupts.refuse(f"error: {error}")
-    store, rank, world_size = dist.HashStore(), 0, 1
-    if "RANK" in environment:
-        rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=timeout))
-        store, rank, world_size = next(rendezvous)
-        # torchrun --max-restarts keeps its store: what an earlier attempt wrote is not for this one
-        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", 0)
-        store = dist.PrefixStore(f"attempt {attempt}", store)
-    joined = join(store, rank, world_size, device, backend, timeout=timeout, **here)
+    try:
+        store, rank, world_size = _meet(timeout)
+        joined = join(store, rank, world_size, device, backend, timeout=timeout, **here)
+    except RuntimeError as error:  # torch's, of the network
+        if "RANK" not in environment:
+            raise
+        failures.end_alone(f"the ranks did not meet within {timeout:g} s, at "
+                           f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}",
+                           error)
     try:
         yield joined
         come_to_the_end()
@@ -102,6 +106,17 @@ def start(
         dist.destroy_process_group()
     except (Exception, KeyboardInterrupt) as error:
         failures.end_together(dist.PrefixStore("failure", store), rank, error)
+
+
+def _meet(timeout: float) -> tuple[dist.Store, int, int]:
+    """The store in which torchrun's ranks look for each other, rank and world_size; alone, one of
+    this process's own."""
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    # torchrun --max-restarts keeps its store: what an earlier attempt wrote is not for this one
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return dist.PrefixStore(f"attempt {attempt}", store), rank, world_size
 
 
 _before_the_end: list[Callable[[], object]] = []
@@ -141,6 +156,8 @@ def join(
     kind, backend = choose(device, backend, local_world_size)
     if local_world_size == world_size:
         _speak_over_the_loopback()
+    elif kind == "cpu" or backend == "gloo":
+        _speak_over_the_network()
     if kind == "cuda":
         own = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(own)
@@ -151,7 +168,7 @@ def join(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout),
         device_id=own if backend == "nccl" else None,
     )
-    _local.update(local_rank=local_rank, device=own)
+    _local.update(local_rank=local_rank, device=own, local_world_size=local_world_size)
     return _describe()
 
 
@@ -162,6 +179,7 @@ def _describe() -> Rank:
         local_rank=_local.get("local_rank", dist.get_rank()),
         device=_local.get("device", torch.device("cpu")),
         backend=dist.get_backend(),
+        local_world_size=_local.get("local_world_size", dist.get_world_size()),
     )
 
 
@@ -171,6 +189,24 @@ def _speak_over_the_loopback() -> None:
     for loopback in ("lo", "lo0"):  # Linux's; that of macOS, whose own name may lead nowhere
         if loopback in here:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def _speak_over_the_network() -> None:
+    """Several machines: gloo takes the network on which this one reaches the first, where ranks
+    meet. By itself it takes what the machine's own name leads to: often the loopback, where no
+    other machine can be reached."""
+    import fcntl  # not on Windows
+
+    names = [name for _, name in socket.if_nameindex()]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((os.environ.get("MASTER_ADDR", ""), 1))  # UDP: nothing is sent
+        own = way.getsockname()[0]
+        for name in names:
+            with contextlib.suppress(OSError):  # it has no address
+                question = struct.pack("256s", name.encode()[:15])
+                found = fcntl.ioctl(way, SIOCGIFADDR, question)[20:24]
+                if socket.inet_ntoa(found) == own and not own.startswith("127."):
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _do_not_preempt() -> None:

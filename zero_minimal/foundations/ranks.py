@@ -44,7 +44,7 @@ _fresh_context = multiprocessing.get_context("spawn")
 
 def run(
     function: Callable, world_size: int, *args, timeout: float = 60, device: str = "auto",
-    fresh: bool = False, **kwargs
+    fresh: bool = False, before_join: Callable[[int, int], dict] | None = None, **kwargs
 ) -> list:
     """Call function(*args, **kwargs) on each of world_size new ranks; return their results, rank
     0's first.
@@ -56,6 +56,8 @@ def run(
 
     fresh: each rank is a Python of its own from the start, as under torchrun, which takes seconds.
         Forked ones share the server's hash seed, and with it the order of a set of strings.
+    before_join: called in each rank with its number and world_size; it may put the rank elsewhere
+        (programs/two_nodes.py) and returns further options of joining.join.
 
     Raises:
         RankError: a rank raised, or died; the message names the rank that was first and shows its
@@ -67,7 +69,7 @@ def run(
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}: at least one rank is needed")
     device, backend = choose(device, None, world_size)
-    work = cloudpickle.dumps((function, args, kwargs))
+    work, before_join = cloudpickle.dumps((function, args, kwargs)), cloudpickle.dumps(before_join)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         try:
@@ -77,6 +79,7 @@ def run(
                 setup = dict(
                     rank=rank, world_size=world_size, device=device, backend=backend,
                     timeout=timeout, folder=folder, environment=dict(os.environ), path=sys.path,
+                    before_join=before_join,
                 )
                 process = context.Process(target=_rank_main, args=(theirs, setup, work))
                 with main_hidden(), _hash_seed(rank) if fresh else contextlib.nullcontext():
@@ -141,7 +144,10 @@ def _rank_main(pipe: Connection, setup: dict, work: bytes) -> None:
         # the parent keeps the time limit; a collective that gives up first would only blur which
         # rank is missing
         patience = 2 * setup["timeout"] + 10
-        join(store, rank, world_size, setup["device"], setup["backend"], timeout=patience)
+        place = pickle.loads(setup["before_join"])
+        options = place(rank, world_size) if place else {}
+        device, backend = setup["device"], setup["backend"]
+        join(store, rank, world_size, device, backend, timeout=patience, **options)
         function, args, kwargs = pickle.loads(work)
         answer = cloudpickle.dumps(function(*args, **kwargs))
         come_to_the_end()

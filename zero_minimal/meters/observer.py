@@ -69,7 +69,7 @@ class Observer:
             yield
         after = loopback_bytes(quiet=True)
         if before is not None:
-            self.wire_bytes.append((after - before) / self.rank.world_size)
+            self.wire_bytes.append((after - before) / self.rank.local_world_size)
 
     # ---------------------------------------------------------------------------------------------------------- report
 

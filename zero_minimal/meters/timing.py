@@ -25,13 +25,17 @@ from zero_minimal.workload.settings import Settings
 STATUS, FORGET_PEAK, MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/stat")
 
 
-def time_steps(stage_class, settings: Settings, warm_up: int) -> dict:
+def time_steps(stage_class, settings: Settings, warm_up: int, *, one_by_one: bool = True) -> dict:
     """Train on this rank, `warm_up` steps and then settings.steps more.
+
+    one_by_one: let all ranks meet after each step. Else they meet at the end alone: what a step leaves under way
+        travels while the next begins, and all steps count as one of their mean time.
 
     Returns, with None for what this machine does not tell:
         seconds: of each step after the warm-up, from one barrier to the next.
         losses: of all steps, of this rank's batches.
-        wire_bytes: what crossed the loopback in a step after the warm-up, over the number of ranks.
+        wire_bytes: what crossed the loopback in a step after the warm-up, over the number of ranks; with several
+            machines, what left this one over its ranks.
         resident_bytes: the peak of memory from before the model was built, less what was there then.
         elapsed_seconds: of the steps and of building the model.
         cpu_seconds: what all threads of this rank worked in that time.
@@ -44,17 +48,19 @@ def time_steps(stage_class, settings: Settings, warm_up: int) -> dict:
         memory, began = start_of_memory(rank.device), together(rank.device)
         own, machine, wire = time.process_time(), machine_seconds(), loopback_bytes()
         zero = loop.build(stage_class, settings, rank)
-        losses, marks = [], [together(rank.device)]  # marks: seconds, when each step was over on all ranks
+        losses, marks, first = [], [together(rank.device)], 0  # marks: seconds, when each step was over on all ranks
         for parts in loop.steps(zero, batches, replace(settings, steps=warm_up + settings.steps)):
             losses += parts
-            marks.append(together(rank.device))
+            if one_by_one or len(losses) in (warm_up, warm_up + settings.steps):
+                marks.append(together(rank.device))
             if len(losses) == warm_up:
-                wire = loopback_bytes()
+                wire, first = loopback_bytes(), len(marks) - 1
         now_wire = loopback_bytes()
         return {
-            "seconds": [end - start for start, end in itertools.pairwise(marks[warm_up:])],
+            "seconds": [(end - start) / (1 if one_by_one else settings.steps)
+                        for start, end in itertools.pairwise(marks[first:])],
             "losses": [loss.item() for loss in losses],
-            "wire_bytes": None if wire is None else (now_wire - wire) / (rank.world_size * settings.steps),
+            "wire_bytes": None if wire is None else (now_wire - wire) / (rank.local_world_size * settings.steps),
             "resident_bytes": None if memory is None else peak_of_memory(rank.device) - memory,
             "elapsed_seconds": time.perf_counter() - began,
             "cpu_seconds": time.process_time() - own,

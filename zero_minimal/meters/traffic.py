@@ -20,6 +20,7 @@ do is not seen.
 """
 
 import contextlib
+import os
 from pathlib import Path
 
 import torch
@@ -132,7 +133,8 @@ def loopback_bytes(*, quiet: bool = False) -> int | None:
     """Bytes that this machine's loopback interface has transmitted since it came up, or None where Linux is not.
 
     All ranks of one machine speak over the loopback. So the difference between two readings, divided by ranks and
-    steps, is what a rank really sent in a step, headers included.
+    steps, is what a rank really sent in a step, headers included. With several machines it is read at the card that
+    leads to the others (GLOO_SOCKET_IFNAME), and divided by the ranks of this machine.
 
     Args:
         quiet: every rank calls this; the reading is taken between two barriers, while no rank sends anything.
@@ -147,7 +149,7 @@ def loopback_bytes(*, quiet: bool = False) -> int | None:
         dist.barrier()
     for line in interfaces:
         name, _, counters = line.partition(":")
-        if name.strip() == "lo":
+        if name.strip() == os.environ.get("GLOO_SOCKET_IFNAME", "lo"):
             return int(counters.split()[8])  # the ninth: bytes transmitted
     return None
 

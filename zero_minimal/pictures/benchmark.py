@@ -24,6 +24,7 @@ from zero_minimal.pictures.style import (
 
 LEDGER, RESIDENT = ("#444444", ""), ("#AAAAAA", "xx")  # peak memory: as the ledger counts, and as the system saw it
 OURS = {"color": "black", "linewidth": 1.6, "markerfacecolor": "black", "markeredgecolor": "black"}
+LATE = OURS | {"linestyle": "--"}
 TORCHS = {"color": "#777777", "linewidth": 1.2, "markerfacecolor": "white", "markeredgecolor": "black"}
 DEEPSPEEDS = TORCHS | {"linestyle": "--", "markerfacecolor": "#BBBBBB"}
 FLOOR = {"color": "black", "linewidth": 1.0, "linestyle": ":"}
@@ -32,6 +33,7 @@ CURVES = {  # of a sweep: the field that grows, label of its axis, title of the 
     "weak": ("ranks", "ranks, each with its own batch", "Weak scaling: time of a step, times that of one rank"),
     "strong": ("ranks", "ranks that share one batch", "Strong scaling: times as fast as one rank"),
     "size": ("parameters", "parameters", "Time of a step, ms"),
+    "link": ("link_bits_per_second", "link between two nodes, Mbit/s", "Time of a step, ms"),
     "sequence": ("sequence_tokens", "tokens in a sequence", "Time of a step, ms"),
 }
 
@@ -70,7 +72,8 @@ def run_look(name: str) -> dict:
     """Line and marker of a contender. The marker says the stage; it is black for ours, white for torch's, else grey."""
     if name == "floor":
         return FLOOR
-    look = OURS if name.startswith("stage") else TORCHS if name in PEER_OF else DEEPSPEEDS
+    ours = {"stage": OURS, "late": LATE}.get(name.split()[0])
+    look = ours or (TORCHS if name in PEER_OF else DEEPSPEEDS)
     stage = PEER_OF[name] if name in PEER_OF else int(name[-1])
     return look | {"marker": MARKERS[stage], "markersize": 6}
 
@@ -94,8 +97,11 @@ def draw_models(rows: list[dict]) -> Figure:
             axis.grid(axis="x", **GRID)
     legend_outside(result, entries_of(axes[0]), columns=4)
     first = rows[0]
+    bits = first["link_bits_per_second"]
+    link = f", link of {bits / 1e6:g} Mbit/s" if bits else ""
     result.suptitle(f"GPT, {first['dtype']}, N = {first['ranks']} ranks on {first['device']}, "
-                    f"{first['batch_sequences_per_rank']} × {first['sequence_tokens']} tokens a rank", fontsize=13)
+                    f"{first['batch_sequences_per_rank']} × {first['sequence_tokens']} tokens a rank{link}",
+                    fontsize=13)
     return result
 
 
@@ -161,14 +167,14 @@ def draw_curves(rows: list[dict], curves: list[str]) -> Figure:
             ratio_curve(beside, [row[field] for row in line], line)
         for axis in (growth, beside):
             axis.set_xscale("log")
-            axis.set_xticks(sizes, [f"{size / 1e6:.3g} M" if field == "parameters" else size for size in sizes])
+            axis.set_xticks(sizes, [tick_words(field, size) for size in sizes])
             axis.minorticks_off()
             axis.set_xlabel(words)
             if field == "ranks" and sizes[-1] > rows[0]["cores"]:
                 axis.axvspan(rows[0]["cores"], sizes[-1], color="#EEEEEE", label="more ranks than cores")
         if curve == "strong":
             growth.plot(sizes, [size / sizes[0] for size in sizes], color="#BBBBBB", label="ideal")
-        if curve in ("size", "sequence"):
+        if curve in ("size", "sequence", "link"):
             log_milliseconds(growth)
         beside.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
         beside.annotate("DDP", (1.0, 1.0), (-2, 2), xycoords=("axes fraction", "data"), textcoords="offset points",
@@ -179,6 +185,13 @@ def draw_curves(rows: list[dict], curves: list[str]) -> Figure:
     first = rows[0]
     result.suptitle(f"GPT, {first['dtype']}, on {first['device']} with {first['cores']} cores", fontsize=14)
     return result
+
+
+def tick_words(field: str, size: float) -> str:
+    """What grows, at a tick."""
+    if field in ("parameters", "link_bits_per_second"):
+        return f"{size / 1e6:.4g}" + (" M" if field == "parameters" else "")
+    return str(size)
 
 
 def growth_curve(axis: Axes, curve: str, sizes: list[int], line: list[dict]) -> None:

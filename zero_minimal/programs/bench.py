@@ -17,9 +17,16 @@ loopback and resident memory are the operating system's figures for the timed ru
 from the moment before the model is built, less what was resident at that moment: Python, torch, the process group, the
 batches. (So some 25 MB of code and scratch that any training touches first are in it.) On a GPU it is what torch's
 allocator took. In each round the rank with the highest figure counts; what is reported is the median of the rounds.
+
+    python -m zero_minimal bench --link 100mbit,200mbit,1gbit --plot link.png
+
+puts half of the ranks on a second node, behind a link of that speed (two_nodes.py). What a stage sends costs more there
+than what it computes, and the other way round on a fast link. There the ranks meet after all steps, not after each:
+what a step leaves under way (late_gather.py) is hidden behind the next.
 """
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
@@ -34,7 +41,7 @@ from zero_minimal.meters.timing import time_steps, watch_steps
 from zero_minimal.paper import formulas
 from zero_minimal.pictures import style
 from zero_minimal.pictures.benchmark import draw_benchmark
-from zero_minimal.programs import peers, progress, report, scaling
+from zero_minimal.programs import peers, progress, report, scaling, two_nodes
 from zero_minimal.programs.registry import CONTENDERS, REFERENCE
 from zero_minimal.programs.scaling import Point
 from zero_minimal.workload import data
@@ -44,6 +51,8 @@ OPPONENTS = {  # besides DDP: whom a stage is held against
     "stage 0": ["DeepSpeed 0"],
     "stage 1": ["ZeroRedundancy", "DeepSpeed 1"],
     "stage 2": ["ZeroRedundancy", "FSDP2 kept", "DeepSpeed 2"],
+    "late 1": ["stage 1"],
+    "late 2": ["stage 2"],
     "stage 3": ["FSDP2", "DeepSpeed 3"],
 }
 SAME_LOSS = 1e-5  # relative
@@ -58,10 +67,10 @@ def measure(point: Point, names: list[str], warm_up: int, repeats: int, device: 
     Raises: ValueError if somebody's losses are not the reference's.
     """
 
-    def run(name: str, purpose: str, function, *args) -> list[dict]:
+    def run(name: str, purpose: str, function, *args, **options) -> list[dict]:
         bar.set_description(f"{point.describe()}: {name}, {purpose}")
         try:
-            return ranks.run(function, point.ranks, CONTENDERS[name], *args, timeout=3600, device=device)
+            return ranks.run(function, point.ranks, CONTENDERS[name], *args, timeout=3600, device=device, **options)
         finally:
             bar.update()
 
@@ -74,11 +83,14 @@ def measure(point: Point, names: list[str], warm_up: int, repeats: int, device: 
             if name == REFERENCE or name in OPPONENTS:
                 raise
             bar.write(f"{name} does not run here:\n{error}", file=sys.stderr)
-    for repeat in range(repeats):
-        for name in watched:
-            results = run(name, f"round {repeat + 1} of {repeats}", time_steps, point.settings, warm_up)
-            timed.setdefault(name, []).append(results)
-            check_losses(name, results, timed[REFERENCE][repeat])
+    with two_nodes.Pair(point.link) if point.link else contextlib.nullcontext() as pair:
+        place = {"before_join": pair.enter} if pair else {}
+        for repeat in range(repeats):
+            for name in watched:
+                words = f"round {repeat + 1} of {repeats}"
+                results = run(name, words, time_steps, point.settings, warm_up, one_by_one=not pair, **place)
+                timed.setdefault(name, []).append(results)
+                check_losses(name, results, timed[REFERENCE][repeat])
     seconds = {name: [run_seconds(results) for results in rounds] for name, rounds in timed.items()}
     parameters = watched[REFERENCE][0]["parameters"]
     return [row(point, name, parameters, watched[name], timed[name], seconds) for name in watched]
@@ -120,6 +132,7 @@ def row(point: Point, name: str, parameters: int, watched: list[dict], timed: li
         "batch_sequences_per_rank": settings.batch,
         "ranks": point.ranks,
         "sweeps": point.sweeps,
+        "link_bits_per_second": two_nodes.bits(point.link) if point.link else None,
         "dtype": settings.dtype,
         "device": first["device"],
         "backend": first["backend"],
@@ -166,16 +179,21 @@ def others_share(timed: list[list[dict]]) -> float | None:
 def describe(rows: list[dict]) -> str:
     """The rows of one point: a table of all contenders, and one of our stages against their opponents."""
     first = rows[0]
+    link = f", half of them behind a link of {link_words(first)}" if first["link_bits_per_second"] else ""
     head = (
         f"\nGPT of {first['parameters']:,} parameters, layers × width {first['layers']} × {first['hidden']}, "
-        f"{first['dtype']}, N = {first['ranks']} on {first['device']}, {first['backend']}; a step of a rank is "
+        f"{first['dtype']}, N = {first['ranks']} on {first['device']}, {first['backend']}{link}; a step of a rank is "
         f"{first['batch_sequences_per_rank']} × {first['sequence_tokens']} tokens; "
         f"rounds × steps: {first['rounds']} × {first['timed_steps']}"
     )
-    times = [["", "ms a step", "× DDP", "min", "quartiles", "max"]]
+    alone = ["the wire alone"] if first["link_bits_per_second"] else []  # × DDP: what no stage can hide
+    times = [["", "ms a step", "× DDP", "min", "quartiles", "max", *alone]]
+    reference = next(row["step_seconds"] for row in rows if row["name"] == REFERENCE)
     sizes = [["MB", "on the wire", "sent", "formula", "peak by the ledger", "peak, resident"]]
     for row in rows:
-        times.append([row["name"], f"{row['step_seconds'] * 1000:.1f}", *spread_cells(row["ratios"][REFERENCE])])
+        times.append([row["name"], f"{row['step_seconds'] * 1000:.1f}", *spread_cells(row["ratios"][REFERENCE]),
+                      *([f"{8 * row['wire_bytes_per_step'] / row['link_bits_per_second'] / reference:.3f}"]
+                        if alone and row["wire_bytes_per_step"] is not None else [])])
         sizes.append([row["name"], *(megabytes(row[field]) for field in (
             "wire_bytes_per_step", "sent_bytes_per_step", "theory_bytes_per_step", "peak_ledger_bytes",
             "peak_resident_bytes",
@@ -189,6 +207,20 @@ def describe(rows: list[dict]) -> str:
     if busiest > QUIET:
         parts.append(f"Other programs took up to {busiest:.0%} of the processors meanwhile: do not trust these times.")
     return "\n\n".join(parts)
+
+
+def describe_links(rows: list[dict]) -> str:
+    """Times over DDP's, a column for each speed of the link."""
+    speeds = list(dict.fromkeys(map(link_words, rows)))
+    cells = {(row["name"], link_words(row)): f"{row['ratios'][REFERENCE]['median']:.3f}" for row in rows}
+    names = dict.fromkeys(row["name"] for row in rows)
+    table = [[name, *(cells.get((name, speed), "") for speed in speeds)] for name in names]
+    return "\n" + report.table([["time of a step × DDP", *speeds], *table])
+
+
+def link_words(row: dict) -> str:
+    """Of the link between the two nodes: "200 Mbit/s"."""
+    return f"{row['link_bits_per_second'] / 1e6:g} Mbit/s"
 
 
 def spread_cells(ratio: dict[str, float]) -> list[str]:
@@ -254,13 +286,16 @@ def make_parser() -> Parser:
     parser.add_argument("--sequence", type=positive, default=128, metavar="TOKENS", help="in a sequence (default: 128)")
     parser.add_argument("--batch", type=positive, default=4, metavar="B", help="sequences of a rank (default: 4)")
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of parameters (default: fp32)")
-    parser.add_argument("--steps", type=positive, default=20, metavar="S", help="timed in each run (default: 20)")
-    parser.add_argument("--warm-up", type=positive, default=4, metavar="S", help="steps before them (default: 4)")
-    parser.add_argument("--repeats", type=positive, default=5, metavar="R", help="rounds: runs of each (default: 5)")
+    parser.add_argument("--steps", type=positive, metavar="S", help="timed in each run (default: 20; with --link 6)")
+    parser.add_argument("--warm-up", type=positive, metavar="S", help="steps before them (default: 4, 2)")
+    parser.add_argument("--repeats", type=positive, metavar="R", help="rounds: runs of each (default: 5, 3)")
     parser.add_argument("--only", type=names_of_contenders, default=available(), metavar="NAME[,NAME]",
                         help=f"measure these, and DDP: {', '.join(map(word_for, available()))}")
     parser.add_argument("--sweep", type=listed(sweep), default=[], metavar="WHAT[,WHAT]",
                         help="let ranks (1, 2, 4), size (5M to 100M) or sequence (64 to 512) grow")
+    parser.add_argument("--link", type=listed(two_nodes.bits), default=[], metavar="SPEED[,SPEED]",
+                        help="two nodes on this machine, half of the ranks each, and a link of 200mbit, say, between "
+                             "them; several speeds draw a curve. Linux, root")
     add_device(parser)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write all rows to this file")
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw them")
@@ -270,8 +305,9 @@ def make_parser() -> Parser:
 def read_points(parser: Parser, flags: argparse.Namespace) -> list[Point]:
     """What to measure; ends the program with a message, before anything starts, if that cannot be done."""
     try:
+        two_nodes.check(flags)
         settings = Settings(sequence=flags.sequence, batch=flags.batch, steps=flags.steps, dtype=flags.dtype, lr=3e-4)
-        points = scaling.points(flags.model, flags.ranks, settings, flags.sweep)
+        points = scaling.points(flags.model, flags.ranks, settings, flags.sweep, flags.link)
         tokens = data.read_tokens(settings.text)
         for point in points:
             data.split(tokens, point.settings.sequence)
@@ -285,6 +321,9 @@ def main(arguments: list[str]) -> str | None:
     """The command: read the flags, measure point by point, print tables, write JSON and picture."""
     parser = make_parser()
     flags = parser.parse_args(arguments)
+    for name, usual, behind_a_link in (("steps", 20, 6), ("warm_up", 4, 2), ("repeats", 5, 3)):
+        if getattr(flags, name) is None:  # a step takes seconds behind a slow link
+            setattr(flags, name, behind_a_link if flags.link else usual)
     points = read_points(parser, flags)
     rows = []
     total = len(points) * len(flags.only) * (1 + flags.repeats)
@@ -298,6 +337,8 @@ def main(arguments: list[str]) -> str | None:
             bar.write(report.fitted(describe(found)))
             if flags.json:  # after each point: a long sweep that is stopped has written what it found
                 report.write_json({"rows": rows}, flags.json)
+    if len(flags.link) > 1:
+        print(report.fitted(describe_links(rows)))
     if flags.plot:
         style.save(draw_benchmark(rows), flags.plot)
     return None

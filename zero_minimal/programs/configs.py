@@ -28,6 +28,7 @@ from zero_minimal.workload.settings import (
     Settings,
     add_device,
     add_settings,
+    add_timeout,
     output_file,
     positive,
     read_settings,
@@ -220,6 +221,7 @@ def main(system_class: type) -> None:
                         help="ranks that share one model (default: 2)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
     add_device(parser)
+    add_timeout(parser)
     add_settings(parser, steps=60)
     add_flags(parser)
     deepspeed.add_flag(parser)
@@ -228,7 +230,7 @@ def main(system_class: type) -> None:
     of_file = deepspeed.of_config(parser, flags)
     settings, checkpoints = of_file(read_settings(parser, flags)), read_flags(parser, flags)
     check(parser, settings, int(os.environ.get("WORLD_SIZE", 1)), flags.model_parallel)
-    with ranks.start(flags.device) as rank:
+    with ranks.start(flags.device, timeout=flags.timeout) as rank:
         result = train(flags.config, settings, flags.model_parallel, rank, checkpoints, system_class)
     if rank.rank == 0 and result is None:
         print(f"all {settings.steps} steps were done before")

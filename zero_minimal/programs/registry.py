@@ -1,5 +1,6 @@
 """Registry: everything that can be trained here, by name. Programs choose from it."""
 
+from zero_minimal.late_gather import Late1, Late2
 from zero_minimal.programs import peers
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
@@ -14,6 +15,8 @@ REFERENCE = "DDP"  # what times are held against
 CONTENDERS = {
     "DDP": peers.DDP,
     **{f"stage {number}": stage for number, stage in enumerate(STAGES)},
+    "late 1": Late1,
+    "late 2": Late2,
     "ZeroRedundancy": peers.ZeroRedundancy,
     "FSDP2 kept": peers.FSDP2Kept,
     "FSDP2": peers.FSDP2,

@@ -104,7 +104,7 @@ def traffic_rows(report: dict) -> list[list[str]]:
     return [
         ["sent in a step, bytes", "measured", "formula", "", "padding", "unexplained"],
         ["  as a ring sends", *sent],
-        ["  over the loopback", wire, "", "", "", ""],
+        ["  on the wire", wire, "", "", "", ""],
     ]
 
 

@@ -6,9 +6,11 @@ A point is a model on so many ranks, measured once for every contender. A sweep 
                 Strong: all ranks together keep theirs, so that a rank's work shrinks; ideal is 1/N of the time
     size        5M to 100M parameters
     sequence    64 to 512 tokens
+    link        between two nodes, as fast as you say
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zero_minimal.workload.settings import Settings, positive
@@ -26,24 +28,33 @@ RANKS, SEQUENCES = (1, 2, 4), (64, 128, 256, 512)
 
 @dataclass(frozen=True)
 class Point:
-    """A model on so many ranks; `sweeps` names the curves it is on: "", "size", "sequence", "weak", "strong"."""
+    """A model on so many ranks; `sweeps` names the curves it is on: "size", "sequence", "weak", "strong", "link", or ""
+    for none."""
 
     ranks: int
     model: str
     settings: Settings
     sweeps: tuple[str, ...] = ("",)
+    link: str = ""  # between two nodes, as two_nodes.bits reads it; "": all ranks on one machine
 
     def describe(self) -> str:
         """In a few words, for progress and titles."""
         words = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{self.model}, {words}, {self.settings.batch} × {self.settings.sequence} tokens a rank"
+        link = f", link of {self.link}" if self.link else ""
+        return f"{self.model}, {words}, {self.settings.batch} × {self.settings.sequence} tokens a rank{link}"
 
 
-def points(models: list[str], ranks: int, settings: Settings, sweeps: list[str]) -> list[Point]:
-    """What to measure: the models as they are, or, if sweeps are named, the first of them along each sweep.
+def points(
+    models: list[str], ranks: int, settings: Settings, sweeps: list[str], links: Sequence[str] = ()
+) -> list[Point]:
+    """What to measure: the models as they are, or, if sweeps are named, the first of them along each sweep;
+    all of them behind each of these links.
 
     A point that lies on several curves is there once. Raises ValueError if a batch does not divide for strong scaling.
     """
+    if links:
+        curve = ("link",) if len(links) > 1 else ("",)
+        return [Point(ranks, model, of_size(settings, model), curve, link) for model in models for link in links]
     first = models[0]
     wanted = [] if sweeps else [("", ranks, model, settings) for model in models]
     if "ranks" in sweeps:

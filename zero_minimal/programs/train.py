@@ -11,7 +11,15 @@ from zero_minimal.meters.observer import Observer, stage_in
 from zero_minimal.programs import deepspeed, offload, progress, report, trained
 from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, read_flags
 from zero_minimal.workload import loop
-from zero_minimal.workload.settings import Parser, Settings, add_device, add_settings, output_file, read_settings
+from zero_minimal.workload.settings import (
+    Parser,
+    Settings,
+    add_device,
+    add_settings,
+    add_timeout,
+    output_file,
+    read_settings,
+)
 
 
 def train(
@@ -83,6 +91,7 @@ def main(stage_class) -> None:
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank, else gloo")
     add_device(parser)
+    add_timeout(parser)
     add_settings(parser)
     add_flags(parser)
     offload.add_flags(parser)
@@ -92,7 +101,7 @@ def main(stage_class) -> None:
     settings, flags = of_file(read_settings(parser, arguments)), read_flags(parser, arguments)
     away = offload.read_flags(parser, arguments, stage_class)
 
-    with ranks.start(arguments.device, arguments.backend) as rank:
+    with ranks.start(arguments.device, arguments.backend, arguments.timeout) as rank:
         result = train(stage_class, settings, rank, flags, away)
     if rank.rank == 0 and result is None:
         print(f"all {settings.steps} steps were done before" + (", so there is no report" if arguments.json else ""))

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from zero_minimal.foundations import interrupts
+from zero_minimal.foundations.joining import COLLECTIVE_TIMEOUT
 from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.workload import data, tokens
 from zero_minimal.workload.foreign import BYTES, ForeignModel
@@ -240,6 +241,13 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     """Give the parser --device, which ranks.choose understands."""
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"),
                         help="default: auto, a GPU if any")
+
+
+def add_timeout(parser: argparse.ArgumentParser) -> None:
+    """Give the parser --timeout, for ranks.start."""
+    parser.add_argument("--timeout", type=positive, default=COLLECTIVE_TIMEOUT, metavar="SECONDS",
+                        help="a rank that hears nothing from the others for so long ends, and says "
+                             f"so (default: {COLLECTIVE_TIMEOUT})")
 
 
 def output_file(path: str) -> Path:

@@ -1,0 +1,79 @@
+"""Late gathering: the updated parameters of stages 1 and 2 travel while the next forward begins.
+
+    stage 1     backward ▒▒▒▒▒▒▒▒  update  gather ▒▒▒▒▒▒▒▒  forward          backward ▒▒▒▒▒▒▒▒
+    Late1       backward ▒▒▒▒▒▒▒▒  update  forward ▒▒▒▒▒▒▒▒  backward ▒▒▒▒▒▒▒▒
+
+A forward does not need all parameters at once: the embedding first, the head last. So step() starts
+the all-gathers, in the order of the forward, and returns. Before its turn each module waits for its
+own parameters alone (foundations/on_the_way.py), as at stage 3. Bytes, memory and losses are those
+of stages 1 and 2.
+
+Who looks at a parameter meanwhile waits for it, too, and gets the whole, new one.
+"""
+
+import torch
+
+from zero_minimal.foundations import collectives, optimizers, ownership
+from zero_minimal.foundations.on_the_way import OnTheWay
+from zero_minimal.stage1 import Stage1
+from zero_minimal.stage2 import Stage2
+
+
+class Late:
+    """What a stage changes. Take Late1 or Late2 in place of Stage1 or Stage2, with the same
+    arguments."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.on_the_way = OnTheWay(self)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update this rank's shards, and start to gather everybody's: what forward needs first
+        leaves first."""
+        self.reduced_gradients()
+        # before the parameters: messages to a rank arrive in the order in which they were sent
+        ownership.broadcast_statistics(self.model, self.group)
+        for bucket in reversed(self.buckets):  # backward completes the last layers first
+            optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
+            self.on_the_way.send(bucket, lambda bucket=bucket: collectives.all_gather(
+                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket,
+                async_op=True,
+            ))
+        self.backward.spent = True
+
+    # whoever uses more than a module at a time waits for all
+
+    def reduced_gradients(self) -> list[torch.Tensor]:
+        """What the update reads: this rank's shard of each bucket's average, [padded / N]."""
+        self.on_the_way.wait()  # what no forward has used since the last step
+        return super().reduced_gradients()
+
+    def state_dict(self) -> dict:
+        """This rank's training state, for a restart with the same number of ranks."""
+        self.on_the_way.wait()
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
+        self.on_the_way.wait()
+        super().load_state_dict(state)
+
+    def gather_parameters(self):
+        """Context in which every parameter is whole, as at stages 1 and 2."""
+        self.on_the_way.wait()
+        return super().gather_parameters()
+
+
+class Late1(Late, Stage1):
+    """Stage 1 that gathers late."""
+
+
+class Late2(Late, Stage2):
+    """Stage 2 that gathers late."""
+
+
+if __name__ == "__main__":
+    from zero_minimal.programs.train import main
+
+    main(Late2)

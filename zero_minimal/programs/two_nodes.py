@@ -1,0 +1,193 @@
+"""Two nodes on one machine: two network namespaces of Linux, and a cable between them that is as slow as you like.
+
+    node 0, 10.0.0.1   eth0 ═══ 200 Mbit/s each way ═══ eth0   10.0.0.2, node 1
+
+A process in one of them sees that cable, its own loopback, and no other network of this machine. The namespaces have no
+names: this process holds them open, and with it and its ranks they go, and the cable with them, however it ends. So
+nothing stays behind, not even after a kill, and two of these pairs on one machine do not meet.
+
+    with two_nodes.Pair("200mbit") as pair:
+        ranks.run(function, 2, before_join=pair.enter)            # rank 0 on node 0, rank 1 on node 1
+        subprocess.Popen(command, preexec_fn=pair.on(1))          # any program, on node 1
+        pair.cable("down")
+
+It needs root, and `ip` and `tc` (the package iproute2).
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+ADDRESSES = ("10.0.0.1", "10.0.0.2")  # of a network that nobody else sees
+CARD = "eth0"  # what each node calls its end of the cable
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # bits a second
+QUEUE_MS = 50  # what waits longer at the cable's end is dropped, and sent again
+
+
+def bits(speed: str) -> float:
+    """Bits a second of "200mbit"; the type of a flag checks with it. Raises: argparse.ArgumentTypeError."""
+    number, unit = re.fullmatch(r"([0-9.]*)(.*)", speed.strip().lower()).groups()
+    with contextlib.suppress(ValueError, KeyError):
+        if 1e6 <= (found := float(number) * UNITS[unit]) <= 1e11:
+            return found
+    raise argparse.ArgumentTypeError(f"{speed!r} is no speed of a link: write a number and its unit, as in 200mbit or "
+                                     "2.5gbit (from 1mbit to 100gbit)")
+
+
+def why_not() -> str | None:
+    """Why this machine cannot make two nodes; None if it can."""
+    if not sys.platform.startswith("linux"):
+        return "two nodes on one machine are two network namespaces, which Linux alone has"
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"the command {' and '.join(missing)} is not here: install the package iproute2"
+    try:
+        with Pair("1gbit"):
+            return None
+    except PermissionError:
+        return "two nodes on one machine need network namespaces, and those need root: start it with sudo, or in a " \
+               "container with --cap-add NET_ADMIN,SYS_ADMIN"
+    except (OSError, RuntimeError) as error:
+        return f"this machine does not make network namespaces with a cable of a given speed: {error}"
+
+
+def check(flags: argparse.Namespace) -> None:
+    """Flags of bench with --link. Raises: ValueError if the two nodes cannot be had."""
+    if not flags.link:
+        return
+    if flags.sweep:
+        raise ValueError("--link and --sweep exclude each other: several speeds of the link are a sweep of their own")
+    if flags.device == "cuda":
+        raise ValueError("--link is for ranks on the CPU: two nodes on one machine would share its GPUs")
+    if flags.ranks % 2:
+        raise ValueError(f"--link puts half of the ranks on each of two nodes: --ranks {flags.ranks} is odd")
+    if reason := why_not():
+        raise ValueError(f"--link does not work here: {reason}")
+    flags.device = "cpu"
+
+
+class Pair:
+    """Two nodes, while the context lasts.
+
+    speed: of the cable, each way, as `bits` reads it.
+    delay_ms: that every message takes longer, each way.
+    Raises: PermissionError without the right to make them; OSError or RuntimeError if the machine cannot.
+    """
+
+    def __init__(self, speed: str, delay_ms: float = 0.0):
+        self.rate, self.delay_ms = f"{round(bits(speed))}bit", delay_ms
+        self.owner, self.nodes = os.getpid(), []
+
+    def __enter__(self) -> "Pair":
+        try:
+            self.nodes = [_new_namespace(), _new_namespace()]
+            self._connect()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        while self.nodes:
+            os.close(self.nodes.pop())
+
+    def _connect(self) -> None:
+        self._run(0, "ip", "link", "add", CARD, "type", "veth", "peer", "name", CARD, "netns", self._path(1))
+        for node, address in enumerate(ADDRESSES):
+            self._run(node, "ip", "address", "add", f"{address}/24", "dev", CARD)
+            for card in ("lo", CARD):
+                self._run(node, "ip", "link", "set", card, "up")
+            slow = ["tbf", "rate", self.rate, "burst", "128kb", "latency", f"{QUEUE_MS}ms"]
+            if self.delay_ms:
+                self._run(node, "tc", "qdisc", "add", "dev", CARD, "root", "handle", "1:",
+                          "netem", "delay", f"{self.delay_ms}ms", "limit", "20000")
+                self._run(node, "tc", "qdisc", "add", "dev", CARD, "parent", "1:", *slow)
+            else:
+                self._run(node, "tc", "qdisc", "add", "dev", CARD, "root", *slow)
+
+    def cable(self, state: str) -> None:
+        """Pull it out ("down"), or plug it in again ("up"). Nobody is told: packets are lost."""
+        self._run(0, "ip", "link", "set", CARD, state)
+
+    def on(self, node: int) -> Callable[[], None]:
+        """What subprocess calls, as preexec_fn, in a process that is to run on this node."""
+        path = self._path(node)
+        return lambda: _move(path)
+
+    def visit(self, node: int, function: Callable):
+        """What function() returns there; it runs on a thread of its own."""
+        return _on_a_thread(function, self._path(node))
+
+    def enter(self, rank: int, world_size: int) -> dict:
+        """Put this process, a rank that has not joined yet, on its node: the first half of the ranks is on node 0.
+
+        Returns what joining.join is to know of it.
+        """
+        if world_size % 2:
+            raise ValueError(f"two nodes share an even number of ranks, not {world_size}")
+        local = world_size // 2
+        _move(self._path(rank // local))
+        os.environ["GLOO_SOCKET_IFNAME"] = CARD
+        return {"local_rank": rank % local, "local_world_size": local}
+
+    def _path(self, node: int) -> str:
+        return f"/proc/{self.owner}/fd/{self.nodes[node]}"
+
+    def _run(self, node: int, *command: str) -> None:
+        """A command on this node. Raises: RuntimeError if it fails."""
+        done = self.visit(node, lambda: subprocess.run(command, capture_output=True, text=True))
+        if done.returncode:
+            raise RuntimeError(f"`{' '.join(command)}` says: {done.stderr.strip() or done.stdout.strip()}")
+
+
+# Linux keeps a namespace as long as a thread is in it, or somebody holds it open. A thread of its own visits one, so
+# that this process stays where it is.
+
+
+def _new_namespace() -> int:
+    """A new one, held open by a file descriptor."""
+    return _on_a_thread(lambda: os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY), None)
+
+
+def _on_a_thread(function: Callable, path: str | None):
+    """What function() returns on a thread in the namespace at `path`, or, for None, in a new one."""
+    found: list = []
+
+    def visit():
+        try:
+            if path is None:
+                _call("unshare", NEW_NETWORK)
+            else:
+                _move(path)
+            found.extend([function(), None])
+        except BaseException as error:
+            found.extend([None, error])
+
+    thread = threading.Thread(target=visit)
+    thread.start()
+    thread.join()
+    result, error = found
+    if error is not None:
+        raise error
+    return result
+
+
+def _move(path: str) -> None:
+    """Put this thread, and all that it will start, into a namespace."""
+    with open(path) as namespace:
+        _call("setns", namespace.fileno(), NEW_NETWORK)
+
+
+def _call(name: str, *arguments: int) -> None:
+    """One of the two system calls that Python has from 3.12 on only. Raises: OSError."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), name)
