@@ -1,0 +1,1 @@
+def draw_replication(content): return None

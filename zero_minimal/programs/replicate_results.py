@@ -1,0 +1,1 @@
+def describe(content): return "todo"
