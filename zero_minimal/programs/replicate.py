@@ -20,7 +20,7 @@ from zero_minimal.pictures import style
 from zero_minimal.pictures.replication import draw_replication
 from zero_minimal.programs import download, progress, report
 from zero_minimal.programs.replicate_plan import FULL, QUICK, Plan, Session, batches, sessions
-from zero_minimal.programs.replicate_results import describe
+from zero_minimal.programs.replicate_results import describe, drawn
 from zero_minimal.programs.replicate_session import SEQUENCE, Data, run
 from zero_minimal.workload import reviews as texts
 from zero_minimal.workload.settings import Parser, add_device, output_file, picture_file
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> None:
         parser.error(str(error))
     report.say(describe(content))
     if flags.plot:
-        style.save(draw_replication(content), flags.plot)
+        style.save(draw_replication(drawn(content)), flags.plot)
 
 
 # ------------------------------------------------------------------------------------------------------------ the file

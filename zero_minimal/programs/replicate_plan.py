@@ -1,9 +1,10 @@
 """What `replicate` runs: sessions, each of some passes over the data, one after the other in the same ranks.
 
     table       the report's script, by model size: four passes with one model object; and each pass with a new model
-    factorial   a first pass, a second with the same object, and the second again with a new model
+    factorial   for each pair of kinds: a pass of the first, then one of the second, with the same object or a new model
     rates       the report's script at a learning rate that is four times as large
     position    one pass with the data split by position
+    memory      some steps of each kind, and of plain torch, with small buckets, as a model this small needs them
     times       short passes in turn: a machine drifts, so a time is divided by that of its neighbour
 """
 
@@ -11,9 +12,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-STANDARD, ZERO, OFFLOADED = "standard", "ZeRO", "ZeRO, offloaded"
+STANDARD, ZERO, OFFLOADED = "standard", "ZeRO", "offloaded"
+PLAIN = "plain torch"  # for one rank
 NEW, SAME = "new", "same"
-PARTS = ("table", "factorial", "rates", "position", "times")
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,18 @@ class Session:
     rate: float = 5e-4
     split: str = "shuffled"
     steps: int | None = None  # of a pass; None: all batches of the data
+    bucket_mb: float = 4.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is run. The first size is that of everything but the table."""
+    """How much is run. The first size is that of everything but the table; steps of a pass, of batch 8: None are all."""
 
     name: str
     sizes: tuple[Size, ...]
     seeds: int
     steps: int | None
+    factorial_steps: int
     rounds: int  # of times
     timed_steps: int
 
@@ -68,15 +71,21 @@ class Plan:
         return asdict(self)
 
 
-FULL = Plan("full", (Size(1, 64), Size(2, 64), Size(2, 128), Size(4, 128)), 5, None, 9, 120)
-QUICK = Plan("quick", (Size(1, 32), Size(1, 64)), 2, 300, 3, 60)
+FULL = Plan("full", (Size(1, 64), Size(1, 32), Size(2, 32), Size(2, 64)), 5, None, 400, 7, 40)
+QUICK = Plan("quick", (Size(1, 64), Size(1, 32)), 2, 300, 200, 3, 30)
 FASTER_RATE = 4 * Session.rate
 # the report's three passes, and last the one that it left out
 SCRIPT = (Pass(STANDARD), Pass(ZERO, model=SAME), Pass(ZERO, 16, SAME), Pass(STANDARD, 16, SAME))
 AFRESH = tuple(Pass(each.kind, each.batch) for each in SCRIPT)
 # which first, which second: all four with ZeRO on and off, and offload on either side
 PAIRS = (*itertools.product((STANDARD, ZERO), repeat=2), (STANDARD, OFFLOADED), (OFFLOADED, STANDARD))
+# One walk that takes each pair twice: from a pass with a new model to one with the same object, as in the 1st and 2nd,
+# and from such a one to a pass with a new model, as in the 2nd and 3rd
+WALK = (STANDARD, STANDARD, ZERO, ZERO, STANDARD, ZERO, ZERO, STANDARD, OFFLOADED, STANDARD, STANDARD, OFFLOADED,
+        STANDARD)
+FACTORIAL = tuple(Pass(kind, model=SAME if number % 2 else NEW) for number, kind in enumerate(WALK))
 WORLDS = (1, 2)
+SMALL_BUCKETS, FEW = 0.25, 4  # MiB, steps
 TIMED = (Pass(STANDARD), Pass(ZERO), Pass(OFFLOADED), Pass(STANDARD, 16))
 
 
@@ -87,14 +96,18 @@ def sessions(plan: Plan) -> Iterator[Session]:
         yield from table(plan, first, seed)
     for size in others:
         yield from table(plan, size, 0)
-    for seed, world_size, pair in itertools.product(range(plan.seeds), WORLDS, PAIRS):
-        passes = Pass(pair[0]), Pass(pair[1], model=SAME), Pass(pair[1])
-        name = f"factorial, N = {world_size}, {' then '.join(pair)}, seed {seed}"
-        yield Session("factorial", name, first, passes, world_size, seed, steps=plan.steps)
+    for seed, world_size in itertools.product(range(plan.seeds), WORLDS):
+        yield Session("factorial", f"factorial, N = {world_size}, seed {seed}", first, FACTORIAL, world_size, seed,
+                      steps=plan.factorial_steps)
     yield Session("position", "position", first, SCRIPT[:1], split="position", steps=plan.steps)
     for seed in range(plan.seeds):
         yield Session("rates", f"rates, {FASTER_RATE:g}, seed {seed}", first, SCRIPT[:3], seed=seed, rate=FASTER_RATE,
                       steps=plan.steps)
+    for world_size in WORLDS:
+        kinds = (PLAIN, STANDARD, ZERO, OFFLOADED) if world_size == 1 else (STANDARD, ZERO, OFFLOADED)
+        passes = tuple(Pass(kind, batch) for batch in (8, 16) for kind in kinds)
+        yield Session("memory", f"memory, N = {world_size}", first, passes, world_size, steps=FEW,
+                      bucket_mb=SMALL_BUCKETS)
     for world_size in WORLDS:
         yield Session("times", f"times, N = {world_size}", first, TIMED * plan.rounds, world_size,
                       steps=plan.timed_steps)

@@ -17,7 +17,7 @@ from torch import Tensor
 from zero_minimal.foundations import collectives, ranks
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.offload import Offloaded2
-from zero_minimal.programs.replicate_plan import NEW, OFFLOADED, STANDARD, ZERO, Pass, Session
+from zero_minimal.programs.replicate_plan import NEW, OFFLOADED, PLAIN, STANDARD, ZERO, Pass, Session
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload import loop
@@ -25,7 +25,16 @@ from zero_minimal.workload.encoder import Encoder, EncoderConfig
 from zero_minimal.workload.reviews import Batches
 from zero_minimal.workload.settings import Settings
 
-CLASSES = {STANDARD: Stage0, ZERO: Stage2, OFFLOADED: Offloaded2}
+
+class Plain:
+    """A model and its torch optimizer with the API of the stages, for one rank: nothing is packed, nothing is sent."""
+
+    def __init__(self, model: torch.nn.Module, optimizer_class: type, *, bucket_bytes: int, **options):
+        self.model, self.optimizer = model, optimizer_class(model.parameters(), **options)
+        self.no_sync, self.step, self.zero_grad = nullcontext, self.optimizer.step, self.optimizer.zero_grad
+
+
+CLASSES = {STANDARD: Stage0, ZERO: Stage2, OFFLOADED: Offloaded2, PLAIN: Plain}
 SEQUENCE = 32  # words; of longer sentences the rest is not read
 WATCHED = 2  # steps of a pass under the ledger, which slows them; the clock takes the others
 CURVE = 20  # points of a pass's curve of losses
@@ -73,11 +82,13 @@ def make(session: Session, data: Data, rank: ranks.Rank) -> Encoder:
 def train(model: Encoder, each: Pass, session: Session, steps: int, data: Data, ledger: Ledger,
           rank: ranks.Rank) -> dict:
     """One pass: what it has learned at its end, what it took."""
-    settings = Settings(steps=steps, lr=session.rate, batch=max(1, each.batch // rank.world_size), seed=session.seed)
+    settings = Settings(steps=steps, lr=session.rate, batch=each.batch // rank.world_size, seed=session.seed,
+                        bucket_mb=session.bucket_mb)
     watch = Watch(ledger)
     before = len(ledger.timeline)
     with ledger:
-        zero = CLASSES[each.kind](model, torch.optim.AdamW, **settings.optimizer_options())
+        zero = CLASSES[each.kind](model, torch.optim.AdamW, bucket_bytes=int(settings.bucket_mb * 2**20),
+                                  **settings.optimizer_options())
         ledger.watch(zero)
     loop.seed_dropout(settings, rank.rank)
     batches = Batches(data.tokens, data.labels, each.batch, session.seed, rank.rank, rank.world_size)
