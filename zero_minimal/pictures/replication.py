@@ -23,7 +23,8 @@ def draw_replication(told: dict) -> Figure:
         gain_panel(row[2], told["gain"][name])
         row[0].set_ylabel(f"{name}, nats a sentence")
         row[2].set_ylabel(f"lowers the {name} by")
-    for axis, title in zip(axes[0], ("The report's passes", "Two passes, one object", "Whose is the gain?"), strict=True):
+    titles = ("The report's passes", "Two passes, one object", "Whose is the gain?")
+    for axis, title in zip(axes[0], titles, strict=True):
         axis.set_title(title, fontsize=11)
     handles, labels = axes[0][0].get_legend_handles_labels()
     legend_outside(result, dict(zip(labels, handles, strict=True)))

@@ -18,7 +18,7 @@ def cache() -> Path:
 
 
 def reviews() -> Path:
-    """Where the archive lies, after a download if need be. Raises: ValueError, which says what to do without network."""
+    """Where the archive lies, after a download if need be. Raises: ValueError, saying what to do without network."""
     file = cache() / ARCHIVE
     if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == SHA256:
         return file

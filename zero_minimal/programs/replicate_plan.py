@@ -31,7 +31,8 @@ class Size:
 
 @dataclass(frozen=True)
 class Pass:
-    """Training over the data once. batch: sentences in a step of all ranks; model: NEW, or the SAME object as before."""
+    """Training over the data once. batch: sentences in a step of all ranks; model: NEW, or the SAME object as in the
+    pass before."""
 
     kind: str
     batch: int = 8
@@ -53,17 +54,25 @@ class Session:
     steps: int | None = None  # of a pass; None: all batches of the data
     bucket_mb: float = 4.0
 
+    @property
+    def watched(self) -> bool:
+        """Whether memory is counted: the ledger takes a second to open, so only where it is told."""
+        return self.part in ("table", "memory")
+
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is run. The first size is that of everything but the table; steps of a pass, of batch 8: None are all."""
+    """How much is run. The first size is that of everything but the table.
+
+    steps: of a pass of batch 8; None are all that the data give. rounds: of times.
+    """
 
     name: str
     sizes: tuple[Size, ...]
     seeds: int
     steps: int | None
     factorial_steps: int
-    rounds: int  # of times
+    rounds: int
     timed_steps: int
 
     def settings(self) -> dict:
@@ -71,7 +80,7 @@ class Plan:
         return asdict(self)
 
 
-FULL = Plan("full", (Size(1, 64), Size(1, 32), Size(2, 32), Size(2, 64)), 5, None, 400, 7, 40)
+FULL = Plan("full", (Size(1, 64), Size(1, 32), Size(2, 32), Size(2, 64)), 5, None, 200, 7, 40)
 QUICK = Plan("quick", (Size(1, 64), Size(1, 32)), 2, 300, 200, 3, 30)
 FASTER_RATE = 4 * Session.rate
 # the report's three passes, and last the one that it left out

@@ -145,7 +145,7 @@ def describe(content: dict) -> str:
     """All of it, for a terminal."""
     size = next(iter(tables(content, SAME)))
     return "\n\n".join((
-        "", about_data(content["data"]),
+        "", about_data(content),
         "1. The report's table: one model object, one pass after the other; seed 0", report_table(content, SAME),
         "What would you conclude?",
         "2. The same passes, each with a new model; seed 0", report_table(content, NEW),
@@ -157,13 +157,18 @@ def describe(content: dict) -> str:
     ))
 
 
-def about_data(data: dict) -> str:
+def about_data(content: dict) -> str:
     """What was read, and the trap in it."""
+    data = content["data"]
     right, wrong = data["shuffled"], data["position"]
+    (session,) = of_part(content, "position")
     return paragraph(
         f"{data['name']}: {right['training']:,} sentences to train with, {right['held_out']:,} held out,",
         f"{right['held_out_positive']:.0%} of them positive; naive Bayes on words finds {right['naive_bayes']:.1%}.",
-        f"Split by position, without shuffling, {wrong['held_out_positive']:.0%} of what is held out would be positive.")
+        f"Split by position, without shuffling, {wrong['training_positive']:.1%} of the first part would be positive,",
+        f"and {wrong['held_out_positive']:.1%} of what is held out: a model trained so finds the class of",
+        f"{session['passes'][0]['accuracy']:.1%}, and who says \"negative\" to all has",
+        f"{1 - wrong['held_out_positive']:.1%} right.")
 
 
 def report_table(content: dict, model: str) -> str:
@@ -197,13 +202,14 @@ def about_twins(content: dict) -> str:
     """How far ZeRO, offload and the order move anything."""
     pairs = twins(content)
     lines = [paragraph(
-        f"{len(pairs)} pairs of passes differ only in ZeRO, in offload or in what came first. In {same_bits(pairs)} all "
-        f"losses and all trained parameters are the same bits; the largest difference in training loss is "
+        f"{len(pairs)} pairs of passes differ only in ZeRO, in offload or in what came first. In {same_bits(pairs)} "
+        f"all losses and all trained parameters are the same bits; the largest difference in training loss is "
         f"{furthest(pairs, 'training_loss'):g}, in validation loss {furthest(pairs, 'validation_loss'):g}.")]
     for first, second in ((STANDARD, ZERO), (ZERO, STANDARD)):
         (training, of), (validation, _) = (wins(content, 1, first, second, figure) for figure in LOSSES)
-        lines.append(paragraph(f"{first} first, then {second} with the same object, N = 1: {second} has the lower "
-                               f"training loss in {training} of {of} seeds, the lower validation loss in {validation}."))
+        lines.append(paragraph(
+            f"{first} first, then {second} with the same object, N = 1: {second} has the lower training loss in "
+            f"{training} of {of} seeds, the lower validation loss in {validation}."))
     return "\n".join(lines)
 
 

@@ -58,17 +58,20 @@ class Data(NamedTuple):
 
 def run(session: Session, data: Data, steps: list[int]) -> list[dict]:
     """In each rank: a report for each pass. steps: of each pass."""
-    torch.set_num_threads(1)  # the same bits on any machine; and threads that wait for each other are slow on a busy one
+    torch.set_num_threads(1)  # the same bits with any number of cores; and on a busy one threads wait for threads
     with ranks.start() as rank:
-        ledger = Ledger(rank.device.type)
-        held = data.bytes if rank.device.type == "cpu" else 0  # there the ledger sees the data, too: no part of training
+        ledger = Ledger(rank.device.type) if session.watched else None
+        held = data.bytes if rank.device.type == "cpu" else 0  # the ledger sees the data there, too
         model, found = None, []
         for each, count in zip(session.passes, steps, strict=True):
             if each.model == NEW:
                 model = None  # before the new one takes memory
                 model = make(session, data, rank)
-            report = train(model, each, session, count, data, ledger, rank)
-            found.append(report | {"peak": report["peak"] - held, "peak_never_reset": ledger.peak.total - held})
+            before = len(ledger.timeline) if ledger else 0
+            found.append(train(model, each, session, count, data, ledger, rank))
+            if ledger:
+                highest = max(moment.total for moment in ledger.timeline[before:])
+                found[-1] |= {"peak": highest - held, "peak_never_reset": ledger.peak.total - held}
         return found
 
 
@@ -79,44 +82,42 @@ def make(session: Session, data: Data, rank: ranks.Rank) -> Encoder:
     return Encoder(EncoderConfig(size.layers, size.hidden, size.heads, data.vocabulary, SEQUENCE)).to(rank.device)
 
 
-def train(model: Encoder, each: Pass, session: Session, steps: int, data: Data, ledger: Ledger,
+def train(model: Encoder, each: Pass, session: Session, steps: int, data: Data, ledger: Ledger | None,
           rank: ranks.Rank) -> dict:
     """One pass: what it has learned at its end, what it took."""
     settings = Settings(steps=steps, lr=session.rate, batch=each.batch // rank.world_size, seed=session.seed,
                         bucket_mb=session.bucket_mb)
     watch = Watch(ledger)
-    before = len(ledger.timeline)
-    with ledger:
+    with ledger or nullcontext():
         zero = CLASSES[each.kind](model, torch.optim.AdamW, bucket_bytes=int(settings.bucket_mb * 2**20),
                                   **settings.optimizer_options())
-        ledger.watch(zero)
+        if ledger:
+            ledger.watch(zero)
     loop.seed_dropout(settings, rank.rank)
     batches = Batches(data.tokens, data.labels, each.batch, session.seed, rank.rank, rank.world_size)
     losses = [losses[0] for losses in loop.steps(zero, batches, settings, observers=[watch])]
     losses = torch.stack(losses)
-    moments = ledger.timeline[before:]
     (training_loss,) = loop.mean_over_ranks([losses.double().mean().item()], rank)
     return {
         "kind": each.kind, "batch": each.batch, "model": each.model, "steps": steps,
         "training_loss": training_loss, "losses": digest([losses]), "weights": digest(model.parameters()),
         "curve": [part.mean().item() for part in losses.chunk(CURVE)],  # rank 0's
         **evaluate(model, data, rank),
-        "peak": max(moment.total for moment in moments),
         "parameters": sum(param.numel() for param in model.parameters() if param.requires_grad),
         **watch.seconds_of(steps),
     }
 
 
 class Watch:
-    """An observer of the loop: memory in the first steps, and the clock in the others."""
+    """An observer of the loop: memory in the first steps, if there is a ledger, and the clock in the others."""
 
-    def __init__(self, ledger: Ledger):
+    def __init__(self, ledger: Ledger | None):
         self.ledger, self.seconds = ledger, []
 
     @contextmanager
     def step(self):
         """Around one optimizer step."""
-        with self.ledger if len(self.seconds) < WATCHED else nullcontext():
+        with (len(self.seconds) < WATCHED and self.ledger) or nullcontext():
             start = time.perf_counter()
             yield
             self.seconds.append(time.perf_counter() - start)
