@@ -40,6 +40,8 @@ def test_the_file_is_of_a_whole_run_of_the_plan_as_it_is():
     assert CONTENT["plan"] == json.loads(json.dumps(FULL.settings()))
     assert set(CONTENT["sessions"]) == {session.name for session in sessions(FULL)}
     assert not replicate.missing(CONTENT, FULL)
+    minutes = sum(session["wall_seconds"] for session in CONTENT["sessions"].values()) / 60
+    assert f"Its sessions took {minutes:.0f} minutes altogether" in PROSE
 
 
 @pytest.mark.parametrize(("model", "peak"), [(SAME, "peak_never_reset"), (NEW, "peak")])
@@ -55,9 +57,9 @@ def test_what_the_page_says_of_the_reports_table():
     assert f"over {data['training']:,} sentences" in PROSE and f"{data['held_out']:,} other sentences are held" in PROSE
     for size, seeds in results.tables(CONTENT, SAME).items():
         first, second, third, last = seeds[0]
-        for loss in results.LOSSES:  # "Its first three rows say so, for each of four models"
+        for loss in results.LOSSES:  # "The first three rows say so, for each of four models"
             assert second[loss] < first[loss] and third[loss] < first[loss], size
-        assert third["training_loss"] < second["training_loss"], "most of all with batch 16"
+        assert third["training_loss"] < second["training_loss"], "once more"
         assert last["training_loss"] == min(each["training_loss"] for each in seeds[0])
     assert len(results.tables(CONTENT, SAME)) == 4
     for seeds in results.tables(CONTENT, NEW).values():
@@ -104,7 +106,8 @@ def test_the_faster_rate():
         losses[number] = [[session["passes"][number][figure] for session in found] for figure in results.LOSSES]
         lines.append((f"{number + 1}. {each['kind']}", each["batch"], *map(spread, losses[number])))
     assert_rows(*lines)
-    assert min(losses[2][1]) > max(losses[0][1]), "ZeRO overfits, a report would have said"
+    above = sum(third > first for first, third in zip(losses[0][1], losses[2][1], strict=True))
+    assert f"In {above} of 5 seeds the third pass ends above the first, in validation loss." in PROSE and above > 0
 
 
 def test_memory_and_time():
@@ -137,7 +140,7 @@ def test_the_trap_and_the_bar():
 def test_no_other_figure_has_crept_in():
     """Losses, shares and MB in prose, outside of tables."""
     prose = "\n".join(line for line in pages.without_code(PAGE).splitlines() if not line.startswith("|"))
-    said = set(re.findall(r"\d+\.\d+%?", prose)) - {"0.002", "0.25"}  # a learning rate, MiB of a bucket
+    said = set(re.findall(r"\d+\.\d+%?", prose)) - {"0.002", "0.25", "2.5"}  # a learning rate, MiB of a bucket, MB to download
     assert len(said) == 8 and all(figure.endswith("%") for figure in said), "those of test_the_trap_and_the_bar"
 
 

@@ -32,8 +32,8 @@ def main(arguments: list[str]) -> None:
     """The command."""
     parser = Parser(prog="python -m zero_minimal replicate", description="A report said that ZeRO gives lower loss and "
                     "faster training. Its script went on with the model that it had trained. Replicate both.")
-    parser.add_argument("--quick", action="store_true", help="two seeds, two sizes and short passes: some three "
-                        "minutes on two cores instead of half an hour")
+    parser.add_argument("--quick", action="store_true", help="two seeds, two sizes and short passes: a few "
+                        "minutes on two quiet cores")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="keep each result here as soon as it is done; "
                         "a run that was stopped goes on from it")
     parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw the results")

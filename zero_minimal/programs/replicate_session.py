@@ -37,7 +37,6 @@ class Plain:
 CLASSES = {STANDARD: Stage0, ZERO: Stage2, OFFLOADED: Offloaded2, PLAIN: Plain}
 SEQUENCE = 32  # words; of longer sentences the rest is not read
 WATCHED = 2  # steps of a pass under the ledger, which slows them; the clock takes the others
-CURVE = 20  # points of a pass's curve of losses
 WARM = 10  # steps more that the median step leaves out, if there are so many
 
 
@@ -101,7 +100,6 @@ def train(model: Encoder, each: Pass, session: Session, steps: int, data: Data, 
     return {
         "kind": each.kind, "batch": each.batch, "model": each.model, "steps": steps,
         "training_loss": training_loss, "losses": digest([losses]), "weights": digest(model.parameters()),
-        "curve": [part.mean().item() for part in losses.chunk(CURVE)],  # rank 0's
         **evaluate(model, data, rank),
         "parameters": sum(param.numel() for param in model.parameters() if param.requires_grad),
         **watch.seconds_of(steps),
