@@ -131,7 +131,7 @@ def test_the_trap_and_the_bar():
     assert f"the class of {right['naive_bayes']:.1%} of the held-out" in PROSE
     seeds = results.tables(CONTENT, SAME)[SIZE]
     one, two = (sum(passes[number]["accuracy"] for passes in seeds) / 5 for number in (0, 1))
-    assert f"finds {one:.1%} after one pass and {two:.1%} after two" in PROSE
+    assert f"The model {SIZE} finds {one:.1%} after one pass and {two:.1%} after two" in PROSE
     best, size = max((each["accuracy"], size) for model in (SAME, NEW)
                      for size, seeds in results.tables(CONTENT, model).items() for passes in seeds for each in passes)
     assert f"The best figure in both tables is {best:.1%}, of {size}." in PROSE and best < right["naive_bayes"]
@@ -140,7 +140,7 @@ def test_the_trap_and_the_bar():
 def test_no_other_figure_has_crept_in():
     """Losses, shares and MB in prose, outside of tables."""
     prose = "\n".join(line for line in pages.without_code(PAGE).splitlines() if not line.startswith("|"))
-    said = set(re.findall(r"\d+\.\d+%?", prose)) - {"0.002", "0.25", "2.5"}  # a learning rate, MiB of a bucket, MB to download
+    said = set(re.findall(r"\d+\.\d+%?", prose)) - {"0.002", "0.25", "2.5"}  # rate, MiB of a bucket, MB to load
     assert len(said) == 8 and all(figure.endswith("%") for figure in said), "those of test_the_trap_and_the_bar"
 
 
