@@ -18,6 +18,8 @@ COMMANDS = {  # name: (module of this package with main(arguments), what it does
                  "a stage's own code as one rank of 1024, on tensors without memory"),
     "reproduce": ("programs.reproduce",
                   "the paper's tables and figures beside the formulas and the running code"),
+    "replicate": ("programs.replicate",
+                  "a report's claim that ZeRO lowers the loss: its mistake, and what is left"),
     "poster": ("programs.poster",
                "the course on one page of A3, from what its lessons measured"),
     "bench": ("programs.bench",

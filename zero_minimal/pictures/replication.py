@@ -1,0 +1,77 @@
+"""Replication: losses of a report's passes with one model object and with new models, and whose the difference is."""
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from zero_minimal.pictures.style import PAGE, STAGE_COLOURS, figure, legend_outside
+
+COLOURS = {"standard": STAGE_COLOURS[0], "ZeRO": STAGE_COLOURS[2]}
+APART = 0.06  # from one seed's point to the next one's
+
+
+def draw_replication(told: dict) -> Figure:
+    """Every seed is a point; lines join the passes that went on with one object.
+
+    told: {"passes": [(system, batch)], "losses": {name: {"one object": [seed][pass], "new models": the same}},
+           "orders": {name: [((first system, second system), [seed](loss after the first, after the second))]},
+           "gain": {name: {whose: [seed]}}}, all with the same two names of losses.
+    """
+    result, axes = figure(2, 3, PAGE, 6.6)
+    for row, (name, losses) in zip(axes, told["losses"].items(), strict=True):
+        passes_panel(row[0], told["passes"], losses)
+        orders_panel(row[1], told["orders"][name])
+        gain_panel(row[2], told["gain"][name])
+        row[0].set_ylabel(f"{name}, nats a sentence")
+        row[2].set_ylabel(f"lowers the {name} by")
+    titles = ("The report's passes", "Two passes, one object", "Whose is the gain?")
+    for axis, title in zip(axes[0], titles, strict=True):
+        axis.set_title(title, fontsize=11)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    legend_outside(result, dict(zip(labels, handles, strict=True)))
+    return result
+
+
+def beside(middle: float, seed: int, seeds: int) -> float:
+    """Where a seed's point stands: none hides another."""
+    return middle + (seed - (seeds - 1) / 2) * APART
+
+
+def passes_panel(axis: Axes, passes: list, losses: dict[str, list[list[float]]]) -> None:
+    """A column for each pass: filled after those before it, hollow with a new model."""
+    for seed, (trained, afresh) in enumerate(zip(losses["one object"], losses["new models"], strict=True)):
+        seeds = len(losses["one object"])
+        places = [beside(number - 0.18, seed, seeds) for number in range(len(passes))]
+        axis.plot(places, trained, color="#BBBBBB", linewidth=0.8, zorder=1)
+        for number, (system, _) in enumerate(passes):
+            axis.plot(places[number], trained[number], "o", color=COLOURS[system], markersize=5,
+                      label=f"{system}, one object" if seed == 0 and number < 2 else None)
+            axis.plot(beside(number + 0.22, seed, seeds), afresh[number], "o", markerfacecolor="white",
+                      markeredgecolor=COLOURS[system], markersize=5,
+                      label=f"{system}, new model" if seed == 0 and number < 2 else None)
+    axis.set_xticks(range(len(passes)), [f"{system}\n{batch}" for system, batch in passes], fontsize=9)
+    axis.tick_params(axis="x", length=0)
+
+
+def orders_panel(axis: Axes, orders: list) -> None:
+    """The loss after the first pass, and after the second with the same object; who was first on the left of each."""
+    for group, (systems, seeds) in enumerate(orders):
+        for seed, losses in enumerate(seeds):
+            places = [beside(2 * group + number, seed, len(seeds)) for number in range(2)]
+            axis.plot(places, losses, color="#BBBBBB", linewidth=0.8, zorder=1)
+            for system, place, loss in zip(systems, places, losses, strict=True):
+                axis.plot(place, loss, "o", color=COLOURS[system], markersize=5)
+    names = [f"{words}\n{system}" for systems, _ in orders for words, system in zip(("first", "then"), systems,
+                                                                                 strict=True)]
+    axis.set_xticks(range(len(names)), names, fontsize=9)
+    axis.tick_params(axis="x", length=0)
+
+
+def gain_panel(axis: Axes, gain: dict[str, list[float]]) -> None:
+    """A column for each cause."""
+    axis.axhline(0, color="black", linewidth=0.8)
+    for number, values in enumerate(gain.values()):
+        places = [beside(number, seed, len(values)) for seed in range(len(values))]
+        axis.plot(places, values, "D", color="black", markersize=4.5, clip_on=False)
+    axis.set_xticks(range(len(gain)), [whose.replace(" ", "\n", 1) for whose in gain], fontsize=9)
+    axis.tick_params(axis="x", length=0)
+    axis.set_xlim(-0.5, len(gain) - 0.5)

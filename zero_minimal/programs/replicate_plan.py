@@ -1,0 +1,134 @@
+"""What `replicate` runs: sessions, each of some passes over the data, one after the other in the same ranks.
+
+    table       the report's script, by model size: four passes with one model object; and each pass with a new model
+    factorial   for each pair of kinds: a pass of the first, then one of the second, with the same object or a new model
+    rates       the report's script at a learning rate that is four times as large
+    position    one pass with the data split by position
+    memory      some steps of each kind, and of plain torch, with small buckets, as a model this small needs them
+    times       short passes in turn: a machine drifts, so a time is divided by that of its neighbour
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+STANDARD, ZERO, OFFLOADED = "standard", "ZeRO", "offloaded"
+PLAIN = "plain torch"  # for one rank
+NEW, SAME = "new", "same"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of an encoder."""
+
+    layers: int
+    hidden: int
+    heads: int = 4
+
+    def __str__(self) -> str:
+        return f"{self.layers} × {self.hidden}"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Training over the data once. batch: sentences in a step of all ranks; model: NEW, or the SAME object as in the
+    pass before."""
+
+    kind: str
+    batch: int = 8
+    model: str = NEW
+
+
+@dataclass(frozen=True)
+class Session:
+    """Passes, the first of which begins with a new model."""
+
+    part: str
+    name: str  # no other session has it
+    size: Size
+    passes: tuple[Pass, ...]
+    ranks: int = 1
+    seed: int = 0
+    rate: float = 5e-4
+    split: str = "shuffled"
+    steps: int | None = None  # of a pass; None: all batches of the data
+    bucket_mb: float = 4.0
+
+    @property
+    def watched(self) -> bool:
+        """Whether memory is counted: the ledger takes a second to open, so only where it is told."""
+        return self.part in ("table", "memory")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is run. The first size is that of everything but the table.
+
+    steps: of a pass of batch 8; None are all that the data give. rounds: of times.
+    """
+
+    name: str
+    sizes: tuple[Size, ...]
+    seeds: int
+    steps: int | None
+    factorial_steps: int
+    rounds: int
+    timed_steps: int
+
+    def settings(self) -> dict:
+        """As JSON: what a file was made with."""
+        return asdict(self)
+
+
+FULL = Plan("full", (Size(1, 64), Size(1, 32), Size(2, 32), Size(2, 64)), 5, None, 200, 7, 40)
+QUICK = Plan("quick", (Size(1, 64), Size(1, 32)), 2, 300, 200, 3, 30)
+FASTER_RATE = 4 * Session.rate
+# the report's three passes, and last the one that it left out
+SCRIPT = (Pass(STANDARD), Pass(ZERO, model=SAME), Pass(ZERO, 16, SAME), Pass(STANDARD, 16, SAME))
+AFRESH = tuple(Pass(each.kind, each.batch) for each in SCRIPT)
+# which first, which second: all four with ZeRO on and off, and offload on either side
+PAIRS = (*itertools.product((STANDARD, ZERO), repeat=2), (STANDARD, OFFLOADED), (OFFLOADED, STANDARD))
+# One walk that takes each pair twice: from a pass with a new model to one with the same object, as in the 1st and 2nd,
+# and from such a one to a pass with a new model, as in the 2nd and 3rd
+WALK = (STANDARD, STANDARD, ZERO, ZERO, STANDARD, ZERO, ZERO, STANDARD, OFFLOADED, STANDARD, STANDARD, OFFLOADED,
+        STANDARD)
+FACTORIAL = tuple(Pass(kind, model=SAME if number % 2 else NEW) for number, kind in enumerate(WALK))
+WORLDS = (1, 2)
+SMALL_BUCKETS, FEW = 0.25, 4  # MiB, steps
+TIMED = (Pass(STANDARD), Pass(ZERO), Pass(OFFLOADED), Pass(STANDARD, 16))
+
+
+def sessions(plan: Plan) -> Iterator[Session]:
+    """All of a plan, what tells most first."""
+    first, *others = plan.sizes
+    for seed in range(plan.seeds):
+        yield from table(plan, first, seed)
+    for size in others:
+        yield from table(plan, size, 0)
+    for seed, world_size in itertools.product(range(plan.seeds), WORLDS):
+        yield Session("factorial", f"factorial, N = {world_size}, seed {seed}", first, FACTORIAL, world_size, seed,
+                      steps=plan.factorial_steps)
+    yield Session("position", "position", first, SCRIPT[:1], split="position", steps=plan.steps)
+    for seed in range(plan.seeds):
+        yield Session("rates", f"rates, {FASTER_RATE:g}, seed {seed}", first, SCRIPT[:3], seed=seed, rate=FASTER_RATE,
+                      steps=plan.steps)
+    for world_size in WORLDS:
+        kinds = (PLAIN, STANDARD, ZERO, OFFLOADED) if world_size == 1 else (STANDARD, ZERO, OFFLOADED)
+        passes = tuple(Pass(kind, batch) for batch in (8, 16) for kind in kinds)
+        yield Session("memory", f"memory, N = {world_size}", first, passes, world_size, steps=FEW,
+                      bucket_mb=SMALL_BUCKETS)
+    for world_size in WORLDS:
+        yield Session("times", f"times, N = {world_size}", first, TIMED * plan.rounds, world_size,
+                      steps=plan.timed_steps)
+
+
+def table(plan: Plan, size: Size, seed: int) -> Iterator[Session]:
+    """The report's script with its mistake, and without."""
+    for words, passes in (("one object", SCRIPT), ("new models", AFRESH)):
+        yield Session("table", f"table, {size}, {words}, seed {seed}", size, passes, seed=seed, steps=plan.steps)
+
+
+def batches(plan: Plan, session: Session, each: Pass, reviews: int) -> int:
+    """Steps of a pass over so many reviews. Half as many with twice the batch, if plan or session say how many."""
+    every = reviews // each.batch
+    return every if session.steps is None else min(every, session.steps * 8 // each.batch)

@@ -1,0 +1,152 @@
+"""What the ranks of `replicate` do: the passes of a session, one after the other, as a script or a notebook has them.
+
+A pass with the SAME model goes on with the object that the one before has trained. It has an optimizer, a warm-up and
+an order of the data of its own, the same each time. So whatever differs between two passes of a seed is in their table.
+"""
+
+import hashlib
+import statistics
+import time
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zero_minimal.foundations import collectives, ranks
+from zero_minimal.meters.memory import Ledger
+from zero_minimal.offload import Offloaded2
+from zero_minimal.programs.replicate_plan import NEW, OFFLOADED, PLAIN, STANDARD, ZERO, Pass, Session
+from zero_minimal.stage0 import Stage0
+from zero_minimal.stage2 import Stage2
+from zero_minimal.workload import loop
+from zero_minimal.workload.encoder import Encoder, EncoderConfig
+from zero_minimal.workload.reviews import Batches
+from zero_minimal.workload.settings import Settings
+
+
+class Plain:
+    """A model and its torch optimizer with the API of the stages, for one rank: nothing is packed, nothing is sent."""
+
+    def __init__(self, model: torch.nn.Module, optimizer_class: type, *, bucket_bytes: int, **options):
+        self.model, self.optimizer = model, optimizer_class(model.parameters(), **options)
+        self.no_sync, self.step, self.zero_grad = nullcontext, self.optimizer.step, self.optimizer.zero_grad
+
+
+CLASSES = {STANDARD: Stage0, ZERO: Stage2, OFFLOADED: Offloaded2, PLAIN: Plain}
+SEQUENCE = 32  # words; of longer sentences the rest is not read
+WATCHED = 2  # steps of a pass under the ledger, which slows them; the clock takes the others
+WARM = 10  # steps more that the median step leaves out, if there are so many
+
+
+class Data(NamedTuple):
+    """Reviews as tokens, int64 [reviews, sequence], and labels, int64 [reviews]; words in the vocabulary."""
+
+    tokens: Tensor
+    labels: Tensor
+    held_out_tokens: Tensor
+    held_out_labels: Tensor
+    vocabulary: int
+
+    @property
+    def bytes(self) -> int:
+        """Of all of it."""
+        return sum(part.nbytes for part in self if isinstance(part, Tensor))
+
+
+def run(session: Session, data: Data, steps: list[int]) -> list[dict]:
+    """In each rank: a report for each pass. steps: of each pass."""
+    torch.set_num_threads(1)  # the same bits with any number of cores; and on a busy one threads wait for threads
+    with ranks.start() as rank:
+        ledger = Ledger(rank.device.type) if session.watched else None
+        held = data.bytes if rank.device.type == "cpu" else 0  # the ledger sees the data there, too
+        model, found = None, []
+        for each, count in zip(session.passes, steps, strict=True):
+            if each.model == NEW:
+                model = None  # before the new one takes memory
+                model = make(session, data, rank)
+            before = len(ledger.timeline) if ledger else 0
+            found.append(train(model, each, session, count, data, ledger, rank))
+            if ledger:
+                highest = max(moment.total for moment in ledger.timeline[before:])
+                found[-1] |= {"peak": highest - held, "peak_never_reset": ledger.peak.total - held}
+        return found
+
+
+def make(session: Session, data: Data, rank: ranks.Rank) -> Encoder:
+    """A new model; the same values for the same seed."""
+    torch.manual_seed(session.seed)
+    size = session.size
+    return Encoder(EncoderConfig(size.layers, size.hidden, size.heads, data.vocabulary, SEQUENCE)).to(rank.device)
+
+
+def train(model: Encoder, each: Pass, session: Session, steps: int, data: Data, ledger: Ledger | None,
+          rank: ranks.Rank) -> dict:
+    """One pass: what it has learned at its end, what it took."""
+    settings = Settings(steps=steps, lr=session.rate, batch=each.batch // rank.world_size, seed=session.seed,
+                        bucket_mb=session.bucket_mb)
+    watch = Watch(ledger)
+    with ledger or nullcontext():
+        zero = CLASSES[each.kind](model, torch.optim.AdamW, bucket_bytes=int(settings.bucket_mb * 2**20),
+                                  **settings.optimizer_options())
+        if ledger:
+            ledger.watch(zero)
+    loop.seed_dropout(settings, rank.rank)
+    batches = Batches(data.tokens, data.labels, each.batch, session.seed, rank.rank, rank.world_size)
+    losses = [losses[0] for losses in loop.steps(zero, batches, settings, observers=[watch])]
+    losses = torch.stack(losses)
+    (training_loss,) = loop.mean_over_ranks([losses.double().mean().item()], rank)
+    return {
+        "kind": each.kind, "batch": each.batch, "model": each.model, "steps": steps,
+        "training_loss": training_loss, "losses": digest([losses]), "weights": digest(model.parameters()),
+        **evaluate(model, data, rank),
+        "parameters": sum(param.numel() for param in model.parameters() if param.requires_grad),
+        **watch.seconds_of(steps),
+    }
+
+
+class Watch:
+    """An observer of the loop: memory in the first steps, if there is a ledger, and the clock in the others."""
+
+    def __init__(self, ledger: Ledger | None):
+        self.ledger, self.seconds = ledger, []
+
+    @contextmanager
+    def step(self):
+        """Around one optimizer step."""
+        with (len(self.seconds) < WATCHED and self.ledger) or nullcontext():
+            start = time.perf_counter()
+            yield
+            self.seconds.append(time.perf_counter() - start)
+
+    def seconds_of(self, steps: int) -> dict[str, float]:
+        """Of the median step, and of all steps if none had been watched."""
+        timed = self.seconds[WATCHED:] or self.seconds
+        return {"step_seconds": statistics.median(timed[WARM:] or timed),
+                "seconds": sum(timed) * steps / len(timed)}
+
+
+@torch.no_grad()
+def evaluate(model: Encoder, data: Data, rank: ranks.Rank) -> dict[str, float]:
+    """Mean loss and accuracy over all that is held out; each rank reads its part."""
+    model.eval()
+    totals = torch.zeros(3, dtype=torch.float64, device=rank.device)
+    rows = torch.arange(rank.rank, len(data.held_out_labels), rank.world_size)
+    for part in rows.split(64):
+        labels = data.held_out_labels[part].to(rank.device)
+        logits = model(data.held_out_tokens[part].to(rank.device))
+        loss = F.cross_entropy(logits.double(), labels, reduction="sum")
+        totals += torch.stack([loss, (logits.argmax(1) == labels).sum(), torch.tensor(len(part), device=rank.device)])
+    model.train()
+    collectives.all_reduce(totals, op="sum")
+    loss, right, count = totals.tolist()
+    return {"validation_loss": loss / count, "accuracy": right / count}
+
+
+def digest(tensors) -> str:
+    """Of the tensors' bits: the same for the same bits, and for no others."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()[:16]
