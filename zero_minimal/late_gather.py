@@ -4,8 +4,8 @@
     Late1       backward ▒▒▒▒▒▒▒▒  update  forward ▒▒▒▒▒▒▒▒  backward ▒▒▒▒▒▒▒▒
 
 A forward does not need all parameters at once: the embedding first, the head last. So step() starts
-the all-gathers, in the order of the forward, and returns. Before its turn each module waits for its
-own parameters alone (foundations/on_the_way.py), as at stage 3. Bytes, memory and losses are those
+the all-gathers, in the order of the forward, and returns. In its turn each module waits for its own
+parameters alone (foundations/on_the_way.py), as at stage 3. Bytes, memory and losses are those
 of stages 1 and 2.
 
 Who looks at a parameter meanwhile waits for it, too, and gets the whole, new one.
