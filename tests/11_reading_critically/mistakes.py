@@ -188,7 +188,7 @@ WRONG = {
         card(25, 'points = lab.published("figure 3")', "return points[400] / points[lab.gpus]")),
     "one rank alone trains": Wrong(
         13, RUN, r"all ranks run a card, alike",
-        card(13, "run = lab.train(2) if lab.rank.rank == 0 else None",
+        card(13, "if lab.rank.rank:", "    return 'false', 1.0", "run = lab.train(2)",
              'return "false", run.collectives["all_gather"]["bytes"] / 1e6'), hangs=True),
 }
 SHORT = {"a tolerance wider than the effect", "the peak was never reset"}
