@@ -205,6 +205,7 @@ def test_the_page_of_pictures(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- dry runs
 
 
+@pytest.mark.thorough
 def test_dry_memory():
     """One part, in this process: a stand-in in the place of the GPU."""
     found = memory.run(Place(dry=True))

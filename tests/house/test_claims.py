@@ -54,6 +54,7 @@ def test_what_the_paper_prints_is_read_as_it_is_asked_for():
     assert found[27] == ("true if", pytest.approx(3.0))
 
 
+@pytest.mark.thorough
 def test_numbers_are_those_of_the_formulas():
     found = in_ranks(several, replace(SMALL, devices=12), (2, 6, 9, 11, 12, 13, 15, 18, 19))[0]
     h, elements = 64, 2 * (12 * 64**2 + 13 * 64) + (256 + 12 + 2) * 64

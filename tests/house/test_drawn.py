@@ -69,6 +69,7 @@ def test_to_watch_a_file_without_a_name_is_a_wrong_call(capsys):
     assert "NAME at the top" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_a_starter_has_no_points_for_whoever_names_it(capsys, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(LESSON.starter.read_text().replace('NAME = ""', ADA.strip()))
