@@ -45,6 +45,17 @@ def watched(stage_class: type) -> type:
     return Watched
 
 
+def one_zero(device) -> float:
+    """The moment from which all ranks count, in seconds of time.perf_counter(): when the first of them came here.
+
+    Processes of one machine read the same clock, so their times can be held against each other. Each enters the step
+    a little later than the zero, as the ranks leave the exchange one after another."""
+    dist.barrier()
+    first = torch.tensor(time.perf_counter(), dtype=torch.float64, device=device)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    return first.item()
+
+
 class RunRecord:
     """Watches this rank through a run of STEPS steps or more."""
 
@@ -97,7 +108,6 @@ class RunRecord:
             self.memory.append({
                 "at the end": {name: at_the_end[name] for name in CATEGORIES},
                 "highest": {name: highest[name] for name in CATEGORIES},
-                "peak": self.ledger.peak.total,
             })
 
     @contextmanager
@@ -108,9 +118,9 @@ class RunRecord:
 
     @contextmanager
     def _watch_time(self):
-        dist.barrier()
+        began = one_zero(self.rank.device)
         with Spans() as spans:
-            began = time.perf_counter()
+            spans.began = began
             marks: list[tuple[str, float]] = []
 
             def mark(name):
