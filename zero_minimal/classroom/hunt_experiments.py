@@ -74,7 +74,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         {"straggler": "one rank takes many times as long"}),
     "time-one-call": Experiment(
         "time an all-reduce of one bucket by itself, when all ranks are there",
-        "as long as in the healthy run",
+        "what a message of its size takes",
         {"slow-network": "many times as long"}),
     "norm-by-hand": Experiment(
         "gather the gradients before clipping, and hold the norm of the whole beside what each rank reports",
@@ -82,7 +82,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         {"norm-of-a-shard": "each rank reports less than the norm of the whole"}),
     "what-is-updated": Experiment(
         "list dtype and size of the tensors that the optimizer updates",
-        "fp32 tensors, of as many elements as in the healthy run",
+        "fp32 tensors, of as many elements as are the rank's to update",
         {"no-masters": "16-bit tensors", "whole-optimizer-state": "N times as many elements"}),
     "tenth-of-the-rate": Experiment(
         "train both runs again with the learning rate divided by ten, and hold the losses beside each other and beside "

@@ -20,8 +20,9 @@ def _each_micro_against(facts: Facts) -> str:
 def _one_bucket_against(facts: Facts) -> str:
     if facts.stage == 3:
         calls, expected = facts.calls(BROKEN, "all_gather"), facts.calls(HEALTHY, "all_gather")
-        return (f"a bucket size cuts gradients, and does not change what is gathered. Here {calls} all_gather bring "
-                f"the parameters, in the healthy run {expected}; at most they are {both(facts, 'parameters', True)}")
+        return (f"a bucket size cuts gradients, and does not change what is gathered. Parameters come by "
+                f"{calls} all_gather, in the healthy run by {expected}; at most they are "
+                f"{both(facts, 'parameters', highest=True)}")
     return f"a step would have a single {facts.reduction}; {_calls(facts)}"
 
 
@@ -40,7 +41,7 @@ def _at_once_against(facts: Facts) -> str:
 
 def _straggler_against(facts: Facts) -> str:
     late, behind = facts.lag(BROKEN)
-    return (f"one rank would come to its first collective when others could have done a whole step. The last to come, "
+    return (f"one rank would come to its first collective when others could have done two steps. The last to come, "
             f"rank {late}, is behind by {1000 * behind:.1f} ms; a step of the healthy run takes "
             f"{1000 * facts.seconds(HEALTHY):.0f} ms")
 
@@ -49,15 +50,15 @@ def _slow_against(facts: Facts) -> str:
     if facts.reductions(BROKEN) != facts.reductions(HEALTHY):
         return f"there would be as many messages, of as many bytes, as in the healthy run; {_calls(facts)}"
     what, broken, healthy = min(_message_times(facts), key=lambda one: one[1] / max(one[2], 1e-6))
-    return (f"every message would take several times as long, on every rank. {what}: {1000 * broken:.2f} ms, in the "
-            f"healthy run {1000 * healthy:.2f} ms{_held_up(facts)}")
+    return (f"every message would take several times as long, on every rank. {what} {1000 * broken:.3g} ms, "
+            f"{broken / max(healthy, 1e-6):.1f} times the healthy run's {1000 * healthy:.3g} ms{_held_up(facts)}")
 
 
 def _message_times(facts: Facts) -> list[tuple[str, float, float]]:
     """What a slow network would make several times as long, each of these. (what, broken run, healthy run)"""
     broken, healthy = facts.under_way(BROKEN), facts.under_way(HEALTHY)
-    return [("The quickest takes, from its start to its end", broken[0], healthy[0]),
-            (f"The middle one of the {len(broken)} takes, from its start to its end", broken[len(broken) // 2],
+    return [("From its start to its end the quickest takes", broken[0], healthy[0]),
+            (f"From its start to its end the middle one of the {len(broken)} takes", broken[len(broken) // 2],
              healthy[len(healthy) // 2]),
             ("The one that is waited for least is waited for", facts.wait(BROKEN), facts.wait(HEALTHY))]
 
@@ -96,7 +97,7 @@ TRAFFIC = {
     "waited-for-at-once": Cause("each collective is waited for as soon as it has started", _at_once, _at_once_against),
     "straggler": Cause(
         "one rank is late in each step, and the others wait for it",
-        lambda facts: facts.lag(BROKEN)[1] > facts.seconds(HEALTHY), _straggler_against),
+        lambda facts: facts.lag(BROKEN)[1] > 2 * facts.seconds(HEALTHY), _straggler_against),
     "slow-network": Cause(
         "every message takes several times as long: the network is slow",
         lambda facts: facts.wait(BROKEN) > 4 * facts.wait(HEALTHY) + 0.005
