@@ -25,6 +25,7 @@ MEMORY_STEPS = 6
 ORDER_STEP = MEMORY_STEPS  # gradients and collectives, in the order in which they come
 TRAFFIC_STEP = ORDER_STEP + 1
 TIME_STEPS = range(TRAFFIC_STEP + 1, TRAFFIC_STEP + 6)
+EXCHANGE = 0.02  # seconds, in which ranks agree on a moment
 STEPS = TIME_STEPS[-1] + 1  # the least that a run must have
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
@@ -46,14 +47,16 @@ def watched(stage_class: type) -> type:
 
 
 def one_zero(device) -> float:
-    """The moment from which all ranks count, in seconds of time.perf_counter(): when the first of them came here.
+    """The moment from which all ranks count, in seconds of time.perf_counter(): one that has just come when this
+    returns. The ranks leave an exchange one after another, so they agree on a moment after it, and sleep till then.
 
-    Processes of one machine read the same clock, so their times can be held against each other. Each enters the step
-    a little later than the zero, as the ranks leave the exchange one after another."""
+    Processes of one machine read the same clock. Times of ranks on two machines cannot be held against each other.
+    """
     dist.barrier()
-    first = torch.tensor(time.perf_counter(), dtype=torch.float64, device=device)
-    dist.all_reduce(first, op=dist.ReduceOp.MIN)
-    return first.item()
+    zero = torch.tensor(time.perf_counter() + EXCHANGE, dtype=torch.float64, device=device)
+    dist.all_reduce(zero, op=dist.ReduceOp.MAX)
+    time.sleep(max(0.0, zero.item() - time.perf_counter()))
+    return zero.item()
 
 
 class RunRecord:
