@@ -331,6 +331,7 @@ def test_the_stories_are_true_of_the_records():
         assert RECORDS["06"].highest(BROKEN, category) > 1.3 * RECORDS["06"].highest(HEALTHY, category)
         assert near(RECORDS["06"].at_the_end(BROKEN, category), RECORDS["06"].at_the_end(HEALTHY, category))
     assert first_rank("07", BROKEN)["traffic"] == first_rank("07", HEALTHY)["traffic"]
+    assert RECORDS["08"].overlap(BROKEN)[0] == 0 < RECORDS["08"].overlap(HEALTHY)[0]
     assert seconds("09", BROKEN) > 2 * seconds("09", HEALTHY)
     first = sorted(first_rank("09", BROKEN)["time"]["collectives"], key=lambda one: one[1])[0]
     assert first[3] - first[2] > 0.3 * seconds("09", BROKEN)

@@ -129,7 +129,7 @@ class RunRecord:
             def mark(name):
                 return lambda *_: marks.append((name, time.perf_counter() - began))
 
-            hooks = [self.zero.model.register_forward_pre_hook(mark("forward")),
+            hooks = [self.zero.model.register_forward_pre_hook(mark("forward"), prepend=True),
                      self.zero.model.register_forward_hook(mark("backward"))]
             yield
             marks += [("update", self.zero.clipped_at - began), ("", time.perf_counter() - began)]

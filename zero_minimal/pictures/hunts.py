@@ -134,7 +134,7 @@ def draw_step(axis: Axes, run: list, longest: float) -> None:
     """Two lanes a rank: what it does and where it waits; and the collectives under way."""
     for rank, each in enumerate(run):
         own, messages = 2 * rank, 2 * rank + 0.85
-        first = min(start for _, start, _ in each["time"]["computing"])
+        first = min(one[1] for one in (*each["time"]["computing"], *each["time"]["collectives"]))
         span_bar(axis, own, 0, first, BEFORE, "before forward: not recorded", edge="#999999")
         for name, start, end in each["time"]["computing"]:
             span_bar(axis, own, start, end, COMPUTING[name], name)
