@@ -95,7 +95,7 @@ def judged(facts: Facts, answer: dict[str, str]) -> Verdict:
     if not experiment:
         return Verdict(FOR_CAUSE, [f"{cause}: the record shows it. Which experiment decides?"])
     if not decides(experiment, cause):
-        return Verdict(FOR_CAUSE, [f"{cause}: the record shows it", f"{experiment}: {against(experiment, cause)}"])
+        return Verdict(FOR_CAUSE, [f"{cause}: the record shows it", against(experiment, cause)])
     missing = [] if answer.get("why", "").strip() else [
         "why is empty: write which figure, or which setting, excludes the likely rival. Your teacher reads it"]
     return Verdict(FOR_CAUSE + FOR_EXPERIMENT, [
