@@ -90,7 +90,8 @@ def test_ranks_on_two_nodes_see_the_cable_and_nothing_else():
 
 
 HOLDS = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a script starts in the background ignores it
 from zero_minimal.programs import two_nodes
 with two_nodes.Pair("100mbit") as pair:
     print(*[__import__("os").fstat(node).st_ino for node in pair.nodes], flush=True)
@@ -115,10 +116,14 @@ def test_nothing_stays_behind(sent):
     before = subprocess.run(["ip", "-br", "link"], capture_output=True, text=True).stdout
     holder = subprocess.Popen([sys.executable, "-c", HOLDS.format(then="time.sleep(100)")], stdout=subprocess.PIPE,
                               stderr=subprocess.DEVNULL, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    nodes = set(holder.stdout.readline().split())
-    assert len(nodes) == 2 and nodes <= networks()
-    holder.send_signal(sent)
-    holder.communicate(timeout=20)
+    with holder:
+        nodes = set(holder.stdout.readline().split())
+        assert len(nodes) == 2 and nodes <= networks()
+        holder.send_signal(sent)
+        try:
+            holder.wait(timeout=20)
+        finally:
+            holder.kill()
     assert not nodes & networks()
     assert subprocess.run(["ip", "-br", "link"], capture_output=True, text=True).stdout == before
 
