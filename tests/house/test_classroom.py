@@ -243,6 +243,10 @@ def test_later_steps_point_to_the_first_that_failed(capsys):
         0, "the ranks had not come to an end\nThis may come from step 1: mend that first.")
     assert grades.of(GRADIENTS.steps[2]) == (
         0, "it raised\n    To look at: None\nThis may come from step 1: mend that first.")
+    drawn = Grades(LESSONS["11_reading_critically"])
+    drawn.add(4, "one", 10, False, "no host")
+    drawn.add(9, "one", 10, False, "no bf16")
+    assert drawn.of(drawn.steps[8]) == (0, "no bf16"), "cards do not rest on one another"
     grades = Grades(GRADIENTS)
     grades.fail_all("the file is not Python")
     for step in GRADIENTS.steps:

@@ -44,7 +44,7 @@ def test_the_numbers_of_the_page_are_those_of_its_run():
 def test_the_predictions():
     assert f"{valued(OF[8])}, not 8" in TOLD and f"With 1024 devices it is {16 / (2 + 14 / 1024):.1f}" in TOLD
     assert f"{valued(OF[10])}, not {MEASURED['ranks']}" in TOLD
-    assert f"In MB: {valued(OF[9])} in bf16" in TOLD and f"4. {valued(OF[22])}" in TOLD
+    assert f"Card 9's number, for bf16: {valued(OF[9])}" in TOLD and f"4. {valued(OF[22])}" in TOLD
     assert f"keeps {32 * 32 * 2048 * 4096 * 2 / 1e9:.0f} GB" in TOLD
     assert f"5. {valued(OF[26])}" in TOLD and Setting().row == 4
     theory, found_ = (float(published.TABLE2[4][part][1]) for part in (0, 1))
@@ -101,7 +101,21 @@ def test_names_of_the_written_answers():
     assert set(LESSON.written) == {"BELIEVED", "DESIGNED", "WEAKEST"} and 100 - LESSON.points == 20
     texts = texts_of(LESSON.starter.read_text())
     assert name_of(LESSON.starter.read_text()) == "" and all(texts[name] == "" for name in LESSON.written)
-    assert all(f"`{name}`" in PAGE and f"`{name}`" in TEACHER for name in LESSON.written) and ENOUGH == 20
+    assert all(f"`{name}`" in PAGE and f"`{name}`" in TEACHER for name in LESSON.written)
+
+
+def test_how_long_an_answer_must_be_is_said_alike():
+    for text in (PROSE, LESSON.starter.read_text()):
+        assert f"at least {ENOUGH} words each. The grader counts the words" in text
+
+
+def test_the_groups_are_named_with_their_cards():
+    groups = {}
+    for step in LESSON.steps:
+        groups.setdefault(step.group, []).append(step.number)
+    for group, numbers in groups.items():
+        assert f"*{group}* ({numbers[0]} to {numbers[-1]})" in PROSE
+        assert numbers == list(range(numbers[0], numbers[-1] + 1))
 
 
 def test_the_page_says_how_near_a_number_must_come():

@@ -16,7 +16,7 @@ from zero_minimal.classroom.lessons import Lesson, Step
 
 NAMELESS = ("NAME at the top of the file is empty: write your own name between the quotes. It draws the {draw} of "
             "{all} that you are graded on, and the numbers that they are run with")
-ENOUGH = 20  # words of an answer that is an answer
+ENOUGH = 40  # words of an answer that is an answer
 
 
 def as_drawn(lesson: Lesson, source: str) -> Lesson:
