@@ -6,7 +6,6 @@ SIZES = ("layers", "hidden", "heads", "sequence", "batch")  # of what is trained
 ALIKE = (*SIZES, "seed", "steps", "dtype", "ranks", "accumulate", "bucket_mb", "recompute", "lr", "offload", "fresh")
 ALIKE_SIMULATED = ("stage", "ranks", "dtype", "batch", "layers", "hidden", "heads", "vocabulary", "sequence", "steps",
                    "recompute", "model_parallel", "config", "offload", "bucket_bytes")
-NAMES = {"ranks": "devices"}  # of the lab, where its name differs
 
 
 # ------------------------------------------------------------------------------------------------- what must have run
@@ -69,7 +68,7 @@ def told(values: dict) -> str:
 
 def own_sizes(case: Case, own: dict) -> str:
     """own: {option: its value}, where the lab has another."""
-    lab = ", ".join(f"lab.{NAMES.get(name, name)} is {getattr(case.setting, NAMES.get(name, name))}" for name in own)
+    lab = ", ".join(f"lab.{name} is {getattr(case.setting, name)}" for name in own)
     return (f"card {case.card}: it ran with {told(own)}, and {lab}. The card names the lab's sizes: no sizes of your "
             "own")
 
