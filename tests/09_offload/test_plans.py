@@ -60,9 +60,6 @@ def test_the_command_plans_offload(tmp_path, capsys):
     assert "offloaded, GB" in said and "4 micro-batches a step" in said
     adams = file.read_text()
     assert len(json.loads(adams)["offload"]["rows"]) == 3
-    with pytest.raises(SystemExit):
-        program.main(["plan", "--params", "1B", "--accumulate", "2"])
-    assert "goes with --offload" in capsys.readouterr().err
     program.main(["plan", "--params", "13B", "--ranks", "16", "--offload", "cpu", "--optimizer-bytes", "8",
                   "--json", str(file)])
     with_adam, told = (json.loads(each)["offload"]["rows"][1] for each in (adams, file.read_text()))

@@ -1,6 +1,6 @@
 """The deciding experiments, run on the broken and on the healthy code of each hunt.
 
-    python tests/bug_hunts/experiments.py [NN …]
+    python tests/bug_hunts/experiments.py [NN …] ["11, too"]
 
 writes experiments.json beside this file: for the teacher's page, {hunt: {"experiment", "healthy", "broken"}}, with what
 each rank saw. Seconds are this machine's own.
@@ -10,6 +10,7 @@ import gc
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ class Setting:
         self.zero.model(*next(self.batches)).backward()
 
 
-def living_graphs(run):
+def count_living_tensors(run):
     counts = []
     for _ in run.steps(STEPS):
         gc.collect()
@@ -58,13 +59,13 @@ def sums_at_the_start(run):
     return {"sum of the parameters": sum(param.double().sum().item() for param in run.zero.model.parameters())}
 
 
-def first_micro_batch(run):
+def calls_in_one_backward(run):
     with TrafficMeter() as meter, run.zero.no_sync():
         run.backward()
     return {"collectives": sum(each["calls"] for each in meter.collectives.values())}
 
 
-def first_tokens(run):
+def print_the_input(run):
     return {"tokens": next(run.batches)[0][0, :8].tolist()}
 
 
@@ -85,11 +86,11 @@ def gradient_of_one_process(run):
     return {"norm of one process": alone, "norm here": together, "times": together / alone}
 
 
-def list_units(run):
+def print_the_wrapping(run):
     return {"units": [[unit.name or "root", sum(param.numel() for param in unit.params)] for unit in run.zero.units]}
 
 
-def storages(run):
+def sizes_after_backward(run):
     run.zero.zero_grad()
     run.backward()
     shards = run.zero.reduced_gradients()
@@ -112,7 +113,7 @@ def order_of_events(run):
     return {"gradients between start and wait of each bucket": between}
 
 
-def time_the_batches(run):
+def time_without_training(run):
     next(run.batches)
     began = time.perf_counter()
     for _ in range(4):
@@ -120,7 +121,7 @@ def time_the_batches(run):
     return {"ms a batch": 1000 * (time.perf_counter() - began) / 4}
 
 
-def norm_of_the_whole(run):
+def norm_by_hand(run):
     run.zero.zero_grad()
     run.backward()
     shards = torch.cat([shard.flatten() for shard in run.zero.reduced_gradients()])
@@ -129,21 +130,29 @@ def norm_of_the_whole(run):
     return {"norm of the whole": whole.norm().item(), "reported": run.zero.clip_grad_norm_(run.settings.clip).item()}
 
 
-def optimizers_tensors(run):
+def what_is_updated(run):
     tensors = [param for group in run.zero.optimizer.param_groups for param in group["params"]]
     return {"dtype": sorted({str(each.dtype) for each in tensors}), "elements": sum(each.numel() for each in tensors)}
 
 
-def count_updates(run):
+def read_the_counters(run):
     for _ in run.steps(run.settings.steps):
         pass
     return {"updates": max(int(state["step"]) for state in run.zero.optimizer.state.values())}
 
 
+def tenth_of_the_rate(run):
+    """The loss of the last steps: single ones go up and down."""
+    run.settings = replace(run.settings, lr=run.settings.lr / 10)  # the loop sets the rate anew in each step
+    losses = [sum(each).item() for each in run.steps(run.settings.steps)]
+    return {"mean loss of the last 20 steps": sum(losses[-20:]) / 20}
+
+
 DECIDING = {
-    "01": living_graphs, "02": sums_at_the_start, "03": first_micro_batch, "04": first_tokens,
-    "05": gradient_of_one_process, "06": list_units, "07": storages, "08": order_of_events, "09": time_the_batches,
-    "10": norm_of_the_whole, "11": optimizers_tensors, "12": count_updates,
+    "01": count_living_tensors, "02": sums_at_the_start, "03": calls_in_one_backward, "04": print_the_input,
+    "05": gradient_of_one_process, "06": print_the_wrapping, "07": sizes_after_backward, "08": order_of_events,
+    "09": time_without_training, "10": norm_by_hand, "11": what_is_updated, "12": read_the_counters,
+    "11, too": tenth_of_the_rate,
 }
 
 
@@ -178,7 +187,7 @@ def main(names):
     wanted = {name: DECIDING[name] for name in names or DECIDING}
     with progress.bar(name="experiments", total=len(wanted), unit="hunt") as bar:
         for name, experiment in wanted.items():
-            hunt = broken.HUNTS[name]
+            hunt = broken.HUNTS[name[:2]]
             found[name] = {"experiment": experiment.__name__.replace("_", "-")} | {
                 side: rounded(ranks.run(result, hunt.ranks, broken, hunt, getattr(hunt, side), experiment,
                                         device="cpu", timeout=200)) for side in SIDES}

@@ -30,13 +30,14 @@ SHORT = dict(sequence=16, batch=2, steps=3, bucket_mb=0.01)
 
 
 @pytest.fixture(autouse=True)
-def library(monkeypatch):
-    """The stand-in, here and in ranks."""
-    monkeypatch.syspath_prepend(STAND_IN)
-    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
-        monkeypatch.delitem(sys.modules, name)
-    yield
-    sys.modules.pop("transformers", None)
+def library():
+    """The stand-in, here and in ranks; gone after the test, also where that has put something else in its place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(STAND_IN)
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+            patch.delitem(sys.modules, name)
+        yield
+        sys.modules.pop("transformers", None)
 
 
 @pytest.fixture

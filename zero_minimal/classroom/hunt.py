@@ -19,7 +19,7 @@ from zero_minimal.programs import report
 
 FOLDER = HOUSE / "lessons/bug-hunts"
 FOR_CAUSE, FOR_EXPERIMENT = 5, 3  # points of a hunt
-KEYS = {"cause": CAUSES, "experiment": EXPERIMENTS}
+KEYS = {"cause": CAUSES, "experiment": EXPERIMENTS, "why": None}  # with the names that are known; "why" is free text
 
 
 class Verdict(NamedTuple):
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int | str:
         prog="python -m zero_minimal hunt", allow_abbrev=False,
         description="Points for your answers to the bug hunts, and what speaks against a wrong one.")
     parser.add_argument("file", type=Path, help="your answers: lessons/bug-hunts/answers.toml, filled in")
-    parser.add_argument("--hunt", metavar="NN", help="this hunt alone")
+    parser.add_argument("--hunt", metavar="NN", type=lambda name: name.zfill(2), help="this hunt alone: 03, or 3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the points into this file, too")
     flags = parser.parse_args(arguments)
     hunts = {file.stem: file for file in sorted(FOLDER.glob("[0-9][0-9].json"))}
@@ -73,10 +73,11 @@ def read(file: Path, hunts: list[str]) -> dict[str, dict[str, str]]:
             raise ValueError(f"{file}: [{hunt}] is no hunt: they are {', '.join(hunts)}")
         for key, value in answer.items():
             if key not in KEYS:
-                raise ValueError(f"{file}, [{hunt}]: there is no {key!r}: a hunt has cause and experiment")
+                raise ValueError(f"{file}, [{hunt}]: there is no {key!r}: a hunt has cause, experiment and why")
             if not isinstance(value, str):
-                raise ValueError(f"{file}, [{hunt}]: {key} must be one name in quotes, not {value!r}")
-            if value and value not in KEYS[key]:
+                raise ValueError(f"{file}, [{hunt}]: {key} must be {'text' if key == 'why' else 'one name'} in quotes, "
+                                 f"not {value!r}")
+            if value and KEYS[key] is not None and value not in KEYS[key]:
                 near = difflib.get_close_matches(value, KEYS[key], n=1)
                 meant = f": did you mean {near[0]}?" if near else "; the names are in lessons/bug-hunts/README.md"
                 raise ValueError(f"{file}, [{hunt}]: there is no {key} {value!r}{meant}")
@@ -84,7 +85,8 @@ def read(file: Path, hunts: list[str]) -> dict[str, dict[str, str]]:
 
 
 def judged(facts: Facts, answer: dict[str, str]) -> Verdict:
-    """An experiment counts only with the right cause: without it, nobody knows what it is to decide."""
+    """An experiment counts only with the right cause: without it, nobody knows what it is to decide. "why" is only
+    looked for."""
     cause, experiment = answer.get("cause", ""), answer.get("experiment", "")
     if not cause:
         return Verdict(0, ["no cause yet" if not experiment else "name the cause first: an experiment tests a guess"])
@@ -93,7 +95,9 @@ def judged(facts: Facts, answer: dict[str, str]) -> Verdict:
     if not experiment:
         return Verdict(FOR_CAUSE, [f"{cause}: the record shows it. Which experiment decides?"])
     if not decides(experiment, cause):
-        return Verdict(FOR_CAUSE, [f"{cause}: the record shows it", f"{experiment}: {against(experiment, cause)}"])
+        return Verdict(FOR_CAUSE, [f"{cause}: the record shows it", against(experiment, cause)])
+    missing = [] if answer.get("why", "").strip() else [
+        "why is empty: write which figure, or which setting, excludes the likely rival. Your teacher reads it"]
     return Verdict(FOR_CAUSE + FOR_EXPERIMENT, [
         f"{cause}: the record shows it",
-        f"{experiment} decides. It would show: {EXPERIMENTS[experiment].shows[cause]}"])
+        f"{experiment} decides. It would show: {EXPERIMENTS[experiment].shows[cause]}", *missing])

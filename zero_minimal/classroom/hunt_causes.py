@@ -6,28 +6,10 @@ the figure that the record has.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from zero_minimal.classroom.hunt_facts import BROKEN, HEALTHY, Facts, near
-
-
-class Cause(NamedTuple):
-    """words: what is wrong, for the list. sign: whether the record shows it. against: what would be seen, and what is
-    seen in its place."""
-
-    words: str
-    sign: Callable[[Facts], bool]
-    against: Callable[[Facts], str]
-
-
-def number(value: float) -> str:
-    """Four digits, or all of a count."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
-def each(values: list[float]) -> str:
-    return ", ".join(number(value) for value in values)
-
+from zero_minimal.classroom.hunt_traffic import TRAFFIC
+from zero_minimal.classroom.hunt_words import Cause, both, each, late, number, two
 
 # -------------------------------------------------------------------------------------------- losses, norms, parameters
 
@@ -100,15 +82,19 @@ def _last_gather_against(facts: Facts) -> str:
 
 def _learning_rate_against(facts: Facts) -> str:
     broken, healthy = facts.moved(BROKEN), facts.moved(HEALTHY)
-    return ("the first step would move the parameters further, by as much as the rate is too high. They move by "
+    return (f"the first step would move the parameters several times as far; here {broken / healthy:.2f} times: by "
             f"{number(broken)}, and in the healthy run by {number(healthy)}")
 
 
 def _skipped_against(facts: Facts) -> str:
-    words = ("that rank's parameters would leave the others' at the step it skips, with all the traffic that there "
-             "should be")
+    words = ("that rank's parameters would leave the others' at the first step it skips, with all the traffic that "
+             "there should be")
     if len(facts.apart) and facts.apart[0] == 0 and any(facts.apart):
         return f"{words}. But the traffic of a step is not that of the healthy run: {_collectives(facts)}"
+    if facts.stage == 3:
+        broken, healthy = (facts.run(side)[0]["losses"][-1] for side in (BROKEN, HEALTHY))
+        return ("that rank's shards would stay as they were, and the losses leave the healthy run's. In the last step "
+                f"rank 0's is {number(broken)}, in the healthy run {number(healthy)}")
     return _apart(facts, words)
 
 
@@ -148,7 +134,7 @@ LOSSES = {
         lambda facts: facts.reductions(BROKEN)[1] == 0 and facts.payload(BROKEN, "all_reduce") < facts.whole / 2,
         _never_reduced_against),
     "skipped-on-one-rank": Cause(
-        "one rank skips an update that the others make",
+        "one rank skips one or more updates that the others make",
         lambda facts: bool(facts.apart) and facts.apart[0] == 0 < max(facts.apart) and not _collectives(facts),
         _skipped_against),
     "last-gather-missing": Cause(
@@ -160,50 +146,46 @@ LOSSES = {
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def _two(facts: Facts, category: str, highest: bool = False) -> tuple[int, int]:
-    """Bytes of the broken and of the healthy run."""
-    look = facts.highest if highest else facts.at_the_end
-    return look(BROKEN, category), look(HEALTHY, category)
-
-
-def _both(facts: Facts, category: str, highest: bool = False) -> str:
-    broken, healthy = _two(facts, category, highest)
-    return f"{number(broken)} bytes, in the healthy run {number(healthy)}"
-
-
 def _no_masters_against(facts: Facts) -> str:
     if facts.dtype == "fp32":
         return "this run is in fp32, and keeps no masters in the healthy run neither"
-    return f"the optimizer's bytes would be fewer; they are {_both(facts, 'optimizer')}"
+    return f"the optimizer's bytes would be fewer; they are {both(facts, 'optimizer')}"
 
 
 def _whole_state_against(facts: Facts) -> str:
     if facts.stage == 0:
         return "at stage 0 every rank keeps all of the state, in the healthy run too"
-    return f"the optimizer's bytes would be {facts.ranks} times the healthy run's; they are {_both(facts, 'optimizer')}"
+    return f"the optimizer's bytes would be {facts.ranks} times the healthy run's; they are {both(facts, 'optimizer')}"
 
 
 def _view_against(facts: Facts) -> str:
     if facts.stage < 2:
         return f"at stage {facts.stage} whole gradients stay by plan, in the healthy run too"
-    return f"whole gradients would be alive at the end of a step. What is alive then are {_both(facts, 'gradients')}"
-
-
-def _late(facts: Facts) -> bool:
-    broken, healthy = _two(facts, "gradients", highest=True)
-    return (facts.stage >= 2 and broken > 1.3 * healthy and near(*_two(facts, "gradients"))
-            and facts.reductions(BROKEN) == facts.reductions(HEALTHY))
+    return f"whole gradients would be alive at the end of a step. What is alive then are {both(facts, 'gradients')}"
 
 
 def _late_against(facts: Facts) -> str:
     if facts.stage < 2:
-        return f"at stage {facts.stage} whole gradients stay until the update, in the healthy run too"
+        return _late_against_by_order(facts)
     calls, expected = facts.reductions(BROKEN)[0], facts.reductions(HEALTHY)[0]
     if calls != expected:
         return f"the buckets would go late, but all {expected} of them: the record has {calls} {facts.reduction} a step"
-    if not near(*_two(facts, "gradients")):
-        return f"shards alone would be left at the end of a step; there are {_both(facts, 'gradients')}"
-    return f"gradients would be whole for a moment; at most they are {_both(facts, 'gradients', highest=True)}"
+    if not near(*two(facts, "gradients")):
+        return f"shards alone would be left at the end of a step; there are {both(facts, 'gradients')}"
+    return f"gradients would be whole for a moment; at most they are {both(facts, 'gradients', highest=True)}"
+
+
+def _late_against_by_order(facts: Facts) -> str:
+    """Below stage 2 whole gradients stay until the update, so memory tells nothing. The order of events does."""
+    words = "the first reduction would start after the last gradient"
+    came, count = facts.overlap(BROKEN)
+    if not facts.reductions(BROKEN)[0]:
+        return f"{words}. The record has no {facts.reduction} at all"
+    if came:
+        return f"{words}. In the record {came} of {count} gradients come while a collective is under way"
+    first, last, between = (1000 * seconds for seconds in facts.reductions_begin(BROKEN))
+    return (f"{words}, and all others on its heels. In the record rank 0 starts the first at {first:.0f} ms and the "
+            f"last at {last:.0f} ms, and computes for {between:.0f} ms in between")
 
 
 def _graph_against(facts: Facts) -> str:
@@ -231,7 +213,7 @@ MEMORY = {
     "view-of-the-whole": Cause(
         "the gradient shard is a view, which keeps the whole bucket alive",
         lambda facts: facts.stage >= 2 and near(facts.at_the_end(BROKEN, "gradients"), facts.whole), _view_against),
-    "reduced-late": Cause("whole gradients wait until backward has ended, and are reduced then", _late, _late_against),
+    "reduced-late": Cause("whole gradients wait until backward has ended, and are reduced then", late, _late_against),
     "graph-kept": Cause(
         "something keeps a graph of every step alive: a loss that was not detached, say",
         lambda facts: facts.at_the_end(BROKEN, "activations") > 2 * facts.at_the_end(BROKEN, "activations", 1),
@@ -245,87 +227,8 @@ MEMORY = {
         "units are gathered, and never freed after their turn",
         lambda facts: facts.stage == 3 and facts.at_the_end(BROKEN, "parameters") >= 0.9 * facts.whole,
         lambda facts: _units(facts, "parameters would be whole at the end of a step, too",
-                             f"what is alive then are {_both(facts, 'parameters')}")),
+                             f"what is alive then are {both(facts, 'parameters')}")),
 }
 
-# ----------------------------------------------------------------------------------------------------- traffic and time
-
-
-def _calls(facts: Facts) -> str:
-    calls, count = facts.reductions(BROKEN)
-    expected, bytes = facts.reductions(HEALTHY)
-    return (f"the record has {calls} {facts.reduction} of {number(count)} bytes in all, "
-            f"the healthy run {expected} of {number(bytes)}")
-
-
-def _each_micro_against(facts: Facts) -> str:
-    if facts.micros == 1:
-        return "a step has one micro-batch here (accumulate is 1): there is no other that could be reduced too"
-    return f"a step would have {facts.micros} times as many reductions, and bytes; {_calls(facts)}"
-
-
-def _one_bucket_against(facts: Facts) -> str:
-    if facts.stage == 3:
-        return "at stage 3 a unit is a bucket, whatever bucket size is set: the cut follows the units"
-    return f"a step would have a single {facts.reduction}; {_calls(facts)}"
-
-
-def _at_once(facts: Facts) -> bool:
-    return (facts.overlap(BROKEN)[0] == 0 < facts.overlap(HEALTHY)[0]
-            and facts.reductions(BROKEN) == facts.reductions(HEALTHY) and not _late(facts))
-
-
-def _at_once_against(facts: Facts) -> str:
-    came, count = facts.overlap(BROKEN)
-    if came:
-        return (f"no gradient would come while a collective is under way. In the record {came} of {count} do, and "
-                f"{facts.overlap(HEALTHY)[0]} in the healthy run")
-    return f"there would be as many collectives as in the healthy run, each waited for where it starts; {_calls(facts)}"
-
-
-def _straggler_against(facts: Facts) -> str:
-    late, behind = facts.lag(BROKEN)
-    return (f"one rank would come to its first collective when others could have done a whole step. The last to come, "
-            f"rank {late}, is behind by {1000 * behind:.1f} ms; a step of the healthy run takes "
-            f"{1000 * facts.seconds(HEALTHY):.0f} ms")
-
-
-def _slow_against(facts: Facts) -> str:
-    if facts.reductions(BROKEN) != facts.reductions(HEALTHY):
-        return f"there would be as many messages, of as many bytes, as in the healthy run; {_calls(facts)}"
-    return ("every message would be waited for, on every rank. The one that is waited for least takes "
-            f"{1000 * facts.wait(BROKEN):.2f} ms; in the healthy run {1000 * facts.wait(HEALTHY):.2f} ms")
-
-
-TRAFFIC = {
-    "reduced-each-micro-batch": Cause(
-        "gradients are reduced after each micro-batch, not after the last one alone",
-        lambda facts: facts.micros > 1 and facts.reductions(BROKEN) == tuple(
-            facts.micros * count for count in facts.reductions(HEALTHY)), _each_micro_against),
-    "all-reduced-and-sliced": Cause(
-        "gradients are all-reduced, and a slice is kept: no reduce-scatter",
-        lambda facts: facts.stage > 0 and facts.calls(BROKEN, "reduce_scatter") == 0
-        and facts.payload(BROKEN, "all_reduce") >= facts.whole,
-        lambda facts: (f"a step would all-reduce all gradients, {number(facts.whole)} bytes, and have no "
-                       f"reduce_scatter; {_calls(facts)}") if facts.stage else
-        "at stage 0 the gradients are all-reduced by plan: no rank has a shard"),
-    "tiny-buckets": Cause(
-        "buckets are far too small: the size was given in another unit",
-        lambda facts: facts.stage < 3 and facts.reductions(BROKEN)[0] > 1.5 * facts.reductions(HEALTHY)[0]
-        and near(facts.reductions(BROKEN)[1], facts.reductions(HEALTHY)[1]),
-        lambda facts: f"there would be many more reductions of as many bytes in all; {_calls(facts)}"),
-    "one-bucket": Cause(
-        "all gradients are in one bucket, which leaves when the last has come",
-        lambda facts: facts.stage < 3 and facts.reductions(BROKEN)[0] == 1 < facts.reductions(HEALTHY)[0],
-        _one_bucket_against),
-    "waited-for-at-once": Cause("each collective is waited for as soon as it has started", _at_once, _at_once_against),
-    "straggler": Cause(
-        "one rank is late in each step, and the others wait for it",
-        lambda facts: facts.lag(BROKEN)[1] > facts.seconds(HEALTHY), _straggler_against),
-    "slow-network": Cause(
-        "every message takes several times as long: the network is slow",
-        lambda facts: facts.wait(BROKEN) > 4 * facts.wait(HEALTHY) + 0.005
-        and facts.reductions(BROKEN) == facts.reductions(HEALTHY), _slow_against),
-}
-
+# all that a learner may name, in the order of the page's list
 CAUSES: dict[str, Cause] = {**LOSSES, **MEMORY, **TRAFFIC}

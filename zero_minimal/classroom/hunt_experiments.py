@@ -8,79 +8,104 @@ from typing import NamedTuple
 
 
 class Experiment(NamedTuple):
-    """What one does, and {cause: what would be seen}. With any other cause one sees what a healthy run shows."""
+    """What one does; what a healthy run shows, and a broken one with any cause that is not named; {cause: what would be
+    seen}; {cause: why one sees what a healthy run shows, where that is no matter of course}."""
 
     words: str
+    healthy: str
     shows: dict[str, str]
+    though: dict[str, str] = {}
 
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "first-tokens": Experiment(
+    "print-the-input": Experiment(
         "print the first tokens of the first batch on each rank",
+        "other tokens on each rank",
         {"same-data": "the same tokens on every rank"}),
     "gradient-of-one-process": Experiment(
-        "hold the gradient of the first step beside that of one process which gets the batches of all ranks",
+        "hold the gradient of the first step, before clipping, beside that of one process which gets the very batches "
+        "that the ranks read",
+        "the same gradient, up to rounding",
         {"summed": "N times as large", "averaged-twice": "N times too small",
          "micro-batches-not-divided": "larger by the number of micro-batches",
-         "never-reduced": "another gradient", "loaded-on-one-rank": "another gradient"}),
+         "never-reduced": "another gradient", "loaded-on-one-rank": "another gradient"},
+        {"same-data": "the one process reads the same batches, too"}),
     "sums-at-the-start": Experiment(
         "print a sum of all parameters on each rank, before the first step",
+        "the same sum on every rank",
         {"loaded-on-one-rank": "another sum on each rank"}),
     "sums-by-bucket": Experiment(
         "print a sum of each bucket's parameters on each rank, after the first step",
+        "the same sums on every rank",
         {"last-gather-missing": "the last bucket's sums differ", "never-reduced": "all sums differ",
-         "loaded-on-one-rank": "all sums differ"}),
-    "count-updates": Experiment(
+         "loaded-on-one-rank": "all sums differ"},
+        {"skipped-on-one-rank": "the sums are those after the first step, and the first skip comes later"}),
+    "read-the-counters": Experiment(
         "print on each rank how many updates its optimizer has made",
+        "the same number on every rank",
         {"skipped-on-one-rank": "one rank has made fewer"}),
-    "storages": Experiment(
-        "list the gradient shards after backward: bytes of each, and bytes of the storage that it lies in",
-        {"view-of-the-whole": "storages that are larger than the shards"}),
-    "living-graphs": Experiment(
+    "sizes-after-backward": Experiment(
+        "list the gradients that stay after backward: bytes of each, and bytes of the storage that it lies in",
+        "no storage larger than what lies in it",
+        {"view-of-the-whole": "storages that are larger than the shards in them"}),
+    "count-living-tensors": Experiment(
         "count after each step the living tensors that still have a grad_fn",
+        "as many after each step",
         {"graph-kept": "more of them after each step"}),
-    "list-units": Experiment(
-        "list the units that are gathered, with their parameters",
+    "print-the-wrapping": Experiment(
+        "print a line for each piece of the model that stage 3 gathers at once, with its number of parameters",
+        "a line for each block, and one for the rest; below stage 3 no line",
         {"one-unit": "one line"}),
-    "first-micro-batch": Experiment(
-        "count the collectives in the backward pass of a step's first micro-batch, which is not its last",
+    "calls-in-one-backward": Experiment(
+        "count the collectives in a backward pass which is not the last one of its step",
+        "no reduction of a bucket",
         {"reduced-each-micro-batch": "a reduction of every bucket"}),
     "order-of-events": Experiment(
         "in a step's last backward pass, print a line at each gradient, each start of a collective and each wait",
+        "starts between the gradients, and each wait some gradients later",
         {"waited-for-at-once": "each wait follows its start at once",
-         "one-bucket": "one start, after the last gradient", "one-unit": "one start, after the last gradient",
-         "reduced-late": "all starts after the last gradient",
+         "one-bucket": "no reduction starts before the last gradient",
+         "one-unit": "no reduction starts before the last gradient",
+         "reduced-late": "no reduction starts before the last gradient",
          "never-reduced": "no start", "tiny-buckets": "a start at nearly every gradient"}),
-    "time-the-batches": Experiment(
+    "time-without-training": Experiment(
         "time on each rank how long the next batch takes, without training",
+        "about the same time on every rank",
         {"straggler": "one rank takes many times as long"}),
-    "time-a-message": Experiment(
+    "time-one-call": Experiment(
         "time an all-reduce of one bucket by itself, when all ranks are there",
+        "what a message of its size takes",
         {"slow-network": "many times as long"}),
-    "norm-of-the-whole": Experiment(
-        "gather the gradient shards, and hold the norm of the whole beside the norm that each rank reports",
+    "norm-by-hand": Experiment(
+        "gather the gradients before clipping, and hold the norm of the whole beside what each rank reports",
+        "each rank reports the norm of the whole",
         {"norm-of-a-shard": "each rank reports less than the norm of the whole"}),
-    "optimizers-tensors": Experiment(
+    "what-is-updated": Experiment(
         "list dtype and size of the tensors that the optimizer updates",
+        "fp32 tensors, of as many elements as are the rank's to update",
         {"no-masters": "16-bit tensors", "whole-optimizer-state": "N times as many elements"}),
-    "half-the-rate": Experiment(
-        "train again with the learning rate divided by ten",
-        {"learning-rate": "the losses of the healthy run"}),
+    "tenth-of-the-rate": Experiment(
+        "train both runs again with the learning rate divided by ten, and hold the losses beside each other and beside "
+        "those at the full rate",
+        "losses that fall more slowly than those at the full rate",
+        {"learning-rate": "the losses of the healthy run at the full rate",
+         "no-masters": "losses that stay above those of the healthy run at that rate: smaller updates are rounded away "
+                       "even more"}),
 }
 
-RIVALS: dict[str, tuple[str, ...]] = {  # what a hasty reader takes a cause for
-    "graph-kept": ("view-of-the-whole", "whole-optimizer-state"),
+RIVALS: dict[str, tuple[str, ...]] = {  # what a hasty reader takes a cause for, and no setting of its hunt excludes
+    "graph-kept": ("reduced-late", "one-bucket"),
     "loaded-on-one-rank": ("never-reduced", "skipped-on-one-rank", "same-data"),
-    "reduced-each-micro-batch": ("tiny-buckets", "all-reduced-and-sliced", "one-bucket"),
+    "reduced-each-micro-batch": ("tiny-buckets", "one-bucket"),
     "same-data": ("never-reduced", "loaded-on-one-rank", "learning-rate"),
     "summed": ("averaged-twice", "micro-batches-not-divided", "learning-rate"),
-    "one-unit": ("never-released", "reduced-late", "one-bucket"),
+    "one-unit": ("never-released", "reduced-late"),
     "view-of-the-whole": ("reduced-late", "graph-kept"),
     "waited-for-at-once": ("one-bucket", "slow-network", "straggler"),
     "straggler": ("slow-network", "waited-for-at-once"),
     "norm-of-a-shard": ("same-data", "skipped-on-one-rank", "never-reduced"),
     "no-masters": ("learning-rate", "averaged-twice"),
-    "skipped-on-one-rank": ("last-gather-missing", "never-reduced", "loaded-on-one-rank"),
+    "skipped-on-one-rank": ("never-reduced", "loaded-on-one-rank"),
 }
 
 
@@ -92,9 +117,10 @@ def decides(experiment: str, cause: str) -> bool:
 
 def against(experiment: str, cause: str) -> str:
     """What is wrong with one that does not decide, for a learner who knows the cause."""
-    shows = EXPERIMENTS[experiment].shows
-    same = [rival for rival in RIVALS.get(cause, ()) if shows.get(rival) == shows.get(cause)]
-    if cause in shows:
-        return f"that experiment would give the same result for your cause and for {same[0]}: {shows[cause]}"
-    words = "that experiment would show what a healthy run shows, if your cause is the true one"
-    return f"{words}; so it would if it were {same[0]}, and you could not tell them apart" if same else words
+    known = EXPERIMENTS[experiment]
+    words = f"with your cause, {experiment} would show: {known.shows.get(cause, known.healthy)}"
+    if cause in known.shows:
+        same = next(rival for rival in RIVALS[cause] if known.shows.get(rival) == known.shows[cause])
+        return f"{words}. So it would with {same}: it does not tell the two apart"
+    why = f" ({known.though[cause]})" if cause in known.though else ""
+    return f"{words}, as in a healthy run{why}. So it tells nothing of your cause"

@@ -129,3 +129,22 @@ class Facts:
     def wait(self, side: str) -> float:
         """Seconds for which that collective is waited for, on any rank, that is waited for least."""
         return min((one[3] - one[2] for rank in self.run(side) for one in rank["time"]["collectives"]), default=0.0)
+
+    def under_way(self, side: str) -> list[float]:
+        """Seconds from start to end of each collective of a step, on the rank where it takes least; the quickest
+        collective first."""
+        ranks = [in_order(rank) for rank in self.run(side)]
+        return sorted(min(one[3] - one[1] for one in same) for same in zip(*ranks, strict=True))
+
+    def reductions_begin(self, side: str) -> tuple[float, float, float]:
+        """Seconds, on rank 0: when its first reduction of gradients starts; when the last one does; for how long it
+        computes in between, so waits for none."""
+        ours = [one for one in in_order(self.run(side)[0]) if one[0] == self.reduction]
+        first, last = ours[0][1], ours[-1][1]
+        waits = sum(min(one[3], last) - one[2] for one in ours if one[2] < last)
+        return first, last, last - first - waits
+
+
+def in_order(rank: dict) -> list[list]:
+    """The collectives of a rank's step as they started: [name, start, wait, end, bytes]. All ranks have this order."""
+    return sorted(rank["time"]["collectives"], key=lambda one: one[1])

@@ -25,6 +25,7 @@ MEMORY_STEPS = 6
 ORDER_STEP = MEMORY_STEPS  # gradients and collectives, in the order in which they come
 TRAFFIC_STEP = ORDER_STEP + 1
 TIME_STEPS = range(TRAFFIC_STEP + 1, TRAFFIC_STEP + 6)
+EXCHANGE = 0.02  # seconds, in which ranks agree on a moment
 STEPS = TIME_STEPS[-1] + 1  # the least that a run must have
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
@@ -43,6 +44,19 @@ def watched(stage_class: type) -> type:
             return norm
 
     return Watched
+
+
+def one_zero(device) -> float:
+    """The moment from which all ranks count, in seconds of time.perf_counter(): one that has just come when this
+    returns. The ranks leave an exchange one after another, so they agree on a moment after it, and sleep till then.
+
+    Processes of one machine read the same clock. Times of ranks on two machines cannot be held against each other.
+    """
+    dist.barrier()
+    zero = torch.tensor(time.perf_counter() + EXCHANGE, dtype=torch.float64, device=device)
+    dist.all_reduce(zero, op=dist.ReduceOp.MAX)
+    time.sleep(max(0.0, zero.item() - time.perf_counter()))
+    return zero.item()
 
 
 class RunRecord:
@@ -97,7 +111,6 @@ class RunRecord:
             self.memory.append({
                 "at the end": {name: at_the_end[name] for name in CATEGORIES},
                 "highest": {name: highest[name] for name in CATEGORIES},
-                "peak": self.ledger.peak.total,
             })
 
     @contextmanager
@@ -108,15 +121,15 @@ class RunRecord:
 
     @contextmanager
     def _watch_time(self):
-        dist.barrier()
+        began = one_zero(self.rank.device)
         with Spans() as spans:
-            began = time.perf_counter()
+            spans.began = began
             marks: list[tuple[str, float]] = []
 
             def mark(name):
                 return lambda *_: marks.append((name, time.perf_counter() - began))
 
-            hooks = [self.zero.model.register_forward_pre_hook(mark("forward")),
+            hooks = [self.zero.model.register_forward_pre_hook(mark("forward"), prepend=True),
                      self.zero.model.register_forward_hook(mark("backward"))]
             yield
             marks += [("update", self.zero.clipped_at - began), ("", time.perf_counter() - began)]

@@ -43,7 +43,7 @@ class Spans:
         self.computing: list[Span] = []
         self.collectives: list[Collective] = []
         self._times: dict = {}  # of those under way: {call: [start, wait]}
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()  # all seconds count from here. May be set: to a moment that ranks share
         self._listening = collectives.heard_by(self._hear)
         self._listening.__enter__()
         return self
@@ -73,7 +73,7 @@ class Spans:
         return (under_way - waiting) / under_way if under_way else 0.0
 
     def _now(self) -> float:
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self.began
 
 
 def _length(intervals: list[tuple[float, float]]) -> float:

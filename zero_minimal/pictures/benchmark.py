@@ -97,7 +97,7 @@ def draw_models(rows: list[dict]) -> Figure:
             axis.grid(axis="x", **GRID)
     legend_outside(result, entries_of(axes[0]), columns=4)
     first = rows[0]
-    bits = first["link_bits_per_second"]
+    bits = first.get("link_bits_per_second")
     link = f", link of {bits / 1e6:g} Mbit/s" if bits else ""
     result.suptitle(f"GPT, {first['dtype']}, N = {first['ranks']} ranks on {first['device']}, "
                     f"{first['batch_sequences_per_rank']} × {first['sequence_tokens']} tokens a rank{link}",

@@ -9,8 +9,6 @@ from zero_minimal.pictures.style import (
     LOOKS,
     MARKERS,
     PAGE,
-    PLAIN,
-    SENT,
     STAGE_COLOURS,
     bars,
     entries_of,
@@ -23,7 +21,10 @@ from zero_minimal.pictures.style import (
 from zero_minimal.pictures.time_line import COMPUTING, UNDER_WAY, WAITING, span_bar
 
 MB = 1e6
-HEALTHY = {"color": "#BBBBBB", "linewidth": 4.5, "solid_capstyle": "round"}
+PALE, DARK = "#C9B8E8", "#5E3C99"  # the healthy run and the broken one, where no category has its own colour
+HEALTHY = {"color": PALE, "linewidth": 4.5, "solid_capstyle": "round"}
+POINTS = 40  # of a line, at most: a longer run is drawn by means of some steps
+BEFORE = ("white", "////")
 SHOWN = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
@@ -57,24 +58,34 @@ def draw_hunt(hunt: dict) -> Figure:
 
 
 def draw_lines(axis: Axes, healthy: list, broken: list, key: str, title: str) -> None:
-    """A line for each rank of the broken run, over broad grey ones of the healthy run."""
+    """A line for each rank of the broken run, over broad pale ones of the healthy run."""
+    every = -(-len(healthy[0][key]) // POINTS)
     for each in healthy:
-        axis.plot(range(1, len(each[key]) + 1), each[key], label="healthy run, each rank", **HEALTHY)
+        axis.plot(*means(each[key], every), label="healthy run, each rank", **HEALTHY)
     for rank, each in enumerate(broken):
-        axis.plot(range(1, len(each[key]) + 1), each[key], color=STAGE_COLOURS[(rank + 1) % 4], linewidth=1.2,
-                  marker=MARKERS[rank], markersize=3.5, markevery=max(1, len(each[key]) // 16),
+        axis.plot(*means(each[key], every), color=STAGE_COLOURS[(rank + 1) % 4], linewidth=1.2,
+                  marker=MARKERS[rank], markersize=3.5, markevery=max(1, len(each[key]) // every // 16),
                   linestyle=("-", "--", ":", "-.")[rank % 4], label=f"broken run, rank {rank}")
     axis.set_title(title, fontsize=9, loc="left")
+    axis.set_xlabel("step" if every == 1 else f"step; each point is the mean of {every} steps", fontsize=8)
     axis.set_ylim(bottom=0 if key == "norms" else None)
+
+
+def means(values: list[float], every: int) -> tuple[list[float], list[float]]:
+    """Steps, from 1, and the means of so many values at a time; a rest is left out."""
+    starts = range(0, len(values) - every + 1, every)
+    return [start + (every + 1) / 2 for start in starts], [sum(values[start:start + every]) / every for start in starts]
 
 
 def draw_apart(axis: Axes, healthy: list, broken: list) -> None:
     """How far the ranks' parameters are from rank 0's."""
     axis.set_title("parameters: how far from rank 0's", fontsize=9, loc="left")
+    axis.set_xlabel("step", fontsize=8)
     if not broken[0]["apart"]:
         axis.text(0.5, 0.5, "stage 3: each parameter\nhas one owner", ha="center", va="center", fontsize=9,
                   transform=axis.transAxes)
         axis.set_xticks([])
+        axis.set_xlabel("")
         axis.set_yticks([])
         return
     axis.plot(range(len(healthy[0]["apart"])), [max(values) for values in
@@ -87,14 +98,16 @@ def draw_apart(axis: Axes, healthy: list, broken: list) -> None:
 
 
 def draw_memory(axis: Axes, healthy: dict, broken: dict, key: str, title: str) -> None:
-    """Memory by category in the second step and in the last that was watched."""
+    """Memory by category in the second step and in the last that was watched. Heights that need not come at once have
+    no sum above them."""
     last = len(broken["memory"])
     columns = [(run["memory"][step - 1][key], f"{name}\nstep {step}")
                for name, run in (("healthy", healthy), ("broken", broken)) for step in (2, last)]
     positions = [0, 1, 2.4, 3.4]
     layers = [(name, LOOKS[name], [column[name] / MB for column, _ in columns]) for name in SHOWN]
     tops = stacked_bars(axis, positions, layers)
-    words_above(axis, positions, tops, [f"{top:.2f}" if top < 10 else f"{top:.1f}" for top in tops], fontsize=8)
+    if key == "at the end":
+        words_above(axis, positions, tops, [f"{top:.2f}" if top < 10 else f"{top:.1f}" for top in tops], fontsize=8)
     name_bars(axis, positions, [name for _, name in columns])
     axis.tick_params(axis="x", labelsize=8)
     axis.set_title(title, fontsize=9, loc="left")
@@ -105,8 +118,8 @@ def draw_traffic(axis: Axes, healthy: dict, broken: dict) -> None:
     """The payload of each collective in a step; their number above it."""
     names = sorted({name for run in (healthy, broken) for name in run["traffic"]["collectives"]})
     nothing = {"calls": 0, "bytes": 0}
-    for shift, (run, look, label) in enumerate(((healthy, PLAIN, "healthy run, a step"),
-                                                (broken, SENT, "broken run, a step"))):
+    for shift, (run, look, label) in enumerate(((healthy, (PALE, ""), "healthy run, a step"),
+                                                (broken, (DARK, ""), "broken run, a step"))):
         counts = [run["traffic"]["collectives"].get(name, nothing) for name in names]
         positions = [number - 0.2 + 0.4 * shift for number in range(len(names))]
         heights = [each["bytes"] / MB for each in counts]
@@ -121,13 +134,15 @@ def draw_step(axis: Axes, run: list, longest: float) -> None:
     """Two lanes a rank: what it does and where it waits; and the collectives under way."""
     for rank, each in enumerate(run):
         own, messages = 2 * rank, 2 * rank + 0.85
+        first = min(one[1] for one in (*each["time"]["computing"], *each["time"]["collectives"]))
+        span_bar(axis, own, 0, first, BEFORE, "before forward: not recorded", edge="#999999")
         for name, start, end in each["time"]["computing"]:
             span_bar(axis, own, start, end, COMPUTING[name], name)
         under_way = sorted((Collective(*one) for one in each["time"]["collectives"]), key=lambda one: one.start)
         for index, one in enumerate(under_way):
             span_bar(axis, messages - 0.16 + 0.32 * (index % 2), one.start, one.end, UNDER_WAY[one.name],
                      f"{one.name} under way", 0.3)
-            span_bar(axis, own, one.wait, one.end, WAITING, "waits for a message, sums", edge="black")
+            span_bar(axis, own, one.wait, one.end, WAITING, "waits for a message, or sums it", edge="black")
     axis.set_yticks([2 * rank for rank in range(len(run))], [f"rank {rank}" for rank in range(len(run))])
     axis.set_ylim(2 * len(run) - 0.6, -0.6)
     axis.set_xlim(0, 1.02 * longest)

@@ -179,14 +179,14 @@ def others_share(timed: list[list[dict]]) -> float | None:
 def describe(rows: list[dict]) -> str:
     """The rows of one point: a table of all contenders, and one of our stages against their opponents."""
     first = rows[0]
-    link = f", half of them behind a link of {link_words(first)}" if first["link_bits_per_second"] else ""
+    link = f", half of them behind a link of {link_words(first)}" if first.get("link_bits_per_second") else ""
     head = (
         f"\nGPT of {first['parameters']:,} parameters, layers × width {first['layers']} × {first['hidden']}, "
         f"{first['dtype']}, N = {first['ranks']} on {first['device']}, {first['backend']}{link}; a step of a rank is "
         f"{first['batch_sequences_per_rank']} × {first['sequence_tokens']} tokens; "
         f"rounds × steps: {first['rounds']} × {first['timed_steps']}"
     )
-    alone = ["the wire alone"] if first["link_bits_per_second"] else []  # × DDP: what no stage can hide
+    alone = ["the wire alone"] if first.get("link_bits_per_second") else []  # × DDP: what no stage can hide
     times = [["", "ms a step", "× DDP", "min", "quartiles", "max", *alone]]
     reference = next(row["step_seconds"] for row in rows if row["name"] == REFERENCE)
     sizes = [["MB", "on the wire", "sent", "formula", "peak by the ledger", "peak, resident"]]
