@@ -16,7 +16,7 @@ from zero_minimal.tensor_parallel import ColumnParallelLinear, g
 # Your name draws the eight cards that you are graded on, and the sizes that they run with. Write no other card.
 NAME = ""
 
-# Three answers in words, for your teacher: at least four sentences each. The grader sees only that they are there.
+# Three answers in words, for your teacher: at least 40 words each. The grader counts the words, and reads none.
 
 # Which of your eight claims did you believe, or would others? Which of its words make it believable, and on which rung
 # of the page's ladder does it fall? If it is true: on which rung did you expect it to fall?
@@ -106,7 +106,8 @@ def card_07(lab) -> tuple[str, float]:
     """Claim: in mixed precision Ψ + Ψ + 12Ψ = 16Ψ: a device without ZeRO holds 16 numbers for each parameter.
 
     Refuted by: another count of numbers, where each has as many bytes as its dtype says.
-    Run: simulate stage 0 in fp16, with lab.parameters; the optimizer's numbers are fp32.
+    Run: simulate stage 0 in fp16, with parameters=lab.parameters, layers=12 (more blocks take long, and change nothing
+    here), sequence=8 and steps=1. The optimizer's numbers are fp32.
     Number, in billions: of numbers in the model states of the device.
     """
     # step 7: stage 0 was simulated with lab.parameters, in fp16.
@@ -116,7 +117,7 @@ def card_07(lab) -> tuple[str, float]:
 def card_08(lab) -> tuple[str, float]:
     """Claim: stage 1 makes model states 4 times smaller, stage 2 makes them 8 times smaller.
 
-    Refuted by: another factor, at the number of devices that somebody has.
+    Refuted by: other factors, at any number of devices.
     Run: simulate stages 0 and 2 in 16 bit, on lab.devices and on many more.
     Number: by which factor model states are smaller at stage 2, on lab.devices.
     """
@@ -127,7 +128,7 @@ def card_08(lab) -> tuple[str, float]:
 def card_09(lab) -> tuple[str, float]:
     """Claim: Adam keeps two numbers for each parameter, so that the optimizer's memory is 2Ψ numbers in fp32.
 
-    Refuted by: an optimizer that holds more than 8Ψ bytes.
+    Refuted by: an optimizer that holds more than 8Ψ bytes, whatever the dtype of the parameters is.
     Run: stage 0 with dtype="fp32" and with dtype="bf16".
     Number, in MB: what the optimizer holds in the run with bf16.
     """
@@ -138,7 +139,7 @@ def card_09(lab) -> tuple[str, float]:
 def card_10(lab) -> tuple[str, float]:
     """Claim: at stage 3, on N devices, each needs 1/N of the memory that one alone needs for the same model.
 
-    Refuted by: something that does not become N times smaller.
+    Refuted by: nothing on a device that becomes N times smaller.
     Run: stage 0 with ranks=1, and stage 3 on all ranks, each with its own peak.
     Number: by which factor the peak is lower at stage 3.
     """
@@ -183,7 +184,7 @@ def card_13(lab) -> tuple[str, float]:
 def card_14(lab) -> tuple[str, float]:
     """Claim: a reduce-scatter sends half of what an all-reduce of the same payload sends.
 
-    Refuted by: a reduce-scatter, of some library, that sends as much.
+    Refuted by: no reduce-scatter, of any library, that sends half.
     Run: under lab.watch(), with a payload of lab.ranks * lab.hidden * 1000 numbers in fp32: an all-reduce, a
     reduce-scatter of torch.distributed, and one of this course (foundations/collectives.py). `wire` is what the
     system counted; it says nothing where there is no Linux.
@@ -196,7 +197,7 @@ def card_14(lab) -> tuple[str, float]:
 def card_15(lab) -> tuple[str, float]:
     """Claim: ZeRO makes ranks send more than data parallelism does.
 
-    Refuted by: a stage that does not.
+    Refuted by: no stage that sends more.
     Run: stages 0, 1, 2 and 3.
     Number, in MB: what a rank sends in a step of stage 3 beyond one of stage 0, on a ring.
     """
@@ -255,7 +256,7 @@ def card_19(lab) -> tuple[str, float]:
 def card_20(lab) -> tuple[str, float]:
     """Claim: P_a makes the checkpoints of activations as many times smaller as there are devices.
 
-    Refuted by: a smaller factor.
+    Refuted by: a smaller factor, however many ranks share the model.
     Run: simulate, on lab.devices, C1 and C2, which is C1 with P_a: with lab.model_parallel, and with as many
     model-parallel ranks as can be, with hidden=192, lab.sequence, batch=1 and steps=1. Checkpoints are what differs in
     `kept`.
@@ -294,7 +295,7 @@ def card_22(lab) -> tuple[str, float]:
 def card_23(lab) -> tuple[str, float]:
     """Claim: partitioned over 16 ranks, the checkpoints of the paper's 100B model take 2 GB in place of 33 GB (§6.1).
 
-    Refuted by: the bytes of one checkpoint a block, in fp16.
+    Refuted by: checkpoints in fp16, one for each block, that are not 33 GB.
     Run: "figure 7" has the model's shape. Simulate C2 with one and with two of its blocks, on lab.row ranks that all
     share the model, steps=1: the difference in at_peak["activations"] is one block's checkpoint.
     Number, in GB: of all blocks' checkpoints, partitioned over lab.row ranks.
@@ -306,7 +307,7 @@ def card_23(lab) -> tuple[str, float]:
 def card_24(lab) -> tuple[str, float]:
     """Claim: without model parallelism, models of up to 13B parameters ran at more than 40 TFLOP/s a GPU on average.
 
-    Refuted by: the mean of the figure's points.
+    Refuted by: a mean of the figure's points that is 40 or less.
     Run: "figure 4" has TFLOP/s a GPU by billions of parameters, read off the chart.
     Number, in TFLOP/s: by how much the model of lab.without billions is above that mean (negative: below it).
     """
@@ -317,7 +318,7 @@ def card_24(lab) -> tuple[str, float]:
 def card_25(lab) -> tuple[str, float]:
     """Claim: speed grows faster than the number of GPUs.
 
-    Refuted by: a step from fewer GPUs to more in which it grows less.
+    Refuted by: no smaller number of GPUs from which it holds.
     Run: "figure 3" has TFLOP/s a GPU by GPUs. Look at the way to 400 from each of the smaller numbers.
     Number: how many times faster all 400 together are than lab.gpus of them, over how many times more GPUs that is.
     """
@@ -339,7 +340,7 @@ def card_26(lab) -> tuple[str, float]:
 def card_27(lab) -> tuple[str, float]:
     """Claim: the largest model that ran, 170B, is 8 times as large as what could be trained before.
 
-    Refuted by: the size of what could be trained before, by the same source.
+    Refuted by: no size of what could be trained before, in the source, that is an eighth of it.
     Run: "figure 2" has the models by billions of parameters; "baselines" has what the paper calls the largest before,
     in two places.
     Number: how many times as large the model of lab.largest billions is as the larger one of these.

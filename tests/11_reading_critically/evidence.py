@@ -49,7 +49,10 @@ class Case:
             for key, value in like.items())]
 
     def where(self) -> str:
-        return f"on {self.ranks} ranks"
+        """By whom the right number is found."""
+        if any(entry["kind"] in ("train", "watch") for entry in self.right[2]):
+            return f"is found on {self.ranks} ranks"
+        return "the reference finds on your setting"
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def of_the_number(case: Case) -> str:
     rule, number, wanted = RULES[case.card], case.number, case.right[1]
     if is_near(rule, number, wanted):
         return ""
-    told = f"card {case.card}: {number:.6g} {rule.unit} is not what is found {case.where()}. "
+    told = f"card {case.card}: {number:.6g} {rule.unit} is not what {case.where()}. "
     for value, fallacy in rule.known(case).items():
         if is_near(rule, number, value) and not is_near(rule, value, wanted):
             return told + fallacy

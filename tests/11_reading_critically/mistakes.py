@@ -110,7 +110,7 @@ WRONG = {
         card(4, SMALL, "plain, zero = lab.train(0, **alike), lab.train(2, **alike)",
              'return "false", (plain.states - zero.states) / 1e6')),
     "a limit taken for the value at this N": Wrong(
-        8, NUMBER, r"card 8: 8 times is not what is found .* A limit is taken for the value at this N",
+        8, NUMBER, r"card 8: 8 times is not what the reference finds on your setting\. A limit is taken for the",
         card(8, "for devices in (lab.devices, 1024):",
              "    run = [lab.simulate(stage, ranks=devices) for stage in (0, 2)]", 'return "true if", 8.0')),
     "one N alone": Wrong(
@@ -121,7 +121,7 @@ WRONG = {
         card(8, "whole, cut = lab.simulate(0), lab.simulate(2)", "far = lab.simulate(2, ranks=1024)",
              'return "true", whole.states / cut.states')),
     "N times": Wrong(
-        6, NUMBER, r"card 6: \d+ times is not what is found .* N is the claim's own number",
+        6, NUMBER, r"card 6: \d+ times is not what the reference finds on your setting\. N is the claim's own number",
         card(6, "whole, cut = lab.simulate(0), lab.simulate(1)", 'return "false", float(lab.devices)')),
     "bytes for numbers": Wrong(
         7, NUMBER, r"Units are mixed: 16Ψ are bytes",
@@ -153,7 +153,7 @@ WRONG = {
         16, RUN, r"card 16: with one batch alone nobody sees whether a payload depends on it",
         card(16, "run = lab.train(2)", 'return "false", run.collectives["reduce_scatter"]["bytes"] / 1e6')),
     "only forward": Wrong(
-        18, RUN, r"card 18: no all-reduce was seen: did X want a gradient",
+        18, RUN, r"card 18: no all-reduce was seen: did X want a gradient, and was backward run inside",
         card(18, "layer = ColumnParallelLinear(lab.hidden, lab.ranks * lab.hidden)", "with lab.watch() as seen:",
              "    layer(torch.ones(lab.batch, lab.sequence, lab.hidden))", 'return "false", 0.0')),
     "the example refutes a claim that nobody made": Wrong(
@@ -186,11 +186,85 @@ WRONG = {
     "a number alone": Wrong(
         25, NUMBER, r"card 25 must return two things, a verdict and a number",
         card(25, 'points = lab.published("figure 3")', "return points[400] / points[lab.gpus]")),
+    "f was never run": Wrong(
+        18, RUN, r"card 18: no forward pass of a ColumnParallelLinear was watched: what f does to X is seen",
+        card(18, "with lab.watch() as seen:", "    torch.distributed.all_reduce(torch.zeros(1))",
+             'return "false", lab.batch * lab.sequence * lab.hidden * 4 / 1e3')),
+    "forward outside of the watch": Wrong(
+        18, RUN, r"card 18: no forward pass of a ColumnParallelLinear was watched",
+        card(18, "x = torch.ones(lab.batch, lab.sequence, lab.hidden, requires_grad=True)",
+             "y = ColumnParallelLinear(lab.hidden, lab.ranks * lab.hidden)(x).sum()", "with lab.watch() as seen:",
+             "    y.backward()", 'return "false", seen.collectives["all_reduce"]["bytes"] / 1e3')),
+    "an X of another size": Wrong(
+        18, RUN, r"card 18: what was watched had all_reduce of \d+ bytes, and what f adds up has the size of X",
+        card(18, "layer = ColumnParallelLinear(lab.hidden, lab.ranks * lab.hidden)", "with lab.watch():",
+             "    layer(torch.ones(1, lab.hidden, requires_grad=True)).sum().backward()",
+             'return "false", lab.batch * lab.sequence * lab.hidden * 4 / 1e3')),
+    "what a ring sends, for the payload": Wrong(
+        18, NUMBER, r"card 18: .* kB is not what is found on 3 ranks\. that is what a ring sends \(sent\)",
+        card(18, "layer = ColumnParallelLinear(lab.hidden, lab.ranks * lab.hidden)",
+             "x = torch.ones(lab.batch, lab.sequence, lab.hidden, requires_grad=True)", "with lab.watch() as seen:",
+             "    layer(x).sum().backward()", 'return "false", seen.sent / 1e3')),
+    "one number is summed, for an example": Wrong(
+        19, RUN, r"card 19: what was watched had all_reduce of 4 bytes, and sums of mixed and of positive numbers",
+        card(19, "dice = torch.Generator().manual_seed(lab.seed + lab.rank.rank)", "with lab.watch():",
+             "    torch.distributed.all_reduce(torch.zeros(1))", 'return "true", 50.0')),
+    "one reduce-scatter": Wrong(
+        14, RUN, r"card 14: two reduce-scatters are asked for, that of torch.distributed and that of this course",
+        card(14, "whole = torch.ones(lab.ranks, lab.hidden * 1000)", "part = torch.empty_like(whole[0])",
+             "with lab.watch():", "    dist.all_reduce(whole.clone())", "with lab.watch() as of_torch:",
+             "    dist.reduce_scatter(part, list(whole))", 'return "true if", (of_torch.wire or 0) / 1e6')),
+    "nothing late was trained": Wrong(
+        2, RUN, r"card 2: no run had arguments whose zero was written after they were made",
+        card(2, "lab.arguments()", "first, second = lab.train(0), lab.train(2)",
+             'return "false", (first.states - second.states) / 1e6')),
+    "late arguments, and nothing to compare them with": Wrong(
+        2, RUN, r"card 2: no run had arguments that were made with their configuration",
+        card(2, "late = lab.arguments()", 'late.zero = {"stage": 2}',
+             "first, second = lab.train(arguments=late), lab.train(2)",
+             'return "false", (first.states - second.states) / 1e6')),
+    "late, and of another batch": Wrong(
+        2, RUN, r"card 2: it ran with batch \d+, and lab.batch is \d+\. The card names the lab's sizes",
+        card(2, "late = lab.arguments()", 'late.zero = {"stage": 2}',
+             "first = lab.train(arguments=late, batch=2 * lab.batch)",
+             'second = lab.train(arguments=lab.arguments(zero={"stage": 2}))',
+             'return "false", (first.states - second.states) / 1e6')),
+    "late, and of another seed": Wrong(
+        2, RUN, r"card 2: between the run with configured later, stage 0 and the one with .* differs than that: seed",
+        card(2, "late = lab.arguments()", 'late.zero = {"stage": 2}',
+             "first = lab.train(arguments=late, seed=lab.seed + 1)",
+             'second = lab.train(arguments=lab.arguments(zero={"stage": 2}))',
+             'return "false", (first.states - second.states) / 1e6')),
+    "one device, without plain ZeRO": Wrong(
+        4, RUN, r"card 4: no run of a new model with stage 2, offload False, ranks 1, dtype bf16: what is compared",
+        card(4, SMALL, "plain, host = lab.train(0, **alike), lab.train(2, offload=True, **alike)",
+             'return "true if", (plain.states - host.states) / 1e6')),
+    "one device, and steps differ": Wrong(
+        4, RUN, r"card 4: between the run with stage 0.* more differs than that: steps\. Which of them is the cause",
+        card(4, SMALL, "plain, zero = lab.train(0, **alike), lab.train(2, **alike)",
+             "host = lab.train(2, offload=True, steps=2, **alike)",
+             'return "true if", (plain.states - host.states) / 1e6')),
+    "stages with steps of their own": Wrong(
+        15, RUN, r"card 15: between the run with stage 0 and the one with stage 3 more differs than that: steps",
+        card(15, "sent = [lab.train(stage, steps=1 if stage == 3 else 2).sent for stage in range(4)]",
+             'return "true if", (sent[3] - sent[0]) / 1e6')),
+    "a width of one's own": Wrong(
+        15, RUN, r"card 15: it ran with hidden 64, and lab.hidden is \d+\. .* no sizes of your own",
+        card(15, "sent = [lab.train(stage, hidden=64, steps=1).sent for stage in range(4)]",
+             'return "true if", (sent[3] - sent[0]) / 1e6')),
+    "a simulated width of one's own": Wrong(
+        6, RUN, r"card 6: stage 0 was simulated with hidden=64, and the card asks for hidden=\d+: no sizes of your own",
+        card(6, "whole, cut = lab.simulate(0, hidden=64), lab.simulate(1, hidden=64)",
+             'return "false", whole.states / cut.states')),
+    "ranks of one's own": Wrong(
+        7, RUN, r"card 7: stage 0 was simulated with ranks=2, and the card asks for ranks=\d+: no sizes of your own",
+        card(7, "run = lab.simulate(0, ranks=2, parameters=lab.parameters, layers=12, sequence=8, steps=1)",
+             'return "false", run.memory["parameters"] / 1e9 + run.memory["optimizer"] / 4e9')),
     "one rank alone trains": Wrong(
         13, RUN, r"all ranks run a card, alike",
         card(13, "if lab.rank.rank:", "    return 'false', 1.0", "run = lab.train(2)",
              'return "false", run.collectives["all_gather"]["bytes"] / 1e6'), hangs=True),
 }
-SHORT = {"a tolerance wider than the effect", "the peak was never reset"}
+SHORT = {"f was never run", "a tolerance wider than the effect", "the peak was never reset"}
 
 RIGHT: dict = {}  # whole files, in right/

@@ -8,10 +8,13 @@ import functools
 import importlib.util
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import checks
 import cloudpickle
@@ -25,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conduct
 
 from zero_minimal.classroom import grade as grader
-from zero_minimal.classroom import plugin
+from zero_minimal.classroom import judging, plugin
 from zero_minimal.classroom.drawn import as_drawn
 from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.guard import Fault
@@ -226,6 +229,33 @@ def test_hints_for_what_was_raised():
         "rank 1: it raised RuntimeError: op.nbytes == 8. 4 vs 8")
 
 
+@pytest.mark.parametrize("is_late, code, words, others", [
+    (True, None, "did not come to an end: the machine may be busy.* --step 7", "signal"),
+    (False, -9, r"brought down while this test ran \(SIGKILL\): memory may .* may not signal other processes", "busy"),
+    (False, 3, "brought down while this test ran: memory may have run out", "signal"),
+    (False, None, "brought down while this test ran: memory may have run out", "signal"),
+])
+def test_nobody_is_accused_whose_test_was_only_late(is_late, code, words, others):
+    """Of a judge that is gone: only a signal that was seen is spoken of."""
+    said = judging._why_it_ended(SimpleNamespace(is_late=is_late, code=code), 7)
+    assert re.search(words, said) and others not in said
+
+
+def test_a_pipe_says_whether_its_time_was_over():
+    def ends(generator):
+        try:
+            while True:
+                next(generator)
+        except StopIteration as over:
+            return over.value
+
+    reads, writes = os.pipe()
+    assert ends(judging.lines(reads, time.monotonic() + 0.05)) is True
+    os.close(writes)
+    assert ends(judging.lines(reads, time.monotonic() + 60)) is False
+    os.close(reads)
+
+
 def test_a_step_that_is_not_written_has_no_points():
     grades = Grades(GRADIENTS)
     grades.add(3, "one", 6, False, "zero_grad() is not written yet (step 3, line 110)")
@@ -243,6 +273,10 @@ def test_later_steps_point_to_the_first_that_failed(capsys):
         0, "the ranks had not come to an end\nThis may come from step 1: mend that first.")
     assert grades.of(GRADIENTS.steps[2]) == (
         0, "it raised\n    To look at: None\nThis may come from step 1: mend that first.")
+    drawn = Grades(LESSONS["11_reading_critically"])
+    drawn.add(4, "one", 10, False, "no host")
+    drawn.add(9, "one", 10, False, "no bf16")
+    assert drawn.of(drawn.steps[8]) == (0, "no bf16"), "cards do not rest on one another"
     grades = Grades(GRADIENTS)
     grades.fail_all("the file is not Python")
     for step in GRADIENTS.steps:

@@ -51,7 +51,7 @@ def test_written_answers_are_counted_and_left_to_the_teacher():
     said = drawn.in_writing(LESSON, f"{LESSON.written[0]} = {words!r}\n{LESSON.written[1]} = 'Short.'\n")
     assert said.startswith("1 of 3 written answers are there") and "does not read them" in said
     assert f"gives up to {100 - LESSON.points:g} points" in said and said.endswith(f"{', '.join(LESSON.written[1:])}.")
-    every = "\n".join(f"{name} = {words!r}" for name in LESSON.written)
+    every = "\n".join(f"{name} = {f'{name} {words}'!r}" for name in LESSON.written)
     assert "Still to write" not in drawn.in_writing(LESSON, every)
 
 
@@ -99,3 +99,13 @@ def test_a_step_that_was_not_drawn_is_looked_at_and_not_kept(monkeypatch, capsys
     grader.main([str(LESSON.starter), "--step", str(other)])
     assert "of 10 points" in capsys.readouterr().out
     assert kept[0][1] == {} and set(kept[0][2]) == set(numbers("Ada Lovelace"))
+
+
+def test_one_text_does_not_answer_three_questions():
+    filler = " ".join(["filler"] * drawn.ENOUGH)
+    texts = [filler.upper(), filler, f" {filler}\n"]
+    same = "\n".join(f"{name} = {text!r}" for name, text in zip(LESSON.written, texts, strict=True))
+    said = drawn.in_writing(LESSON, same)
+    assert said.startswith("0 of 3 written answers are there") and "Still to write" not in said
+    assert said.endswith(f"One text stands in {' and '.join(LESSON.written)}, and does not count: each asks something "
+                         "else.")

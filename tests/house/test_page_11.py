@@ -11,7 +11,7 @@ from zero_minimal.classroom.lessons import found
 from zero_minimal.classroom.references import reference
 from zero_minimal.paper import published
 from zero_minimal.pictures.claims import valued
-from zero_minimal.programs import reading
+from zero_minimal.programs import lab, reading
 from zero_minimal.programs.claims.cards import CARDS, VERDICTS, words
 from zero_minimal.programs.setting import Setting, draw
 
@@ -44,7 +44,7 @@ def test_the_numbers_of_the_page_are_those_of_its_run():
 def test_the_predictions():
     assert f"{valued(OF[8])}, not 8" in TOLD and f"With 1024 devices it is {16 / (2 + 14 / 1024):.1f}" in TOLD
     assert f"{valued(OF[10])}, not {MEASURED['ranks']}" in TOLD
-    assert f"In MB: {valued(OF[9])} in bf16" in TOLD and f"4. {valued(OF[22])}" in TOLD
+    assert f"Card 9's number, for bf16: {valued(OF[9])}" in TOLD and f"4. {valued(OF[22])}" in TOLD
     assert f"keeps {32 * 32 * 2048 * 4096 * 2 / 1e9:.0f} GB" in TOLD
     assert f"5. {valued(OF[26])}" in TOLD and Setting().row == 4
     theory, found_ = (float(published.TABLE2[4][part][1]) for part in (0, 1))
@@ -72,6 +72,7 @@ def test_the_card_in_the_picture():
     assert f"Found: {valued(example)}, and the verdict is not shown" in alt
     assert f"Claim: {example['claim']}".replace(". This", "; this") in alt
     assert f"Refuted by: {example['refuted by']}" in alt
+    assert f"Run: {example['run']}" in alt and f"Number, in {example['unit']}: {example['number']}" in alt
 
 
 def test_verdicts_are_of_all_four_kinds():
@@ -101,7 +102,33 @@ def test_names_of_the_written_answers():
     assert set(LESSON.written) == {"BELIEVED", "DESIGNED", "WEAKEST"} and 100 - LESSON.points == 20
     texts = texts_of(LESSON.starter.read_text())
     assert name_of(LESSON.starter.read_text()) == "" and all(texts[name] == "" for name in LESSON.written)
-    assert all(f"`{name}`" in PAGE and f"`{name}`" in TEACHER for name in LESSON.written) and ENOUGH == 20
+    assert all(f"`{name}`" in PAGE and f"`{name}`" in TEACHER for name in LESSON.written)
+
+
+def test_what_a_run_looks_like_is_the_pages_stage_2():
+    whole = round(1e6 * OF[13]["value"])  # what stage 2 gathers in a step: 4Ψ bytes, and no padding
+    psi = whole // 4
+    assert psi == round(1e6 * OF[12]["value"]) // 2
+    docs = lab.__doc__
+    assert f'{{"parameters": {whole}, "gradients": {whole // 2}, "optimizer": {8 * psi // 2}}}' in docs
+    for text in (docs, PAGE):
+        assert f'"all_gather": {{"calls": 1, "bytes": {whole}}}' in text
+        assert f'"backward": {{"reduce_scatter": {whole}}}' in text
+    assert f"`{{64: {published.FIGURE3[64]}, …}}`" in PAGE
+
+
+def test_how_long_an_answer_must_be_is_said_alike():
+    for text in (PROSE, LESSON.starter.read_text()):
+        assert f"at least {ENOUGH} words each. The grader counts the words" in text
+
+
+def test_the_groups_are_named_with_their_cards():
+    groups = {}
+    for step in LESSON.steps:
+        groups.setdefault(step.group, []).append(step.number)
+    for group, numbers in groups.items():
+        assert f"| | **{group}** | |\n| {numbers[0]} | " in PAGE and f"### {group}\n" in PAGE
+        assert numbers == list(range(numbers[0], numbers[-1] + 1))
 
 
 def test_the_page_says_how_near_a_number_must_come():

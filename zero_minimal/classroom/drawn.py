@@ -16,7 +16,7 @@ from zero_minimal.classroom.lessons import Lesson, Step
 
 NAMELESS = ("NAME at the top of the file is empty: write your own name between the quotes. It draws the {draw} of "
             "{all} that you are graded on, and the numbers that they are run with")
-ENOUGH = 20  # words of an answer that is an answer
+ENOUGH = 40  # words of an answer that is an answer
 
 
 def as_drawn(lesson: Lesson, source: str) -> Lesson:
@@ -73,8 +73,13 @@ def in_writing(lesson: Lesson, source: str) -> str:
     if not lesson.written:
         return ""
     texts = texts_of(source)
-    there = [name for name in lesson.written if len(texts.get(name, "").split()) >= ENOUGH]
-    missing = [name for name in lesson.written if name not in there]
+    words = {name: texts.get(name, "").casefold().split() for name in lesson.written}
+    long = [name for name in lesson.written if len(words[name]) >= ENOUGH]
+    same = [name for name in long if [words[other] for other in long].count(words[name]) > 1]
+    there = [name for name in long if name not in same]
+    missing = [name for name in lesson.written if name not in long]
     still = f" Still to write, {ENOUGH} words or more: {', '.join(missing)}." if missing else ""
+    if same:
+        still += f" One text stands in {' and '.join(same)}, and does not count: each asks something else."
     return (f"{len(there)} of {len(lesson.written)} written answers are there. This program does not read them: your "
             f"teacher does, and gives up to {100 - lesson.points:g} points more.{still}")

@@ -67,8 +67,8 @@ class Call:
 
 def _graded(call: Call, grades: Grades) -> int:
     """Grade one file, and say what it has earned. Returns the exit code."""
-    minutes = "three minutes" if call.is_open else "a minute"
-    seconds = f" (up to {minutes})" if not call.step and not call.options.watch else ""
+    minutes = "up to three minutes" if call.is_open else "a minute; on a busy machine use --step"
+    seconds = f" ({minutes})" if not call.step and not call.options.watch else ""
     print(f"{call.file}: lesson {call.lesson.name}, {call.lesson.world}{seconds}\n", flush=True)
     return _watch(call, grades) if call.options.watch else _once(call, grades)
 

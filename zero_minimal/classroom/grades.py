@@ -54,7 +54,8 @@ class Grades:
         if sum(earned.values()) > most:
             message += f"\nWhat this step is about is not reached: so it earns {most:g} points at most."
         failed = {earlier: text for earlier, _, _, passed, text in self.results if not passed and earlier < step.number}
-        if message and failed and message not in failed.values():
+        independent = self.lesson.draw  # steps that are drawn do not rest on one another
+        if message and failed and message not in failed.values() and not independent:
             if "had not come to an end" in message:
                 message = message.split(LOOK_AT)[0]  # it would look for the cause in this step
             message += f"\nThis may come from step {min(failed)}: mend that first."

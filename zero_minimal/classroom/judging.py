@@ -14,17 +14,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from zero_minimal.classroom.accounts import end_all_below
 from zero_minimal.classroom.grades import Grades
-from zero_minimal.classroom.lessons import HOUSE, Lesson
+from zero_minimal.classroom.lessons import HOUSE, USED_UP, Lesson
 
 SECONDS = 120  # for a lesson
 EXTRA = 10.0  # seconds that the tests have after that, to say so themselves
 SILENCE = 60.0  # seconds after which a judge that reports nothing is taken for stopped
+LATE = ("this test did not come to an end: the machine may be busy, or what is run too large (a simulation of many "
+        "layers?). Look at this step alone: --step {}")
+DOWN = ("the grader's own process was brought down while this test ran{}: memory may have run out (what is run may be "
+        "too large), or somebody has ended it")
+SIGNALLED = ". A submission may not signal other processes"
 
 
 def grade(lesson: Lesson, file: Path, grades: Grades, seconds: float = SECONDS, only: str = "", show=print) -> None:
@@ -61,12 +66,20 @@ def reports(begin: Callable[[list[str]], AbstractContextManager], reported: "Rep
             break
         if reported.under_way is None:
             raise RuntimeError(f"the tests of lesson {reported.lesson.name} could not run:\n{judge.printed}")
-        reported.fail("the grader's own process was brought down while this test ran: a submission may not signal "
-                      "other processes, or take memory without end")
+        reported.fail(_why_it_ended(judge, reported.step))
         yield
         if time.monotonic() > until:
-            reported.fail_the_rest("not looked at: the time for this lesson was used up before")
+            reported.fail_the_rest(USED_UP)
             break
+
+
+def _why_it_ended(judge, step: int) -> str:
+    """Of one that has not come to its end, in words. A signal is named where it has been seen."""
+    if judge.is_late:
+        return LATE.format(step)
+    if judge.code is not None and judge.code < 0:
+        return DOWN.format(f" ({signal.Signals(-judge.code).name})") + SIGNALLED
+    return DOWN.format("")
 
 
 class Reported:
@@ -140,7 +153,7 @@ class Judge:
             ",".join(str(step.number) for step in grades.steps), "--seconds", str(max(1.0, until - time.monotonic())),
             *(["-k", only] if only else []), *(f"--deselect={test}" for test in done), "--report",
         ]
-        self.tests = grades.lesson.tests
+        self.tests, self.patience = grades.lesson.tests, grades.lesson.patience
 
     def __enter__(self):
         self.reports, theirs = os.pipe()
@@ -150,29 +163,32 @@ class Judge:
 
     def lines(self) -> Iterator[bytes]:
         """What it reports, line by line, until it ends, stands still, or its time is over."""
-        yield from lines(self.reports, self.until)
+        self.is_late = yield from lines(self.reports, self.until, patience=self.patience)
 
     def __exit__(self, *error):
         os.close(self.reports)
         self.printed = self.process.end(0 if any(error) else 2)
+        self.code = self.process.code
 
 
-def lines(pipe: int, until: float, tick: float = float("inf")) -> Iterator[bytes]:
+def lines(pipe: int, until: float, tick: float = float("inf"), patience: float = 0.0) -> Generator[bytes, None, bool]:
     """What comes through a pipe, line by line, until its other end is closed, nothing came for SILENCE, or `until`.
 
     tick: after so many seconds without a line b"" is one.
+    patience: of a test's ranks, in seconds. A test may need it twice, for a submission and for what it is held to.
+    Returns: whether it came to an end before the other side did.
     """
-    rest, heard = b"", time.monotonic()
+    rest, heard, silence = b"", time.monotonic(), max(SILENCE, 2 * patience + EXTRA)
     while True:
-        left = max(0.0, min(heard + SILENCE, until) - time.monotonic())
+        left = max(0.0, min(heard + silence, until) - time.monotonic())
         if select.select([pipe], [], [], min(left, tick))[0]:
             received, heard = os.read(pipe, 2**16), time.monotonic()
             if not received:
-                return
+                return False
             *whole, rest = (rest + received).split(b"\n")
             yield from whole
         elif left <= tick:
-            return
+            return True
         else:
             yield b""
 
@@ -199,8 +215,9 @@ class Process:
 
     def end(self, patience: float = 0.0) -> str:
         """End it, after so many seconds, and all below it; returns what it had printed."""
+        self.code = None  # its exit code, if it has ended by itself
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience)
+            self.code = self.process.wait(patience)
         end_all_below(self.process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)

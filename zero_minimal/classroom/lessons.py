@@ -39,6 +39,7 @@ DRAWN = ("messages", "buckets")  # kinds of runs that a report knows
 # words that messages are recognized by
 UNWRITTEN = "() is not written yet (step "
 LOOK_AT = "\n    To look at: "
+USED_UP = "not looked at: the time for this lesson was used up before. Look at this step alone: --step NUMBER"
 
 
 def needs(message: str) -> int:

@@ -16,7 +16,7 @@ import pytest
 
 from zero_minimal.classroom import messages
 from zero_minimal.classroom.guard import guarded, unwritten
-from zero_minimal.classroom.lessons import found, needs
+from zero_minimal.classroom.lessons import USED_UP, found, needs
 from zero_minimal.classroom.serving import Request, Server
 from zero_minimal.classroom.starters import functions_of
 from zero_minimal.classroom.submission import Submission
@@ -65,13 +65,14 @@ class Runner:
         """fresh: each rank is a Python of its own, as under torchrun. counted: `accounts` are made."""
         left = self.until - time.monotonic()
         if left < 1:
-            pytest.fail("not looked at: the time for this lesson was used up before", pytrace=False)
+            pytest.fail(USED_UP, pytrace=False)
         limit = min(timeout, self.patience, left)
         try:
             found = self.supervisor.run(guarded(function, self.submission), world_size, *args, timeout=limit,
                                         fresh=fresh, counted=counted)
         except TimeoutError:
-            self.patience = min(LESS * self.submission.lesson.patience, self.patience)
+            if not self.submission.lesson.draw:  # one that is drawn has nothing to do with the others
+                self.patience = min(LESS * self.submission.lesson.patience, self.patience)
             raise
         except ChildProcessError as error:
             pytest.fail(f"{error}: a submission may not signal other processes", pytrace=False)

@@ -63,6 +63,7 @@ class Run:
 
     def __init__(self, standby: Standby, source: str, tests: list[str], tick: float):
         self.standby, self.source, self.tests, self.tick = standby, source, tests, tick
+        self.code = None  # it is not our child: how it ended is not told
 
     def __enter__(self) -> "Run":
         self.reports, theirs = os.pipe()
@@ -78,7 +79,8 @@ class Run:
 
     def lines(self) -> Iterator[bytes]:
         """What it reports; b"" where nothing came for a tick."""
-        yield from lines(self.reports, time.monotonic() + SECONDS + EXTRA, self.tick)
+        self.is_late = yield from lines(self.reports, time.monotonic() + SECONDS + EXTRA, self.tick,
+                                        self.standby.lesson.patience)
 
     def __exit__(self, *error) -> None:
         os.close(self.reports)

@@ -16,6 +16,14 @@
     lab.peak, lab.reset_peak() a meter like that of a GPU: it only rises, until it is reset
     lab.journal                what ran, in order
 
+What a Run holds, here of stage 2:
+
+    run.memory         {"parameters": 1447296, "gradients": 723648, "optimizer": 1447296}        bytes
+    run.collectives    {"all_gather": {"calls": 1, "bytes": 1447296}, "reduce_scatter": …}     of a step; bytes: payload
+    run.when           {"forward": {}, "backward": {"reduce_scatter": 1447296}, "update": {"all_gather": 1447296}}
+    run.at_peak        {"parameters": …, "gradients": …, "optimizer": …, "scalars": …, "buffers": …, "activations": …}
+
+A notebook shows them. In a card that is graded, `raise ValueError(run.memory)` does: the grader tells what was raised.
 All ranks run a card, alike. Memory and traffic are those of the rank itself; losses are the mean of the ranks.
 """
 
@@ -31,6 +39,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_minimal.foundations.joining import Rank
+from zero_minimal.meters.forwards import forwards
 from zero_minimal.meters.memory import Ledger, Moment
 from zero_minimal.meters.observer import Observer
 from zero_minimal.meters.phases import Phases
@@ -45,6 +54,7 @@ from zero_minimal.workload.settings import Settings
 
 BUCKET_MB = 0.25  # the models are small, and shall have several buckets
 LR = 0.02  # at the end of a warm-up that is longer than the runs
+OF_SETTINGS = ("layers", "hidden", "heads", "sequence", "steps", "accumulate", "bucket_mb", "recompute", "lr")
 ACCOUNT = Path("/proc/self/io")  # Linux: what this process has written
 PRINTED = {
     "table 1": published.TABLE1, "table 2": published.TABLE2, "figure 1": published.FIGURE1,
@@ -112,6 +122,12 @@ class Arguments:
 
     def __post_init__(self):
         self.stage = self.zero["stage"] if self.zero else 0
+        self._had_one = self.zero is not None
+
+    @property
+    def configured(self) -> str:
+        """When `zero` was given: "at building", "later" or "never"."""
+        return "at building" if self._had_one else "later" if self.zero is not None else "never"
 
 
 class Lab:
@@ -135,7 +151,19 @@ class Lab:
         self.peak = 0
 
     def published(self, name: str):
-        """A table or figure of the paper (paper/published.py). Raises: ValueError for one that is not there."""
+        """A table or figure of the paper, as a dict. Raises: ValueError for one that is not there.
+
+            "table 1"     model: {N: GB a device at stages 1, 2, 3}                       texts, as printed
+            "table 2"     M: (theory for stages 0 to 3, measured for stages 0 and 1)      texts, billions
+            "figure 2"    billions: a tuple with .zero and .baseline (Shapes), .zero_tflops, .baseline_gpus, …
+            "figure 3"    GPUs: TFLOP/s a GPU
+            "figure 4"    billions: TFLOP/s a GPU
+            "figure 7"    model: (its Shape, {configuration: GB, or None for no bar})
+            "figure 1"    is a tuple: GB a device at stages 0 to 3
+            "baselines"   where it stands: billions
+
+        A Shape has .layers, .hidden, .heads, .batch, .model_parallel.
+        """
         if name not in PRINTED:
             raise ValueError(f"{name!r} is not here: choose from {', '.join(PRINTED)}")
         self.journal.append({"kind": "published", "what": name})
@@ -175,7 +203,8 @@ class Lab:
             zero = kind(model, torch.optim.AdamW, **settings.optimizer_options(), **given)
             loop.seed_dropout(settings, rank.rank)
         run = self._measured(zero, rank, settings)
-        self._enter("train", run, fresh=model is None, offload=offload, steps=settings.steps)
+        self._enter("train", run, fresh=model is None, offload=offload, sizes=settings,
+                    configured=arguments.configured if arguments else None)
         return run
 
     def _is_alone(self, ranks: int | None) -> bool:
@@ -241,7 +270,7 @@ class Lab:
         """
         small = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads}
         run = Run(**simulated.on_first_rank(stage, ranks or self.devices, small, options))
-        self._enter("simulate", run, **options)
+        self._enter("simulate", run, **({} if "parameters" in options else small) | options)
         return run
 
     @contextlib.contextmanager
@@ -249,18 +278,20 @@ class Lab:
         """Measure whatever runs inside."""
         seen, ledger, meter = Seen(), Ledger(self.rank.device.type), TrafficMeter()
         account = _Account(self.ranks)
-        with meter, ledger, account.step():
+        with meter, ledger, account.step(), forwards() as ran:
             before = ledger.total
             ledger.reset()
             yield seen
         seen.collectives, seen.sent, seen.wire = meter.collectives, meter.sent_bytes, account.per_step(0, 1)
         seen.peak = max(ledger.peak.total - before, 0)
-        self.journal.append({"kind": "watch", "collectives": seen.collectives})
+        payload = {name: each["bytes"] for name, each in seen.collectives.items()}
+        self.journal.append({"kind": "watch", "modules": " ".join(sorted(ran)), **payload})
 
-    def _enter(self, kind: str, run: Run, **more) -> None:
+    def _enter(self, kind: str, run: Run, sizes: Settings | None = None, **more) -> None:
         of_run = {name: getattr(run, name) for name in ("name", "stage", "ranks", "seed", "batch", "dtype",
                                                         "parameters")}
-        self.journal.append({"kind": kind, **of_run, **more})
+        of_settings = {name: getattr(sizes, name) for name in OF_SETTINGS} if sizes else {}
+        self.journal.append({"kind": kind, **of_run, **of_settings, **more})
 
 
 class _Account:

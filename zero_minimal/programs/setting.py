@@ -50,7 +50,7 @@ def draw(seed: str | int) -> Setting:
     dice = random.Random(f"setting {seed}")
     return Setting(
         seed=dice.randrange(10_000), layers=dice.choice((2, 3, 4)), hidden=dice.choice((80, 112, 128)),
-        sequence=dice.choice((12, 16, 20)), batch=dice.choice((2, 3)), steps=dice.choice((10, 12, 14)),
+        sequence=dice.choice((12, 16, 20)), batch=dice.choice((2, 3)), steps=dice.choice((6, 7, 8)),
         parameters=dice.randrange(80, 150) * 100_000_000, devices=dice.choice((12, 16, 24, 32, 48)),
         model_parallel=2, sequences=dice.choice((16, 24)), tokens=dice.choice((1024, 2048)),
         elements=dice.randrange(30, 48) * 10_000_000, row=dice.choice((2, 8, 16)), gpus=dice.choice((128, 256)),

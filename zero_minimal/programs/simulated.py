@@ -4,8 +4,8 @@ A simulation makes ranks of its own, and a process belongs to one world only. So
 (foundations/beside.py) runs it, and all ranks get what came of it. Without ranks it runs right here.
 """
 
-
 import gc
+import os
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ SMALL_BUCKET, BUCKETS = 4 * 2**20, 32  # bytes; how many at most, for many take 
 ENDLESS = 2**62  # bytes of a device that is never full
 OF_CASE = ("batch", "dtype", "model_parallel", "config", "offload", "bucket_bytes", "steps")
 OF_MODEL = ("parameters", "layers", "hidden", "heads", "vocabulary", "sequence", "recompute")
+_host: Host | None = None  # of this process
 
 
 def on_first_rank(stage: int, ranks: int, small: dict, options: dict) -> dict:
@@ -37,11 +38,17 @@ def on_first_rank(stage: int, ranks: int, small: dict, options: dict) -> dict:
         return figures(case, cached)
     found = [None]
     if dist.get_rank() == 0:
-        host = Host(serve, 0, torch.device("cpu"), None)
-        found = [host.ask("figures", case, cached)]
-        host.end()
+        found = [_beside().ask("figures", case, cached)]
     dist.broadcast_object_list(found)
     return found[0]
+
+
+def _beside() -> Host:
+    """The process beside this rank. It is started once: what it imports takes longer than a small simulation."""
+    global _host
+    if _host is None or _host.ended or _host.gone.is_set() or _host.pid != os.getpid():
+        _host = Host(serve, 0, torch.device("cpu"), None)
+    return _host
 
 
 def case_of(stage: int, ranks: int, small: dict, options: dict) -> Case:

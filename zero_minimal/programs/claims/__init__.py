@@ -8,7 +8,7 @@ what the number is, and its unit: GB are 10⁹ bytes and MB 10⁶. All sizes com
 # Your name draws the eight cards that you are graded on, and the sizes that they run with. Write no other card.
 NAME = ""
 
-# Three answers in words, for your teacher: at least four sentences each. The grader sees only that they are there.
+# Three answers in words, for your teacher: at least 40 words each. The grader counts the words, and reads none.
 
 # Which of your eight claims did you believe, or would others? Which of its words make it believable, and on which rung
 # of the page's ladder does it fall? If it is true: on which rung did you expect it to fall?

@@ -45,7 +45,7 @@ def card_13(lab) -> tuple[str, float]:
 def card_14(lab) -> tuple[str, float]:
     """Claim: a reduce-scatter sends half of what an all-reduce of the same payload sends.
 
-    Refuted by: a reduce-scatter, of some library, that sends as much.
+    Refuted by: no reduce-scatter, of any library, that sends half.
     Run: under lab.watch(), with a payload of lab.ranks * lab.hidden * 1000 numbers in fp32: an all-reduce, a
     reduce-scatter of torch.distributed, and one of this course (foundations/collectives.py). `wire` is what the
     system counted; it says nothing where there is no Linux.
@@ -68,7 +68,7 @@ def card_14(lab) -> tuple[str, float]:
 def card_15(lab) -> tuple[str, float]:
     """Claim: ZeRO makes ranks send more than data parallelism does.
 
-    Refuted by: a stage that does not.
+    Refuted by: no stage that sends more.
     Run: stages 0, 1, 2 and 3.
     Number, in MB: what a rank sends in a step of stage 3 beyond one of stage 0, on a ring.
     """

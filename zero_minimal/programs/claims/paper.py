@@ -4,7 +4,7 @@
 def card_23(lab) -> tuple[str, float]:
     """Claim: partitioned over 16 ranks, the checkpoints of the paper's 100B model take 2 GB in place of 33 GB (§6.1).
 
-    Refuted by: the bytes of one checkpoint a block, in fp16.
+    Refuted by: checkpoints in fp16, one for each block, that are not 33 GB.
     Run: "figure 7" has the model's shape. Simulate C2 with one and with two of its blocks, on lab.row ranks that all
     share the model, steps=1: the difference in at_peak["activations"] is one block's checkpoint.
     Number, in GB: of all blocks' checkpoints, partitioned over lab.row ranks.
@@ -20,7 +20,7 @@ def card_23(lab) -> tuple[str, float]:
 def card_24(lab) -> tuple[str, float]:
     """Claim: without model parallelism, models of up to 13B parameters ran at more than 40 TFLOP/s a GPU on average.
 
-    Refuted by: the mean of the figure's points.
+    Refuted by: a mean of the figure's points that is 40 or less.
     Run: "figure 4" has TFLOP/s a GPU by billions of parameters, read off the chart.
     Number, in TFLOP/s: by how much the model of lab.without billions is above that mean (negative: below it).
     """
@@ -32,7 +32,7 @@ def card_24(lab) -> tuple[str, float]:
 def card_25(lab) -> tuple[str, float]:
     """Claim: speed grows faster than the number of GPUs.
 
-    Refuted by: a step from fewer GPUs to more in which it grows less.
+    Refuted by: no smaller number of GPUs from which it holds.
     Run: "figure 3" has TFLOP/s a GPU by GPUs. Look at the way to 400 from each of the smaller numbers.
     Number: how many times faster all 400 together are than lab.gpus of them, over how many times more GPUs that is.
     """
@@ -58,7 +58,7 @@ def card_26(lab) -> tuple[str, float]:
 def card_27(lab) -> tuple[str, float]:
     """Claim: the largest model that ran, 170B, is 8 times as large as what could be trained before.
 
-    Refuted by: the size of what could be trained before, by the same source.
+    Refuted by: no size of what could be trained before, in the source, that is an eighth of it.
     Run: "figure 2" has the models by billions of parameters; "baselines" has what the paper calls the largest before,
     in two places.
     Number: how many times as large the model of lab.largest billions is as the larger one of these.
