@@ -23,7 +23,7 @@ LATER, OWN = f"rest{UNWRITTEN}2, line 9)", f"own{UNWRITTEN}1, line 3)"
     ([("core", 12, True, ""), ("other", 4, False, LATER), ("third", 4, False, "wrong")], 12, "wrong"),
 ])
 def test_points_and_message_of_a_step(results, points, message):
-    grades = Grades(SimpleNamespace(steps=(FIRST, SECOND)))
+    grades = Grades(SimpleNamespace(steps=(FIRST, SECOND), draw=0))
     for check, worth, passed, words in results:
         grades.add(1, check, worth, passed, words)
     earned, said = grades.of(FIRST)
