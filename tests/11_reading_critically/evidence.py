@@ -136,8 +136,8 @@ def is_near(rule: Rule, number: float, wanted: float, near: float | None = None)
     return math.isclose(number, wanted, rel_tol=rule.near if near is None else near, abs_tol=rule.zero)
 
 
-def of_the_page(card: int) -> float:
-    """The number of the page's own run."""
+def of_the_page(card: int) -> float | None:
+    """The number of the page's own run; None where that is not known."""
     if not PAGE.exists():  # a teacher has taken it out of the learners' copy
         return None
     return next(entry["value"] for entry in json.loads(PAGE.read_text())["cards"] if entry["card"] == card)
