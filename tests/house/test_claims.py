@@ -16,15 +16,10 @@ from zero_minimal.programs.setting import Setting, draw
 WORLD = 2
 PAGE = Path(__file__).parents[2] / "lessons/11_reading_critically/measured.json"
 SMALL = Setting(layers=2, hidden=64, sequence=12, steps=10)
-# two settings that differ in whatever a card can ask for
-OTHERS = (
-    Setting(seed=11, layers=2, hidden=80, sequence=12, batch=3, steps=10, parameters=8_000_000_000, devices=12,
-            model_parallel=2, sequences=16, tokens=1024, elements=300_000_000, row=2, gpus=128, without=6, largest=140,
-            config="C2"),
-    Setting(seed=12, layers=4, hidden=112, sequence=20, batch=2, steps=14, parameters=9_000_000_000, devices=24,
-            model_parallel=4, sequences=24, tokens=2048, elements=450_000_000, row=8, gpus=64, without=11, largest=120,
-            config="C5"),
-)
+OTHER = Setting(  # than the page's, in whatever a card can ask for
+    seed=11, layers=2, hidden=80, sequence=12, batch=3, steps=10, parameters=8_000_000_000, devices=12,
+    model_parallel=2, sequences=16, tokens=1024, elements=300_000_000, row=2, gpus=128, without=6, largest=140,
+    config="C2")
 
 
 def in_ranks(function, *args, world_size=WORLD):
@@ -156,11 +151,9 @@ def test_the_page_has_what_a_card_gives(number):
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", sorted(CARDS))
 def test_a_verdict_holds_and_its_number_follows_the_setting(number):
-    of_page, numbers = card_of(json.loads(PAGE.read_text(encoding="utf-8")), number), []
-    for setting in OTHERS:
-        verdict, found, journal = in_ranks(examine, number, setting)[0]
-        assert verdict == of_page["verdict"] and isinstance(found, float) and math.isfinite(found)
-        assert [entry for entry in journal if entry["kind"] != "reset_peak"], "nothing ran"
-        numbers.append(found)
-    assert all(abs(found - of_page["value"]) > 0.01 * abs(of_page["value"]) for found in numbers), numbers
+    of_page = card_of(json.loads(PAGE.read_text(encoding="utf-8")), number)
+    verdict, found, journal = in_ranks(examine, number, OTHER)[0]
+    assert verdict == of_page["verdict"] and isinstance(found, float) and math.isfinite(found)
+    assert [entry for entry in journal if entry["kind"] != "reset_peak"], "nothing ran"
+    assert abs(found - of_page["value"]) > 0.01 * abs(of_page["value"])
     assert of_page["seconds"] < 120
