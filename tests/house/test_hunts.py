@@ -392,7 +392,8 @@ def test_a_picture_is_drawn_of_what_a_file_holds():
 @pytest.mark.parametrize("name", ("05", "12"))
 def test_a_hunt_recorded_anew_has_the_same_signs_and_counts(name):
     anew, committed = Facts(hunts.recorded(hunts.broken_code().HUNTS[name])), RECORDS[name]
-    assert signs(anew) == [true_cause(name)] and anew.record["settings"] == committed.record["settings"]
+    assert signs(anew) == [true_cause(name)]
+    assert committed.record["settings"].items() <= anew.record["settings"].items()  # there may be more flags now
     for side in (HEALTHY, BROKEN):
         for now, before in zip(anew.run(side), committed.run(side), strict=True):
             assert now["memory"] == before["memory"] and now["overlap"] == before["overlap"]
