@@ -2,6 +2,7 @@
 is to find is not there."""
 
 import ast
+import gc
 import json
 import re
 
@@ -34,6 +35,16 @@ def recordings():
     return program.recordings(MEASURED)
 
 
+@pytest.fixture
+def no_collection():
+    """Nothing is collected in the middle of a recording: garbage of tests before would make it come later or sooner."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("name, seed, slabs", sample(
     [(program.WITHOUT, program.SEED, False), (program.WITH, program.SEED, True),
      (program.OTHER, program.OTHER_SEED, False)], [(program.WITH, program.SEED, True)]))
