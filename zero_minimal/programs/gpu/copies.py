@@ -75,22 +75,27 @@ def hidden_of(work: list[device_trace.Work]) -> dict:
 # ---------------------------------------------------------------------------------------------------------- on the rank
 
 
+def warmed(stage, settings: Settings, rank: ranks.Rank, more: int) -> tuple:
+    """A stage after WARM steps, and so many batches to go on with, on the rank's device."""
+    zero, source = loop.build(stage, settings, rank), loop.training_batches(settings, rank.rank)
+    batches = [tuple(part.to(rank.device) for part in next(source)) for _ in range(WARM + more)]
+    for batch in batches[:WARM]:
+        step(zero, batch)
+    return zero, batches[WARM:]
+
+
 def watch_offload(settings: Settings, trace: str) -> list[dict]:
     """A step of each of the two, and the forward after it: at stage 3 parameters come back then."""
     rows = []
     for number, stage in ((2, Offloaded2), (3, Offloaded3)):
         with ranks.start() as rank:
-            zero = loop.build(stage, settings, rank)
-            source = loop.training_batches(settings, rank.rank)
-            batches = [tuple(part.to(rank.device) for part in next(source)) for _ in range(WARM + 2)]
-            for batch in batches[:WARM]:
-                step(zero, batch)
+            zero, (batch, following) = warmed(stage, settings, rank, 2)
             bus, meter = zero.host.bus, BusMeter(zero)
             bus.copies = []
             with device_trace.recorded() as recording:
                 with meter.step():
-                    moments = step(zero, batches[WARM])
-                loss = zero.model(*batches[WARM + 1])
+                    moments = step(zero, batch)
+                loss = zero.model(*following)
                 loss.item()
             crossed = meter.crossed()
             shards = sum(bucket.parameter_shard.nbytes for bucket in zero.buckets)
@@ -100,7 +105,7 @@ def watch_offload(settings: Settings, trace: str) -> list[dict]:
                          "events": by_events(bus.copies, moments, gpu.of(rank.device)), **hidden_of(work)})
             bus.copies = None
             zero.host.end()
-            del zero, loss, batches
+            del zero, loss, batch, following
     return rows
 
 
@@ -171,18 +176,14 @@ def watch_messages(settings: Settings, trace: str) -> list[dict]:
     rows = []
     for number, stage in ((2, Stage2), (3, Stage3)):
         with ranks.start() as rank:
-            zero = loop.build(stage, settings, rank)
-            source = loop.training_batches(settings, rank.rank)
-            batches = [tuple(part.to(rank.device) for part in next(source)) for _ in range(WARM + 1)]
-            for batch in batches[:WARM]:
-                step(zero, batch)
+            zero, (batch,) = warmed(stage, settings, rank, 1)
             gpu.of(rank.device).synchronize()
             torch.distributed.barrier()
             with device_trace.recorded() as recording:
-                step(zero, batches[WARM])
+                step(zero, batch)
             work = recording.work(trace if number == 3 and rank.rank == 0 else None)
             sent, kernels = device_trace.messages(work), device_trace.computation(work)
             rows.append({"name": f"stage {number}", "hidden": device_trace.hidden(sent, kernels),
                          "seconds": {"nccl": device_trace.seconds(sent), "kernels": device_trace.seconds(kernels)}})
-            del zero, batches
+            del zero, batch
     return rows
