@@ -246,10 +246,11 @@ def of_model(flags: argparse.Namespace, device: float, speeds: Speeds) -> dict:
     if flags.model_parallel > 1 or flags.checkpoints != "whole" or flags.offload:
         raise ValueError("a model of transformers is not cut over ranks here: give it without --mp and --checkpoints; "
                          "with --offload it is for `simulate --model`")
-    if plan_options.of(flags) != plan_options.NONE or flags.markdown or flags.write_deepspeed_config:
+    others = flags.markdown, flags.write_deepspeed_config, flags.stage is not None
+    if plan_options.of(flags) != plan_options.NONE or any(others):
         raise ValueError("the sizes of --model are measured for a step of one micro-batch, as the library runs it: "
-                         "give it without --accumulate, --attention, --gradients, --sequence-parallel, --markdown "
-                         "and --write-deepspeed-config")
+                         "give it without --accumulate, --attention, --gradients, --sequence-parallel, --markdown, "
+                         "--stage and --write-deepspeed-config")
     return plan_model.plan(chosen(flags), flags.ranks, device, flags.dtype, flags.batch, speeds, flags.optimizer_bytes)
 
 
