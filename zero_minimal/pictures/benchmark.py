@@ -72,7 +72,7 @@ def run_look(name: str) -> dict:
     """Line and marker of a contender. The marker says the stage; it is black for ours, white for torch's, else grey."""
     if name == "floor":
         return FLOOR
-    ours = {"stage": OURS, "late": LATE}.get(name.split()[0])
+    ours = {"stage": OURS, "late": LATE, "kept": LATE}.get(name.split()[0])
     look = ours or (TORCHS if name in PEER_OF else DEEPSPEEDS)
     stage = PEER_OF[name] if name in PEER_OF else int(name[-1])
     return look | {"marker": MARKERS[stage], "markersize": 6}

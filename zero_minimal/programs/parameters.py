@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from zero_minimal.foundations import ranks
+from zero_minimal.kept_units import Kept3
 from zero_minimal.meters.conveyor import Conveyor
 from zero_minimal.meters.observer import Observer
 from zero_minimal.pictures.conveyor import draw_conveyor, draw_kept
@@ -46,33 +47,14 @@ def as_one_unit(count: int) -> Callable:
     return build
 
 
-class Keeping(Stage3):
-    """Stage 3 with the last `count` blocks whole from forward to their turn in backward: units of their own, which come
-    and go one by one."""
-
-    def __init__(self, model, optimizer_class, *, count: int, **options):
-        self.waiting: set = set()  # units that are whole, and whose turn in backward is still to come
-        blocks = list(model.blocks)
-        super().__init__(model, optimizer_class, units=blocks if count else [*blocks, model.norm], **options)
-        last = blocks[len(blocks) - count :]
-        self.kept = {unit for unit in self.units if unit.module in last}
-
-    def unit_turn(self, unit, following):
-        self.waiting = self.waiting - {unit} if self.backward.running else self.kept
-        super().unit_turn(unit, following)
-
-    def _release(self, unit):
-        if unit not in self.waiting:
-            super()._release(unit)
-
-    def _release_all(self):
-        self.waiting = set()
-        super()._release_all()
-
-
 def one_by_one(count: int) -> Callable:
-    """Makes a stage that keeps the last `count` blocks."""
-    return lambda model, optimizer_class, **options: Keeping(model, optimizer_class, count=count, **options)
+    """Makes a stage that keeps the last `count` blocks: units of their own, which come and go one by one."""
+
+    def build(model, optimizer_class, **options) -> Kept3:
+        last = [] if count else [model.norm]  # as above
+        return Kept3(model, optimizer_class, keep=count, units=[*model.blocks, *last], **options)
+
+    return build
 
 
 WAYS = {"as one unit, by units=": as_one_unit, "each a unit of its own": one_by_one}

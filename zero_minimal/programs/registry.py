@@ -1,5 +1,6 @@
 """Registry: everything that can be trained here, by name. Programs choose from it."""
 
+from zero_minimal.kept_units import Kept3
 from zero_minimal.late_gather import Late1, Late2
 from zero_minimal.programs import peers
 from zero_minimal.stage0 import Stage0
@@ -17,6 +18,7 @@ CONTENDERS = {
     **{f"stage {number}": stage for number, stage in enumerate(STAGES)},
     "late 1": Late1,
     "late 2": Late2,
+    "kept 3": Kept3,
     "ZeroRedundancy": peers.ZeroRedundancy,
     "FSDP2 kept": peers.FSDP2Kept,
     "FSDP2": peers.FSDP2,

@@ -29,6 +29,7 @@ NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 ADDRESSES = ("10.0.0.1", "10.0.0.2")  # of a network that nobody else sees
 CARD = "eth0"  # what each node calls its end of the cable
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # bits a second
+PACKET = 1514 / 1448  # bytes on the cable for each of ours: a packet begins with headers of Ethernet, IP and TCP
 QUEUE_MS = 50  # what waits longer at the cable's end is dropped, and sent again
 
 

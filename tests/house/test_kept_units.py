@@ -1,0 +1,100 @@
+"""Kept units: the bits of stage 3, with the last units whole from forward to their turn in backward, and less sent."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from torch import nn, optim
+
+from zero_minimal.kept_units import Kept3
+from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.stage3 import Stage3
+
+BLOCKS = 5
+RECIPES = {
+    "plain": {},
+    "accumulated and clipped": dict(accumulate=3, clip=0.5),
+    "bf16": dict(dtype=torch.bfloat16),
+}
+
+
+def keeping(count):
+    return functools.partial(Kept3, keep=count)
+
+
+def trained():
+    make = functools.partial(toys.Transformer, BLOCKS)
+    return {name: [toys.train(stage, toys.Recipe(make=make, steps=3, **recipe))
+                   for stage in (Stage3, keeping(0), keeping(2), Kept3, keeping(99))]
+            for name, recipe in RECIPES.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_losses_and_parameters_are_the_same_bits(world_size):
+    for outcome in toys.run(trained, world_size):
+        for name, (one, *others) in outcome.items():
+            for other in others:
+                assert one.losses == other.losses and one.norms == other.norms, name
+                assert toys.identical(one.parameters, other.parameters), name
+
+
+def there(zero):
+    """Names of the units that lie whole in memory."""
+    return {unit.name for unit in zero.units
+            if any(bucket.parameters.untyped_storage().nbytes() for bucket in unit.buckets)}
+
+
+def watched(counts):
+    """Of each stage: what lies whole after the second step's forward, at each turn of its backward, after its update,
+    in an evaluation's last turn and after it; and the bytes sent in the step."""
+    rank, found = dist.get_rank(), []
+    for count in counts:
+        model = toys.build(functools.partial(toys.Transformer, BLOCKS), rank)
+        zero = keeping(count)(model, optim.AdamW)
+        turns = []
+        for step in range(2):
+            with TrafficMeter() as meter:
+                loss = model(*toys.tokens(rank, step))
+                after_forward = there(zero)
+                with zero.turns.heard_by(lambda unit, zero=zero, turns=turns: turns.append((unit.name, there(zero)))):
+                    loss.backward()
+                backward, turns[:] = list(turns), []
+                zero.step()
+            after_update = there(zero)
+            zero.zero_grad()
+        with torch.no_grad():
+            model(*toys.tokens(rank, 0))
+        size = [sum(bucket.padded * bucket.dtype.itemsize for bucket in unit.buckets) for unit in zero.units]
+        found.append((after_forward, backward, after_update, there(zero), meter.sent_bytes, size))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_last_units_stay_until_their_turn_in_backward_and_are_not_sent_again(world_size):
+    counts = (1, 2, 3, 5)
+    for found in toys.run(watched, world_size, counts):
+        usual = found[0][4]  # of stage 3, which keeps the unit that forward ends with
+        for count, row in zip(counts, found, strict=True):
+            after_forward, backward, after_update, after_evaluation, sent, size = row
+            kept = {f"blocks.{number}" for number in range(BLOCKS - count, BLOCKS)}
+            assert after_forward == {"", *kept}
+            assert after_update == after_evaluation == set()
+            # in its turn block k computes, the one before it comes, and all that is kept below stays
+            blocks = [whole - {""} for name, whole in backward if name]
+            for number, whole in zip(reversed(range(BLOCKS)), blocks, strict=True):
+                below = {f"blocks.{one}" for one in range(number) if f"blocks.{one}" in kept}
+                coming = {f"blocks.{number - 1}"} - {"blocks.-1"}
+                assert whole == {f"blocks.{number}", *coming, *below}
+            again = sum(size[1 + BLOCKS - count : BLOCKS])  # not gathered a second time
+            assert usual - sent == pytest.approx(again * (world_size - 1) / world_size, abs=64)
+
+
+def refused():
+    with pytest.raises(ValueError, match="keep=-1: give the number of units to keep, 0 or more"):
+        Kept3(nn.Linear(3, 3), optim.SGD, keep=-1)
+
+
+def test_a_number_of_units_is_not_negative():
+    toys.run(refused, 1)

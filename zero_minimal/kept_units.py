@@ -1,0 +1,49 @@
+"""Kept units: stage 3 whose last units stay whole from forward to their turn in backward, memory
+for traffic.
+
+    Stage3    forward  0 1 2 3 4 5    backward  5 4 3 2 1 0    gathered in backward: 4 3 2 1 0
+    Kept3     forward  0 1 2 3 4 5    backward  5 4 3 2 1 0    gathered in backward: 2 1 0
+
+Backward begins where forward ends. So the last units are needed again soon, and the first ones
+late: a unit that is kept for a short time saves as much traffic as one that is kept for long.
+
+Memory: the parameters of `keep` units at the end of forward, where Stage3 has those of one. Before
+and after, they make room for what comes with backward: of two units nothing shows in the peak.
+Traffic: Ψ(N−1)/N · 3, less (N−1)/N of each kept unit; the root is always kept.
+"""
+
+from zero_minimal.stage3 import Stage3
+
+
+class Kept3(Stage3):
+    """Stage 3 with its last units kept. Takes what Stage3 takes, and
+
+    keep: how many units, from the last one in the order of registration, which should be forward's.
+        (Stage3 keeps the one that it comes to last.) Raises: ValueError if it is negative.
+    """
+
+    def __init__(self, model, optimizer_class, *, keep: int = 3, **options):
+        if keep < 0:
+            raise ValueError(f"keep={keep}: give the number of units to keep, 0 or more")
+        self.waiting = set()  # units that stay whole until their turn in backward
+        super().__init__(model, optimizer_class, **options)
+        blocks = self.units[1:]  # the root stays anyway
+        self.kept = set(blocks[max(len(blocks) - keep, 0) :])
+
+    def unit_turn(self, unit, following):
+        self.waiting = self.waiting - {unit} if self.backward.running else self.kept
+        super().unit_turn(unit, following)
+
+    def _release(self, unit):
+        if unit not in self.waiting:
+            super()._release(unit)
+
+    def _release_all(self):
+        self.waiting = set()  # an update or the end of an evaluation: now they go, too
+        super()._release_all()
+
+
+if __name__ == "__main__":
+    from zero_minimal.programs.train import main
+
+    main(Kept3)
