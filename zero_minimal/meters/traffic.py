@@ -133,9 +133,9 @@ def loopback_bytes(*, quiet: bool = False) -> int | None:
     """Bytes that this machine's loopback interface has transmitted since it came up, or None where Linux is not.
 
     All ranks of one machine speak over the loopback. So the difference between two readings, divided by ranks and
-    steps, is what a rank really sent in a step, with the headers of what is handed to the card at once (up to 64 kB). With
-    several machines it is read at the card that leads to the others (GLOO_SOCKET_IFNAME), and divided by the ranks of
-    this machine.
+    steps, is what a rank really sent in a step, with the headers of what is handed to the card at once (up to 64 kB).
+    With several machines it is read at the card that leads to the others (GLOO_SOCKET_IFNAME), and divided by the ranks
+    of this machine.
 
     Args:
         quiet: every rank calls this; the reading is taken between two barriers, while no rank sends anything.
