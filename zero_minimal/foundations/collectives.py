@@ -29,9 +29,12 @@ process group.
 What a rank sends, and when, is heard from outside (`heard_by`): no stage has a line for it.
 """
 
+import time
+
 import torch
 import torch.distributed as dist
 
+from zero_minimal.foundations.notes import other_ranks
 from zero_minimal.foundations.pending import (
     Call,
     Pending,
@@ -50,6 +53,8 @@ __all__ = [
 # torch 2.13 renamed both
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+LONG = 2**18  # bytes: before a message of so many a rank naps, …
+NAP = 1e-5  # seconds, in which gloo's thread can see that the other rank is ready for it
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
@@ -192,16 +197,20 @@ def _exchange(leaving: list, arriving: list, group) -> list:
     """Start to send leaving[r] to every other rank r, and to receive arriving[r] from it. Returns
     the works to wait for.
 
-    Receives are posted before sends, so that a message is written to its place as it comes.
+    Receives are posted before sends, so that a message is written to its place as it comes. Notes,
+    which are short, go last.
     """
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    others = [(rank + distance) % world_size for distance in range(1, world_size)]
-    name = [dist.get_global_rank(group, other) if group else other for other in range(world_size)]
-    tag = notes_of_this_one().tag() if notes_of_this_one() is not None else 0
-    works = [dist.irecv(arriving[other], name[other], group=group, tag=tag)
-             for other in reversed(others)]
-    return works + [dist.isend(leaving[other], name[other], group=group, tag=tag)
-                    for other in others]
+    # the group's own methods: what dist.isend and dist.irecv check besides costs time
+    group, notes = group or dist.group.WORLD, notes_of_this_one()
+    tag = notes.expect() if notes is not None else 0
+    others = other_ranks(group)
+    works = [group.recv([arriving[other]], other, tag) for other in reversed(others)]
+    if others and leaving[others[0]].nbytes >= LONG:
+        time.sleep(NAP)
+    works += [group.send([leaving[other]], other, tag) for other in others]
+    if notes is not None:
+        notes.send()
+    return works
 
 
 def _on_host(tensor, group):
