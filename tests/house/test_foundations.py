@@ -44,6 +44,19 @@ def test_every_element_lies_in_one_bucket(world_size, bucket_bytes):
         whole = bucket.zeros()
         bucket.fuse_gradients(whole)
         assert torch.equal(whole, -bucket.parameters)  # each gradient beside its parameter; padding zero
+        for missing in (None, bucket.params[0], bucket.params[-1]):
+            kept = {param: param.grad for param in bucket.params}
+            for param in bucket.params:
+                param.grad = None if param is missing else param.grad
+            expected, found = bucket.zeros(), torch.full((bucket.padded,), float("nan"))
+            bucket.fuse_gradients(expected)
+            bucket.zero_rest(found)
+            filled = sum(bucket._place(found, param).numel() for param in bucket.params if param is not missing)
+            assert found.isnan().sum() == filled, "only what no gradient fills is zeroed"
+            bucket.fuse_gradients(found)
+            assert torch.equal(found, expected)
+            for param, gradient in kept.items():
+                param.grad = gradient
         assert bucket.numel == (bucket.parameters != 0).sum()
     assert sum(bucket.numel for bucket in buckets) == sum(param.numel() for param in params)
     total = torch.cat([bucket.parameters for bucket in buckets])
