@@ -44,6 +44,19 @@ def test_every_element_lies_in_one_bucket(world_size, bucket_bytes):
         whole = bucket.zeros()
         bucket.fuse_gradients(whole)
         assert torch.equal(whole, -bucket.parameters)  # each gradient beside its parameter; padding zero
+        for missing in (None, bucket.params[0], bucket.params[-1]):
+            kept = {param: param.grad for param in bucket.params}
+            for param in bucket.params:
+                param.grad = None if param is missing else param.grad
+            expected, found = bucket.zeros(), torch.full((bucket.padded,), float("nan"))
+            bucket.fuse_gradients(expected)
+            bucket.zero_rest(found)
+            filled = sum(bucket._place(found, param).numel() for param in bucket.params if param is not missing)
+            assert found.isnan().sum() == filled, "only what no gradient fills is zeroed"
+            bucket.fuse_gradients(found)
+            assert torch.equal(found, expected)
+            for param, gradient in kept.items():
+                param.grad = gradient
         assert bucket.numel == (bucket.parameters != 0).sum()
     assert sum(bucket.numel for bucket in buckets) == sum(param.numel() for param in params)
     total = torch.cat([bucket.parameters for bucket in buckets])
@@ -186,7 +199,7 @@ def test_a_bucket_is_updated_alone():
                for index, master in enumerate(masters)]
     whole = [nn.Parameter(master.detach().clone()) for master in masters]
     options = [dict(weight_decay=0.1), dict(lr=0.5)]
-    optimizer = optimizers.on_shards(torch.optim.AdamW, dict(lr=0.1), options, buckets, nn.Module())
+    optimizer = optimizers.on_shards(torch.optim.AdamW, dict(lr=0.1), options, buckets)
     plain = torch.optim.AdamW([dict(params=whole[:2], **options[0]), dict(params=whole[2:], **options[1])], lr=0.1)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, plain)]
     with warnings.catch_warnings():

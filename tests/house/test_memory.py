@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as hooks_of_all_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.foundations import collectives, ranks
+from zero_minimal.foundations import collectives, pending, ranks
 from zero_minimal.meters.memory import CATEGORIES, Ledger
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
@@ -331,7 +331,7 @@ def test_leaves_torch_as_it_was():
     def everything_it_touches():
         return (
             torch.UntypedStorage.resize_,
-            list(collectives._listeners),
+            list(pending._listeners),
             len(hooks_of_all_modules._global_forward_hooks),
             len(hooks_of_all_modules._global_forward_pre_hooks),
             len(hooks_of_all_modules._global_forward_hooks_always_called),

@@ -10,9 +10,10 @@ import torch.distributed as dist
 import toys
 from thorough import sample
 from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.foundations import collectives, ranks
-from zero_minimal.foundations.notes import Mismatch
+from zero_minimal.foundations.notes import LENGTH, Mismatch
 from zero_minimal.foundations.uneven import together
 
 by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
@@ -200,6 +201,36 @@ def another_one_is_waited_for():
 def test_an_earlier_one_is_looked_at_first(world_size):
     for words in toys.run(another_one_is_waited_for, world_size, timeout=60, fresh=True):
         assert "layers.0" in words and "layers.1" in words
+
+
+class Order(TorchDispatchMode):
+    """Collects what a rank starts, and the bytes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            (tensor,) = args[0]
+            self.seen.append((function.__name__.split(".")[0].strip("_"), tensor.nbytes))
+        return function(*args, **kwargs or {})
+
+
+def order_of_messages():
+    rank, whole = dist.get_rank(), torch.arange(12.0)
+    part, order = torch.empty(6), Order()
+    with order:
+        pending = collectives.reduce_scatter(part, whole, op="sum", async_op=True)
+    pending.wait()
+    assert torch.equal(part, 2 * whole.view(2, -1)[rank])
+    return order.seen
+
+
+def test_receives_are_posted_first_and_notes_go_last():
+    """A message whose receive is not posted yet waits on its way; and no note stands in the way of data."""
+    for seen in toys.run(order_of_messages, 2):
+        assert seen == [("recv", LENGTH), ("recv", 24), ("send", 24), ("send", LENGTH)]
 
 
 def train_on_uneven_data():

@@ -10,6 +10,7 @@ from zero_minimal.classroom.lessons import LOOK_AT, UNWRITTEN
 from zero_minimal.foundations.notes import Mismatch
 from zero_minimal.foundations.ranks import RankError
 
+COLLECTIVES = {"collectives.py", "pending.py"}  # the files of foundations in which ranks wait for each other
 _RANK = re.compile(r"^((?:host of )?rank \d+) stands here", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _SENDS = re.compile(r" waited .*\bsend")
@@ -170,8 +171,8 @@ def _place(frames: list, path: str) -> str:
         at_bus = [function for file, function in outside if file == "bus.py" and function in WHY_AT_THE_BUS]
         if at_bus:
             return f"{BUS}, in {at_bus[0]}: {WHY_AT_THE_BUS[at_bus[0]]}"
-        waits = [function for file, function in outside if file == "collectives.py" and function != "_launched"]
-        others = [f"{file}, {function}" for file, function in outside if file != "collectives.py"]
+        waits = [function for file, function in outside if file in COLLECTIVES]
+        others = [f"{file}, {function}" for file, function in outside if file not in COLLECTIVES]
         if not frames or not others:
             return "could not say where it was"
         return f"waited outside of your file{f', in {waits[-1]}' if waits else f' ({others[0]})'}"

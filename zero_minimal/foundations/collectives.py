@@ -22,165 +22,43 @@ copies the result once more. Ours are plain messages: each rank sends part r to 
 part to everyone, and every part lands where it belongs. A tensor on a GPU goes through host memory,
 since gloo runs on the CPU. On NCCL the native functions are called.
 
-The decorator `_collective` adds two arguments to each function. With async_op=True it returns a
-`Pending` at once; else None, when the result is in place. `of=` names what is sent, for the error
-that a rank gets which is in another collective (notes.py). `group` is always a process group.
+The decorator `collective` adds two arguments to each function. With async_op=True it returns a
+`Pending` (pending.py) at once; else None, when the result is in place. `of=` names what is sent,
+for the error that a rank gets which is in another collective (notes.py). `group` is always a
+process group.
 What a rank sends, and when, is heard from outside (`heard_by`): no stage has a line for it.
 """
 
-import contextlib
-import functools
-import itertools
-import threading
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
 
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import values
-from zero_minimal.foundations.notes import Notes
+from zero_minimal.foundations.notes import other_ranks
+from zero_minimal.foundations.pending import (
+    Call,
+    Pending,
+    collective,
+    heard_by,
+    inside_collective,
+    notes_of_this_one,
+)
 from zero_minimal.foundations.sums import sum_in_rank_order
+
+__all__ = [
+    "Call", "Pending", "all_gather", "all_reduce", "broadcast", "free", "heard_by",
+    "inside_collective", "reduce", "reduce_scatter",
+]
 
 # torch 2.13 renamed both
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+LONG = 2**18  # bytes: before a message of so many a rank naps, …
+NAP = 1e-5  # seconds, in which gloo's thread can see that the other rank is ready for it
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
 
 
-class Pending:
-    """A collective under way. Leave its tensors alone until `wait()` has returned.
-
-    On gloo messages travel meanwhile; sums, and the all-gather half of an all_reduce, run inside
-    wait(). On NCCL all of it runs meanwhile; wait() only lets the GPU's current stream wait for it.
-    """
-
-    def __init__(self, works, then: Callable[[], object] | None = None):
-        self.works, self.then = works, then
-        self.number, self.group = next(_numbers), None
-        self.call: Call | None = None  # what listeners know of it
-        self.notes: Notes | None = None  # what the other ranks know of it
-
-    def wait(self) -> None:
-        if not inside_collective():
-            self._wait_for_earlier_ones()
-        _half_done.discard(self)
-        if self.call is not None:
-            _tell("wait", self.call)
-        with _inside_one(self.notes):
-            if self.notes is not None:
-                self.notes.check()
-            for work in self.works:
-                work.wait()
-            if self.then is not None:
-                self.then()
-        if self.call is not None:
-            _tell("end", self.call)
-        self.works, self.then, self.call, self.notes = [], None, None, None  # nothing is left to do
-
-    def _wait_for_earlier_ones(self) -> None:
-        """An all_reduce on gloo sends its second half in wait(). Another rank may wait for that
-        before it starts what this one waits for."""
-        earlier = [one for one in _half_done if one.number < self.number]
-        for one in sorted(earlier, key=lambda one: one.number):
-            if one.group == self.group:
-                one.wait()
-
-
-_numbers = itertools.count()
-_half_done: weakref.WeakSet[Pending] = weakref.WeakSet()  # all_reduces that nobody has waited for
-
-
-# ------------------------------------------------------------------------------ who listens to them
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One collective of this rank, as listeners hear of it."""
-
-    name: str  # of the function
-    tensors: tuple  # that it was given
-    bytes: int  # its payload, the whole vector: the largest of these tensors
-    world_size: int
-
-
-_listeners: list[Callable[[str, Call], object]] = []
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def heard_by(listener: Callable[[str, Call], object]) -> Iterator[None]:
-    """Context in which listener(moment, call) is called for this rank's collectives:
-
-        "start"  before anything is sent
-        "wait"   when the rank begins to wait for the result
-        "end"    when the result is there
-
-    `call` is the same object each time. A collective that is made of others counts as one.
-    """
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
-
-
-def inside_collective() -> bool:
-    """Whether this thread is at work in one of these functions, or in the wait() of one."""
-    return getattr(_thread, "inside", False)
-
-
-@contextlib.contextmanager
-def _inside_one(notes: Notes | None):
-    """Inside a collective; those that it is made of travel under its notes."""
-    before = inside_collective(), _notes()
-    _thread.inside, _thread.notes = True, notes or _notes()
-    try:
-        yield
-    finally:
-        _thread.inside, _thread.notes = before
-
-
-def _notes() -> Notes | None:
-    return getattr(_thread, "notes", None)
-
-
-def _tell(moment: str, call: Call) -> None:
-    for listener in list(_listeners):
-        listener(moment, call)
-
-
-def _collective(launch):
-    """Decorator for a function that starts a collective and returns its Pending: it tells the
-    listeners, and unless async_op is set it waits for the result and returns None."""
-
-    @functools.wraps(launch)
-    def collective(*tensors, async_op: bool = False, of: object = "", **options):
-        call, notes, group = None, None, options.get("group")
-        if not inside_collective():
-            given = (*tensors, *options.values())
-            held = tuple(value for value in given if isinstance(value, torch.Tensor))
-            payload = max(tensor.nbytes for tensor in held)
-            call = Call(launch.__name__, held, payload, dist.get_world_size(group))
-            _tell("start", call)
-            if call.world_size > 1 and values.present() and dist.get_backend(group) == "gloo":
-                what = f"{launch.__name__} of {of}" if of else launch.__name__
-                with _inside_one(None):
-                    notes = Notes(f"{what}, {payload:,} bytes of {str(held[0].dtype)[6:]}", group)
-        with _inside_one(notes):
-            pending = launch(*tensors, **options) if values.present() else Pending([])
-        pending.call, pending.notes = call, notes
-        pending.group = weakref.ref(group or dist.group.WORLD)  # a Pending may outlive it
-        return pending if async_op else pending.wait()
-
-    return collective
-
-
-# ------------------------------------------------------------------------------------ the functions
-
-
-@_collective
+@collective
 def reduce_scatter(
     output: torch.Tensor, input: torch.Tensor, *, op: str = "avg", group=None
 ) -> Pending:
@@ -215,7 +93,7 @@ def reduce_scatter(
     return Pending(_exchange(leaving, arriving, group), finish)
 
 
-@_collective
+@collective
 def all_gather(output: torch.Tensor, input: torch.Tensor, *, group=None) -> Pending:
     """Collect every rank's `input` [s] into `output` [N·s], in rank order. `input` may be this
     rank's own part of `output`."""
@@ -233,7 +111,7 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, *, group=None) -> Pend
     return Pending(works, lambda: host is output or output.copy_(host))
 
 
-@_collective
+@collective
 def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
     """Sum ("sum"), average ("avg") or maximum ("max") of `tensor` over the ranks, in place. On
     gloo a reduce_scatter and an all_gather, except for "max", which gloo does itself."""
@@ -257,11 +135,10 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
 
-    _half_done.add(pending := Pending([], gather))
-    return pending
+    return Pending([], gather, half_done=True)
 
 
-@_collective
+@collective
 def reduce(tensor: torch.Tensor, root: int = 0, *, op: str = "avg", group=None) -> Pending:
     """Sum or average of `tensor`, in place on rank `root` of the group; the others keep theirs."""
     _check(op, "sum", "avg")
@@ -282,7 +159,7 @@ def reduce(tensor: torch.Tensor, root: int = 0, *, op: str = "avg", group=None) 
     return Pending([work], finish)
 
 
-@_collective
+@collective
 def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Pending:
     """Copy the tensor of rank `root` of the group to all ranks, in place. Any dtype."""
     host = _on_host(tensor, group).contiguous()
@@ -307,8 +184,8 @@ def _check(op: str, *known: str) -> None:
 def _agree() -> None:
     """Check the notes before one of gloo's own collectives: gloo would take another rank's message
     for this one's, whatever it belongs to."""
-    if _notes() is not None:
-        _notes().check()
+    if notes_of_this_one() is not None:
+        notes_of_this_one().check()
 
 
 def free(tensor: torch.Tensor) -> None:
@@ -320,16 +197,20 @@ def _exchange(leaving: list, arriving: list, group) -> list:
     """Start to send leaving[r] to every other rank r, and to receive arriving[r] from it. Returns
     the works to wait for.
 
-    Receives are posted before sends, so that a message is written to its place as it comes.
+    Receives are posted before sends, so that a message is written to its place as it comes. Notes,
+    which are short, go last.
     """
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    others = [(rank + distance) % world_size for distance in range(1, world_size)]
-    name = [dist.get_global_rank(group, other) if group else other for other in range(world_size)]
-    tag = _notes().tag() if _notes() is not None else 0
-    works = [dist.irecv(arriving[other], name[other], group=group, tag=tag)
-             for other in reversed(others)]
-    return works + [dist.isend(leaving[other], name[other], group=group, tag=tag)
-                    for other in others]
+    # the group's own methods: what dist.isend and dist.irecv check besides costs time
+    group, notes = group or dist.group.WORLD, notes_of_this_one()
+    tag = notes.expect() if notes is not None else 0
+    others = other_ranks(group)
+    works = [group.recv([arriving[other]], other, tag) for other in reversed(others)]
+    if others and leaving[others[0]].nbytes >= LONG:
+        time.sleep(NAP)
+    works += [group.send([leaving[other]], other, tag) for other in others]
+    if notes is not None:
+        notes.send()
+    return works
 
 
 def _on_host(tensor, group):

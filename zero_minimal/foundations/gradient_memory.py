@@ -26,8 +26,11 @@ class GradientMemory:
         pass
 
     def whole(self, bucket: Bucket) -> torch.Tensor:
-        """Zeros [padded], into which the bucket's gradients are copied."""
-        return bucket.zeros()
+        """New memory [padded], into which the bucket's gradients are copied: zeros but where one
+        comes."""
+        whole = torch.empty(bucket.padded, dtype=bucket.dtype, device=bucket.device)
+        bucket.zero_rest(whole)
+        return whole
 
     def give_back(self, whole: torch.Tensor) -> None:
         """Called after the wait for the reduction: `whole` is not needed any more."""

@@ -155,6 +155,17 @@ class Bucket:
                 begin, end = self._piece(param)
                 self._place(whole, param).copy_(_dense(param.grad).reshape(-1)[begin:end])
 
+    def zero_rest(self, whole: torch.Tensor) -> None:
+        """Zero what fuse_gradients() leaves as it is: a missing gradient's place, and padding."""
+        end = 0  # of the gradient before
+        for param in self.params:  # in the order in which they lie here
+            if param.grad is not None:
+                place = self._place(whole, param)
+                start = place.storage_offset() - whole.storage_offset()
+                whole[end:start].zero_()
+                end = start + place.numel()
+        whole[end:].zero_()
+
     def zero_missing(self) -> None:
         """Before the reduction: a parameter without a gradient counts as one whose gradient is
         zero."""

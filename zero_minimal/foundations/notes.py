@@ -44,23 +44,25 @@ class Notes:
 
     def __init__(self, words: str, group=None):
         self.words, self.group = words.encode()[:LENGTH].decode(errors="replace").rstrip(), group
-        self.arriving, self.leaving, self.sent = {}, [], False
+        self.own = _written(self.words)  # [LENGTH]
+        self.arriving, self.leaving, self.expected, self.sent = {}, [], False, False
 
-    def tag(self) -> int:
-        """That of the data, by which this rank's note goes out too."""
-        self._send()
+    def expect(self) -> int:
+        """From here on the others' notes can arrive. Returns the tag of the data."""
+        if not self.expected:
+            group, self.expected = self.group or dist.group.WORLD, True
+            _open.setdefault(group, []).append(self)
+            for other in other_ranks(group):
+                note = torch.empty_like(self.own)
+                self.arriving[other] = note, group.recv([note], other, TAG)
         return zlib.crc32(self.words.encode()) % TAG  # not hash(): it is salted in each process
 
-    def _send(self) -> None:
-        if self.sent:
-            return
-        _groups[self.group], self.sent = None, True
-        _open.setdefault(self.group or dist.group.WORLD, []).append(self)
-        own, others = _written(self.words), _others(self.group)
-        for other, name in others:
-            note = torch.empty_like(own)
-            self.arriving[other] = note, dist.irecv(note, name, group=self.group, tag=TAG)
-        self.leaving = [dist.isend(own, name, group=self.group, tag=TAG) for _, name in others]
+    def send(self) -> None:
+        """This rank's note goes out."""
+        if not self.sent:
+            group, self.sent = self.group or dist.group.WORLD, True
+            _groups[self.group] = None
+            self.leaving = [group.send([self.own], other, TAG) for other in other_ranks(group)]
 
     def check(self) -> None:
         """Wait for the others' notes. Raises: Mismatch if one says something else. A second call
@@ -69,7 +71,8 @@ class Notes:
         Those of earlier collectives come first, waited for or not: a rank that disagreed in one of
         them has left, and never comes to this one.
         """
-        self._send()
+        self.expect()
+        self.send()
         line = _open[self.group or dist.group.WORLD]
         while self in line:
             line.pop(0)._compare()
@@ -77,9 +80,9 @@ class Notes:
     def _compare(self) -> None:
         for other, (note, work) in self.arriving.items():
             work.wait()
-            if (words := _read(note)) != self.words:
+            if not torch.equal(note, self.own):
                 _last_notes.extend(self.leaving)  # gloo sends none whose work is gone
-                raise Mismatch(self._explained(other, words))
+                raise Mismatch(self._explained(other, _read(note)))
         for work in self.leaving:
             work.wait()
         self.arriving, self.leaving = {}, []
@@ -112,8 +115,9 @@ class Notes:
 def say_goodbye() -> None:
     """This rank comes to its end: whoever still waits for it, or ever will, gets an error."""
     for group in _groups:
-        for _, name in _others(group):
-            _last_notes.append(dist.isend(_written(FINISHED), name, group=group, tag=TAG))
+        group = group or dist.group.WORLD
+        _last_notes.extend(group.send([_written(FINISHED)], other, TAG)
+                           for other in other_ranks(group))
     _groups.clear()
 
 
@@ -129,8 +133,7 @@ def _read(note: torch.Tensor) -> str:
     return bytes(note.tolist()).decode(errors="replace").rstrip()
 
 
-def _others(group) -> list[tuple[int, int]]:
-    """The other ranks of the group: their number there, and in the world."""
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    others = [(rank + distance) % world_size for distance in range(1, world_size)]
-    return [(other, dist.get_global_rank(group, other) if group else other) for other in others]
+def other_ranks(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks of a group by their number there: the next one first."""
+    world_size, rank = group.size(), group.rank()
+    return [(rank + distance) % world_size for distance in range(1, world_size)]

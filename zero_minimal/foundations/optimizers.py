@@ -99,10 +99,10 @@ def over_shards(
 
 def on_shards(
     optimizer_class: type[Optimizer], options: dict, groups: list[dict], buckets: list[Bucket],
-    model: nn.Module, over_shards: Callable = over_shards,
+    over_shards: Callable = over_shards,
 ) -> Optimizer:
-    """What over_shards() makes. It refuses what only a stage can do, and to step if a parameter was
-    frozen or unfrozen in the meantime. The user's step hooks run once for each bucket."""
+    """What over_shards() makes. It refuses what only a stage can do. The user's step hooks run once
+    for each bucket."""
     optimizer = over_shards(optimizer_class, options, groups, buckets)
 
     def refuse(optimizer, *_):
@@ -111,7 +111,6 @@ def on_shards(
             raise RuntimeError("call zero.step(): zero.optimizer.step() alone sees no gradient, "
                                "and sends no parameter. (In fp16, take precision.LossScaler in "
                                "the place of torch's GradScaler)")
-        ownership.check_trained(model)
 
     def refuse_group(group):
         raise RuntimeError("a group cannot be added to zero.optimizer after wrapping, since no "

@@ -51,8 +51,10 @@ class Passes:
 
     def complete(self) -> None:
         """Called before anybody reads the reduced gradients. Raises: RuntimeError if the user has
-        put something else in the place of a gradient that is reduced already, or of a parameter."""
+        put something else in the place of a gradient that is reduced already, or of a parameter, or
+        has frozen or unfrozen one."""
         self.left.look()
+        ownership.check_trained(self.stage.model)
         if not self.by_turns:  # at stage 3 turns.py knows where they are
             for bucket in self.stage.buckets:
                 for param in bucket.params:

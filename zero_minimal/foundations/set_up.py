@@ -78,7 +78,7 @@ def set_up(
                     bucket.master = master_of(own) if narrow else nn.Parameter(own)
         ownership.broadcast_rest(model, stage.all_buckets, group)
         stage.optimizer = optimizers.on_shards(
-            optimizer_class, optimizer_options, groups, stage.buckets, model, over_shards
+            optimizer_class, optimizer_options, groups, stage.buckets, over_shards
         )
     refuse_other_shards(stage)
     drop = weakref.WeakMethod(stage.zero_grad)

@@ -49,7 +49,7 @@ class Stage2(Hooks):
                 dist.broadcast(param.data, 0, group=group)
         for buffer in model.buffers():
             dist.broadcast(buffer, 0, group=group)
-        self.optimizer = optimizers.on_shards(optimizer_class, options, groups, self.buckets, model)
+        self.optimizer = optimizers.on_shards(optimizer_class, options, groups, self.buckets)
         self.backward = Backward(self)
 
     def bucket_complete(self, bucket, done):

@@ -71,7 +71,7 @@ class Stage3(Hooks):
             param._zero_stage = "Stage3"
         for buffer in model.buffers():
             dist.broadcast(buffer, dist.get_global_rank(group or dist.group.WORLD, 0), group=group)
-        self.optimizer = optimizers.on_shards(optimizer_class, options, groups, self.buckets, model)
+        self.optimizer = optimizers.on_shards(optimizer_class, options, groups, self.buckets)
         self.backward = Backward(self, by_turns=True)
         self.turns = Turns(self)
         refuse_state_dict(self)

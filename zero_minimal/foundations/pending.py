@@ -1,0 +1,156 @@
+"""Pending: a collective under way, and who hears of it.
+
+    start ──── messages travel ──── wait() ──── end
+      what the ranks say of it to each other: notes.py; what listeners are told: Call
+
+`collective` is the decorator of the functions in collectives.py, which start what is pending here.
+"""
+
+import contextlib
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zero_minimal.foundations import values
+from zero_minimal.foundations.notes import Notes
+
+
+class Pending:
+    """A collective under way. Leave its tensors alone until `wait()` has returned.
+
+    On gloo messages travel meanwhile; sums, and the all-gather half of an all_reduce, run inside
+    wait(). On NCCL all of it runs meanwhile; wait() only lets the GPU's current stream wait for it.
+
+    Args:
+        works: what torch.distributed has started.
+        then: what is left to do when these are over.
+        half_done: whether that sends something.
+    """
+
+    def __init__(self, works, then: Callable[[], object] | None = None, half_done: bool = False):
+        self.works, self.then = works, then
+        self.number, self.group = next(_numbers), None
+        self.call: Call | None = None  # what listeners know of it
+        self.notes: Notes | None = None  # what the other ranks know of it
+        if half_done:
+            _half_done.add(self)
+
+    def wait(self) -> None:
+        if not inside_collective():
+            self._wait_for_earlier_ones()
+        _half_done.discard(self)
+        if self.call is not None:
+            _tell("wait", self.call)
+        with _inside_one(self.notes):
+            if self.notes is not None:
+                self.notes.check()
+            for work in self.works:
+                work.wait()
+            if self.then is not None:
+                self.then()
+        if self.call is not None:
+            _tell("end", self.call)
+        self.works, self.then, self.call, self.notes = [], None, None, None  # nothing is left to do
+
+    def _wait_for_earlier_ones(self) -> None:
+        """An all_reduce on gloo sends its second half in wait(). Another rank may wait for that
+        before it starts what this one waits for."""
+        earlier = [one for one in _half_done if one.number < self.number]
+        for one in sorted(earlier, key=lambda one: one.number):
+            if one.group == self.group:
+                one.wait()
+
+
+_numbers = itertools.count()
+_half_done: weakref.WeakSet[Pending] = weakref.WeakSet()  # all_reduces that nobody has waited for
+
+
+def collective(launch):
+    """Decorator for a function that starts a collective and returns its Pending: it tells the
+    listeners, and unless async_op is set it waits for the result and returns None."""
+
+    @functools.wraps(launch)
+    def collective(*tensors, async_op: bool = False, of: object = "", **options):
+        call, notes, group = None, None, options.get("group")
+        if not inside_collective():
+            given = (*tensors, *options.values())
+            held = tuple(value for value in given if isinstance(value, torch.Tensor))
+            payload = max(tensor.nbytes for tensor in held)
+            call = Call(launch.__name__, held, payload, dist.get_world_size(group))
+            _tell("start", call)
+            if call.world_size > 1 and values.present() and dist.get_backend(group) == "gloo":
+                what = f"{launch.__name__} of {of}" if of else launch.__name__
+                with _inside_one(None):
+                    notes = Notes(f"{what}, {payload:,} bytes of {str(held[0].dtype)[6:]}", group)
+        with _inside_one(notes):
+            pending = launch(*tensors, **options) if values.present() else Pending([])
+        pending.call, pending.notes = call, notes
+        pending.group = weakref.ref(group or dist.group.WORLD)  # a Pending may outlive it
+        return pending if async_op else pending.wait()
+
+    return collective
+
+
+# ------------------------------------------------------------------------------ who listens to them
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One collective of this rank, as listeners hear of it."""
+
+    name: str  # of the function
+    tensors: tuple  # that it was given
+    bytes: int  # its payload, the whole vector: the largest of these tensors
+    world_size: int
+
+
+_listeners: list[Callable[[str, Call], object]] = []
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def heard_by(listener: Callable[[str, Call], object]) -> Iterator[None]:
+    """Context in which listener(moment, call) is called for this rank's collectives:
+
+        "start"  before anything is sent
+        "wait"   when the rank begins to wait for the result
+        "end"    when the result is there
+
+    `call` is the same object each time. A collective that is made of others counts as one.
+    """
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def inside_collective() -> bool:
+    """Whether this thread is at work in a collective, or in the wait() of one."""
+    return getattr(_thread, "inside", False)
+
+
+def notes_of_this_one() -> Notes | None:
+    """Those of the collective at work, under which all travels that it is made of."""
+    return getattr(_thread, "notes", None)
+
+
+@contextlib.contextmanager
+def _inside_one(notes: Notes | None):
+    before = inside_collective(), notes_of_this_one()
+    _thread.inside, _thread.notes = True, notes or before[1]
+    try:
+        yield
+    finally:
+        _thread.inside, _thread.notes = before
+
+
+def _tell(moment: str, call: Call) -> None:
+    for listener in list(_listeners):
+        listener(moment, call)
