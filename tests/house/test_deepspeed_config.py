@@ -1,35 +1,29 @@
-"""--deepspeed-config: what is taken of a file, said of the rest, and refused; and the same file in DeepSpeed.
+"""--deepspeed-config: what is taken of a file, said of the rest, and refused; and what `plan` writes as one.
 
-DeepSpeed is an optional dependency: what needs it is skipped without it."""
+test_deepspeed_recorded.py has the same file beside DeepSpeed itself."""
 
-import contextlib
 import dataclasses
-import importlib.util
-import io
 import json
-import random
 import sys
 
+import deepspeed_runs as runs
 import pytest
 import torch
 
 from zero_minimal import __main__ as program_main
 from zero_minimal.foundations import ranks
-from zero_minimal.programs import configs, deepspeed_written, peers, train
+from zero_minimal.programs import configs, deepspeed_written, train
 from zero_minimal.programs.planning import plan
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 from zero_minimal.workload import deepspeed_file, deepspeed_settings, loop
-from zero_minimal.workload.deepspeed_config import PARAMETERS, Wanted
-from zero_minimal.workload.deepspeed_keys import DEFAULTS, SECTIONS, TABLE
+from zero_minimal.workload.deepspeed_config import Wanted
 from zero_minimal.workload.model import GPT
-from zero_minimal.workload.settings import DTYPES, Settings
+from zero_minimal.workload.settings import Settings
 from zero_minimal.zero_100b import System
 
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None,
-                                     reason="DeepSpeed, an optional dependency, is not installed")
 SMALL = Settings(layers=2, hidden=32, heads=4, sequence=32, steps=6)
 ALL_FLAGS = {field.name: getattr(SMALL, field.name) for field in dataclasses.fields(Settings)} | {"offload": None}
 
@@ -178,7 +172,11 @@ def test_nothing_is_said_where_nothing_is_ignored(tmp_path):
     ({"optimizer": {"type": "Lamb"}}, {}, "there are AdamW and Adam here"),
     ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, {}, "write gradient_clipping"),
     ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, {}, "must be two numbers"),
-    ({"scheduler": {"type": "OneCycle"}}, {}, "there are WarmupLR, WarmupDecayLR, WarmupCosineLR here"),
+    ({"scheduler": {"type": "CosineAnnealingLR"}}, {}, "there are WarmupLR, WarmupDecayLR, WarmupCosineLR, LR"),
+    ({"scheduler": {"type": "OneCycle"}}, {}, "OneCycle needs scheduler.params.cycle_min_lr: a number"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 9}}}, {}, "a run goes on with --resume"),
+    ({"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}}, {}, "a number from 1 up"),
+    ({"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_staircase": 1}}}, {}, "must be true or false"),
     ({"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 3}}}, {}, "WarmupLR has no scheduler.params.tot"),
     ({"scheduler": {"type": "WarmupDecayLR"}}, {}, "needs scheduler.params.total_num_steps"),
     ({"tensor_parallel": {"autotp_size": 2}}, {}, "zero_100b.py --model-parallel M"),
@@ -231,88 +229,21 @@ def test_zero_100b_takes_what_is_kept_of_activations(tmp_path, monkeypatch, caps
 # ----------------------------------------------------------------------------------------------------- what comes of it
 
 
-FILE = {
-    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
-    "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1,
-                                              "torch_adam": True}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 3,
-                                                      "total_num_steps": 8}},
-}
-
-
-def of(stage, dtype, more=()):
-    return FILE | {dtype: {"enabled": True} for dtype in [dtype] if dtype != "fp32"} | {
-        ZERO: {"stage": stage, "reduce_bucket_size": 20000, "allgather_bucket_size": 20000,
-               "stage3_param_persistence_threshold": 0}} | dict(more)
-
-
-def ours(path, stage, rank):
-    """Losses of the file in one of our stages, and their learning rates."""
-    settings = settings_of(path, rank.world_size)
-    zero = loop.build(STAGES[stage], settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
-    batches = loop.training_batches(settings, rank.rank)
-    steps = loop.steps(zero, batches, settings, scaler=settings.loss_scaler())
-    return loop.mean_over_ranks([sum(part.item() for part in parts) for parts in steps], rank)
-
-
-def theirs(path, rank):
-    """Losses of the same file in DeepSpeed itself, as its users write a loop."""
-    import deepspeed
-
-    settings = settings_of(path, rank.world_size)
-    torch.manual_seed(settings.seed)
-    model = GPT(settings.model_config()).to(DTYPES[settings.dtype])
-    with contextlib.redirect_stdout(io.StringIO()):
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=path)
-    batches, losses = iter(loop.training_batches(settings, rank.rank)), []
-    for step in range(settings.steps):
-        assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(settings.learning_rate(step), rel=1e-12)
-        losses.append(0.0)
-        for _ in range(settings.accumulate):
-            loss = engine(*next(batches))
-            engine.backward(loss)
-            engine.step()
-            losses[-1] += loss.item() / settings.accumulate
-    return loop.mean_over_ranks(losses, rank)
-
-
-def beside_deepspeed(paths):
-    """{(stage, dtype): losses of ours and of theirs}"""
+def losses_of_flags(text):
+    """Losses of the flags that say what the file below says."""
     with ranks.start() as rank:
-        peers.DeepSpeed.prepare(rank.device)
-        return {case: (ours(path, case[0], rank), theirs(path, rank)) for case, path in paths.items()}
-
-
-@needs_deepspeed
-def test_deepspeed_and_the_stages_make_the_same_losses_of_the_same_file(tmp_path):
-    """In bf16 DeepSpeed's stage 0 keeps and rounds gradients elsewhere, so it is left out; its stage 3 is close."""
-    cases = [(0, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
-    paths = {}
-    for stage, dtype in cases:
-        folder = tmp_path / f"{stage}{dtype}"
-        folder.mkdir()
-        paths[stage, dtype] = file_of(folder, of(stage, dtype))
-    found = ranks.run(beside_deepspeed, 2, paths, device="cpu", timeout=300)[0]
-    for case, (mine, its) in found.items():
-        assert mine == pytest.approx(its, abs=1e-6 if case[1] == "fp32" else 3e-4), case
-        assert mine[-1] < mine[0] - 0.1
-
-
-def fp16_and_flags(path):
-    """Losses of a file with fp16 and fixed scale, and of the flags that say the same."""
-    with ranks.start() as rank:
-        same = dataclasses.replace(SMALL, dtype="fp16", batch=2, accumulate=2, clip=0.5)
+        same = dataclasses.replace(runs.SMALL, dtype="fp16", batch=2, accumulate=2, clip=0.5, text=text)
         zero = loop.build(STAGES[2], same, rank, bucket_bytes=40000)
         plain = loop.steps(zero, loop.training_batches(same, rank.rank), same, scaler=same.loss_scaler())
-        losses = [sum(part.item() for part in parts) for parts in plain]
-        return ours(path, 2, rank), loop.mean_over_ranks(losses, rank)
+        return loop.mean_over_ranks([sum(part.item() for part in parts) for parts in plain], rank)
 
 
 def test_a_file_trains_as_the_flags_that_say_the_same(tmp_path):
-    content = {name: value for name, value in of(2, "fp16").items() if name not in ("optimizer", "scheduler")}
-    content["fp16"] = {"enabled": True, "loss_scale": 2**16}
-    by_file, by_flags = ranks.run(fp16_and_flags, 2, file_of(tmp_path, content), device="cpu", timeout=60)[0]
-    assert by_file == by_flags and len(by_file) == 6
+    content = {name: value for name, value in runs.of(2, "fp16").items() if name not in ("optimizer", "scheduler")}
+    by_file = runs.run(runs.ours, {"": content | {"fp16": {"enabled": True, "loss_scale": 2**16}}})[""]["losses"]
+    (tmp_path / "text").write_text(runs.TEXT)
+    by_flags = ranks.run(losses_of_flags, runs.RANKS, str(tmp_path / "text"), device="cpu", timeout=60)[0]
+    assert by_file == by_flags and len(by_file) == runs.SMALL.steps
 
 
 # ------------------------------------------------------------------------------------------------------ what is written
@@ -406,92 +337,3 @@ def test_plan_writes_the_stage_that_fits_or_the_one_asked_for(tmp_path, capsys):
         with pytest.raises(SystemExit):
             program_main.main(wrong)
         assert words in capsys.readouterr().err
-
-
-@needs_deepspeed
-def test_deepspeed_reads_what_is_written(tmp_path):
-    """And makes the stage's losses of it, with torch's AdamW (its own wants a GPU, or a compiler)."""
-    paths = {}
-    for stage in (0, 2, 3):
-        content = deepspeed_written.deepspeed(SHAPE, planned(), stage, accumulate=2)
-        content["optimizer"]["params"]["torch_adam"] = True
-        (tmp_path / str(stage)).mkdir()
-        paths[stage, "fp32"] = file_of(tmp_path / str(stage), content)
-    for case, (mine, its) in ranks.run(beside_deepspeed, 2, paths, device="cpu", timeout=300)[0].items():
-        assert mine == pytest.approx(its, abs=1e-6), case
-
-
-# ---------------------------------------------------------------------------------------------- beside DeepSpeed's own
-
-
-@needs_deepspeed
-def test_the_table_has_deepspeeds_own_keys():
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, DeepSpeedZeroOffloadOptimizerConfig
-
-    for section, kind in (("fp16", DeepSpeedFP16Config), ("bf16", DeepSpeedBF16Config), (ZERO, DeepSpeedZeroConfig),
-                          (f"{ZERO}.offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig)):
-        names = {field.alias or name for name, field in kind.model_fields.items()}
-        ours = set(TABLE[section]) | {name.rpartition(".")[2] for name in SECTIONS}
-        assert names <= ours, names - ours
-    defaults = {name: field.default for name, field in DeepSpeedFP16Config.model_fields.items()}
-    assert {name: defaults[name] for name in DEFAULTS["fp16"]} == DEFAULTS["fp16"]
-
-
-@needs_deepspeed
-def test_the_scale_moves_as_deepspeeds_does():
-    """Over overflows drawn at random, with every kind of hysteresis."""
-    from deepspeed import comm
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-
-    draw = random.Random(1)
-    comm.get_rank, before = (lambda: 0), comm.get_rank
-    try:
-        for hysteresis, consecutive, window in ((1, False, 3), (2, False, 4), (3, True, 2)):
-            mine = deepspeed_settings.DeepSpeedScaler(0, 20, window, hysteresis, consecutive, 2.0)
-            its = DynamicLossScaler(2.0**20, window, 2.0, hysteresis, consecutive, raise_error_at_min_scale=False)
-            for _ in range(300):
-                overflow = draw.random() < 0.3 and its.cur_scale > 2.0
-                mine._overflows[Stage2] = overflow  # as its step() does
-                mine.update()
-                its.update_scale(overflow)
-                assert mine.scale_value == its.cur_scale
-    finally:
-        comm.get_rank = before
-
-
-def test_a_fixed_scale_stays_and_the_smallest_is_an_end():
-    fixed = deepspeed_settings.DeepSpeedScaler(128, 16, 1, 2, False, 1)
-    for overflow in (False, True, True, False):
-        fixed._overflows[Stage2] = overflow
-        fixed.update()
-    assert fixed.scale_value == 128
-    small = deepspeed_settings.DeepSpeedScaler(0, 1, 1000, 1, False, 1)
-    for _ in range(2):
-        small._overflows[Stage2] = True
-        if small.scale_value == 1:
-            with pytest.raises(RuntimeError, match="min_loss_scale"):
-                small.update()
-        else:
-            small.update()
-    other = deepspeed_settings.DeepSpeedScaler(0, 16, 1000, 3, False, 1)
-    other.left = 2
-    small.load_state_dict(other.state_dict())
-    assert small.left == 2
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("kind", PARAMETERS)
-@pytest.mark.parametrize("warmup_type", ["log", "linear"])
-def test_schedules_are_deepspeeds(kind, warmup_type):
-    from deepspeed.runtime import lr_schedules
-
-    given = {"warmup_min_lr": 1e-5, "warmup_max_lr": 3e-3, "total_num_steps": 20, "warmup_min_ratio": 0.1,
-             "cos_min_ratio": 0.01}
-    params = {name: given[name] for name in PARAMETERS[kind]} | {"warmup_num_steps": 6, "warmup_type": warmup_type}
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2e-3)
-    its = getattr(lr_schedules, kind)(optimizer, **params)
-    for step in range(25):
-        rate = deepspeed_settings.SCHEDULES[kind](step, 2e-3, **params)
-        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12), step
-        its.step()

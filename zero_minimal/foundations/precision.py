@@ -90,6 +90,7 @@ class LossScaler:
     ):
         self.scale_value, self.growth_interval = float(initial_scale), growth_interval
         self.groups = groups
+        self.skipped = 0  # steps, so far
         self._good_steps = 0
         # since the last update(): stages whose gradients the update will divide, and of those that
         # came as far as step() whether a gradient had overflowed
@@ -129,9 +130,7 @@ class LossScaler:
     def update(self) -> None:
         """Choose the scale of the next step; without a step() since the last update() it stays.
         Raises: RuntimeError, on all ranks alike, if none is small enough."""
-        stepped, overflow = bool(self._overflows), any(self._overflows.values())
-        self._unscaled.clear()
-        self._overflows.clear()
+        stepped, overflow = self.decide()
         if overflow and self.scale_value <= SMALLEST_SCALE:
             raise RuntimeError(f"gradients are infinite or NaN even at a loss scale of "
                                f"{self.scale_value:g}, so the loss itself is, or a part of the "
@@ -144,11 +143,21 @@ class LossScaler:
             if self._good_steps % self.growth_interval == 0:
                 self.scale_value *= 2
 
+    def decide(self) -> tuple[bool, bool]:
+        """Whether there was a step() since the last update(), and whether it was skipped. Both are
+        forgotten then."""
+        stepped, overflow = bool(self._overflows), any(self._overflows.values())
+        self._unscaled.clear()
+        self._overflows.clear()
+        self.skipped += overflow
+        return stepped, overflow
+
     def state_dict(self) -> dict:
-        return {"scale": self.scale_value, "good_steps": self._good_steps}
+        return {"scale": self.scale_value, "good_steps": self._good_steps, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict) -> None:
         self.scale_value, self._good_steps = state["scale"], state["good_steps"]
+        self.skipped = state.get("skipped", 0)  # older states have none
 
 
 def _finite(zero) -> torch.Tensor:

@@ -16,16 +16,18 @@ from typing import Any
 
 from zero_minimal.workload.deepspeed_file import row_of
 from zero_minimal.workload.deepspeed_keys import DEFAULTS, OFF
+from zero_minimal.workload.deepspeed_schedules import (
+    CHOICES,
+    NEEDED,
+    OF_OPTIMIZER,
+    PARAMETERS,
+    WHOLE,
+)
 from zero_minimal.workload.deepspeed_settings import FromDeepSpeed
 from zero_minimal.workload.settings import DTYPES, Settings, meant
 
 AUTO = "auto"
 SAME_DTYPE = ("communication_data_type", "data_types.grad_accum_dtype", "data_types.param_dtype")
-PARAMETERS = {  # of each scheduler, beside those of warm-up
-    "WarmupLR": ("warmup_min_lr", "warmup_max_lr"),
-    "WarmupDecayLR": ("warmup_min_lr", "warmup_max_lr", "total_num_steps"),
-    "WarmupCosineLR": ("warmup_min_ratio", "cos_min_ratio", "total_num_steps"),
-}
 
 
 class Wanted:
@@ -51,6 +53,7 @@ class Wanted:
             raise ValueError(f"zero_optimization.stage is 0, 1, 2 or 3, not {self.stage}")
         self._batch()
         self.dtype = self._dtype()
+        self._without_zero()
         self._clipping()
         self._buckets()
         self._offload()
@@ -159,6 +162,14 @@ class Wanted:
                                  "gradients are kept and reduced in that, and no other")
         return dtype
 
+    def _without_zero(self) -> None:
+        """What DeepSpeed itself does otherwise: a test copies it, and then makes its losses."""
+        if self.stage == 0 and self.dtype != "fp32":
+            scale = ", and divides gradients by a loss scale that its loss never had"
+            self.notes.append(f"stage 0 in {self.dtype}: DeepSpeed's own begins with an Adam step "
+                              f"on gradients of 0{scale if self.dtype == 'fp16' else ''}, so its "
+                              "losses are others; at stages 1 to 3 they are those here")
+
     def _clipping(self) -> None:
         largest = self._number("gradient_clipping", "clip")
         if largest is None and "clip" not in self.given:
@@ -235,29 +246,32 @@ class Wanted:
         if kind not in PARAMETERS:
             raise ValueError(f"scheduler.type is {json.dumps(kind)}: there are "
                              f"{', '.join(PARAMETERS)} here{meant(str(kind), PARAMETERS)}")
-        wanted = (*PARAMETERS[kind], "warmup_num_steps", "warmup_type")
-        for name in sorted(params - set(wanted)):
+        wanted = PARAMETERS[kind]
+        for name in sorted(params - set(wanted) - {"last_batch_iteration"}):
             raise ValueError(f"{kind} has no scheduler.params.{name}: it has {', '.join(wanted)}")
-        return {"type": kind} | {name: self._of_schedule(kind, name) for name in wanted}
+        return {"type": kind} | {name: self._of_schedule(kind, name, default)
+                                 for name, default in wanted.items()}
 
-    def _of_schedule(self, kind: str, name: str) -> Any:
+    def _of_schedule(self, kind: str, name: str, default: Any) -> Any:
         key = f"scheduler.params.{name}"
-        if name == "warmup_type":
-            value = self._value(key) or DEFAULTS["scheduler"][name]
-            if value not in ("log", "linear"):
-                raise ValueError(f"{key} is log or linear, not {json.dumps(value)}")
+        if name in CHOICES:
+            value = self._value(key)
+            if value not in (None, *CHOICES[name]):
+                raise ValueError(f"{key} is {' or '.join(CHOICES[name])}, not {json.dumps(value)}")
+        elif isinstance(default, bool):
+            value = self._truth(key)
+        elif name in WHOLE:
+            value = self._whole(key, "steps" if name == "total_num_steps" else "", WHOLE[name])
+        else:
+            value = self._number(key)
+        if value is not None:
             return value
-        if name in ("warmup_num_steps", "total_num_steps"):
-            value = self._whole(key, "steps" if name == "total_num_steps" else "")
-            if value is None and name == "total_num_steps":
-                raise ValueError(f'{kind} needs {key}: a number, or "auto" for --steps')
-            return DEFAULTS["scheduler"][name] if value is None else value
-        value = self._number(key)
-        if value is None and name == "warmup_max_lr":
-            if kind == "WarmupDecayLR" and self.found.get(key) != AUTO:
-                return 1e-3  # DeepSpeed's default; WarmupLR has that of the optimizer
+        if default == NEEDED:
+            auto = ', or "auto" for --steps' if name == "total_num_steps" else ""
+            raise ValueError(f"{kind} needs {key}: a number{auto}")
+        if default == OF_OPTIMIZER or name == "warmup_max_lr" and self.found.get(key) == AUTO:
             return self.flags.get("lr", self.given.get("lr", self.defaults["lr"]))
-        return DEFAULTS["scheduler"][name] if value is None else value
+        return default
 
     def _fp16(self) -> dict:
         """All values of its section; {} if it is not on."""

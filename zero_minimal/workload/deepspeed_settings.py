@@ -3,13 +3,13 @@
 They do what DeepSpeed 0.19 does with the same values; a test holds them beside its own classes.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from zero_minimal.foundations.precision import LossScaler
+from zero_minimal.workload import deepspeed_schedules
 from zero_minimal.workload.settings import OPTIMIZER, Settings
 
 
@@ -39,70 +39,29 @@ class FromDeepSpeed(Settings):
         return {"lr": self.lr, **options, "fused": OPTIMIZER["fused"]}
 
     def learning_rate(self, step: int) -> float:
-        """Of a step, from 0 on. (A step that fp16 skips counts here, and not in DeepSpeed.)"""
-        schedule = SCHEDULES.get(self.scheduler.get("type", ""))
+        """Of a step, from 0 on. With a schedule of the file steps that fp16 skips do not count."""
+        schedule = deepspeed_schedules.SCHEDULES.get(self.scheduler.get("type", ""))
         if schedule is None:
             return super().learning_rate(step)
-        return schedule(step, self.lr, **{k: v for k, v in self.scheduler.items() if k != "type"})
+        return schedule(step, self.lr, **self._parameters())
+
+    def scheduled(self, step: int, skipped: int) -> dict:
+        """A step's options: DeepSpeed's schedules stand still while fp16 skips."""
+        if not self.scheduler:
+            return super().scheduled(step, skipped)
+        options = {"lr": self.learning_rate(step - skipped)}
+        if self.scheduler.get("cycle_momentum"):
+            options["betas"] = deepspeed_schedules.momentum(step - skipped, **self._parameters())
+        return options
+
+    def _parameters(self) -> dict:
+        return {name: value for name, value in self.scheduler.items() if name != "type"}
 
     def loss_scaler(self, groups: list | None = None) -> LossScaler | None:
         """For fp16."""
         if self.dtype != "fp16" or not self.fp16:
             return super().loss_scaler(groups)
         return DeepSpeedScaler(**self.fp16, groups=groups)
-
-
-# --------------------------------------------------------------------------------------- schedules
-
-
-def constant(step: int, lr: float) -> float:
-    """What DeepSpeed does without a scheduler."""
-    return lr
-
-
-def warmup(step: int, lr: float, *, warmup_min_lr: float, warmup_max_lr: float,
-           warmup_num_steps: int, warmup_type: str) -> float:
-    """WarmupLR: from one learning rate to another, and there it stays."""
-    done = step - 1  # the first two steps have the smallest rate: DeepSpeed moves on after a step
-    gamma = warm(done, warmup_num_steps, warmup_type) if done < max(2, warmup_num_steps) else 1.0
-    return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma
-
-
-def warmup_decay(step: int, lr: float, *, total_num_steps: int, warmup_min_lr: float,
-                 warmup_max_lr: float, warmup_num_steps: int, warmup_type: str) -> float:
-    """WarmupDecayLR: the same, and then down in a straight line."""
-    done, first = step - 1, max(2, warmup_num_steps)
-    if done < first:
-        gamma = warm(done, warmup_num_steps, warmup_type)
-    else:
-        gamma = max(0.0, (total_num_steps - done) / max(1.0, total_num_steps - first))
-    return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma
-
-
-def warmup_cosine(step: int, lr: float, *, total_num_steps: int, warmup_min_ratio: float,
-                  warmup_num_steps: int, cos_min_ratio: float, warmup_type: str) -> float:
-    """WarmupCosineLR: in parts of lr, and down in half a cosine."""
-    done, first = step - 1, max(2, warmup_num_steps)
-    if done < 0:
-        return 0.0
-    if done < first:
-        ratio = warm(done, warmup_num_steps, warmup_type)
-        return lr * (warmup_min_ratio + ratio * (1.0 - warmup_min_ratio))
-    progress = min(1.0, (done - first + 1) / max(1, total_num_steps - first))
-    half = (1 + math.cos(math.pi * progress)) / 2
-    return lr * max(0.0, cos_min_ratio + (1.0 - cos_min_ratio) * half)
-
-
-def warm(done: int, steps: int, kind: str) -> float:
-    """How far warm-up is, from 0 to 1, when so many steps were scheduled."""
-    steps = max(2, steps)
-    if done < 0:
-        return 0.0
-    return 1 / math.log(steps) * math.log(done + 1) if kind == "log" else done / steps
-
-
-SCHEDULES = {"constant": constant, "WarmupLR": warmup, "WarmupDecayLR": warmup_decay,
-             "WarmupCosineLR": warmup_cosine}
 
 
 # ---------------------------------------------------------------------------------------- the scale
@@ -125,9 +84,7 @@ class DeepSpeedScaler(LossScaler):
 
     def update(self) -> None:
         """Choose the scale of the next step. Raises: RuntimeError if none is small enough."""
-        stepped, overflow = bool(self._overflows), any(self._overflows.values())
-        self._unscaled.clear()
-        self._overflows.clear()
+        stepped, overflow = self.decide()
         if stepped and not self.fixed:
             (self.shrink if overflow else self.grow)()
 

@@ -83,7 +83,7 @@ def steps(
     run_backward = getattr(zero, "run_backward", torch.Tensor.backward)
     for step in range(first, settings.steps):
         for group in zero.optimizer.param_groups:
-            group["lr"] = settings.learning_rate(step)
+            group.update(settings.scheduled(step, scaler.skipped if scaler else 0))
         with ExitStack() as watched:
             for observer in observers:
                 watched.enter_context(observer.step())

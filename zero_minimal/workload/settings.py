@@ -130,6 +130,11 @@ class Settings:
         warm = min(1.0, (step + 1) / WARM_UP)
         return self.lr * warm * (0.55 + 0.45 * math.cos(math.pi * step / self.steps))
 
+    def scheduled(self, step: int, skipped: int) -> dict:
+        """The optimizer's options in a step; `skipped` steps before it were skipped by fp16. Here
+        these count like all others."""
+        return {"lr": self.learning_rate(step)}
+
     def loss_scaler(self, groups: list | None = None) -> LossScaler | None:
         """For fp16, whose loss is scaled; else None. groups: as LossScaler takes them."""
         return LossScaler(groups=groups) if self.dtype == "fp16" else None

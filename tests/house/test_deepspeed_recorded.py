@@ -1,0 +1,192 @@
+"""What a DeepSpeed file makes of a run, beside DeepSpeed itself: recorded figures, and a run where it is installed.
+
+DeepSpeed is an optional dependency: what needs it is skipped without it."""
+
+import importlib.util
+import json
+import random
+
+import deepspeed_runs as runs
+import pytest
+
+from zero_minimal.programs.deepspeed import Wanted
+from zero_minimal.stage2 import Stage2
+from zero_minimal.workload import deepspeed_schedules as schedules
+from zero_minimal.workload import deepspeed_settings
+from zero_minimal.workload.deepspeed_keys import DEFAULTS, SECTIONS, TABLE
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None,
+                                     reason="DeepSpeed, an optional dependency, is not installed")
+RECORDED = json.loads(runs.RECORDED.read_text())
+ONLY_THEIRS = {"stage 0, bf16", "stage 0, fp16"}  # of what DeepSpeed does there no other stage does anything
+NEAR = {"fp32": 1e-6, "bf16": 3e-4, "fp16": 1e-4}  # measured: 2.4e-7, 6.3e-5, 1.8e-5
+GROUPS = {"fp32": [], "bf16": [], "fp16": []}
+for each, content in runs.CASES.items():
+    GROUPS[next((dtype for dtype in ("bf16", "fp16") if dtype in content), "fp32")].append(each)
+
+
+def largest(one, other):
+    return max(abs(mine - its) for mine, its in zip(one, other, strict=True))
+
+
+def compared(side, names, recorded=RECORDED["cases"]):
+    """(name, figures, recorded ones) of files on a side; learning rates and loss scales agree."""
+    for name, found in runs.run(side, {name: runs.CASES[name] for name in names}).items():
+        its = recorded[name]
+        assert found["scales"] == its["scales"], name
+        assert found["rates"] == pytest.approx(its["rates"], rel=1e-12, abs=1e-18), name
+        yield name, found, its
+
+
+# --------------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.mark.parametrize("dtype", GROUPS)
+def test_the_stages_make_the_losses_that_deepspeed_made(dtype):
+    """All stages, with clipping and accumulation; fp16 with a scale that adapts, and so with skipped steps."""
+    names = [name for name in GROUPS[dtype] if name not in ONLY_THEIRS]
+    for name, mine, its in compared(runs.ours, names):
+        assert largest(mine["losses"], its["losses"]) < NEAR[dtype], name
+        assert mine["losses"][-1] < mine["losses"][0] - 0.1, name
+        skips = [later < before for before, later in zip(mine["scales"], mine["scales"][1:], strict=False)]
+        if dtype == "fp16" and "fixed" not in name:
+            assert sum(skips) > 1 and mine["rates"][0] == mine["rates"][1], "the schedule stands still"
+
+
+def test_deepspeeds_stage_0_in_16_bit_begins_with_a_step_of_zeros():
+    """With that step, and fp16's loss scale that divides only, our losses are DeepSpeed's; without they are not."""
+    for name, mine, its in compared(runs.copied, sorted(ONLY_THEIRS)):
+        assert largest(mine["losses"], its["losses"]) < NEAR[name[-4:]], name
+    plain = runs.run(runs.ours, {"stage 0, bf16": runs.CASES["stage 0, bf16"]})["stage 0, bf16"]
+    assert largest(plain["losses"], RECORDED["cases"]["stage 0, bf16"]["losses"]) > 0.01
+
+
+@needs_deepspeed
+def test_the_step_of_zeros_is_the_whole_difference():
+    """On one machine not a bit differs."""
+    contents = {name: runs.CASES[name] for name in ONLY_THEIRS}
+    mine, its = runs.run(runs.copied, contents), runs.run(runs.theirs, contents)
+    assert mine == its
+
+
+@pytest.mark.parametrize(("stage", "dtype", "said"), [
+    (0, "bf16", "in bf16: DeepSpeed's own begins with an Adam step on gradients of 0, so its losses are others"),
+    (0, "fp16", "and divides gradients by a loss scale that its loss never had, so its losses are others"),
+    (0, "fp32", None), (1, "bf16", None), (1, "fp16", None),
+])
+def test_what_deepspeeds_stage_0_does_otherwise_is_said(stage, dtype, said):
+    found = {f"{dtype}.enabled": True} if dtype != "fp32" else {}
+    notes = Wanted(found | {f"{runs.ZERO}.stage": stage}, {}, runs.DEFAULTS, 1).notes
+    of_stage_0 = [note for note in notes if note.startswith("stage 0")]
+    assert of_stage_0 == [note for note in notes if said and said in note] and len(of_stage_0) == bool(said)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("dtype", GROUPS)
+def test_deepspeed_makes_what_was_recorded(dtype):
+    for name, anew, recorded in compared(runs.theirs, GROUPS[dtype]):
+        assert largest(anew["losses"], recorded["losses"]) < NEAR[dtype], name
+
+
+# ---------------------------------------------------------------------------------------------------------- schedules
+
+
+@pytest.mark.parametrize(("kind", "params", "recorded"), RECORDED["schedules"])
+def test_a_schedule_is_deepspeeds(kind, params, recorded):
+    """30 steps of the learning rate, and of Adam's first beta where that moves, as DeepSpeed's class gave them."""
+    defaults = {name: runs.LR if value is schedules.OF_OPTIMIZER else value
+                for name, value in schedules.PARAMETERS[kind].items()}
+    cycle_momentum = defaults.pop("cycle_momentum", False) and params.get("cycle_momentum", True)
+    given = {name: value for name, value in params.items() if name != "cycle_momentum"}
+    rates = [schedules.SCHEDULES[kind](step, runs.LR, **defaults | given) for step in range(runs.STEPS)]
+    assert rates == pytest.approx(recorded["rates"], rel=1e-12, abs=1e-18)
+    assert (len(recorded["betas"]) > 1) == cycle_momentum
+    if cycle_momentum:
+        betas = [schedules.momentum(step, **defaults | given)[0] for step in range(runs.STEPS)]
+        assert betas == pytest.approx(recorded["betas"], rel=1e-12)
+
+
+def test_every_schedule_is_recorded_with_every_parameter():
+    for kind, names in schedules.PARAMETERS.items():
+        recorded = [params for its_kind, params, _ in RECORDED["schedules"] if its_kind == kind]
+        assert set().union(*recorded) == set(names) and len(recorded) > 10
+
+
+@needs_deepspeed
+def test_deepspeeds_schedules_are_as_recorded():
+    assert [[kind, params] for kind, params in runs.SCHEDULES] == [row[:2] for row in RECORDED["schedules"]]
+    for kind, params, recorded in RECORDED["schedules"]:
+        assert runs.their_schedule(kind, params) == recorded, (kind, params)
+
+
+@needs_deepspeed
+def test_the_defaults_are_deepspeeds():
+    import inspect
+
+    from deepspeed.runtime import lr_schedules
+
+    for kind, names in schedules.PARAMETERS.items():
+        its = {name: None if each.default is each.empty else each.default
+               for name, each in inspect.signature(getattr(lr_schedules, kind)).parameters.items()}
+        assert {name: None if value in (schedules.NEEDED, schedules.OF_OPTIMIZER) else value
+                for name, value in names.items()} == {name: its[name] for name in names}
+        assert set(its) - {"optimizer", "last_batch_iteration"} == set(names)
+
+
+# ------------------------------------------------------------------------------------------- keys, and the loss scale
+
+
+@needs_deepspeed
+def test_the_table_has_deepspeeds_own_keys():
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig, DeepSpeedZeroOffloadOptimizerConfig
+
+    for section, kind in {"fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config, runs.ZERO: DeepSpeedZeroConfig,
+                          f"{runs.ZERO}.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig}.items():
+        names = {field.alias or name for name, field in kind.model_fields.items()}
+        ours = set(TABLE[section]) | {name.rpartition(".")[2] for name in SECTIONS}
+        assert names <= ours, names - ours
+    defaults = {name: field.default for name, field in DeepSpeedFP16Config.model_fields.items()}
+    assert {name: defaults[name] for name in DEFAULTS["fp16"]} == DEFAULTS["fp16"]
+
+
+@needs_deepspeed
+def test_the_scale_moves_as_deepspeeds_does():
+    """Over overflows drawn at random, with every kind of hysteresis."""
+    from deepspeed import comm
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    draw = random.Random(1)
+    comm.get_rank, before = (lambda: 0), comm.get_rank
+    try:
+        for hysteresis, consecutive, window in ((1, False, 3), (2, False, 4), (3, True, 2)):
+            mine = deepspeed_settings.DeepSpeedScaler(0, 20, window, hysteresis, consecutive, 2.0)
+            its = DynamicLossScaler(2.0**20, window, 2.0, hysteresis, consecutive, raise_error_at_min_scale=False)
+            for _ in range(300):
+                overflow = draw.random() < 0.3 and its.cur_scale > 2.0
+                mine._overflows[Stage2] = overflow  # as its step() does
+                mine.update()
+                its.update_scale(overflow)
+                assert mine.scale_value == its.cur_scale
+    finally:
+        comm.get_rank = before
+
+
+def test_a_fixed_scale_stays_and_the_smallest_is_an_end():
+    fixed = deepspeed_settings.DeepSpeedScaler(128, 16, 1, 2, False, 1)
+    for overflow in (False, True, True, False):
+        fixed._overflows[Stage2] = overflow
+        fixed.update()
+    assert fixed.scale_value == 128
+    small = deepspeed_settings.DeepSpeedScaler(0, 1, 1000, 1, False, 1)
+    for _ in range(2):
+        small._overflows[Stage2] = True
+        if small.scale_value == 1:
+            with pytest.raises(RuntimeError, match="min_loss_scale"):
+                small.update()
+        else:
+            small.update()
+    other = deepspeed_settings.DeepSpeedScaler(0, 16, 1000, 3, False, 1)
+    other.left = 2
+    small.load_state_dict(other.state_dict())
+    assert small.left == 2
