@@ -1,8 +1,10 @@
 """What all tests share: the way to `toys`, and the class that a lesson's tests look at."""
 
+import contextlib
 import gc
 import os
 import sys
+from multiprocessing import forkserver, set_forkserver_preload
 from pathlib import Path
 
 import cloudpickle
@@ -12,8 +14,10 @@ import torch
 from zero_minimal.classroom.lessons import found
 from zero_minimal.classroom.references import reference
 from zero_minimal.classroom.submission import Submission
+from zero_minimal.foundations import interrupts, ranks
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that tests can `import toys`, in ranks too
+TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS))  # so that tests can `import toys`, in ranks too
 pytest.register_assert_rewrite("checks")
 os.environ["ZERO_PROGRESS"] = ""  # what tests grade and guess is nobody's progress
 
@@ -51,6 +55,17 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     gc.freeze()  # what is imported is no garbage: tests that collect, and look at all objects, take no time over it
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ranks_have_imported(request):
+    """The server that ranks are forked from imports what tests need (preloaded.py), and meanwhile they begin. While a
+    submission is graded its ranks come from elsewhere."""
+    if hasattr(request.config, "submission"):
+        return
+    set_forkserver_preload(["preloaded", "zero_minimal.foundations.warm"])
+    with contextlib.chdir(TESTS), ranks.main_hidden(), interrupts.held_off():  # it looks for the file where it starts
+        forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -289,13 +289,6 @@ def test_later_steps_point_to_the_first_that_failed(capsys):
 # ----------------------------------------------------------------------------------------------------------- the whole
 
 
-def grade(*arguments):
-    """python -m zero_minimal grade: exit code, what it printed."""
-    done = subprocess.run([sys.executable, "-m", "zero_minimal", "grade", *map(str, arguments)], cwd=HOUSE, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    return done.returncode, done.stdout
-
-
 @pytest.mark.thorough
 def test_what_is_not_written_yet_is_not_run(tmp_path):
     """Neither a step that is as in the starter, nor the rest of one in which a test has met a hole."""
@@ -323,7 +316,7 @@ def test_what_is_not_written_yet_is_not_run(tmp_path):
 
 
 def test_an_untouched_starter_has_no_points(tmp_path):
-    code, printed = grade(GRADIENTS.starter, "--json", tmp_path / "results.json")
+    code, printed = submissions.grade(GRADIENTS.starter, "--json", tmp_path / "results.json")
     assert code == 1 and "0 of 100 points" in printed
     assert re.findall(r"(\w+)\(\) is not written yet \(step (\d), line \d+\)", printed) == [
         ("bucket_complete", "1"), ("step", "2"), ("zero_grad", "3"), ("clip_grad_norm_", "4")]
@@ -373,7 +366,7 @@ def test_points_are_as_announced():
     (["pyproject.toml", "--lesson", "03_gradients", "--json", "nowhere/results.json"], "cannot be written"),
 ])
 def test_wrong_calls(arguments, says):
-    code, printed = grade(*arguments)
+    code, printed = submissions.grade(*arguments)
     assert code == 2 and says in " ".join(printed.split())
 
 
@@ -383,7 +376,7 @@ def test_a_folder_is_graded_as_a_whole(tmp_path):
     for lesson, text in ((GRADIENTS, "def step(:\n"), (COLLECTIVES, "x = 1\n")):
         (tmp_path / lesson.name).mkdir()
         (tmp_path / lesson.name / "assignment.py").write_text(text)
-    code, printed = grade(tmp_path, "--json", tmp_path / "results.json")
+    code, printed = submissions.grade(tmp_path, "--json", tmp_path / "results.json")
     assert code == 1 and printed.index("lesson 00_collectives") < printed.index("lesson 03_gradients")
     assert re.search(r"\n00_collectives +0 of 100\n03_gradients +0 of 100\n +0 of 200 points, \d+ s\n", printed)
     results = json.loads((tmp_path / "results.json").read_text())
@@ -393,5 +386,11 @@ def test_a_folder_is_graded_as_a_whole(tmp_path):
 
 def test_a_file_that_is_not_python(tmp_path):
     (tmp_path / "mine.py").write_text("def step(:\n")
-    code, printed = grade(tmp_path / "mine.py", "--lesson", "03_gradients")
+    code, printed = submissions.grade(tmp_path / "mine.py", "--lesson", "03_gradients")
     assert code == 1 and printed.count("the file is not Python, line 1") == 1 and "0 of 100 points" in printed
+
+
+def test_the_command_itself():
+    done = subprocess.run([sys.executable, "-m", "zero_minimal", "grade", "nothing.py"], cwd=HOUSE, text=True,
+                          capture_output=True)
+    assert done.returncode == 2 and done.stdout == "" and "nothing.py is not a file" in done.stderr

@@ -229,10 +229,9 @@ def test_a_run_that_stops_is_told_up_to_there(told, exchange_alone, then, senten
 
 def test_a_file_that_is_not_python_gets_a_page(tmp_path):
     (tmp_path / "mine.py").write_text("def step(:\n")
-    done = subprocess.run([sys.executable, "-m", "zero_minimal", "grade", str(tmp_path / "mine.py"), "--lesson",
-                           "00_collectives", "--html", str(tmp_path / "report.html")], cwd=HOUSE, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == 1 and "report.html: what your ranks did" in done.stdout, done.stdout
+    code, printed = submissions.grade(
+        tmp_path / "mine.py", "--lesson", "00_collectives", "--html", tmp_path / "report.html")
+    assert code == 1 and "report.html: what your ranks did" in printed, printed
     shown = plain((tmp_path / "report.html").read_text())
     assert "the file is not Python, line 1" in shown and "0 of 100" in shown and "nothing could be run" in shown
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from thorough import sample
 
+from zero_minimal.foundations import ranks
+
 HOUSE = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((HOUSE / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
 
@@ -168,3 +170,16 @@ def test_a_sample_names_cases_that_are_there():
     for always in ((5,), (), (2, "3")):
         with pytest.raises(ValueError, match="choose from"):
             sample((1, 2, 3), always)
+
+
+# ---------------------------------------------------------------------------------------------------------- preloaded
+
+
+def test_ranks_come_from_a_server_that_has_imported_what_tests_need():
+    """And has done nothing else: a thread of its own, or a process group, would be broken in each rank."""
+
+    def look():
+        threads = len(os.listdir(f"/proc/{os.getppid()}/task")) if sys.platform == "linux" else 1
+        return {"checks", "toys", "zero_minimal.stage3", "zero_minimal.meters.memory"} <= sys.modules.keys(), threads
+
+    assert ranks.run(look, 1) == [(True, 1)]

@@ -251,26 +251,20 @@ def test_results_say_what_was_looked_at(watch, capsys):
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
-def grade(*arguments):
-    return subprocess.run([sys.executable, "-m", "zero_minimal", "grade", *map(str, arguments)], cwd=HOUSE, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
 @pytest.mark.thorough
 def test_one_step_alone(tmp_path):
     """Not written, so that no rank starts; and a wrong number."""
     file = LESSON.starter
-    done = grade(file, "--step", "2", "--json", tmp_path / "results.json")
-    assert done.returncode == 1 and re.findall(r"step \d  .*", done.stdout) == ["step 2    0 of 30   reduce-scatter"]
-    assert "reduce_scatter() is not written yet (step 2" in done.stdout
-    assert "0 of 30 points" in done.stdout and "steps 1, 3, 4 and 5 were not looked at" in done.stdout
+    code, printed = submissions.grade(file, "--step", "2", "--json", tmp_path / "results.json")
+    assert code == 1 and re.findall(r"step \d  .*", printed) == ["step 2    0 of 30   reduce-scatter"]
+    assert "reduce_scatter() is not written yet (step 2" in printed
+    assert "0 of 30 points" in printed and "steps 1, 3, 4 and 5 were not looked at" in printed
     results = json.loads((tmp_path / "results.json").read_text())
     assert [test["max_score"] for test in results["tests"]] == [30]
     assert "steps 1, 3, 4 and 5 were not looked at" in results["output"]
     for number in ("9", "two"):
-        done = grade(file, "--lesson", LESSON.name, "--step", number)
-        assert done.returncode == 2
-        assert f"there is no step {number}: lesson 00_collectives has steps 1 to 5" in done.stdout
+        code, printed = submissions.grade(file, "--lesson", LESSON.name, "--step", number)
+        assert code == 2 and f"there is no step {number}: lesson 00_collectives has steps 1 to 5" in printed
 
 
 def test_only_a_lessons_own_file_is_the_learners_progress(tmp_path, monkeypatch, capsys):
