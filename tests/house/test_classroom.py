@@ -155,7 +155,7 @@ def graded_checks(lesson):
 @pytest.mark.parametrize("lesson, wrong", WRONG)
 def test_a_mistake_is_caught_and_named(messages, lesson, wrong):
     told = messages(lesson, submissions.spliced(lesson, wrong.code, wrong.top), wrong.check, wrong.world_size or 3,
-                    patience=5.0 if wrong.hangs else 30.0, step=wrong.step)
+                    patience=3.0 if wrong.hangs else 30.0, step=wrong.step)
     assert told, f"{wrong.check} did not catch it"
     assert re.search(wrong.message, told[0]), f"it said: {told[0]}"
     assert "Traceback" not in told[0]

@@ -49,7 +49,7 @@ def load(stage, folder, dtype):
 
 
 @pytest.mark.parametrize("stage, world, dtype", sample(
-    [(stage, world, dtype) for stage in range(4) for world in (1, 2, 3) for dtype in ("float32", "bfloat16")],
+    [(stage, world, ("float32", "bfloat16")[(stage + world) % 2]) for stage in range(4) for world in (1, 2, 3)],
     [(3, 2, "bfloat16")]))
 def test_there_and_back(stage, world, dtype, tmp_path, capsys):
     dtype, file = getattr(torch, dtype), tmp_path / "model.safetensors"

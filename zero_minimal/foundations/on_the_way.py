@@ -8,29 +8,67 @@ ones. So until then the parameter is of a class of its own, Awaited, and points 
 operation of torch on it waits first, and then finds a plain parameter, whole: a forward, copy,
 print, checkpoint, an edit in place. Shape, dtype and .grad can be asked meanwhile.
 
-A view of a parameter that somebody has kept (`weight.data`, say) has no class that could wait. If
-there is one, the gathering is waited for at once, as at stages 1 and 2.
+    here?      its neighbours?     what the parameter is
+    no         no                  Awaited, a NaN: an operation waits for it
+    yes        no                  Awaited, its values: what could move the memory waits for all
+    yes        yes                 a plain parameter
+
+Neighbours lie in the same memory. Messages are still being written there, so it must not move.
+
+A view of a parameter that somebody has kept (`weight.data`, say) has no class that could wait, and
+TorchScript does not ask. If there is one, the gathering is waited for at once, as at stages 1
+and 2. What looks past the class finds the NaN: C++ extensions, TorchScript made of a part and kept
+outside of the model, torch.func.vmap over a parameter itself, and CUDA graphs, which find anything.
+Write `zero.on_the_way.wait()` before those.
 """
 
+import contextlib
+import os
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.utils import _pytree
 
 from zero_minimal.foundations import joining, released
-from zero_minimal.foundations.layout import Bucket
+from zero_minimal.foundations.layout import Bucket, same_storage
 from zero_minimal.foundations.ties import Tie
 
 # what would tell where a parameter's memory is, and how it lies there
 PLACES = ("stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr", "is_shared")
 MAY_ASK = released.ALLOWED - {getattr(torch.Tensor, name) for name in PLACES}
+# what moves that memory or shows it to somebody who can, with all that lies there
+MOVE = ("untyped_storage", "storage", "_typed_storage", "data_ptr", "share_memory_", "detach",
+        "detach_", "numpy", "__array__", "__dlpack__")
+MOVABLE = {getattr(torch.Tensor, name) for name in MOVE}
+MOVABLE |= {torch.Tensor.data.__get__, torch.Tensor.data.__set__}
+
+FORKED = (
+    "this process was forked from a rank while {} was on its way, and here it never arrives: call "
+    "zero.on_the_way.wait() before the fork (a DataLoader with workers forks in iter())"
+)
+LOST = (
+    "{} never arrived, and this rank has lost it: gathering it failed ({}). Start the ranks again "
+    "from the last checkpoint"
+)
+TRACED = (
+    "torch.jit.trace would find parameters that are on their way, and record how they come: call "
+    "zero.on_the_way.wait() before"
+)
+COMPILED = "a parameter is on its way: call zero.on_the_way.wait() before what is compiled"
+
+try:
+    not_compiled = torch.compiler.disable(reason=COMPILED)
+except TypeError:  # older ones, 2.6 among them, ask for no reason
+    not_compiled = torch.compiler.disable
 
 
 class Awaited(released.Watched, nn.Parameter):
-    """A parameter whose new values are not here yet."""
+    """A parameter whose new values, or those of its neighbours, are not here yet."""
 
     @classmethod
+    @not_compiled  # compiled code stops here, waits, and goes on
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function in MAY_ASK:
@@ -38,17 +76,18 @@ class Awaited(released.Watched, nn.Parameter):
                 return function(*args, **kwargs)
         late = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, Awaited)]
         for param in late:
-            _wait_for(param)
+            _wait_for(param, and_neighbours=function in MOVABLE)
         if not late:  # it lies where one cannot look
             wait_for_all()
-        return function(*args, **kwargs)
+        with _as_plain(late):
+            return function(*args, **kwargs)
 
     def __deepcopy__(self, memo):
-        _wait_for(self)
+        _wait_for(self, and_neighbours=True)
         return self.__deepcopy__(memo)  # now of nn.Parameter
 
     def __reduce_ex__(self, protocol):
-        _wait_for(self)
+        _wait_for(self, and_neighbours=True)
         return self.__reduce_ex__(protocol)
 
 
@@ -58,22 +97,29 @@ class OnTheWay:
     def __init__(self, stage):
         self._pending: dict = {}  # bucket: its all-gather, in the order in which they were sent
         self._params: dict[nn.Parameter, torch.Tensor] = {}  # each that is late: its own memory
+        self._here: list[nn.Parameter] = []  # Awaited all the same, since a neighbour is late
         self._buckets_of: dict[nn.Parameter, list[Bucket]] = {}
         for bucket in stage.buckets:
             for param in bucket.params:
                 self._buckets_of.setdefault(param, []).append(bucket)
         self._seen: set = set()  # flats of which somebody has a view
+        self._traced = False  # TorchScript has been made of the model, and somebody may keep it
+        self._lost: BaseException | None = None  # what went wrong while it was waited for
+        self._process = os.getpid()
         self._lock = threading.RLock()  # an evaluation may run on a thread of its own
         self._flats = {bucket.flat: bucket.parameters for bucket in stage.buckets}
         self._holders = {flat: _holders(whole) for flat, whole in self._flats.items()}
+        self._model = stage.model
         before = _Before(Tie(OnTheWay._before_model, self), Tie(OnTheWay._before_compiled, self))
-        stage.model.register_forward_pre_hook(before, prepend=True)
+        stage.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
     def send(self, bucket: Bucket, start) -> None:
         """start() begins to gather the bucket; from here on its parameters are late."""
         if not self._pending:  # what is being sent would be counted, too
             self._seen = {flat for flat, whole in self._flats.items()
                           if _holders(whole) > self._holders[flat]}
+            if self._traced or _is_scripted(self._model):
+                self._seen = set(self._flats)
         hidden = bucket.flat not in self._seen and all(
             type(param) in (nn.Parameter, Awaited) for param in bucket.params)
         for param in bucket.params:
@@ -98,22 +144,70 @@ class OnTheWay:
         with self._lock:
             for bucket in buckets:
                 if bucket in self._pending:
-                    self._pending[bucket].wait()
-                    del self._pending[bucket]
+                    self._wait(bucket)
             still_late = {param for bucket in self._pending for param in bucket.params}
             for param in [param for param in self._params if param not in still_late]:
-                released.restore(param, self._params.pop(param))
+                self._put_back(param)
+            flats = {bucket.flat for bucket in self._pending}
+            for param in [param for param in self._here if self._flat(param) not in flats]:
+                self._here.remove(param)
+                param.__class__ = nn.Parameter
                 del param._zero_late
             if not self._pending:
                 _under_way.discard(self)
 
+    def _wait(self, bucket: Bucket) -> None:
+        """Until a bucket is here. Raises: RuntimeError if it never will be."""
+        words = f"{bucket.name}{bucket.model}"
+        if os.getpid() != self._process:
+            raise RuntimeError(FORKED.format(words))
+        if self._lost is not None:
+            raise RuntimeError(LOST.format(words, self._lost)) from self._lost
+        try:
+            self._pending[bucket].wait()
+        except Exception as error:
+            self._lost = error
+            _under_way.discard(self)
+            raise
+        del self._pending[bucket]
+
+    def _put_back(self, param: nn.Parameter) -> None:
+        """It is here: let it point to its values. If the user has meanwhile put something else in
+        their place (param.set_ does not ask), that stays, and the next backward says so."""
+        memory = self._params.pop(param)
+        with torch._C.DisableTorchFunctionSubclass():
+            if same_storage(param, self._flat(param).placeholder(param)):
+                param.data = memory
+        self._here.append(param)
+
+    def _flat(self, param: nn.Parameter):
+        return self._buckets_of[param][0].flat
+
+    @contextlib.contextmanager
+    def as_plain(self, param: nn.Parameter) -> Iterator[None]:
+        """Context in which a parameter that is here is of no special class."""
+        with self._lock:
+            param.__class__ = nn.Parameter
+        try:
+            yield
+        finally:
+            with self._lock:
+                if any(param is one for one in self._here):
+                    param.__class__ = Awaited
+
     def _before_compiled(self, *_) -> None:
         self.wait()
 
-    def _before_model(self, model: nn.Module, _) -> None:
+    def _before_model(self, model: nn.Module, *given) -> None:
         """What looks at parameters without using them needs all: compiled code, and in evaluations
-        torch's encoder, which takes its fast path with plain ones alone."""
-        if self._pending and (not torch.is_grad_enabled() or _is_compiled(model)):
+        torch's encoder, which takes its fast path with plain ones alone. Tensors of a class of the
+        user's answer for the parameters that they meet, too."""
+        if torch.jit.is_tracing():
+            if self._pending:
+                raise RuntimeError(TRACED)
+            self._traced = True
+        if self._pending and (not torch.is_grad_enabled() or _is_compiled(model)
+                              or any(map(_answers, _pytree.tree_leaves(given)))):
             self.wait()
 
 
@@ -123,11 +217,11 @@ class _Before:
     def __init__(self, plain: Tie, compiled: Tie):
         self.plain, self.compiled = plain, compiled
 
-    def __call__(self, model, given):
+    def __call__(self, model, args, kwargs):
         if torch.compiler.is_compiling():
-            self.compiled(model, given)
+            self.compiled(model, args, kwargs)
         else:
-            self.plain(model, given)
+            self.plain(model, args, kwargs)
 
 
 _under_way: set[OnTheWay] = set()  # so a model that is dropped does not end a gathering half-way
@@ -142,16 +236,39 @@ def wait_for_all() -> None:
 joining.before_the_end(wait_for_all)  # the other ranks still need what this one sends
 
 
-def _wait_for(param: Awaited) -> None:
+def _wait_for(param: Awaited, and_neighbours: bool) -> None:
     late = vars(param).get("_zero_late")
-    if late is not None:
+    if late is not None and and_neighbours:
+        late.wait()
+    elif late is not None:
         late.wait_for(param)
+
+
+@contextlib.contextmanager
+def _as_plain(params: list[nn.Parameter]) -> Iterator[None]:
+    """Context in which they are of no special class, so that torch does not ask again."""
+    with contextlib.ExitStack() as stack:
+        for param in params:
+            late = vars(param).get("_zero_late")
+            if late is not None:
+                stack.enter_context(late.as_plain(param))
+        yield
 
 
 def _is_compiled(model: nn.Module) -> bool:
     """Whether torch compiles it, or a part of it."""
     return any(isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl
                for module in model.modules())
+
+
+def _is_scripted(model: nn.Module) -> bool:
+    """Whether a part of it is TorchScript, which reads parameters in C++."""
+    return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+
+
+def _answers(value) -> bool:
+    """Whether torch asks the class of a value what to do."""
+    return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
 
 
 def _holders(tensor: torch.Tensor) -> int:

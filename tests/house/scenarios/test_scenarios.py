@@ -1,6 +1,7 @@
 """What PyTorch users do, at every stage and on 1 to 4 ranks: right, or refused; never wrong, NaN, stuck or broken."""
 
 import functools
+from collections import Counter
 
 import pytest
 import toys
@@ -8,12 +9,19 @@ from house.scenarios import models, passes, stand, states, training  # noqa: F40
 from house.scenarios.stand import TABLE, check
 from thorough import companions, sample
 
-CASES = [(name, world_size) for name, what in TABLE.items() for world_size in what.worlds]
-# what the plain run has, each on one number of ranks: one of each kind, and what has failed before
-ALWAYS = [
-    (name, what.worlds[place % len(what.worlds)]) for place, (name, what) in enumerate(TABLE.items())
-    if what.mend or place % 12 == 0
-]
+
+def two(worlds, turn):
+    """Of more than two: 3 ranks, which no size here is a multiple of, and one of the others, in turn. Neighbours in the
+    table are of one kind, and so each kind is seen in every world."""
+    others = [size for size in worlds if size != 3]
+    return (3, others[turn % len(others)]) if len(worlds) > 2 else worlds
+
+
+WORLDS = {name: two(what.worlds, place) for place, (name, what) in enumerate(TABLE.items())}
+CASES = [(name, world_size) for name, worlds in WORLDS.items() for world_size in worlds]
+# what the plain run has, each on one number of ranks, in turn: one of each kind, and what has failed before
+ALWAYS = [(name, worlds[place // 11 % len(worlds)]) for place, (name, worlds) in enumerate(WORLDS.items())
+          if TABLE[name].mend or place % 11 == 0]
 TOGETHER = 8  # scenarios that share their ranks, which take time to start
 
 
@@ -30,6 +38,14 @@ def marked():
         mend = TABLE[case.values[0]].mend
         expected = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=mend)] if mend else []
         yield pytest.param(*case.values, marks=[*case.marks, *expected])
+
+
+def test_every_world_has_its_share():
+    """And every scenario of the table runs."""
+    sizes = Counter(world_size for _, world_size in CASES)
+    assert {name for name, _ in CASES} == TABLE.keys() and sizes.keys() == set(stand.WORLDS)
+    assert min(sizes.values()) > len(TABLE) / 5 and {size for _, size in ALWAYS} == set(stand.WORLDS)
+    assert two((1, 2, 3, 4), 5) == (3, 4) and two((2, 3, 4), 5) == (3, 4) and two((1, 2), 5) == (1, 2)
 
 
 @pytest.mark.parametrize("name, world_size", list(marked()))
