@@ -1,10 +1,12 @@
 """The benchmark: what it reports and refuses. Never how long something took."""
 
+import functools
 import itertools
 import json
 
 import pytest
 import torch
+import toys
 from torch.optim import AdamW
 from tqdm import tqdm
 
@@ -247,7 +249,47 @@ def test_sweeps():
     assert len(swept) == len(set(swept)) == 3 + 2 + 4 + 3, "points on several curves are measured once"
 
 
+def test_one_size_of_buckets_for_all(tmp_path, monkeypatch):
+    """Each contender gets it, in the runs that are timed and in the one that is watched, and rows say so."""
+    given = []
+
+    def pretend(function, world_size, contender, settings, *args, timeout, device, bucket_bytes=None, **options):
+        given.append((contender, function, bucket_bytes))
+        losses = [1.0] * settings.steps
+        return [{"seconds": [0.1], "losses": losses, "wire_bytes": None, "resident_bytes": None, "machine_seconds": None,
+                 "parameters": 1, "theory_stage": 1, "device": "cpu", "backend": "gloo", "traffic": {"sent_bytes": 5},
+                 "memory": {"peak": 7}}] * world_size
+
+    monkeypatch.setattr(ranks, "run", pretend)
+    for flags, size in ([], None), (["--bucket-mb", "25"], 25):
+        given.clear()
+        assert bench.main([*TINY, *flags, "--only", "stage1,fsdp2", "--json", str(tmp_path / "f.json")]) is None
+        assert {(contender, function) for contender, function, _ in given} == {
+            (bench.CONTENDERS[name], function) for name in ("DDP", "stage 1", "FSDP2")
+            for function in (timing.time_steps, timing.watch_steps)}
+        assert {each for _, _, each in given} == {size and size * 2**20}
+        assert {row["bucket_mib"] for row in json.loads((tmp_path / "f.json").read_text())["rows"]} == {size}
+
+
+def test_a_bucket_size_comes_to_the_stage():
+    settings = Settings(layers=1, hidden=32, heads=1, sequence=16, batch=2, steps=1)
+    run = functools.partial(toys.run, count_buckets, 2, settings, fresh=True)  # time_steps ties a process to a core
+    assert run(2**13)[0] > run(2**20)[0] == 1
+
+
+def count_buckets(settings, bucket_bytes):
+    made = []
+
+    def remembered(*args, **options):
+        made.append(Stage2(*args, **options))
+        return made[0]
+
+    timing.time_steps(remembered, settings, 1, bucket_bytes=bucket_bytes)
+    return len(made[0].buckets)
+
+
 WRONG = {
+    "--bucket-mb 0": "from 1 up",
     "--model 12Q": "'12Q' is no model: choose from 5M, 11M",
     "--model 0x32": "'0x32' is no model",
     "--ranks 0": "from 1 up",

@@ -25,11 +25,12 @@ from zero_minimal.workload.settings import Settings
 STATUS, FORGET_PEAK, MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/stat")
 
 
-def time_steps(stage_class, settings: Settings, warm_up: int, *, one_by_one: bool = True) -> dict:
+def time_steps(stage_class, settings: Settings, warm_up: int, *, one_by_one: bool = True, **options) -> dict:
     """Train on this rank, `warm_up` steps and then settings.steps more.
 
     one_by_one: let all ranks meet after each step. Else they meet at the end alone: what a step leaves under way
         travels while the next begins, and all steps count as one of their mean time.
+    options: of the stage.
 
     Returns, with None for what this machine does not tell:
         seconds: of each step after the warm-up, from one barrier to the next.
@@ -47,7 +48,7 @@ def time_steps(stage_class, settings: Settings, warm_up: int, *, one_by_one: boo
         prepare(stage_class, rank.device)
         memory, began = start_of_memory(rank.device), together(rank.device)
         own, machine, wire = time.process_time(), machine_seconds(), loopback_bytes()
-        zero = loop.build(stage_class, settings, rank)
+        zero = loop.build(stage_class, settings, rank, **options)
         losses, marks, first = [], [together(rank.device)], 0  # marks: seconds, when each step was over on all ranks
         for parts in loop.steps(zero, batches, replace(settings, steps=warm_up + settings.steps)):
             losses += parts
@@ -68,12 +69,12 @@ def time_steps(stage_class, settings: Settings, warm_up: int, *, one_by_one: boo
         }
 
 
-def watch_steps(stage_class, settings: Settings) -> dict:
+def watch_steps(stage_class, settings: Settings, **options) -> dict:
     """A short run under the ledger and the traffic meter: the observer's report of this rank."""
     with ranks.start() as rank:
         batches = list(draw_batches(settings, rank, settings.steps))
         prepare(stage_class, rank.device)
-        zero = loop.build(stage_class, settings, rank)
+        zero = loop.build(stage_class, settings, rank, **options)
         observer = Observer(zero, rank, settings)
         for _ in loop.steps(zero, batches, settings, observers=[observer]):
             pass

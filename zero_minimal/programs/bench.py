@@ -2,7 +2,8 @@
 
     python -m zero_minimal bench --model 11M,50M --plot bench.png
 
-All runs do the same: model, data, seeds, fused AdamW; bucket sizes are everybody's own. What makes times comparable:
+All runs do the same: model, data, seeds, fused AdamW; bucket sizes are everybody's own, unless --bucket-mb gives one
+for all. What makes times comparable:
 
     in turn      A B C, A B C, …, each time in fresh ranks. A machine drifts over minutes; so a run is divided by DDP's
                  of the same round, and what is reported is the median of these ratios, with their spread
@@ -70,6 +71,7 @@ def measure(point: Point, names: list[str], warm_up: int, repeats: int, device: 
     """
 
     def run(name: str, purpose: str, function, *args, **options) -> list[dict]:
+        options |= point.options
         bar.set_description(f"{point.describe()}: {name}, {purpose}")
         try:
             return ranks.run(function, point.ranks, CONTENDERS[name], *args, timeout=3600, device=device, **options)
@@ -135,6 +137,7 @@ def row(point: Point, name: str, parameters: int, watched: list[dict], timed: li
         "ranks": point.ranks,
         "sweeps": point.sweeps,
         "link_bits_per_second": two_nodes.bits(point.link) if point.link else None,
+        "bucket_mib": point.bucket_mb,
         "dtype": settings.dtype,
         "device": first["device"],
         "backend": first["backend"],
@@ -182,11 +185,12 @@ def describe(rows: list[dict]) -> str:
     """The rows of one point: a table of all contenders, and one of our stages against their opponents."""
     first = rows[0]
     link = f", half of them behind a link of {link_words(first)}" if first.get("link_bits_per_second") else ""
+    buckets = f"; buckets of {first['bucket_mib']:g} MiB" if first.get("bucket_mib") else ""
     head = (
         f"\nGPT of {first['parameters']:,} parameters, layers × width {first['layers']} × {first['hidden']}, "
         f"{first['dtype']}, N = {first['ranks']} on {first['device']}, {first['backend']}{link}; a step of a rank is "
         f"{first['batch_sequences_per_rank']} × {first['sequence_tokens']} tokens; "
-        f"rounds × steps: {first['rounds']} × {first['timed_steps']}"
+        f"rounds × steps: {first['rounds']} × {first['timed_steps']}{buckets}"
     )
     alone = ["the wire alone"] if first.get("link_bits_per_second") else []  # × DDP: what no stage can hide
     times = [["", "ms a step", "× DDP", "min", "quartiles", "max", *alone]]
@@ -293,6 +297,7 @@ def make_parser() -> Parser:
     parser.add_argument("--repeats", type=positive, metavar="R", help="rounds: runs of each (default: 5, 3)")
     parser.add_argument("--only", type=names_of_contenders, default=available(), metavar="NAME[,NAME]",
                         help=f"measure these, and DDP: {', '.join(map(word_for, available()))}")
+    parser.add_argument("--bucket-mb", type=positive, metavar="MIB", help="of all buckets (default: everybody's own)")
     parser.add_argument("--sweep", type=listed(sweep), default=[], metavar="WHAT[,WHAT]",
                         help="let ranks (1, 2, 4), size (5M to 100M) or sequence (64 to 512) grow")
     parser.add_argument("--link", type=listed(two_nodes.bits), default=[], metavar="SPEED[,SPEED]",
@@ -309,7 +314,8 @@ def read_points(parser: Parser, flags: argparse.Namespace) -> list[Point]:
     try:
         two_nodes.check(flags)
         settings = Settings(sequence=flags.sequence, batch=flags.batch, steps=flags.steps, dtype=flags.dtype, lr=3e-4)
-        points = scaling.points(flags.model, flags.ranks, settings, flags.sweep, flags.link)
+        points = [replace(point, bucket_mb=flags.bucket_mb)
+                  for point in scaling.points(flags.model, flags.ranks, settings, flags.sweep, flags.link)]
         tokens = data.read_tokens(settings.text)
         for point in points:
             data.split(tokens, point.settings.sequence)

@@ -36,12 +36,18 @@ class Point:
     settings: Settings
     sweeps: tuple[str, ...] = ("",)
     link: str = ""  # between two nodes, as two_nodes.bits reads it; "": all ranks on one machine
+    bucket_mb: int | None = None  # MiB of everybody's buckets; None: each its own
 
     def describe(self) -> str:
         """In a few words, for progress and titles."""
         words = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         link = f", link of {self.link}" if self.link else ""
         return f"{self.model}, {words}, {self.settings.batch} × {self.settings.sequence} tokens a rank{link}"
+
+    @property
+    def options(self) -> dict:
+        """For the class of a contender."""
+        return {} if self.bucket_mb is None else {"bucket_bytes": self.bucket_mb * 2**20}
 
 
 def points(
