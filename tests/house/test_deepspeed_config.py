@@ -169,7 +169,7 @@ def test_nothing_is_said_where_nothing_is_ignored(tmp_path):
     ({ZERO: {"zero_quantized_gradients": True}}, {}, "nothing is quantized here"),
     ({ZERO: {"offload_optimizer": {"device": "gpu"}}}, {}, "device is none, cpu or nvme"),
     ({ZERO: {"offload_optimizer": {"device": "nvme"}}}, {}, "nvme_path must name a folder"),
-    ({"optimizer": {"type": "Lamb"}}, {}, "there are AdamW and Adam here"),
+    ({"optimizer": {"type": "Lamb"}}, {}, "there are AdamW, Adam here"),
     ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, {}, "write gradient_clipping"),
     ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, {}, "must be two numbers"),
     ({"scheduler": {"type": "CosineAnnealingLR"}}, {}, "there are WarmupLR, WarmupDecayLR, WarmupCosineLR, LR"),

@@ -14,7 +14,7 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from zero_minimal.workload.deepspeed_file import row_of
+from zero_minimal.workload.deepspeed_file import check_kind, row_of
 from zero_minimal.workload.deepspeed_keys import DEFAULTS, OFF
 from zero_minimal.workload.deepspeed_schedules import (
     CHOICES,
@@ -24,10 +24,13 @@ from zero_minimal.workload.deepspeed_schedules import (
     WHOLE,
 )
 from zero_minimal.workload.deepspeed_settings import FromDeepSpeed
-from zero_minimal.workload.settings import DTYPES, Settings, meant
+from zero_minimal.workload.settings import DTYPES, Settings
 
 AUTO = "auto"
 SAME_DTYPE = ("communication_data_type", "data_types.grad_accum_dtype", "data_types.param_dtype")
+
+
+_OF_LR = "scheduler.params.warmup_max_lr"  # "auto" is --lr
 
 
 class Wanted:
@@ -45,6 +48,7 @@ class Wanted:
     def __init__(self, found: dict, given: dict, defaults: dict, ranks: int, mesh: bool = False):
         self.found, self.given, self.defaults, self.ranks = found, given, defaults, ranks
         self.notes: list[str] = []
+        self.left_open: list[str] = []  # keys that are "auto", and that no flag says
         self.flags: dict[str, Any] = {}
         for name, value in found.items():
             self._look_up(name, value, mesh)
@@ -60,6 +64,9 @@ class Wanted:
         self.optimizer = self._optimizer()
         self.scheduler = self._scheduler()
         self.fp16 = self._fp16()
+        if self.left_open:
+            self.notes.append(f'"auto" is DeepSpeed\'s default for {", ".join(self.left_open)}: no '
+                              "flag says it")
 
     def settings(self, settings: Settings) -> FromDeepSpeed:
         """Those of the flags, with what the file has beside them."""
@@ -84,7 +91,11 @@ class Wanted:
         value = self.found.get(name)
         if value != AUTO:
             return value
-        return self.given.get(flag, self.defaults.get(flag)) if flag else None
+        if flag:
+            return self.given.get(flag, self.defaults.get(flag))
+        if name.partition(".")[0] in ("optimizer", "scheduler", "fp16") and name != _OF_LR:
+            self.left_open.append(name)
+        return None
 
     def _say(self, name: str, flag: str, value: Any) -> None:
         """The flag has this value. Raises: ValueError if the command line says otherwise."""
@@ -211,14 +222,11 @@ class Wanted:
 
     def _optimizer(self) -> dict:
         """Its type in torch, and its options; {} if the file has none."""
-        name, keys = "optimizer.type", [key for key in self.found if key.startswith("optimizer.")]
-        if not keys:
+        if not any(key.startswith("optimizer.") for key in self.found):
             return {}
-        kind = self.found.get(name)
-        if not isinstance(kind, str) or kind.lower() not in ("adam", "adamw"):
-            raise ValueError(f"{name} is {json.dumps(kind)}: there are AdamW and Adam here")
+        kind = check_kind("optimizer", self.found.get("optimizer.type"))
         adam_w_mode = self._truth("optimizer.params.adam_w_mode") is not False
-        decoupled = kind.lower() == "adamw" or adam_w_mode
+        decoupled = kind == "AdamW" or adam_w_mode
         options = dict(DEFAULTS["optimizer"])
         if decoupled and self._truth("optimizer.params.torch_adam"):
             options["weight_decay"] = 0.01  # torch's own
@@ -243,9 +251,6 @@ class Wanted:
             if self.optimizer:
                 self.notes.append("no scheduler: the learning rate stays as it is, as in DeepSpeed")
             return {"type": "constant"} if self.optimizer else {}
-        if kind not in PARAMETERS:
-            raise ValueError(f"scheduler.type is {json.dumps(kind)}: there are "
-                             f"{', '.join(PARAMETERS)} here{meant(str(kind), PARAMETERS)}")
         wanted = PARAMETERS[kind]
         for name in sorted(params - set(wanted) - {"last_batch_iteration"}):
             raise ValueError(f"{kind} has no scheduler.params.{name}: it has {', '.join(wanted)}")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from zero_minimal.workload.deepspeed_keys import OFF, SECTIONS, TABLE, Key
+from zero_minimal.workload.deepspeed_keys import KINDS, OFF, SECTIONS, TABLE, Key
 from zero_minimal.workload.settings import meant
 
 
@@ -24,7 +24,20 @@ def read(path: str) -> dict[str, Any]:
                          "here") from None
     if not isinstance(content, dict):
         raise ValueError("it must be an object, {…}, of DeepSpeed's keys")
+    for section in KINDS:  # first: another optimizer has parameters that are not in the table
+        if isinstance(part := content.get(section), dict) and "type" in part:
+            check_kind(section, part["type"])
     return dict(_flat(content, ""))
+
+
+def check_kind(section: str, kind: Any) -> str:
+    """Its name in KINDS. Raises: ValueError, saying which there are."""
+    kinds = {each if section == "scheduler" else each.lower(): each for each in KINDS[section]}
+    name = kind.lower() if section == "optimizer" and isinstance(kind, str) else kind
+    if not isinstance(name, str) or name not in kinds:
+        raise ValueError(f"{section}.type is {json.dumps(kind)}: there are "
+                         f"{', '.join(KINDS[section])} here{meant(str(kind), KINDS[section])}")
+    return kinds[name]
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict:

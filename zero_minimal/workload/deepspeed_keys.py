@@ -8,10 +8,13 @@
     mesh       taken by zero_100b.py, ignored by the files of the stages
 
 Names are those of DeepSpeed 0.19, with those that it has dropped lately, since files live long.
-What DeepSpeed does by default, where it is another thing than here, stands in DEFAULTS.
+What DeepSpeed does by default, where it is another thing than here, stands in DEFAULTS. KINDS are
+the optimizers and schedules of the sections that have a type.
 """
 
 from typing import Any, NamedTuple
+
+from zero_minimal.workload.deepspeed_schedules import PARAMETERS
 
 
 class Key(NamedTuple):
@@ -242,13 +245,14 @@ TABLE: dict[str, dict[str, Key]] = {  # by section; "" is the outermost
         "partition_activations": Key("mesh", _MESH, OFF),
         "cpu_checkpointing": Key("mesh", _MESH, OFF),
         "contiguous_memory_optimization": Key("mesh", _MESH, OFF),
-        "number_checkpoints": Key("ignored", "one for each block", (None,)),
+        "number_checkpoints": Key("ignored", "one for each block", OFF),
         "synchronize_checkpoint_boundary": Key("ignored", "not needed here", OFF),
         "profile": Key("ignored", _OWN_REPORT, OFF),
     },
 }
 
 SECTIONS = set(TABLE) - {""}
+KINDS = {"optimizer": ("AdamW", "Adam"), "scheduler": tuple(PARAMETERS)}
 
 # what DeepSpeed 0.19 does where the file says nothing, and these programs would do otherwise
 DEFAULTS = {
