@@ -205,7 +205,7 @@ RIGHT = {  # (zero, what was prepared) → tensors
     "sent to a process": sent_to_a_process,
     "all that lies there": all_that_lies_there,
     "copy.copy": lambda zero, kept: [copy.copy(zero.model)(X)],
-    "aten": each(lambda param: getattr(torch, "ops").aten.mul.Tensor(param, 2.0)),
+    "aten": each(lambda param: aten().mul.Tensor(param, 2.0)),
     "dlpack": each(lambda param: torch.from_dlpack(param.detach()).clone()),
     "is it NaN?": each(lambda param: param.isnan().any()),
     "tolist": each(lambda param: torch.tensor(param.tolist())),
@@ -226,6 +226,11 @@ RIGHT = {  # (zero, what was prepared) → tensors
     "wait(), then past the class": lambda zero, kept: [
         torch.func.vmap(torch.sin)(param) for param in waited(zero) if param.ndim],
 }
+
+
+def aten():
+    ops = "ops"  # spelled out, the functions that travel to the ranks would try to take it along
+    return getattr(torch, ops).aten
 
 
 def waited(zero):
@@ -350,6 +355,10 @@ def swapped(zero):
         torch.utils.swap_tensors(params(zero)[0], nn.Parameter(torch.ones(params(zero)[0].shape)))
 
 
+def loaded(model):
+    model.load_state_dict(odd_models.Chain().state_dict(), assign=True)
+
+
 def compiled_whole(zero):
     layer = first_linear(zero)
     compiled = torch.compile(lambda x: layer(x).sin(), backend="eager", fullgraph=True)
@@ -364,10 +373,11 @@ REFUSED = {  # what it does, and what it is told
     "set_": (moved(set_elsewhere), MOVED),
     "data": (moved(data_assigned), MOVED),
     "vector_to_parameters": (moved(by_vector), MOVED),
+    "swap_tensors": (moved(swapped), MOVED),
     "half": (moved(lambda zero: zero.model.half().float()), MOVED),
     "double and back": (moved(lambda zero: zero.model.double().float()), MOVED),
     "to_empty": (moved(lambda zero: zero.model.to_empty(device="cpu")), MOVED),
-    "assign=True": (moved(lambda zero: zero.model.load_state_dict(odd_models.Chain().state_dict(), assign=True)), MOVED),
+    "assign=True": (moved(lambda zero: loaded(zero.model)), MOVED),
     "clip_grad_norm_": (lambda zero: clipped(zero), r"zero\.clip_grad_norm_"),
 }
 

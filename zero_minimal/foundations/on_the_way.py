@@ -40,8 +40,8 @@ PLACES = ("stride", "is_contiguous", "storage_offset", "untyped_storage", "data_
 MAY_ASK = released.ALLOWED - {getattr(torch.Tensor, name) for name in PLACES}
 # what moves that memory or shows it to somebody who can, with all that lies there
 MOVE = ("untyped_storage", "storage", "_typed_storage", "data_ptr", "share_memory_", "detach",
-        "detach_", "numpy", "__array__", "__dlpack__")
-MOVABLE = {getattr(torch.Tensor, name) for name in MOVE}
+        "detach_", "numpy", "__array__", "__dlpack__", "_use_count")  # swap_tensors asks the last
+MOVABLE = {getattr(torch.Tensor, name) for name in MOVE if hasattr(torch.Tensor, name)}
 MOVABLE |= {torch.Tensor.data.__get__, torch.Tensor.data.__set__}
 
 FORKED = (
@@ -138,7 +138,7 @@ class OnTheWay:
 
     def wait_for(self, param: nn.Parameter) -> None:
         """Until this parameter is here."""
-        self._arrive(self._buckets_of[param])
+        self._arrive(self._buckets_of.get(param, list(self._pending)))  # of another: it was swapped
 
     def _arrive(self, buckets: list[Bucket]) -> None:
         with self._lock:
@@ -152,7 +152,7 @@ class OnTheWay:
             for param in [param for param in self._here if self._flat(param) not in flats]:
                 self._here.remove(param)
                 param.__class__ = nn.Parameter
-                del param._zero_late
+                vars(param).pop("_zero_late", None)
             if not self._pending:
                 _under_way.discard(self)
 

@@ -31,10 +31,11 @@ import torch
 import torch.distributed as dist
 from house.scenarios.plain import Plain, PlainScaler, play_in_turn
 
-from zero_minimal.foundations import notes, uneven
+from zero_minimal.foundations import notes, on_the_way, uneven
 from zero_minimal.foundations.precision import LossScaler
 
-STAGES = ("naive", "stage0", "stage1", "stage2", "stage3")
+LATE = {"late1": "stage1", "late2": "stage2"}  # late_gather.py's: what comes of it is as at that stage
+STAGES = ("naive", "stage0", "stage1", "stage2", "stage3", *LATE)
 WORLDS = (1, 2, 3, 4)
 PATIENCE = datetime.timedelta(seconds=15)  # for ranks that wait for each other
 
@@ -68,6 +69,7 @@ def scenario(name: str = "", refused=None, **options):
     def enter(play):
         title = name or play.__name__.strip("_").replace("_", " ")
         patterns = dict.fromkeys(STAGES, refused) if isinstance(refused, str) else refused or {}
+        patterns |= {late: patterns[like] for late, like in LATE.items() if like in patterns}
         if title in TABLE:
             raise ValueError(f"there are two scenarios {title!r}")
         TABLE[title] = Scenario(title, play, patterns, **options)
@@ -133,7 +135,8 @@ class Staged(Me):
     def __init__(self, stage: str, group):
         super().__init__(dist.get_rank(), dist.get_world_size())
         self.stage, self.group = stage, group
-        self.kind = getattr(importlib.import_module(f"zero_minimal.{stage}"), stage.capitalize())
+        module = "late_gather" if stage in LATE else stage
+        self.kind = getattr(importlib.import_module(f"zero_minimal.{module}"), stage.capitalize())
 
     def wrap(self, model, optimizer, *, units=None, **options):
         if units is not None and self.stage == "stage3":
@@ -217,6 +220,7 @@ def _default(dtype):
 def _leave(group) -> None:
     """As a rank does that ends with an error: whoever waits for it there sees that it is gone."""
     notes._groups.pop(group, None)  # no goodbye
+    on_the_way._under_way.clear()
     dist.destroy_process_group(group)
 
 
@@ -238,9 +242,14 @@ def _play(what: Scenario, me: Me) -> Outcome:
 def check(what: Scenario, staged: list[dict], plain: list[Outcome]) -> None:
     """Assert that each stage did what it should. staged: of each rank, what play_staged returned."""
     for stage in what.stages:
-        letter, why = judge(what, stage, [of_rank[what.name, stage] for of_rank in staged], plain)
-        wanted = ("R",) if stage in what.refused else ("A", "R") if what.or_refused else ("A",)
-        assert letter in wanted, f"{stage}: {letter} and not {' or '.join(wanted)}: {why}"
+        check_stage(what, stage, staged, plain)
+
+
+def check_stage(what: Scenario, stage: str, staged: list[dict], plain: list[Outcome]) -> None:
+    """The same, of one stage."""
+    letter, why = judge(what, stage, [of_rank[what.name, stage] for of_rank in staged], plain)
+    wanted = ("R",) if stage in what.refused else ("A", "R") if what.or_refused else ("A",)
+    assert letter in wanted, f"{stage}: {letter} and not {' or '.join(wanted)}: {why}"
 
 
 def judge(what: Scenario, stage: str, ours: list[Outcome], plain: list[Outcome]) -> tuple[str, str]:

@@ -132,7 +132,7 @@ scenario("freezing", or_refused=WRAP_ANEW, naive=False)(
     lambda me: freeze_or_unfreeze(me, True, False))
 
 
-@scenario("unfreezing, and a new stage", naive=False, or_refused="belongs to a Stage. already")
+@scenario("unfreezing, and a new stage", naive=False, or_refused="belongs to a (Stage|Late). already")
 def unfreezing_and_a_new_stage(me):
     """As the refusal says: model and stage are built anew, with the weights so far."""
     model = Chain()
@@ -619,14 +619,14 @@ def two_models_with_one_loss_of_which_a_rank_uses_one(me):
             zero.zero_grad()
 
 
-@scenario(naive=False, refused="belongs to a Stage. already: wrap it once")
+@scenario(naive=False, refused="belongs to a (Stage|Late). already: wrap it once")
 def wrapped_twice(me):
     model = Chain()
     me.wrap(model, SGD, lr=0.1)
     me.wrap(model, SGD, lr=0.1)
 
 
-@scenario(naive=False, refused="belongs to a Stage. already")
+@scenario(naive=False, refused="belongs to a (Stage|Late). already")
 def a_part_of_a_model_wrapped_too(me):
     model = Chain()
     me.wrap(model.layers[0], SGD, lr=0.1)
