@@ -5,6 +5,7 @@ Most are the reference with one function written anew, so that each shows one mi
 """
 
 import ast
+import atexit
 import contextlib
 import functools
 import importlib.util
@@ -17,6 +18,7 @@ from zero_minimal.classroom import grade as grader
 from zero_minimal.classroom.lessons import HOUSE, Lesson
 from zero_minimal.classroom.references import bound_by, reference
 from zero_minimal.classroom.starters import functions_of
+from zero_minimal.classroom.supervisor import Supervisor
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,14 @@ def solution(lesson: Lesson, name: str) -> list[str]:
             if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
     lines = [line.strip() for line in source.splitlines()[body[0].lineno - 1 : body[-1].end_lineno]]
     return [line for line in lines if line and not line.startswith("#")]
+
+
+@functools.cache
+def supervisor(lesson: Lesson) -> Supervisor:
+    """One for all submissions of a lesson, whatever test file they are in: its nursery takes seconds to start."""
+    made = Supervisor(lesson, lesson.starter)
+    atexit.register(made.close)
+    return made
 
 
 def grade(*arguments) -> tuple[int, str]:

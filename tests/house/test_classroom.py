@@ -3,7 +3,6 @@
 Of the wrong submissions few run, and in some lessons one that hangs; all of them with pytest --thorough.
 """
 
-import atexit
 import functools
 import importlib.util
 import inspect
@@ -79,8 +78,8 @@ def messages(tmp_path, monkeypatch):
         file = tmp_path / "assignment.py"
         file.write_text(source)
         submission = Submission(file, lesson)
-        runner = the_runner(lesson)
-        runner.submission, runner.patience = submission, patience
+        runner = plugin.Runner(submission, 3600, submissions.supervisor(lesson))
+        runner.patience = patience
         for name in ("runner", "secrets", "data_secrets"):
             monkeypatch.setattr(toys, name, getattr(toys, name))  # to be as it was afterwards
         runner.install()
@@ -91,14 +90,6 @@ def messages(tmp_path, monkeypatch):
     yield run
     torch.set_num_threads(threads)
     checks._runs.clear()
-
-
-@functools.cache
-def the_runner(lesson):
-    """One for all submissions of a lesson: to start it takes a while."""
-    runner = plugin.Runner(Submission(lesson.starter, lesson), seconds=3600)
-    atexit.register(runner.close)
-    return runner
 
 
 @functools.cache
@@ -331,7 +322,7 @@ def test_the_nursery_may_die_between_tests(messages):
     """A kill that shows late is not charged to the next tests."""
     reference, check = submissions.spliced(COLLECTIVES, {}), "test_broadcast_returns_its_tensor"
     assert messages(COLLECTIVES, reference, check) == []
-    nursery = the_runner(COLLECTIVES).supervisor.nursery.process
+    nursery = submissions.supervisor(COLLECTIVES).nursery.process
     nursery.kill()
     nursery.wait()
     for _ in range(2):

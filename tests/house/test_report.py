@@ -3,9 +3,7 @@
 A lesson's ranks are forked from one nursery. Of the wrong submissions a few run in the plain run, the others thorough.
 """
 
-import atexit
 import dataclasses
-import functools
 import html.parser
 import json
 import os
@@ -24,17 +22,9 @@ from zero_minimal.classroom.report.page import page, plain
 from zero_minimal.classroom.report.story import Line, Part, Step, Story, alike
 from zero_minimal.classroom.report.writing import KINDS, told_by
 from zero_minimal.classroom.submission import Submission
-from zero_minimal.classroom.supervisor import Supervisor
 
 LESSONS = found()
 COLLECTIVES, GRADIENTS = LESSONS["00_collectives"], LESSONS["03_gradients"]
-
-
-@functools.cache
-def the_supervisor(lesson):
-    supervisor = Supervisor(lesson, lesson.starter)
-    atexit.register(supervisor.close)
-    return supervisor
 
 
 @pytest.fixture
@@ -44,7 +34,7 @@ def told(tmp_path):
     def run(lesson, source):
         file = tmp_path / "assignment.py"
         file.write_text(source)
-        story, note = told_by(the_supervisor(lesson), Submission(file, lesson))
+        story, note = told_by(submissions.supervisor(lesson), Submission(file, lesson))
         assert story is not None, note
         return story
 

@@ -61,9 +61,10 @@ HANGS = """
         time.sleep(1000)
 
     @pytest.mark.timeout(4)
-    def test_with_ranks_that_sleep():
+    def test_with_ranks_that_sleep():  # they come from the server that has imported all
         def stand_still():
             Path({notes!r}, f"{{os.getpid()}}.note").touch()
+            print("said by a rank", flush=True)
             time.sleep(1000)
 
         ranks.run(stand_still, 2, timeout=1000)
@@ -76,7 +77,7 @@ HANGS = """
 @pytest.mark.thorough
 def test_a_test_that_hangs_fails_where_it_stands_and_the_others_run(tmp_path):
     file = written(tmp_path / "test_hangs.py", HANGS.format(notes=str(tmp_path)))
-    code, output = pytest_on(file, "--timeout=1")
+    code, output = pytest_on(file, "--timeout=1", plugins=["conftest"])
     assert code == 1 and "2 failed, 2 passed" in output, output
     for name, seconds, line in (
         ("test_that_sleeps", 1, "time.sleep(1000)"), ("test_with_ranks_that_sleep", 4, "ranks.run(stand_still, 2"),
@@ -84,6 +85,7 @@ def test_a_test_that_hangs_fails_where_it_stands_and_the_others_run(tmp_path):
         told = output.split(f"_ {name} _")[1]
         assert re.search(rf"^>\s+{re.escape(line)}", told, re.MULTILINE), "the line where it stood"
         assert f"Timeout (>{seconds}.0s)" in told
+    assert told.split("Captured stdout call")[1].count("said by a rank") == 2
     notes = list(tmp_path.glob("*.note"))
     assert len(notes) == 2
     assert not [note for note in notes if Path("/proc", note.stem).exists()], "ranks outlive the test"
