@@ -45,7 +45,6 @@ from zero_minimal.pictures.benchmark import draw_benchmark
 from zero_minimal.programs import peers, progress, report, scaling, two_nodes
 from zero_minimal.programs.registry import CONTENDERS, REFERENCE
 from zero_minimal.programs.scaling import Point
-from zero_minimal.programs.two_nodes import PACKET
 from zero_minimal.workload import data
 from zero_minimal.workload.settings import Parser, Settings, add_device, output_file, picture_file, positive
 
@@ -198,8 +197,7 @@ def describe(rows: list[dict]) -> str:
     sizes = [["MB", "on the wire", "sent", "formula", "peak by the ledger", "peak, resident"]]
     for row in rows:
         times.append([row["name"], f"{row['step_seconds'] * 1000:.1f}", *spread_cells(row["ratios"][REFERENCE]),
-                      *([f"{8 * PACKET * row['wire_bytes_per_step'] / row['link_bits_per_second'] / reference:.3f}"]
-                        if alone and row["wire_bytes_per_step"] is not None else [])])
+                      *([f"{two_nodes.least_seconds(row) / reference:.3f}"] if alone else [])])
         sizes.append([row["name"], *(megabytes(row[field]) for field in (
             "wire_bytes_per_step", "sent_bytes_per_step", "theory_bytes_per_step", "peak_ledger_bytes",
             "peak_resident_bytes",

@@ -43,6 +43,11 @@ def bits(speed: str) -> float:
                                      "2.5gbit (from 1mbit to 100gbit)")
 
 
+def least_seconds(row: dict) -> float:
+    """That a cable needs for what a rank sends in a step, if it is never idle. A row of bench.py."""
+    return 8 * PACKET * row["wire_bytes_per_step"] / row["link_bits_per_second"]
+
+
 def why_not() -> str | None:
     """Why this machine cannot make two nodes; None if it can."""
     if not sys.platform.startswith("linux"):
