@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_minimal.foundations import ownership, precision, values
+from zero_minimal.foundations import precision, values
 from zero_minimal.foundations.layout import Bucket, wait_until_left
 
 STEPS = 32  # of the trial: some optimizers begin like SGD, and look at whole matrices later
