@@ -118,8 +118,11 @@ class Bucket:
         offsets = self.flat.offsets
         self.params = [param for param in offsets
                        if offsets[param] < end and offsets[param] + param.numel() > self.start]
-        pieces = [self._piece(param) for param in self.params]
-        self.numel = sum(end - begin for begin, end in pieces)  # without padding
+        # which elements of each lie here, from and to; and where the first of them lies
+        self._pieces = {param: self._piece(param) for param in self.params}
+        self._starts = {param: offsets[param] + begin - self.start
+                        for param, (begin, _) in self._pieces.items()}
+        self.numel = sum(end - begin for begin, end in self._pieces.values())  # without padding
         self.trained = self.group_index >= 0
         self.dtype = self.flat.dtype
         self.moment = ""  # of training, in which it is on its way: "backward 1 of step 3"
@@ -152,19 +155,20 @@ class Bucket:
         Where a parameter has none, `whole` stays as it is."""
         for param in self.params:
             if param.grad is not None:
-                begin, end = self._piece(param)
+                begin, end = self._pieces[param]
                 self._place(whole, param).copy_(_dense(param.grad).reshape(-1)[begin:end])
 
     def zero_rest(self, whole: torch.Tensor) -> None:
         """Zero what fuse_gradients() leaves as it is: a missing gradient's place, and padding."""
         end = 0  # of the gradient before
-        for param in self.params:  # in the order in which they lie here
+        for param, start in self._starts.items():  # in the order in which they lie here
             if param.grad is not None:
-                place = self._place(whole, param)
-                start = place.storage_offset() - whole.storage_offset()
-                whole[end:start].zero_()
-                end = start + place.numel()
-        whole[end:].zero_()
+                if end < start:
+                    whole[end:start].zero_()
+                begin, end = self._pieces[param]
+                end += start - begin
+        if end < self.padded:
+            whole[end:].zero_()
 
     def zero_missing(self) -> None:
         """Before the reduction: a parameter without a gradient counts as one whose gradient is
@@ -182,8 +186,7 @@ class Bucket:
 
     def _place(self, whole: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         """Where the parameter's piece lies in a tensor [padded] of this bucket: a view, flat."""
-        begin, end = self._piece(param)
-        start = self.flat.offsets[param] + begin - self.start
+        (begin, end), start = self._pieces[param], self._starts[param]
         return whole[start : start + end - begin]
 
     def _piece(self, param: nn.Parameter) -> tuple[int, int]:
