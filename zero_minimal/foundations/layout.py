@@ -45,15 +45,16 @@ class Flat:
     """Parameters of one optimizer group, dtype and device, side by side in a tensor [size]."""
 
     def __init__(self, params: list[nn.Parameter], world_size: int, padded_size: PaddedSize):
-        self.offsets, end = {}, 0
+        self.offsets, self._places, end = {}, {}, 0  # a place: from, to, and the shape
         for param in params:
             self.offsets[param] = end
+            self._places[param] = end, end + param.numel(), param.shape
             end = _round_up(end + param.numel(), ALIGNMENT)
         self.size = padded_size(max(end, 1), world_size)
         _check_padded(self.size, max(end, 1), world_size)
         self.dtype = params[0].dtype
         self.gradients: torch.Tensor | None = None  # [size] whole, at stages 0 and 1
-        self._nothing: torch.Tensor | None = None
+        self._nothing: dict[nn.Parameter, torch.Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -66,17 +67,20 @@ class Flat:
 
     def view(self, tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         """What a tensor [size] holds for a parameter: a view of it, in the parameter's shape."""
-        return tensor[self.offsets[param] :][: param.numel()].view(param.shape)
+        start, end, shape = self._places[param]
+        return tensor[start:end].view(shape)
 
     def placeholder(self, param: nn.Parameter) -> torch.Tensor:
         """What a parameter points to while its memory is freed: one NaN, in the parameter's shape.
 
         A parameter read at the wrong time then shows as NaN; freed memory would crash the process.
         """
-        if self._nothing is None:
+        if not self._nothing:
             nothing = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
-            self._nothing = torch.full((), nothing, dtype=self.dtype, device=self.device)
-        return self._nothing.expand(param.shape)
+            number = torch.full((), nothing, dtype=self.dtype, device=self.device)
+            self._nothing = {each: number.expand(shape)
+                             for each, (_, _, shape) in self._places.items()}
+        return self._nothing[param]
 
     def keep_gradient(self, param: nn.Parameter) -> None:
         """Move param.grad into the whole gradients, and let it be a view of them. Autograd adds the
@@ -154,9 +158,9 @@ class Bucket:
         """Copy the pieces of .grad that lie in this bucket side by side into `whole`, [padded].
         Where a parameter has none, `whole` stays as it is."""
         for param in self.params:
-            if param.grad is not None:
+            if (gradient := param.grad) is not None:
                 begin, end = self._pieces[param]
-                self._place(whole, param).copy_(_dense(param.grad).reshape(-1)[begin:end])
+                self._place(whole, param).copy_(_dense(gradient).reshape(-1)[begin:end])
 
     def zero_rest(self, whole: torch.Tensor) -> None:
         """Zero what fuse_gradients() leaves as it is: a missing gradient's place, and padding."""
