@@ -59,6 +59,7 @@ class Left:
     def __init__(self, stage, flats: dict[nn.Parameter, Flat | None]):
         self.stage, self._flats = stage, flats
         self._grads: dict[nn.Parameter, torch.Tensor] = {}
+        self._stand_ins: dict[nn.Parameter, HandedOver] = {}  # made once
         self._aside = False  # taken away for the time of a forward
         # the model may live longer, and then its gradients are its own
         weakref.finalize(self, _take_away, self._grads).atexit = False
@@ -67,7 +68,9 @@ class Left:
         """The pass is over, and the stage has done with .grad what it does."""
         for param, flat in self._flats.items():
             if flat is not None and param.grad is None and values.present():
-                param.grad = self._grads[param] = stand_in(flat.placeholder(param))
+                if param not in self._stand_ins:
+                    self._stand_ins[param] = stand_in(flat.placeholder(param))
+                param.grad = self._grads[param] = self._stand_ins[param]
             elif flat is not None and param.grad is not None and flat.gradients is not None:
                 self._grads[param] = param.grad
 

@@ -45,15 +45,16 @@ class Flat:
     """Parameters of one optimizer group, dtype and device, side by side in a tensor [size]."""
 
     def __init__(self, params: list[nn.Parameter], world_size: int, padded_size: PaddedSize):
-        self.offsets, end = {}, 0
+        self.offsets, self._places, end = {}, {}, 0  # a place: from, to, and the shape
         for param in params:
             self.offsets[param] = end
+            self._places[param] = end, end + param.numel(), param.shape
             end = _round_up(end + param.numel(), ALIGNMENT)
         self.size = padded_size(max(end, 1), world_size)
         _check_padded(self.size, max(end, 1), world_size)
         self.dtype = params[0].dtype
         self.gradients: torch.Tensor | None = None  # [size] whole, at stages 0 and 1
-        self._nothing: torch.Tensor | None = None
+        self._nothing: dict[nn.Parameter, torch.Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -66,17 +67,20 @@ class Flat:
 
     def view(self, tensor: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         """What a tensor [size] holds for a parameter: a view of it, in the parameter's shape."""
-        return tensor[self.offsets[param] :][: param.numel()].view(param.shape)
+        start, end, shape = self._places[param]
+        return tensor[start:end].view(shape)
 
     def placeholder(self, param: nn.Parameter) -> torch.Tensor:
         """What a parameter points to while its memory is freed: one NaN, in the parameter's shape.
 
         A parameter read at the wrong time then shows as NaN; freed memory would crash the process.
         """
-        if self._nothing is None:
+        if not self._nothing:
             nothing = float("nan") if self.dtype.is_floating_point or self.dtype.is_complex else 0
-            self._nothing = torch.full((), nothing, dtype=self.dtype, device=self.device)
-        return self._nothing.expand(param.shape)
+            number = torch.full((), nothing, dtype=self.dtype, device=self.device)
+            self._nothing = {each: number.expand(shape)
+                             for each, (_, _, shape) in self._places.items()}
+        return self._nothing[param]
 
     def keep_gradient(self, param: nn.Parameter) -> None:
         """Move param.grad into the whole gradients, and let it be a view of them. Autograd adds the
@@ -118,8 +122,11 @@ class Bucket:
         offsets = self.flat.offsets
         self.params = [param for param in offsets
                        if offsets[param] < end and offsets[param] + param.numel() > self.start]
-        pieces = [self._piece(param) for param in self.params]
-        self.numel = sum(end - begin for begin, end in pieces)  # without padding
+        # which elements of each lie here, from and to; and where the first of them lies
+        self._pieces = {param: self._piece(param) for param in self.params}
+        self._starts = {param: offsets[param] + begin - self.start
+                        for param, (begin, _) in self._pieces.items()}
+        self.numel = sum(end - begin for begin, end in self._pieces.values())  # without padding
         self.trained = self.group_index >= 0
         self.dtype = self.flat.dtype
         self.moment = ""  # of training, in which it is on its way: "backward 1 of step 3"
@@ -151,20 +158,21 @@ class Bucket:
         """Copy the pieces of .grad that lie in this bucket side by side into `whole`, [padded].
         Where a parameter has none, `whole` stays as it is."""
         for param in self.params:
-            if param.grad is not None:
-                begin, end = self._piece(param)
-                self._place(whole, param).copy_(_dense(param.grad).reshape(-1)[begin:end])
+            if (gradient := param.grad) is not None:
+                begin, end = self._pieces[param]
+                self._place(whole, param).copy_(_dense(gradient).reshape(-1)[begin:end])
 
     def zero_rest(self, whole: torch.Tensor) -> None:
         """Zero what fuse_gradients() leaves as it is: a missing gradient's place, and padding."""
         end = 0  # of the gradient before
-        for param in self.params:  # in the order in which they lie here
+        for param, start in self._starts.items():  # in the order in which they lie here
             if param.grad is not None:
-                place = self._place(whole, param)
-                start = place.storage_offset() - whole.storage_offset()
-                whole[end:start].zero_()
-                end = start + place.numel()
-        whole[end:].zero_()
+                if end < start:
+                    whole[end:start].zero_()
+                begin, end = self._pieces[param]
+                end += start - begin
+        if end < self.padded:
+            whole[end:].zero_()
 
     def zero_missing(self) -> None:
         """Before the reduction: a parameter without a gradient counts as one whose gradient is
@@ -182,8 +190,7 @@ class Bucket:
 
     def _place(self, whole: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
         """Where the parameter's piece lies in a tensor [padded] of this bucket: a view, flat."""
-        begin, end = self._piece(param)
-        start = self.flat.offsets[param] + begin - self.start
+        (begin, end), start = self._pieces[param], self._starts[param]
         return whole[start : start + end - begin]
 
     def _piece(self, param: nn.Parameter) -> tuple[int, int]:

@@ -13,10 +13,12 @@ def sum_in_rank_order(parts: list[torch.Tensor], output: torch.Tensor, op: str) 
     scratch = torch.empty(min(output.numel(), PIECE), dtype=wide)
     for start in range(0, output.numel(), PIECE):
         result = output[start : start + PIECE]
-        first, *others = [part[start : start + PIECE].to(wide) for part in parts]
-        total = first
-        for other in others:
-            total = torch.add(total, other, out=scratch[: result.numel()])
+        total, *others = [part[start : start + PIECE].to(wide) for part in parts]
+        for left, other in zip(range(len(others) - 1, -1, -1), others, strict=True):
+            # the last sum may go where the result goes, and lie over one of the parts: no other
+            # sum reads it again
+            is_result = wide == output.dtype and not left
+            total = torch.add(total, other, out=result if is_result else scratch[: len(result)])
         if op == "avg":
             torch.div(total, len(parts), out=result)
         else:
