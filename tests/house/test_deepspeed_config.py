@@ -316,6 +316,7 @@ def test_what_is_written_is_read_as_the_stages_own_defaults(tmp_path, dtype, sta
     if dtype == "fp16":
         scaler = settings.loss_scaler()
         assert (scaler.scale_value, scaler.growth_interval, scaler.left) == (2.0**16, 2000, 1)
+        assert all(isinstance(value, int) for value in content["fp16"].values()), "DeepSpeed takes whole numbers only"
     assert all("is ignored: at stage 3" in note or "stage3_" in note or "no scheduler" in note for note in asked.notes)
 
 

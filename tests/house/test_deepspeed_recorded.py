@@ -2,6 +2,7 @@
 
 DeepSpeed is an optional dependency: what needs it is skipped without it."""
 
+import dataclasses
 import importlib.util
 import json
 import random
@@ -9,7 +10,9 @@ import random
 import deepspeed_runs as runs
 import pytest
 
+from zero_minimal.programs import deepspeed_written
 from zero_minimal.programs.deepspeed import Wanted
+from zero_minimal.programs.planning import plan
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload import deepspeed_schedules as schedules
 from zero_minimal.workload import deepspeed_settings
@@ -86,6 +89,45 @@ def test_what_deepspeeds_stage_0_does_otherwise_is_said(stage, dtype, said):
 def test_deepspeed_makes_what_was_recorded(dtype):
     for name, anew, recorded in compared(runs.theirs, GROUPS[dtype]):
         assert largest(anew["losses"], recorded["losses"]) < NEAR[dtype], name
+
+
+# --------------------------------------------------------------------------------------------- what `plan` writes
+
+
+def written(stage, dtype, offload=None):
+    """A file of `plan`, with torch's AdamW: DeepSpeed's own wants a GPU, or a compiler."""
+    shape = runs.SMALL.model_config()
+    told = plan(dataclasses.replace(shape, vocabulary=256), runs.RANKS, 32e9, dtype, 2)
+    content = deepspeed_written.deepspeed(shape, told, stage, 2, offload)
+    content["optimizer"]["params"]["torch_adam"] = True
+    return content
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", range(4))
+def test_deepspeed_trains_what_is_written(stage):
+    """Each dtype; at stage 0 in 16 bit beside our copy of what it does otherwise."""
+    contents = {dtype: written(stage, dtype) for dtype in NEAR}
+    its = runs.run(runs.theirs, contents)
+    mine = runs.run(runs.ours, contents)
+    if stage == 0:
+        mine |= runs.run(runs.copied, {dtype: contents[dtype] for dtype in ("bf16", "fp16")})
+    for dtype, near in NEAR.items():
+        assert largest(mine[dtype]["losses"], its[dtype]["losses"]) < near, dtype
+        assert mine[dtype]["scales"] == its[dtype]["scales"]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", range(1, 4))
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("offload", [None, "cpu", "disk"])
+def test_deepspeeds_own_sections_take_what_is_written(stage, dtype, offload):
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    content = written(stage, dtype, offload)
+    assert DeepSpeedZeroConfig(**content["zero_optimization"]).stage == stage
+    assert DeepSpeedFP16Config(**content.get("fp16", {})).enabled == (dtype == "fp16")
 
 
 # ---------------------------------------------------------------------------------------------------------- schedules

@@ -52,10 +52,11 @@ def _wide(told: dict) -> bool:
 
 
 def _precision(dtype: str) -> dict:
-    """LossScaler's ways for fp16: each overflow halves the scale, 2000 good steps double it."""
+    """LossScaler's ways for fp16: each overflow halves the scale, 2000 good steps double it. (But 1 is the least scale:
+    DeepSpeed takes whole numbers only, where LossScaler goes on.)"""
     if dtype == "fp16":
         return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000,
-                         "hysteresis": 1, "min_loss_scale": 2.0**-24}}
+                         "hysteresis": 1, "min_loss_scale": 1}}
     return {"bf16": {"enabled": True}} if dtype == "bf16" else {}
 
 
