@@ -208,10 +208,9 @@ CASES = [(0, True, True, 8), (1, False, False, 1), (2, True, False, 8), (2, Fals
 @pytest.mark.parametrize(("stage", "recompute", "tied", "batch"), sample(CASES, [
     (3, True, False, 8), (2, False, True, 1)]))
 def test_the_plan_of_a_model_is_what_running_code_peaks_at(stage, recompute, tied, batch, written):
-    """Stated bound, as for our GPT: the code is at most 1% above the plan, and at most 8% below; with tied embeddings
-    at stage 3 at most 10% below."""
+    """Stated bound, as for our GPT: the code is at most 1% above the plan, and at most 8% below."""
     model = ForeignModel(written(**LARGE, tie_word_embeddings=tied), 512, recompute)
-    assert 1 / 1.01 < beside(model, batch, "bf16", stage) < 1 / (0.9 if tied and stage == 3 else 0.92)
+    assert 1 / 1.01 < beside(model, batch, "bf16", stage) < 1 / 0.92
 
 
 def test_the_formula_of_our_gpt_was_off(written):
@@ -236,10 +235,12 @@ def test_the_command(written, tmp_path, capsys):
     tokens = 32
     matrices = 2 * tokens * (3 * (block - 2 * 24) * 4 + 300 * 24 * 3)  # blocks are computed twice in forward
     assert told["matrix_operations"] == matrices
-    for more in (["--mp", "2"], ["--offload", "cpu"]):
+    for more, says in ((["--mp", "2"], "is not cut over ranks here"), (["--checkpoints", "P_a"], "is not cut"),
+                       (["--sequence-parallel", "2"], "sends no sequences"), (["--stage", "2"], "--write-deepspeed"),
+                       (["--gradients", "fp32", "--offload", "cpu"], "that are not offloaded")):
         with pytest.raises(SystemExit):
             main([*flags, *more])
-        assert "is not cut over ranks here" in " ".join(capsys.readouterr().err.split())
+        assert says in " ".join(capsys.readouterr().err.split())
 
 
 # -------------------------------------------------------------------------------------------------------------- refused

@@ -1,5 +1,7 @@
 """Away: what `plan --offload` says: what lies on the device, on its host and on a disk, and what the bus takes."""
 
+from dataclasses import dataclass
+
 from zero_minimal.paper import formulas, moments
 from zero_minimal.paper.moments import Work
 from zero_minimal.paper.quantities import count_text, seconds_text, size_text, size_unit
@@ -19,24 +21,37 @@ def offloaded(work: Work, ranks: int, device_bytes: float, place: str, accumulat
      "to_host", "to_device": of a step, "link_seconds": of both ways at each of LINKS, "together": the highest moment of
      a step, "states_fit", "fits", "largest_model": whose states fit}}
     """
-    return {"place": place, "accumulate": accumulate,
-            "rows": [_row(stage, work, ranks, device_bytes, place, accumulate, optimizer_bytes) for stage in (1, 2, 3)]}
+    sizes = Sizes(moments.rank_parameters(work), ranks // work.model_parallel, work.dtype, work.model_parallel)
+    return {"place": place, "accumulate": accumulate, "rows": [
+        row(stage, sizes, device_bytes, place, accumulate, optimizer_bytes,
+            moments.highest(stage, work, sizes.ranks, offloaded=True).total, moments.construction(stage, work))
+        for stage in (1, 2, 3)]}
 
 
-def _row(stage: int, work: Work, ranks: int, device_bytes: float, place: str, accumulate: int,
-         optimizer_bytes: float | None) -> dict:
-    parallel, elements = ranks // work.model_parallel, moments.rank_parameters(work)
-    device = sum(formulas.states_on_device(stage, elements, parallel, work.dtype, offloaded=True).values())
-    leaves = formulas.host_bytes(elements, parallel, work.dtype, optimizer_bytes)
-    crosses = formulas.bus_bytes(stage, elements, parallel, work.dtype, accumulate)
-    highest = moments.highest(stage, work, parallel, offloaded=True).total
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model, on each of its data-parallel ranks."""
+
+    elements: int
+    ranks: int
+    dtype: str
+    model_parallel: int = 1
+
+
+def row(stage: int, sizes: Sizes, device_bytes: float, place: str, accumulate: int, optimizer_bytes: float | None,
+        highest: float, construction: float) -> dict:
+    """What a stage needs. highest: bytes on the device at the highest moment of a step; construction: before it."""
+    parts = (sizes.elements, sizes.ranks, sizes.dtype)
+    device = sum(formulas.states_on_device(stage, *parts, offloaded=True).values())
+    leaves = formulas.host_bytes(*parts, optimizer_bytes)
+    crosses = formulas.bus_bytes(stage, *parts, accumulate)
     return {
         "stage": stage, "device": device, "host": leaves if place == "cpu" else 0,
         "disk": leaves if place == "disk" else 0, **crosses,
         "link_seconds": [sum(crosses.values()) / link for link in LINKS],
         "together": highest, "states_fit": device <= device_bytes,
-        "fits": max(highest, moments.construction(stage, work)) <= device_bytes,
-        "largest_model": formulas.largest_model(stage, device_bytes, parallel, work.dtype, work.model_parallel,
+        "fits": max(highest, construction) <= device_bytes,
+        "largest_model": formulas.largest_model(stage, device_bytes, sizes.ranks, sizes.dtype, sizes.model_parallel,
                                                  offloaded=True),
     }
 

@@ -15,9 +15,10 @@ from zero_minimal.workload.settings import DTYPES, OPTIMIZER, Settings, output_f
 DISK = "/local_nvme"  # a plan knows no folders
 
 
-def deepspeed(config: GPTConfig, told: dict, stage: int, accumulate: int = 1, offload: str | None = None) -> dict:
-    """DeepSpeed's keys. told: what plan() gave. offload: None, "cpu" or "disk". Learning rate, betas and weight decay
-    are those of this project's programs: a plan does not know yours.
+def deepspeed(config: GPTConfig | None, told: dict, stage: int, accumulate: int = 1,
+              offload: str | None = None) -> dict:
+    """DeepSpeed's keys. config: None for a model of transformers. told: what plan() gave. offload: None, "cpu" or
+    "disk". Learning rate, betas and weight decay are those of this project's programs: a plan does not know yours.
 
     Raises: ValueError for an offload of stage 0.
     """
@@ -29,9 +30,10 @@ def deepspeed(config: GPTConfig, told: dict, stage: int, accumulate: int = 1, of
     zero = {"stage": stage, "reduce_bucket_size": elements, "allgather_bucket_size": elements, "overlap_comm": True,
             "contiguous_gradients": True, "reduce_scatter": True}
     if stage == 3:
-        block = block_parameters(config)
+        block = block_parameters(config) if config else told["largest_unit"]
+        root = root_parameters(config) if config else told["root"]
         zero |= {"stage3_prefetch_bucket_size": block, "stage3_param_persistence_threshold": 0,
-                 "stage3_max_live_parameters": root_parameters(config) + 2 * block, "stage3_max_reuse_distance": 0}
+                 "stage3_max_live_parameters": root + 2 * block, "stage3_max_reuse_distance": 0}
     if offload:
         folder = {"nvme_path": DISK} if offload == "disk" else {}
         zero["offload_optimizer"] = {"device": "nvme" if offload == "disk" else "cpu", **folder, "pin_memory": True}
@@ -52,8 +54,8 @@ def _wide(told: dict) -> bool:
 
 
 def _precision(dtype: str) -> dict:
-    """LossScaler's ways for fp16: each overflow halves the scale, 2000 good steps double it. (But 1 is the least scale:
-    DeepSpeed takes whole numbers only, where LossScaler goes on.)"""
+    """LossScaler's ways for fp16: each overflow halves the scale, 2000 good steps double it. At 1 it ends, and
+    LossScaler goes on: as the smallest scale DeepSpeed takes whole numbers only."""
     if dtype == "fp16":
         return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000,
                          "hysteresis": 1, "min_loss_scale": 1}}
@@ -75,7 +77,7 @@ from torch.distributed.fsdp import {imports}
 
 policy = MixedPrecisionPolicy({policy})
 model.float()  # FSDP2 keeps fp32 shards, and gathers and reduces in the policy's dtypes
-for block in model.blocks:
+for block in {blocks}:
     fully_shard(block, reshard_after_forward={reshard}, mp_policy=policy{offload})
 fully_shard(model, reshard_after_forward=False, mp_policy=policy{offload})
 """
@@ -89,7 +91,7 @@ STEP = """\
 optimizer = torch.optim.AdamW(model.parameters(), lr={lr}, betas={betas}, weight_decay={weight_decay})
 
 for micro in range({accumulate}):
-{sync}    (model(*next(batches)) / {accumulate}).backward()
+{sync}    ({loss} / {accumulate}).backward()
 optimizer.step()
 optimizer.zero_grad()
 """
@@ -104,13 +106,17 @@ WHY = {
 
 
 def fsdp2(told: dict, stage: int, accumulate: int = 1, offload: str | None = None) -> str:
-    """The lines that do what the stage does. They find `model`, with its `blocks`, and `batches`."""
+    """The lines that do what the stage does. They find `model`, with its blocks, and `batches`: of tokens and targets,
+    or of the keywords that a model of transformers takes."""
+    lists = [f"model.{name}" for name in told.get("blocks", ("blocks",))]
+    blocks = lists[0] if len(lists) == 1 else f"({', '.join(f'*{name}' for name in lists)})"
+    loss = "model(**next(batches)).loss" if "model" in told else "model(*next(batches))"
     dtype = str(DTYPES[told["dtype"]])
     reduced = "torch.float32" if _wide(told) else dtype
     if stage:
         names = ["MixedPrecisionPolicy", "fully_shard"]
         lines = SHARD.format(
-            imports=", ".join([*(["CPUOffloadPolicy"] if offload else []), *names]), reshard=stage == 3,
+            imports=", ".join([*(["CPUOffloadPolicy"] if offload else []), *names]), reshard=stage == 3, blocks=blocks,
             policy="" if dtype == "torch.float32" else f"param_dtype={dtype}, reduce_dtype={reduced}",
             offload=", offload_policy=CPUOffloadPolicy()" if offload else "")
     else:
@@ -119,7 +125,7 @@ def fsdp2(told: dict, stage: int, accumulate: int = 1, offload: str | None = Non
     sync = f"    model.set_requires_gradient_sync({last})\n" if stage == 1 and accumulate > 1 else ""
     if not stage and accumulate > 1:
         sync = f"    model.require_backward_grad_sync = {last}\n"
-    return lines + STEP.format(lr=Settings.lr, accumulate=accumulate, sync=sync, betas=OPTIMIZER["betas"],
+    return lines + STEP.format(lr=Settings.lr, accumulate=accumulate, sync=sync, loss=loss, betas=OPTIMIZER["betas"],
                                weight_decay=OPTIMIZER["weight_decay"])
 
 
@@ -134,7 +140,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                         help="which one (default: the first that fits)")
 
 
-def write(flags: argparse.Namespace, config: GPTConfig, told: dict) -> str:
+def readers(told: dict, stage: int) -> str:
+    """Who takes the file as it is, and who does not."""
+    why = ["gradients here are kept and reduced in the dtype of the parameters"] if _wide(told) else []
+    why += ["no ranks share a sequence here"] if told["sequence_parallel"] > 1 else []
+    if why:
+        return f"DeepSpeed reads it. The stage scripts refuse it: {', and '.join(why)}."
+    model = f" --model {told['model']} --sequence {told['sequence']}" if "model" in told else ""
+    return f"zero_minimal/stage{stage}.py --deepspeed-config reads it{' with' * bool(model)}{model}, as DeepSpeed does."
+
+
+def write(flags: argparse.Namespace, config: GPTConfig | None, told: dict) -> str:
     """Write the file that the flags ask for; words about it, and FSDP2's lines. "" if they ask for none.
 
     Raises: ValueError if no stage fits, or none was asked for to be written.
@@ -151,16 +167,16 @@ def write(flags: argparse.Namespace, config: GPTConfig, told: dict) -> str:
         raise ValueError("--write-deepspeed-config: no stage fits, so say which one with --stage")
     content = deepspeed(config, told, stage, accumulate, flags.offload)
     report.write_json(content, flags.write_deepspeed_config)
-    words = [f"stage {stage} is written to {flags.write_deepspeed_config}, for {told['ranks']:,} ranks: "
-             f"zero_minimal/stage{stage}.py --deepspeed-config reads it, as DeepSpeed does. Learning rate, betas and "
-             "weight decay are this project's: choose your own."]
+    words = [f"stage {stage} is written to {flags.write_deepspeed_config}, for {told['ranks']:,} ranks.",
+             readers(told, stage), "Learning rate, betas and weight decay are this project's: choose your own."]
     if flags.offload == "disk":
         words.append(f"nvme_path is {DISK}: put your folder there.")
     if told["model_parallel"] > 1:
         words.append("It has nothing of --mp: the model itself is cut.")
     if told["sequence_parallel"] > 1:
-        words.append("Attention itself is to send what --sequence-parallel says: neither FSDP2's lines nor this "
-                     "project's stages do, and these refuse the file.")
+        words.append("Attention itself is to send what --sequence-parallel says: FSDP2's lines do not.")
+    if "model" in told and told["recompute"]:
+        words.append("Blocks recompute if you say so: model.gradient_checkpointing_enable().")
     scale = "fp16 needs a loss scale besides: torch.amp.GradScaler." if told["dtype"] == "fp16" else ""
     lines = fsdp2(told, stage, accumulate, flags.offload)
     return "\n".join(("", "", paragraph(*words), "", paragraph(f"The same in FSDP2. {WHY[stage]}", scale), "",

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from zero_minimal.foundations.outputs import tensors_in
-from zero_minimal.foundations.units import find_units
+from zero_minimal.foundations.units import Unit, find_units
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.paper.fakes import without_values
 from zero_minimal.workload.foreign import ForeignModel
@@ -32,6 +33,7 @@ class Measured:
 
     parameters: int
     units: int  # blocks, that stage 3 gathers as wholes
+    blocks: tuple[str, ...]  # names of the lists that hold them
     largest_unit: int
     root: int  # what is in no unit
     head: int  # the largest matrix of the root: of the embedding, or the head
@@ -40,25 +42,57 @@ class Measured:
     all: int  # that blocks and root keep for backward if nothing is recomputed
     checkpoints: int  # inputs of the units
     logits: int  # the most activations while the loss is computed, with what the blocks keep
+    with_head: int  # as the gradient of the head comes
     top: int  # while backward is in the last unit
     bottom: int  # in the first one
     embedding: int  # after it
     matrix_operations: int
     attention_operations: int  # of whole products
+    attention: str  # which one ran
+    dropout: bool  # whether the model dropped what its file says
 
 
-def measure(model: ForeignModel, batch: int, dtype: str) -> Measured:
-    """What a step of this model with `batch` sequences takes on one rank."""
+def measure(model: ForeignModel, batch: int, dtype: str, attention: str = "fused") -> Measured:
+    """What a step of this model with `batch` sequences takes on one rank. Raises: ValueError for a kind of attention
+    that the library cannot compute for it."""
     with torch.enable_grad(), without_values():
-        whole = dataclasses.replace(model, recompute=False).build(DTYPES[dtype])
+        how, whole, kept, inputs, counts = built(model, batch, dtype, attention)
+        sizes = shapes(whole, model)
+        head = 2 * batch * model.sequence * sizes["head"]
+        found = kind_of(how["attention"], counts)
+        again = model.recompute or found == "recomputed"
+        counted = operations(counts, head, model.recompute, again, found)
+        return Measured(**sizes, **counted, all=kept, checkpoints=inputs, attention=found, dropout=how["dropout"],
+                        **step(model.build(DTYPES[dtype], **how), model, batch))
+
+
+def built(model: ForeignModel, batch: int, dtype: str, attention: str) -> tuple:
+    """How the model was built, without recomputation of blocks, so that its attention is the one asked for, if there is
+    a way; it; and what its forward kept and counted."""
+    name = {"fused": "sdpa", "unfused": "eager", "recomputed": "recomputed"}[attention]
+    ways = [{"attention": name, "dropout": True}]
+    if attention == "fused":  # torch's fused kernel for CPUs, which is counted here, has no dropout
+        ways += [{"attention": name, "dropout": False}, {"attention": "eager", "dropout": True}]
+    for number, how in enumerate(ways):
+        try:
+            whole = dataclasses.replace(model, recompute=False).build(DTYPES[dtype], **how)
+        except ValueError:  # the library says that it has none
+            if number == len(ways) - 1:
+                raise
+            continue
         counter = FlopCounterMode(display=False, custom_mapping=FUSED)
         with counter:
             kept, inputs = saved(whole, model, batch)
-        sizes = shapes(whole, model)
-        head = 2 * batch * model.sequence * sizes["head"]
-        counted = operations(counter.get_flop_counts()["Global"], head, model.recompute)
-        return Measured(**sizes, **counted, all=kept, checkpoints=inputs,
-                        **step(model.build(DTYPES[dtype]), model, batch))
+        counts = counter.get_flop_counts()["Global"]
+        if number == len(ways) - 1 or kind_of(name, counts) == "fused":
+            return how, whole, kept, inputs, counts
+
+
+def kind_of(name: str, counts: dict) -> str:
+    """Which attention ran, by the operators that were counted."""
+    if any("scaled_dot_product" in str(operator) for operator in counts):
+        return "fused"
+    return "recomputed" if name == "recomputed" else "unfused"
 
 
 def batch_of(model: ForeignModel, batch: int) -> torch.Tensor:
@@ -69,14 +103,19 @@ def shapes(model: nn.Module, foreign: ForeignModel) -> dict:
     """How many elements lie where."""
     root, *units = find_units(model)
     sizes = [sum(param.numel() for param in unit.params) for unit in units]
-    over_words = [param.numel() for param in root.params
-                  if param.ndim == 2 and param.shape[0] == foreign.config.vocab_size]
+    heads = [param.numel() for param in over_words(root, foreign)]
     return {
         "parameters": sum(param.numel() for param in model.parameters()), "units": len(units),
+        "blocks": tuple(dict.fromkeys(unit.name.rpartition(".")[0] for unit in units)),
         "largest_unit": max(sizes, default=0), "root": sum(param.numel() for param in root.params),
-        "head": max(over_words, default=0), "tied": len(over_words) < 2,
+        "head": max(heads, default=0), "tied": len(heads) < 2,
         "largest_matrix": max((param.numel() for unit in units for param in unit.params), default=0),
     }
+
+
+def over_words(root: Unit, foreign: ForeignModel) -> list[nn.Parameter]:
+    """The matrices of embedding and head: one if they are tied."""
+    return [param for param in root.params if param.ndim == 2 and param.shape[0] == foreign.config.vocab_size]
 
 
 def saved(model: nn.Module, foreign: ForeignModel, batch: int) -> tuple[int, int]:
@@ -102,13 +141,15 @@ def saved(model: nn.Module, foreign: ForeignModel, batch: int) -> tuple[int, int
     return sum(storage.nbytes() for storage in kept.values()), sum(tensor.nbytes for tensor in inputs.values())
 
 
-def operations(forward: dict, head: int, recompute: bool) -> dict:
+def operations(forward: dict, head: int, recompute: bool, again: bool, kind: str) -> dict:
     """Operations of a step, from those of its forward, by operator: each product has two gradients of the same size,
-    and all but the head's is computed again if blocks are."""
-    attention = sum(count for operator, count in forward.items() if "attention" in str(operator))
+    and all but the head's is computed again if blocks are, attention alone if that is recomputed (`again`)."""
+    ours = "attention" if kind == "fused" else "bmm"  # unfused, its products are the ones of batches of matrices
+    attention = sum(count for operator, count in forward.items() if ours in str(operator))
     matrices = sum(forward.values()) - attention
+    backward = BACKWARD_OF_ATTENTION if kind == "fused" else 2
     return {"matrix_operations": 3 * matrices + (matrices - head if recompute else 0),
-            "attention_operations": round(attention * (1 + BACKWARD_OF_ATTENTION + (1 if recompute else 0)))}
+            "attention_operations": round(attention * (1 + backward + (1 if again else 0)))}
 
 
 def step(model: nn.Module, foreign: ForeignModel, batch: int) -> dict:
@@ -135,13 +176,40 @@ def step(model: nn.Module, foreign: ForeignModel, batch: int) -> dict:
         undo.callback(first.remove)
         undo.enter_context(ledger)
         ledger.watch(model)
+        undo.enter_context(HeadsGradient(over_words(find_units(model)[0], foreign), ledger, mark))
         tokens = batch_of(foreign, batch)
         model(tokens, tokens).backward()
         mark("end")
     windows = {"logits": ("logits", f"unit {len(units) - 1}"), "top": (f"unit {len(units) - 1}", None),
-               "bottom": ("unit 0", None), "embedding": ("input", "end")}
+               "bottom": ("unit 0", None), "embedding": ("input", "end"), "head": ("head", None)}
     timeline = ledger.timeline
-    return {name: highest_between(timeline, marks, *window) for name, window in windows.items()}
+    found = {name: highest_between(timeline, marks, *window) for name, window in windows.items()}
+    found["with_head"] = found.pop("head")
+    return found
+
+
+class HeadsGradient(TorchDispatchMode):
+    """Tells when the gradient of the head comes. Where embedding and head are one they have two gradients, which
+    autograd adds up: neither is ever handed to the parameter, and the ledger, that takes them for activations, is told.
+    """
+
+    PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.embedding_dense_backward)
+
+    def __init__(self, matrices: list[nn.Parameter], ledger: Ledger, mark):
+        super().__init__()
+        self.ledger, self.mark, self.tied = ledger, mark, len(matrices) == 1
+        self.sizes = {param.untyped_storage()._cdata: sorted(param.shape) for param in matrices}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        if torch._C._current_graph_task_id() != -1 and operator.overloadpacket in self.PRODUCTS:
+            of_input = any(arg.untyped_storage()._cdata in self.sizes for arg in tensors_in(args))
+            if not of_input and sorted(result.shape) in self.sizes.values():
+                if self.tied:
+                    self.ledger.claim(result, "gradients")
+                if operator.overloadpacket is torch.ops.aten.mm:
+                    self.mark("head")
+        return result
 
 
 def watch_input(mark):
@@ -156,8 +224,10 @@ def watch_input(mark):
 
 
 def highest_between(timeline: list, marks: list, start: str, end: str | None) -> int:
-    """The most bytes of activations from one mark to another; None: to the next one."""
+    """The most bytes of activations from one mark to another; None: to the next one. 0 if nobody marked it."""
     names = [name for name, _ in marks]
+    if start not in names:
+        return 0
     place = names.index(start)
     begins = marks[place][1]
     ends = marks[names.index(end) if end else place + 1][1]

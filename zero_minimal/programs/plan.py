@@ -243,15 +243,13 @@ def parser() -> Parser:
 
 def of_model(flags: argparse.Namespace, device: float, speeds: Speeds) -> dict:
     """The plan of --model. Raises: ValueError for flags that it does not take."""
-    if flags.model_parallel > 1 or flags.checkpoints != "whole" or flags.offload:
-        raise ValueError("a model of transformers is not cut over ranks here: give it without --mp and --checkpoints; "
-                         "with --offload it is for `simulate --model`")
-    others = flags.markdown, flags.write_deepspeed_config, flags.stage is not None
-    if plan_options.of(flags) != plan_options.NONE or any(others):
-        raise ValueError("the sizes of --model are measured for a step of one micro-batch, as the library runs it: "
-                         "give it without --accumulate, --attention, --gradients, --sequence-parallel, --markdown, "
-                         "--stage and --write-deepspeed-config")
-    return plan_model.plan(chosen(flags), flags.ranks, device, flags.dtype, flags.batch, speeds, flags.optimizer_bytes)
+    if flags.model_parallel > 1 or flags.checkpoints != "whole":
+        raise ValueError("a model of transformers is not cut over ranks here: give it without --mp and --checkpoints")
+    if flags.sequence_parallel > 1:
+        raise ValueError("what ranks that share sequences keep is a formula of our GPT's attention, and the code of a "
+                         "model of transformers sends no sequences: give it without --sequence-parallel")
+    return plan_model.plan(chosen(flags), flags.ranks, device, flags.dtype, flags.batch, speeds, flags.optimizer_bytes,
+                           flags.accumulate, flags.attention, 4 if flags.gradients else None, flags.offload)
 
 
 def main(arguments: list[str]) -> None:
@@ -266,13 +264,13 @@ def main(arguments: list[str]) -> None:
         told = of_model(flags, device, speeds) if flags.model else plan(
             read_shape(flags), flags.ranks, device, flags.dtype, flags.batch, flags.model_parallel,
             flags.optimizer_bytes, flags.checkpoints, speeds, **plan_options.of(flags))
-        if flags.offload:
+        if flags.offload and not flags.model:
             work = Work(read_shape(flags), flags.batch, flags.dtype, flags.model_parallel, flags.checkpoints,
                         **plan_options.of(flags))
             check_work(work, flags.ranks, offloaded=True)
             told["offload"] = away.offloaded(work, flags.ranks, device, flags.offload, flags.accumulate,
                                              flags.optimizer_bytes)
-        written = "" if flags.model else deepspeed_written.write(flags, read_shape(flags), told)
+        written = deepspeed_written.write(flags, None if flags.model else read_shape(flags), told)
     except ValueError as error:
         asked.error(str(error))
     shown = plan_markdown.of_plan if flags.markdown else describe

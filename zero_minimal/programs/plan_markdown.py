@@ -35,12 +35,14 @@ def assumed(told: dict, hardware: str) -> list[str]:
     parallel = told["ranks"] // told["model_parallel"] // told["sequence_parallel"]
     tokens = parallel * told["batch"] * told["sequence"] * told["accumulate"]
     shares = f", a sequence on {told['sequence_parallel']} ranks" if told["sequence_parallel"] > 1 else ""
+    shape = (f"{told['name']} of {told['model']}, {told['layers']} blocks" if "model" in told else
+             f"{told['layers']} blocks of width {told['hidden']}, {told['heads']} heads")
+    attention = f"{told['attention_measured']}, as measured" if "model" in told else told["attention"]
     lines = [
-        f"{told['layers']} blocks of width {told['hidden']}, {told['heads']} heads, vocabulary {told['vocabulary']:,}; "
-        f"{told['parameters']:,} parameters",
+        f"{shape}, vocabulary {told['vocabulary']:,}; {told['parameters']:,} parameters",
         f"{told['batch']} × {told['sequence']:,} tokens in a micro-batch{shares}, {told['accumulate']} of these in a "
         f"step of {tokens:,} tokens",
-        f"{recomputed if told['recompute'] else 'nothing recomputed'}; attention {told['attention']}; gradients "
+        f"{recomputed if told['recompute'] else 'nothing recomputed'}; attention {attention}; gradients "
         f"{told['gradient_bytes']} bytes each" + ("; optimizer state on the host" if told["offloaded"] else ""),
         f"{hardware or 'device'}: {size_text(told['device_bytes'])}, {told['operations'] / 1e12:,.4g} TFLOP/s of which "
         f"{told['utilisation']:.0%} are reached; {size_text(told['link'])}/s inside a node of {told['node']}, "

@@ -5,31 +5,53 @@ as for our GPT: model states, units and buckets that are whole for a moment, tra
 """
 
 import bisect
+from dataclasses import dataclass
 
 from zero_minimal.paper import formulas
 from zero_minimal.paper.moments import BUCKET, Moment
 from zero_minimal.paper.quantities import plural, seconds_text, size_text
-from zero_minimal.programs import plan_options
+from zero_minimal.programs import away
 from zero_minimal.programs.measured import Measured, measure
 from zero_minimal.programs.planning import MOST_RANKS, NAMES, UTILISATION, Speeds
 from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.foreign import ForeignModel
 
 
+@dataclass(frozen=True)
+class Run:
+    """What a step is to be, beside the model and its ranks."""
+
+    dtype: str
+    optimizer_bytes: float | None = None
+    accumulate: int = 1  # micro-batches
+    gradient_bytes: int | None = None  # 4: gradients in fp32 beside 16-bit parameters
+
+
 def plan(model: ForeignModel, ranks: int, device_bytes: float, dtype: str, batch: int, speeds: Speeds,
-         optimizer_bytes: float | None = None) -> dict:
-    """The whole calculation, as planning.plan has it. Raises: ValueError for a model without blocks."""
-    found = measure(model, batch, dtype)
-    computes = computing(model, found, speeds)
-    rows = [row(stage, found, ranks, device_bytes, dtype, optimizer_bytes, speeds, computes["compute_seconds"])
-            for stage in range(4)]
+         optimizer_bytes: float | None = None, accumulate: int = 1, attention: str = "fused",
+         gradient_bytes: int | None = None, offload: str | None = None) -> dict:
+    """The whole calculation, as planning.plan has it; with offload "cpu" or "disk" also that of away.py, as "offload".
+
+    Raises: ValueError for a model without blocks, for an attention that the library has not for it, and for gradients
+        in fp32 that are offloaded or beside fp32 parameters.
+    """
+    if gradient_bytes and (offload or dtype == "fp32"):
+        raise ValueError("gradients in fp32 are for 16-bit parameters that are not offloaded")
+    run = Run(dtype, optimizer_bytes, accumulate, gradient_bytes)
+    found = measure(model, batch, dtype, attention)
+    computes = computing(model, found, speeds, accumulate)
+    rows = [row(stage, found, ranks, device_bytes, run, speeds, computes["compute_seconds"]) for stage in range(4)]
     fitting = [row["stage"] for row in rows if row["fits"]]
-    return {
+    told = {
         "model": model.file, "name": model.sizes["name"], "vocabulary": model.sizes["vocabulary"],
         "parameters": found.parameters, "parameters_of_rank": found.parameters, "layers": found.units,
+        "blocks": found.blocks, "tied": found.tied, "root": found.root, "largest_unit": found.largest_unit,
         "sequence": model.sequence, "batch": batch, "recompute": model.recompute, "checkpoints": "whole",
         "ranks": ranks, "model_parallel": 1, "dtype": dtype, "optimizer_bytes": optimizer_bytes,
-        **plan_options.NONE, "offloaded": False, "device_bytes": device_bytes, "rows": rows,
+        "accumulate": accumulate, "attention": attention, "attention_measured": found.attention,
+        "dropout_measured": found.dropout, "sequence_parallel": 1,
+        "gradient_bytes": gradient_bytes or formulas.BYTES[dtype][1],
+        "offloaded": False, "device_bytes": device_bytes, "rows": rows,
         "first_stage_that_fits": fitting[0] if fitting else None,
         "activations": {"all": found.all, "checkpoints": found.checkpoints, "logits": found.logits,
                         "block_at_work": found.bottom},
@@ -37,18 +59,24 @@ def plan(model: ForeignModel, ranks: int, device_bytes: float, dtype: str, batch
         "inside_a_node": ranks <= speeds.node, "wire": speeds.wire(ranks),
         "network": speeds.network, "link": speeds.link, "node": speeds.node, "bus": speeds.bus,
     }
+    if offload:
+        told["offload"] = {"place": offload, "accumulate": accumulate, "rows": [
+            away.row(stage, away.Sizes(found.parameters, ranks, dtype), device_bytes, offload, accumulate,
+                     optimizer_bytes, highest(stage, found, ranks, run, offloaded=True).total,
+                     construction(stage, found, dtype)) for stage in (1, 2, 3)]}
+    return told
 
 
-def row(stage: int, found: Measured, ranks: int, device_bytes: float, dtype: str, optimizer_bytes: float | None,
-        speeds: Speeds, computes: float) -> dict:
+def row(stage: int, found: Measured, ranks: int, device_bytes: float, run: Run, speeds: Speeds,
+        computes: float) -> dict:
     """What a stage needs."""
     def at(count: int) -> Moment:
-        return max(moments(stage, found, count, dtype, optimizer_bytes), key=lambda moment: moment.total)
+        return highest(stage, found, count, run)
 
-    elements, moment = found.parameters, at(ranks)
-    states = formulas.model_states(stage, elements, ranks, dtype, optimizer_bytes)
-    built = 0 if stage == 3 else 2 * elements * formulas.BYTES[dtype][0]
-    sent = formulas.traffic(stage, elements, ranks, dtype)
+    elements, moment, gradients = found.parameters, at(ranks), run.gradient_bytes
+    states = formulas.model_states(stage, elements, ranks, run.dtype, run.optimizer_bytes, gradients)
+    built = construction(stage, found, run.dtype)
+    sent = formulas.traffic(stage, elements, ranks, run.dtype, run.accumulate, gradients)
     sends = sent / speeds.wire(ranks)
     enough = bisect.bisect_left(range(1, MOST_RANKS), True, key=lambda count: at(count).total <= device_bytes) + 1
     return {
@@ -59,25 +87,39 @@ def row(stage: int, found: Measured, ranks: int, device_bytes: float, dtype: str
         "states_fit": sum(states.values()) <= device_bytes, "step_fits": moment.total <= device_bytes,
         "fits": max(moment.total, built) <= device_bytes,
         "fewest_data_parallel_ranks_for_states": formulas.fewest_ranks(
-            stage, elements, device_bytes, dtype, optimizer_bytes),
+            stage, elements, device_bytes, run.dtype, run.optimizer_bytes, gradient_bytes=gradients),
         "fewest_data_parallel_ranks": None if built > device_bytes or enough == MOST_RANKS else enough,
-        "largest_model": formulas.largest_model(stage, device_bytes, ranks, dtype, 1, optimizer_bytes),
+        "largest_model": formulas.largest_model(stage, device_bytes, ranks, run.dtype, 1, run.optimizer_bytes,
+                                                gradient_bytes=gradients),
         "sent_bytes": sent, "send_seconds": sends,
         "least_seconds": max(sends, computes), "most_seconds": sends + computes,
     }
 
 
-def moments(stage: int, found: Measured, ranks: int, dtype: str, optimizer_bytes: float | None) -> list[Moment]:
+def construction(stage: int, found: Measured, dtype: str) -> int:
+    """Bytes for a moment before the first step: stages 0 to 2 copy the model into flat memory."""
+    return 0 if stage == 3 else 2 * found.parameters * formulas.BYTES[dtype][0]
+
+
+def highest(stage: int, found: Measured, ranks: int, run: Run, offloaded: bool = False) -> Moment:
+    """The highest moment of a step. offloaded: the ranks' hosts keep and update the optimizer's state."""
+    return max(moments(stage, found, ranks, run, offloaded), key=lambda moment: moment.total)
+
+
+def moments(stage: int, found: Measured, ranks: int, run: Run, offloaded: bool = False) -> list[Moment]:
     """Where a step may be highest (paper/moments.py has them for our GPT)."""
-    states = formulas.model_states(stage, found.parameters, ranks, dtype, optimizer_bytes)
+    states = formulas.states_on_device(stage, found.parameters, ranks, run.dtype, offloaded, run.optimizer_bytes,
+                                       run.gradient_bytes)
     all_states = sum(states.values())
-    before = all_states - (states["gradients"] if stage >= 2 else 0)  # gradients come with backward
-    passing = (units if stage == 3 else buckets)(stage, found, ranks, dtype)
+    # gradients come with backward, but for those of micro-batches before
+    before = all_states - (states["gradients"] if stage >= 2 and run.accumulate == 1 else 0)
+    passing = (units if stage == 3 else buckets)(stage, found, ranks, run.dtype)
     return [Moment("logits", before, found.logits, passing["logits"]),
+            Moment("head", before, found.with_head, passing["head"]),
             Moment("top block", before, found.top, passing["block"]),
             Moment("bottom block", all_states, found.bottom, passing["block"]),
             Moment("embedding", all_states, found.embedding, passing["embedding"]),
-            Moment("update", all_states, 0, passing["update"])]
+            Moment("update", all_states, 0, 0 if offloaded else passing["update"])]
 
 
 def buckets(stage: int, found: Measured, ranks: int, dtype: str) -> dict[str, float]:
@@ -87,7 +129,7 @@ def buckets(stage: int, found: Measured, ranks: int, dtype: str) -> dict[str, fl
     head, largest = found.head * size, found.largest_matrix * size
     filled = min(2 * BUCKET, found.parameters * size) if stage == 2 else 0
     waiting = head if found.tied else 0
-    return {"logits": 0, "block": waiting + largest * (2 if stage == 2 else 1) + filled,
+    return {"logits": 0, "head": head, "block": waiting + largest * (2 if stage == 2 else 1) + filled,
             "embedding": head + 2 * waiting + filled,
             "update": in_fp32(min(BUCKET / size, found.parameters), dtype) / (ranks if stage else 1)}
 
@@ -96,7 +138,7 @@ def units(stage: int, found: Measured, ranks: int, dtype: str) -> dict[str, floa
     """Stage 3: bytes of the root, which is whole; of the unit at work, the next one, and their gradients."""
     size = formulas.BYTES[dtype][0]
     head, root, unit = found.head * size, found.root * size, found.largest_unit * size
-    return {"logits": root + unit, "block": root + head + 4 * unit, "embedding": root + 3 * head + 3 * unit,
+    return {"logits": root + unit, "head": root + unit + head, "block": root + head + 4 * unit, "embedding": root + 3 * head + 3 * unit,
             "update": in_fp32(max(found.largest_unit, found.root), dtype) / ranks}
 
 
@@ -105,12 +147,14 @@ def in_fp32(elements: float, dtype: str) -> float:
     return 0 if dtype == "fp32" else 9 * elements
 
 
-def computing(model: ForeignModel, found: Measured, speeds: Speeds) -> dict:
-    """Operations of a rank, and seconds. A causal kernel skips half of attention; an encoder's needs all of it."""
-    attention = found.attention_operations if model.masked else found.attention_operations / 2
-    rate = speeds.operations * UTILISATION
-    return {"matrix_operations": found.matrix_operations, "attention_operations": attention,
-            "compute_seconds": (found.matrix_operations + attention) / rate, "attention_seconds": attention / rate,
+def computing(model: ForeignModel, found: Measured, speeds: Speeds, times: int) -> dict:
+    """Operations of a rank in so many micro-batches, and seconds. A causal kernel that is fused skips half of
+    attention; an encoder's needs all of it."""
+    skips = found.attention == "fused" and not model.masked
+    attention = times * (found.attention_operations / 2 if skips else found.attention_operations)
+    matrices, rate = times * found.matrix_operations, speeds.operations * UTILISATION
+    return {"matrix_operations": matrices, "attention_operations": attention,
+            "compute_seconds": (matrices + attention) / rate, "attention_seconds": attention / rate,
             "operations": speeds.operations, "utilisation": UTILISATION}
 
 
@@ -138,8 +182,24 @@ def activation_notes(told: dict) -> str:
                   "block (--recompute)", indent=2, hang=2),
         paragraph(f"at most {size_text(sizes['logits'])} while the loss is computed, and "
                   f"{size_text(sizes['block_at_work'])} while backward is in the first block", indent=2, hang=2),
-        paragraph("Attention is what the library chooses here, torch's fused one if it can.", indent=2, hang=2),
+        paragraph(*attention_words(told), indent=2, hang=2),
     ))
+
+
+def attention_words(told: dict) -> list[str]:
+    """Which attention was measured, and why it is another one than was asked for."""
+    measured, asked = told["attention_measured"], told["attention"]
+    words = {
+        "fused": "Attention measured: the library's sdpa, which ran torch's fused kernel and keeps no matrix of scores.",
+        "unfused": "Attention measured: unfused, which keeps the scores of each block.",
+        "recomputed": "Attention measured: the library's own unfused code, computed again in backward.",
+    }
+    lines = [words[measured]]
+    if measured != asked:
+        lines.insert(0, "The library has no fused attention for this model.")
+    if not told["dropout_measured"]:
+        lines.append("Dropout was off, since the kernel that is counted here has none: its masks are not counted.")
+    return lines
 
 
 def compute_note(told: dict) -> str:

@@ -35,7 +35,7 @@ def notes(told: dict) -> str:
     if told["accumulate"] > 1:
         lines.append(f"A step is {told['accumulate']} micro-batches. Stages 0 and 1 reduce gradients once, since they "
                      "keep them whole; stage 2 each time, and stage 3 gathers parameters each time, too.")
-    if told["attention"] != "fused":
+    if told["attention"] != "fused" and "model" not in told:  # plan_model.py says which one was measured
         size, again = size_text(told["activations"]["scores"]), told["attention"] == "recomputed"
         lines.append(f"Attention is not fused: scores are {size} a block, "
                      + ("computed again in backward" if again or told["recompute"] else "kept in each")

@@ -7,16 +7,19 @@ is done unit by unit, elsewhere at once; the values are the same. The library is
 """
 
 import contextlib
+import copy
 import functools
 import json
 import random
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zero_minimal.foundations import meta
 from zero_minimal.foundations.units import find_units
@@ -111,28 +114,65 @@ class ForeignModel:
                 for name in sorted(there.keys() | here.keys())
                 if not FREE.fullmatch(name) and there.get(name) != here.get(name)}
 
-    def on_meta(self, dtype: torch.dtype | None = None) -> nn.Module:
+    def on_meta(self, dtype: torch.dtype | None = None, attention: str = "",
+                dropout: bool = True) -> nn.Module:
         """model(tokens, targets) is the loss. On the meta device; stage 3 gives it values.
 
         dtype: of the parameters; None: torch's default.
+        attention: the library's "sdpa" (torch's) or "eager" (scores, softmax, product), or
+            "recomputed", eager and once more in backward; "": what the library chooses.
+        Raises: ValueError where the library has no such attention for this model.
         """
         transformers = library()
         kind = (transformers.AutoModelForMaskedLM if self.masked
                 else transformers.AutoModelForCausalLM)
+        if attention == "recomputed":
+            register_recomputed(transformers)
+        how = {"attn_implementation": attention} if attention else {}
+        config = self.config if dropout else without_dropout(self.config)
         with torch.device("meta"):
-            model = kind.from_config(self.config, dtype=dtype or torch.get_default_dtype())
+            model = kind.from_config(config, dtype=dtype or torch.get_default_dtype(), **how)
         model.train()
         if self.recompute:  # under a new name since transformers 5.20 or so
             enable = getattr(model, "activation_checkpointing_enable", None)
             (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         return with_loss(model)
 
-    def build(self, dtype: torch.dtype | None = None) -> nn.Module:
+    def build(self, dtype: torch.dtype | None = None, **how) -> nn.Module:
         """The same on torch's default device, with its values."""
-        model = self.on_meta(dtype)
+        model = self.on_meta(dtype, **how)
         if torch.get_default_device().type != "meta":
             meta.materialise(find_units(model, [])[0], model)
         return model
+
+
+def without_dropout(config):
+    """A copy that drops nothing."""
+    config = copy.deepcopy(config)
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def recomputed(module: nn.Module, *given, **options) -> tuple:
+    """Attention as the library's own code for this model has it, computed again in backward."""
+    plain = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if plain is None:
+        raise ValueError(f"the library's {type(module).__name__} has no attention that could be "
+                         "computed again by itself: give --attention fused or unfused")
+
+    def attend(*given):
+        return plain(module, *given, **options)[0]
+
+    return checkpoint(attend, *given, use_reentrant=False), None
+
+
+def register_recomputed(transformers) -> None:
+    """Let the library know it under this name, with the mask that eager attention has."""
+    transformers.AttentionInterface.register("recomputed", recomputed)
+    masks = transformers.AttentionMaskInterface
+    masks.register("recomputed", masks()["eager"])
 
 
 class WithLoss:

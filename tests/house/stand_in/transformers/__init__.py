@@ -6,6 +6,7 @@ They draw their values as those of the library do: modules of torch's in reset_p
 """
 
 import contextlib
+import copy
 import functools
 import types
 
@@ -23,6 +24,7 @@ DEFAULTS = dict(vocab_size=300, hidden_size=24, intermediate_size=40, num_hidden
 
 class Config:
     is_encoder_decoder = is_decoder = False
+    _attention = "sdpa"
 
     def __init__(self, **entries):
         vars(self).update(DEFAULTS | {"model_type": self.model_type} | entries)
@@ -37,6 +39,10 @@ class DecoderConfig(Config):
 
 class EncoderConfig(Config):
     model_type = "standin-encoder"
+
+
+class UnfusedConfig(DecoderConfig):
+    model_type = "standin-unfused"  # of these the library has no fused attention
 
 
 class PairConfig(Config):
@@ -70,6 +76,35 @@ class Rotary(nn.Module):
         return x * cosine + torch.cat([-second, first], -1) * sine
 
 
+def sdpa_attention_forward(module, query, key, value, is_causal):
+    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2), None
+
+
+def eager_attention_forward(module, query, key, value, is_causal):
+    scores = (query @ key.transpose(-2, -1)) * query.shape[-1] ** -0.5  # [batch, heads, sequence, sequence]
+    if is_causal:
+        scores = scores + torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype).triu(1)
+    weights = scores.softmax(-1)
+    return (weights @ value).transpose(1, 2), weights
+
+
+class AttentionInterface(dict):
+    """Functions by their names, as the library keeps them: eager is the model's own."""
+
+    KNOWN = {"sdpa": sdpa_attention_forward}
+
+    def __init__(self):
+        super().__init__(self.KNOWN)
+
+    @classmethod
+    def register(cls, name, function):
+        cls.KNOWN[name] = function
+
+
+class AttentionMaskInterface(AttentionInterface):
+    KNOWN = {"eager": None}
+
+
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -85,9 +120,9 @@ class Attention(nn.Module):
                              for part in (self.q_proj, self.k_proj, self.v_proj))
         times = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(times, 1) for part in (self.rotary(key), value))
-        x = F.scaled_dot_product_attention(self.rotary(query), key, value,
-                                           is_causal=isinstance(self.config, DecoderConfig))
-        return self.c_proj(x.transpose(1, 2).flatten(2))
+        attend = AttentionInterface().get(self.config._attention, eager_attention_forward)
+        x, _ = attend(self, self.rotary(query), key, value, is_causal=isinstance(self.config, DecoderConfig))
+        return self.c_proj(x.flatten(2))
 
 
 class MLP(nn.Module):
@@ -161,7 +196,7 @@ class StandInForMaskedLM(Model):
 
 
 class AutoConfig:
-    KINDS = {kind.model_type: kind for kind in (DecoderConfig, EncoderConfig, PairConfig)}
+    KINDS = {kind.model_type: kind for kind in (DecoderConfig, EncoderConfig, UnfusedConfig, PairConfig)}
 
     @classmethod
     def for_model(cls, model_type, **entries):
@@ -180,12 +215,17 @@ def default_dtype(dtype):
         torch.set_default_dtype(before)
 
 
-def from_config(kind, config, dtype):
+def from_config(kind, config, dtype, attn_implementation=None):
+    unfused = config.model_type == "standin-unfused"
+    if attn_implementation == "sdpa" and unfused:
+        raise ValueError("this model does not support torch's attention")
+    config = copy.deepcopy(config)
+    config._attention = attn_implementation or ("eager" if unfused else "sdpa")
     with default_dtype(dtype):
         return kind(config)
 
 
 AutoModelForCausalLM = types.SimpleNamespace(from_config=functools.partial(from_config, StandInForCausalLM))
 AutoModelForMaskedLM = types.SimpleNamespace(from_config=functools.partial(from_config, StandInForMaskedLM))
-MODEL_FOR_CAUSAL_LM_MAPPING = {DecoderConfig: StandInForCausalLM, EncoderConfig: StandInForCausalLM}
+MODEL_FOR_CAUSAL_LM_MAPPING = dict.fromkeys((DecoderConfig, EncoderConfig, UnfusedConfig), StandInForCausalLM)
 MODEL_FOR_MASKED_LM_MAPPING = {EncoderConfig: StandInForMaskedLM}
