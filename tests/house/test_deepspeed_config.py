@@ -302,7 +302,7 @@ def test_fsdp2s_lines_run_and_train_as_the_stage_does():
 
 
 @pytest.mark.parametrize(("dtype", "stage", "offload", "accumulate"), [
-    ("fp32", 0, None, 1), ("bf16", 1, "cpu", 2), ("fp16", 2, None, 4), ("bf16", 3, None, 1),
+    ("fp32", 0, None, 1), ("bf16", 1, "cpu", 2), ("fp16", 2, None, 4), ("bf16", 3, None, 1), ("fp16", 3, "disk", 2),
 ])
 def test_what_is_written_is_read_as_the_stages_own_defaults(tmp_path, dtype, stage, offload, accumulate):
     content = deepspeed_written.deepspeed(SHAPE, planned(dtype), stage, accumulate, offload)
@@ -310,7 +310,8 @@ def test_what_is_written_is_read_as_the_stages_own_defaults(tmp_path, dtype, sta
     flags = {"batch": 2, "accumulate": accumulate, "dtype": dtype, "clip": 0.0, "lr": Settings.lr}
     if stage < 3:
         flags["bucket_mb"] = Settings.bucket_mb
-    assert asked.flags == flags | ({"offload": offload} if offload else {}) and asked.stage == stage
+    place = {"cpu": "cpu", "disk": "disk:/local_nvme"}.get(offload)
+    assert asked.flags == flags | ({"offload": place} if place else {}) and asked.stage == stage
     settings = asked.settings(dataclasses.replace(SMALL, dtype=dtype))
     assert settings.optimizer_options() == SMALL.optimizer_options() | {"eps": 1e-8}
     if dtype == "fp16":
