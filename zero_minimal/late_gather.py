@@ -8,7 +8,8 @@ the all-gathers, in the order of the forward, and returns. In its turn each modu
 parameters alone (foundations/on_the_way.py), as at stage 3. Bytes, memory and losses are those
 of stages 1 and 2.
 
-Who looks at a parameter meanwhile waits for it, too, and gets the whole, new one.
+Who looks at a parameter meanwhile waits for it, too, and gets the whole, new one. What looks past
+PyTorch, C++ extensions and CUDA graphs say, needs `zero.on_the_way.wait()` before.
 """
 
 import torch
