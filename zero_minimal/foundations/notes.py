@@ -81,7 +81,7 @@ class Notes:
         for other, (note, work) in self.arriving.items():
             work.wait()
             if not torch.equal(note, self.own):
-                _last_notes.extend(self.leaving)  # gloo sends none whose work is gone
+                _last_notes.append(self)  # gloo sends none whose work is gone
                 raise Mismatch(self._explained(other, _read(note)))
         for work in self.leaving:
             work.wait()

@@ -58,6 +58,12 @@ class Pending:
             _tell("end", self.call)
         self.works, self.then, self.call, self.notes = [], None, None, None  # nothing is left to do
 
+    def __del__(self):
+        # somebody has caught an error, say, and let the stage go. gloo, in the middle of a message
+        # whose memory is gone, reads nothing more from that rank: what comes next would hang
+        if self.works and self.then is not None:
+            _dropped.append((self.works, self.then))
+
     def _wait_for_earlier_ones(self) -> None:
         """An all_reduce on gloo sends its second half in wait(). Another rank may wait for that
         before it starts what this one waits for."""
@@ -69,6 +75,7 @@ class Pending:
 
 _numbers = itertools.count()
 _half_done: weakref.WeakSet[Pending] = weakref.WeakSet()  # all_reduces that nobody has waited for
+_dropped: list = []  # works that nobody can wait for, and what holds their memory
 
 
 def collective(launch):
