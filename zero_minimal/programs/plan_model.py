@@ -138,7 +138,8 @@ def units(stage: int, found: Measured, ranks: int, dtype: str) -> dict[str, floa
     """Stage 3: bytes of the root, which is whole; of the unit at work, the next one, and their gradients."""
     size = formulas.BYTES[dtype][0]
     head, root, unit = found.head * size, found.root * size, found.largest_unit * size
-    return {"logits": root + unit, "head": root + unit + head, "block": root + head + 4 * unit, "embedding": root + 3 * head + 3 * unit,
+    return {"logits": root + unit, "head": root + unit + head, "block": root + head + 4 * unit,
+            "embedding": root + 3 * head + 3 * unit,
             "update": in_fp32(max(found.largest_unit, found.root), dtype) / ranks}
 
 
@@ -190,7 +191,7 @@ def attention_words(told: dict) -> list[str]:
     """Which attention was measured, and why it is another one than was asked for."""
     measured, asked = told["attention_measured"], told["attention"]
     words = {
-        "fused": "Attention measured: the library's sdpa, which ran torch's fused kernel and keeps no matrix of scores.",
+        "fused": "Attention measured: the library's sdpa, which ran torch's fused kernel and keeps no scores.",
         "unfused": "Attention measured: unfused, which keeps the scores of each block.",
         "recomputed": "Attention measured: the library's own unfused code, computed again in backward.",
     }
