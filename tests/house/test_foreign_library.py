@@ -14,6 +14,7 @@ from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
 from zero_minimal.paper.shapes import GPTConfig
 from zero_minimal.programs import plan_model, planning
 from zero_minimal.programs.cases import Case
+from zero_minimal.programs.measured import measure
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import Settings
@@ -148,3 +149,25 @@ def test_compare_says_which_model(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--model", config(tmp_path, "gpt2"), "--sequence", "65"])
     assert "reads at most 64 tokens: give --sequence 64 or less" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("kind", sample(LARGE, ["llama"]))
+def test_kinds_of_attention_are_measured(kind, tmp_path):
+    """In the library's own code: unfused attention keeps scores, once or as softmax and its copy."""
+    model = ForeignModel(config(tmp_path, kind, LARGE), 256, recompute=False)
+    found = {name: measure(model, 2, "bf16", name) for name in ("fused", "unfused", "recomputed")}
+    assert all(each.attention == name and each.dropout for name, each in found.items())
+    scores = 2 * 8 * 256**2 * 2  # bytes of a matrix of scores
+    kept = (found["unfused"].all - found["recomputed"].all) / scores / 6
+    assert kept == pytest.approx(round(kept), abs=0.1) and 1 <= round(kept) <= 4
+    assert found["recomputed"].all == pytest.approx(found["fused"].all, rel=0.06)
+    assert len({each.matrix_operations for each in found.values()}) == 1
+    assert found["unfused"].attention_operations / 3 == pytest.approx(found["fused"].attention_operations / 3.5)
+
+
+def test_attention_with_dropout_is_measured_without_it(tmp_path, capsys):
+    """torch's fused kernel for CPUs has none; those of GPUs have."""
+    file = config(tmp_path, "gpt2")
+    main(["plan", "--model", file, "--sequence", "32", "--ranks", "2", "--dtype", "bf16"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "ran torch's fused kernel" in said and "Dropout was off" in said
