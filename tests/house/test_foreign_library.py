@@ -159,8 +159,10 @@ def test_kinds_of_attention_are_measured(kind, tmp_path):
     assert all(each.attention == name and each.dropout for name, each in found.items())
     scores = 2 * 8 * 256**2 * 2  # bytes of a matrix of scores
     kept = (found["unfused"].all - found["recomputed"].all) / scores / 6
-    assert kept == pytest.approx(round(kept), abs=0.1) and 1 <= round(kept) <= 4
-    assert found["recomputed"].all == pytest.approx(found["fused"].all, rel=0.06)
+    # and Llama's groups share keys and values, which unfused attention copies for each head
+    assert kept == pytest.approx(round(kept), abs=0.2 if kind == "llama" else 0.1) and 1 <= round(kept) <= 4
+    # of these groups the fused kernel keeps the copies, and recomputation what they were made of
+    assert found["recomputed"].all == pytest.approx(found["fused"].all, rel=0.1 if kind == "llama" else 0.06)
     assert len({each.matrix_operations for each in found.values()}) == 1
     assert found["unfused"].attention_operations / 3 == pytest.approx(found["fused"].attention_operations / 3.5)
 
