@@ -430,7 +430,8 @@ def assert_trains_as_one_process(stage_class, world_size):
     """Each recipe gives the parameters, losses and norms of a plain loop that averages over all ranks' data.
 
     The bound: both do the same operations in the same precision, and sum in another order. So they may differ by no
-    more than the plain loop differs, by rounding, from the same loop in fp64; a loss may also round to its neighbour. """
+    more than the plain loop differs, by rounding, from the same loop in fp64. A loss may also round to its neighbour.
+    """
     ranks = toys.run(train_all, world_size, RECIPES, stage_class)
     for name, recipe in RECIPES.items():
         plain, exact = plainly(world_size)[name]

@@ -85,8 +85,9 @@ def assert_shards_hold(shards, gradients, what="the mean gradient", make=model):
             f"1/{world_size} of it is a rank's, about {len(mean) // world_size}"
         )
         assert part.isfinite().all(), (
-            f"rank {rank}'s gradient shard holds NaN: memory that nobody wrote to (torch.empty), that was read before "
-            "its reduction had ended (wait), or that was freed while the reduction was under way"
+            f"rank {rank}'s gradient shard holds NaN: memory that nobody wrote to (torch.empty, or no gradient was "
+            "copied, bucket.fuse_gradients), that was read before its reduction had ended (wait), or that was freed while the "
+            "reduction was under way"
         )
         for other in range(rank):
             assert not (part.any() and torch.equal(part, parts[other])), (
@@ -133,7 +134,8 @@ def flat(rank, shards):
     missing = sum(shard is None for shard in shards)
     assert shards and not missing, (
         f"after backward rank {rank} has no gradient for {missing or 'any'} of its {len(shards)} buckets: "
-        "reduced_gradients() gives None, so they were not reduced, or their result was not kept"
+        "reduced_gradients() gives None, so they were not reduced, or their result was not kept. (Was a reduction "
+        "overwritten, in self.reducing, before it was waited for?)"
     )
     return torch.cat([shard.flatten().double() for shard in shards])
 

@@ -298,7 +298,7 @@ WRONG = {
         r"NaN: .*before its reduction had ended \(wait\)|started and nobody waited for", wait(wait=""), 2, True),
     "a reduction is begun while another one is under way": Wrong(
         4, "test_shards_hold_the_mean_gradient",
-        r"(?s)ranks 0 and 1 waited in wait.*To look at: was a reduction under way .* nobody has waited for the first",
+        r"has no gradient for \d+ of its \d+ buckets: .* their result was not kept",
         bucket_complete(begin=""), 2, True),
     "gradients are freed before their reduction ends": Wrong(
         4, "test_shards_hold_the_mean_gradient",

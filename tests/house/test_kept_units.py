@@ -21,7 +21,7 @@ RECIPES = {
 
 
 def keeping(count):
-    return functools.partial(Kept3, keep=count)
+    return functools.partial(Kept3, keep_units=count)
 
 
 def trained():
@@ -92,8 +92,8 @@ def test_the_last_units_stay_until_their_turn_in_backward_and_are_not_sent_again
 
 
 def refused():
-    with pytest.raises(ValueError, match="keep=-1: give the number of units to keep, 0 or more"):
-        Kept3(nn.Linear(3, 3), optim.SGD, keep=-1)
+    with pytest.raises(ValueError, match="keep_units=-1: give their number, 0 or more"):
+        Kept3(nn.Linear(3, 3), optim.SGD, keep_units=-1)
 
 
 def test_a_number_of_units_is_not_negative():

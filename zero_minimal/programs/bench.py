@@ -209,7 +209,7 @@ def describe(rows: list[dict]) -> str:
         parts.append(report.table([["times of a step", "median", "min", "quartiles", "max"], *duels]))
     busiest = max(row["others_cpu_share"] or 0.0 for row in rows)
     if busiest > QUIET:
-        parts.append(f"Other programs took up to {busiest:.0%} of the processors meanwhile: do not trust these times.")
+        parts.append(f"Other programs took up to {busiest:.0%} of the processors: trust neither times nor the wire.")
     return "\n\n".join(parts)
 
 

@@ -70,7 +70,8 @@ def read_flags(parser: Parser, arguments: argparse.Namespace, stage_class: type)
     if arguments.offload != "cpu" and (kind != "disk" or not folder):
         parser.error(f"--offload {arguments.offload} is not there: --offload cpu is, and --offload disk:FOLDER")
     if stage_class.__name__ not in CLASSES:
-        parser.error("--offload is for stages 1 to 3: stage 0 has no shards that could leave")
+        parser.error("--offload is for stage1.py, stage2.py and stage3.py: stage 0 has no shards that could leave, and "
+                     "other files have no offloaded stage")
     if folder and not os.path.isdir(folder):
         parser.error(f"--offload {arguments.offload}: {folder} is no folder: give one that is there")
     return Offload(True, bus, folder or None, budget)

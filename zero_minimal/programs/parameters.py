@@ -52,7 +52,7 @@ def one_by_one(count: int) -> Callable:
 
     def build(model, optimizer_class, **options) -> Kept3:
         last = [] if count else [model.norm]  # as above
-        return Kept3(model, optimizer_class, keep=count, units=[*model.blocks, *last], **options)
+        return Kept3(model, optimizer_class, keep_units=count, units=[*model.blocks, *last], **options)
 
     return build
 
