@@ -86,8 +86,8 @@ def assert_shards_hold(shards, gradients, what="the mean gradient", make=model):
         )
         assert part.isfinite().all(), (
             f"rank {rank}'s gradient shard holds NaN: memory that nobody wrote to (torch.empty, or no gradient was "
-            "copied, bucket.fuse_gradients), that was read before its reduction had ended (wait), or that was freed while the "
-            "reduction was under way"
+            "copied, bucket.fuse_gradients), that was read before its reduction had ended (wait), or that was freed "
+            "while the reduction was under way"
         )
         for other in range(rank):
             assert not (part.any() and torch.equal(part, parts[other])), (

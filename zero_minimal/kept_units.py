@@ -7,8 +7,9 @@ for traffic.
 Backward begins where forward ends. So the last units are needed again soon, and the first ones
 late: a unit that is kept for a short time saves as much traffic as one that is kept for long.
 
-Memory: the parameters of `keep_units` units at the end of forward, where Stage3 has those of one. Before
-and after, they make room for what comes with backward: of two units nothing shows in the peak.
+Memory: the parameters of the kept units at the end of forward, where Stage3 has those of one.
+Before and after, they make room for what comes with backward: of two units nothing shows in the
+peak.
 Traffic: Ψ(N−1)/N · 3, less (N−1)/N of each kept unit; the root is always kept.
 """
 

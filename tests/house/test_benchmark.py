@@ -257,8 +257,8 @@ def test_one_size_of_buckets_for_all(tmp_path, monkeypatch):
         given.append((contender, function, bucket_bytes))
         losses = [1.0] * settings.steps
         return [{"seconds": [0.1], "losses": losses, "wire_bytes": None, "resident_bytes": None,
-                 "machine_seconds": None, "parameters": 1, "theory_stage": 1, "device": "cpu", "backend": "gloo", "traffic": {"sent_bytes": 5},
-                 "memory": {"peak": 7}}] * world_size
+                 "machine_seconds": None, "parameters": 1, "theory_stage": 1, "device": "cpu", "backend": "gloo",
+                 "traffic": {"sent_bytes": 5}, "memory": {"peak": 7}}] * world_size
 
     monkeypatch.setattr(ranks, "run", pretend)
     for flags, size in ([], None), (["--bucket-mb", "25"], 25):
