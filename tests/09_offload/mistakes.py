@@ -254,7 +254,7 @@ WRONG = {
         step(READY, EDITS, GATHER, "self.pending = [gather(bucket) for bucket in self._returned()]", STATISTICS,
              SPENT)),
     "what the gathers brought is not waited for": Wrong(
-        4, TRAINS, r"had not come to an end(.|\n)*each Pending of a gather must be waited for before step\(\) returns",
+        4, TRAINS, r"each Pending of a gather must be waited for before step\(\) returns",
         step(READY, EDITS, GATHER, "self.pending = [gather(bucket) for bucket in self._returned()]", STATISTICS,
              SPENT), hangs=True),
     "each rank has statistics of its own": Wrong(

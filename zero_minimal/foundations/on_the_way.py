@@ -97,7 +97,8 @@ class OnTheWay:
     def __init__(self, stage):
         self._pending: dict = {}  # bucket: its all-gather, in the order in which they were sent
         self._params: dict[nn.Parameter, torch.Tensor] = {}  # each that is late: its own memory
-        self._here: list[nn.Parameter] = []  # Awaited all the same, since a neighbour is late
+        # Awaited all the same, since a neighbour is late (in a list they would be compared)
+        self._here: dict[nn.Parameter, None] = {}
         self._buckets_of: dict[nn.Parameter, list[Bucket]] = {}
         for bucket in stage.buckets:
             for param in bucket.params:
@@ -150,7 +151,7 @@ class OnTheWay:
                 self._put_back(param)
             flats = {bucket.flat for bucket in self._pending}
             for param in [param for param in self._here if self._flat(param) not in flats]:
-                self._here.remove(param)
+                del self._here[param]
                 param.__class__ = nn.Parameter
                 vars(param).pop("_zero_late", None)
             if not self._pending:
@@ -178,7 +179,7 @@ class OnTheWay:
         with torch._C.DisableTorchFunctionSubclass():
             if same_storage(param, self._flat(param).placeholder(param)):
                 param.data = memory
-        self._here.append(param)
+        self._here[param] = None
 
     def _flat(self, param: nn.Parameter):
         return self._buckets_of[param][0].flat
@@ -192,7 +193,7 @@ class OnTheWay:
             yield
         finally:
             with self._lock:
-                if any(param is one for one in self._here):
+                if param in self._here:
                     param.__class__ = Awaited
 
     def _before_compiled(self, *_) -> None:
