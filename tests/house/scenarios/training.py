@@ -330,7 +330,7 @@ def reduced_norm(me):
     """What our messages say to read instead. A rank of stages 1 to 3 has its shards alone."""
     def look(zero, step):
         square = sum(grad.square().sum() for grad in zero.reduced_gradients())
-        if me.stage in ("stage1", "stage2", "stage3"):
+        if me.stage in ("stage1", "stage2", "stage3", "late1", "late2"):
             torch.distributed.all_reduce(square, group=me.group)
         me.note(square**0.5)
 
