@@ -200,7 +200,7 @@ def program(monkeypatch, capsys, main, argument, *flags):
 @pytest.mark.parametrize(("main", "argument", "content", "flags", "said"), [
     (train.main, Stage2, {ZERO: {"stage": 3}}, (), "Stage2 is stage 2: start zero_minimal/stage3.py with this file"),
     (train.main, Stage3, {}, (), "start zero_minimal/stage0.py"),
-    (train.main, Stage0, {ZERO: {"offload_optimizer": {"device": "cpu"}}}, (), "--offload is for stages 1 to 3"),
+    (train.main, Stage0, {ZERO: {"offload_optimizer": {"device": "cpu"}}}, (), "--offload is for stage1.py, stage2.py"),
     (train.main, Stage0, {"train_batch_size": 3}, ("--batch", "2"), "cannot be 2 sequences"),
     (configs.main, System, {ZERO: {"stage": 3}}, (), "none of C1, C2, C3, C4, C5 is stage 3"),
     (configs.main, System, {ZERO: {"stage": 2}}, ("--config", "C4"), "it asks for C3, and the command line has"),

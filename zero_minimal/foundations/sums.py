@@ -14,11 +14,13 @@ def sum_in_rank_order(parts: list[torch.Tensor], output: torch.Tensor, op: str) 
     for start in range(0, output.numel(), PIECE):
         result = output[start : start + PIECE]
         total, *others = [part[start : start + PIECE].to(wide) for part in parts]
-        for left, other in zip(range(len(others) - 1, -1, -1), others, strict=True):
+        for other in others[:-1]:
+            total = torch.add(total, other, out=scratch[: len(result)])
+        for other in others[-1:]:
             # the last sum may go where the result goes, and lie over one of the parts: no other
             # sum reads it again
-            is_result = wide == output.dtype and not left
-            total = torch.add(total, other, out=result if is_result else scratch[: len(result)])
+            goes = result if wide == output.dtype else scratch[: len(result)]
+            total = torch.add(total, other, out=goes)
         if op == "avg":
             torch.div(total, len(parts), out=result)
         else:

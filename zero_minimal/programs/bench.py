@@ -197,7 +197,7 @@ def describe(rows: list[dict]) -> str:
     sizes = [["MB", "on the wire", "sent", "formula", "peak by the ledger", "peak, resident"]]
     for row in rows:
         times.append([row["name"], f"{row['step_seconds'] * 1000:.1f}", *spread_cells(row["ratios"][REFERENCE]),
-                      *([f"{two_nodes.least_seconds(row) / reference:.3f}"] if alone else [])])
+                      *([two_nodes.alone(row, reference)] if alone else [])])
         sizes.append([row["name"], *(megabytes(row[field]) for field in (
             "wire_bytes_per_step", "sent_bytes_per_step", "theory_bytes_per_step", "peak_ledger_bytes",
             "peak_resident_bytes",

@@ -43,9 +43,12 @@ def bits(speed: str) -> float:
                                      "2.5gbit (from 1mbit to 100gbit)")
 
 
-def least_seconds(row: dict) -> float:
-    """That a cable needs for what a rank sends in a step, if it is never idle. A row of bench.py."""
-    return 8 * PACKET * row["wire_bytes_per_step"] / row["link_bits_per_second"]
+def alone(row: dict, reference: float) -> str:
+    """Times `reference` seconds, what a cable needs for what a rank sends in a step if it is never idle; "" where none
+    knows what that is. row: of bench.py."""
+    if row["wire_bytes_per_step"] is None:
+        return ""
+    return f"{8 * PACKET * row['wire_bytes_per_step'] / row['link_bits_per_second'] / reference:.3f}"
 
 
 def why_not() -> str | None:
