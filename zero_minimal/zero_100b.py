@@ -64,10 +64,8 @@ class ConstantMemory(GradientMemory):
         self.home_of = dict(zip(buckets, self.slab.split(shards), strict=True))
 
     def whole(self, bucket: Bucket) -> torch.Tensor:
-        """Memory [padded] for the bucket's gradients: zeros but where one comes."""
-        whole = self.constant_buffers.take()[: bucket.padded]
-        bucket.zero_rest(whole)
-        return whole
+        """Zeros [padded], into which the bucket's gradients are copied."""
+        return self.constant_buffers.take()[: bucket.padded].zero_()
 
     def give_back(self, whole: torch.Tensor) -> None:
         pass  # the buffer stays, for a later bucket
