@@ -210,7 +210,8 @@ def assert_losses(losses, wanted, what="the first forward", look=PLACES):
         )
 
 
-@pytest.mark.step(2, points=9, raised=UNITS, stuck="every rank must start the same all-gathers in the same order")
+@pytest.mark.step(2, points=9, raised=UNITS, stuck="every rank must start the same all-gathers in the same order, and "
+                                                   "wait for each")
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_each_unit_is_whole_at_its_turn(stage_class, world_size):
     losses = [loss for loss, _ in once(first_forward, world_size, stage_class)]
