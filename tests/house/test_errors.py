@@ -281,6 +281,13 @@ def refuse_second_gradients(stage):
     train_step(model, zero)
 
 
+def refuse_scripting(stage):
+    model, _ = wrapped(stage)
+    with pytest.raises(AttributeError, match="script that"):
+        torch.jit.script(model)
+
+
+test_refuses_scripting = on_two_ranks(refuse_scripting)
 test_refuses_wrong_uses = on_two_ranks(refuse_uses)
 test_refuses_second_gradients = on_two_ranks(refuse_second_gradients)
 

@@ -57,8 +57,8 @@ class Turns:
         self._listeners: list[Callable[[Unit], object]] = []
         self._passes: dict = {"forward": [], "backward": []}
         self._opened_by: nn.Module | None = None  # the module whose call began the forward pass
-        self.begin("forward")
         self._forget()
+        self.begin("forward")
         for unit in stage.units:
             self._follow(unit, unit.module)
         for unit in stage.units:
@@ -85,6 +85,9 @@ class Turns:
         self._last = self._passes[kind]
         self._now = self._passes[kind] = []
         self._went_back = kind == "backward"
+        if self._went_back:  # what a checkpoint ran again belongs to the pass before
+            self._first_call = {unit: number for unit, number in self._first_call.items()
+                                if number < IN_BACKWARD}
 
     def _forget(self) -> None:
         # a call of a unit made the nodes with begin <= number < end. Backward may still come to a
@@ -186,7 +189,7 @@ class Turns:
         if torch.is_grad_enabled():
             raise RuntimeError("stage 3 frees parameters after each turn, so it cannot serve "
                                "create_graph=True")
-        if number >= self._since:
+        if number >= self._since and self.stage.backward.running:
             for later, begin in reversed(self._first_call.items()):
                 if begin > number:
                     for bucket in later.buckets:

@@ -536,6 +536,24 @@ scenario("checkpointing, reentrant")(recomputing(lambda layer, x: checkpoint(lay
 scenario("checkpointing with ours")(recomputing(lambda layer, x: activation_partitioning.checkpoint(layer, x)))
 
 
+@scenario("checkpointing, reentrant, a backward for each loss")
+def reentrant_twice(me):
+    class Recomputing(Chain):
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=True)
+            return self.head(x), self.head(x.sin())  # so backward comes to the root a second time before the layers
+
+    def one(zero, step):
+        for number in (0, 1):
+            y, other = zero.model(me.x(10 * number + step))
+            (y.square().mean() + other.sin().mean()).backward(retain_graph=True)
+            (y - other).square().mean().backward()
+
+    in_a_loop(me, Recomputing(), one)
+
+
 @scenario()
 def checkpointing_inside_blocks(me):
     class Inside(Layer):
