@@ -83,7 +83,8 @@ def test_offload_beside_running_code(stage, written):  # noqa: F811
     assert (on_disk["disk"], on_disk["host"]) == (row["host"], 0) and on_disk["together"] == row["together"]
 
 
-@pytest.mark.parametrize("recompute", sample((False, True), [False]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("recompute", (False, True))
 def test_attention_that_is_not_fused_beside_running_code(recompute, written):  # noqa: F811
     file, told = written(**LARGE), {}
     for kind, name in (("fused", "sdpa"), ("unfused", "eager"), ("recomputed", "recomputed")):

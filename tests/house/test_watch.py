@@ -336,6 +336,7 @@ def temporary():
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(300)  # ranks start five times
 def test_the_whole_of_a_watch(tmp_path, temporary, started):
     """Not written, no Python, what is denied, a loop, a right file, Ctrl-C; and no process and no folder stays."""
     file = tmp_path / "assignment.py"

@@ -123,11 +123,14 @@ def _pickled(value) -> bytes:
 
 def _execute(code: str, name: str, shell) -> None:
     """Run it, and print the value of its last line if that is an expression, as a notebook does."""
-    tree, namespace = ast.parse(code, name), shell.user_ns
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, name, "exec"), namespace)
-    if last:
-        result = eval(compile(ast.Expression(last.value), name, "eval"), namespace)
+    with standing.parsing:
+        tree = ast.parse(code, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        statements = compile(tree, name, "exec")
+        expression = compile(ast.Expression(last.value), name, "eval") if last else None
+    exec(statements, shell.user_ns)
+    if expression:
+        result = eval(expression, shell.user_ns)
         if result is not None and not code.rstrip().endswith(";"):
             printed.show_value(result, shell)
     printed.show_figures()

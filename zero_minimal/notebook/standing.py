@@ -31,6 +31,8 @@ WAITING = {"wait", "wait_tensor"}  # methods of C++ that return when a message i
 CALLERS = {str(TORCH / "_ops.py")}  # they call what their caller names
 CELLS = ("<%%px", "<world")  # how the file names of cells begin
 
+# two threads that parse at once: to Python before 3.11.5 that is one recursion (its issue 106905)
+parsing = threading.Lock()
 
 _threads: set[int | None] = set()  # those that were there before the cell began
 
@@ -123,7 +125,7 @@ def _called(frame: FrameType) -> str:
         return ""
     lines[-1] = lines[-1][:end]
     lines[0] = lines[0][begin:]
-    with contextlib.suppress(SyntaxError, ValueError):
+    with contextlib.suppress(SyntaxError, ValueError), parsing:
         call = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
         function = call.func if isinstance(call, ast.Call) else None
         return getattr(function, "attr", getattr(function, "id", ""))
