@@ -5,10 +5,12 @@ test_deepspeed_recorded.py has the same file beside DeepSpeed itself."""
 import dataclasses
 import json
 import sys
+from collections import Counter
 
 import deepspeed_runs as runs
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal import __main__ as program_main
 from zero_minimal.foundations import ranks
@@ -256,8 +258,22 @@ def planned(dtype="fp32", batch=2):
     return plan(dataclasses.replace(SHAPE, vocabulary=256), 2, 32e9, dtype, batch)
 
 
+class Counting(TorchDispatchMode):
+    """How often a rank has called each collective of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self.called["gather" if "gather" in str(function) else "scatter" if "scatter" in str(function) else ""] += 1
+        return function(*args, **(kwargs or {}))
+
+
 def fsdp2_losses(lines, stage, accumulate, rank):
-    """Losses of three steps of the lines that are printed, run as they are."""
+    """Losses of three steps of the lines that are printed, run as they are; and what the last of them gathers and
+    reduces, in units."""
     same = dataclasses.replace(SMALL, batch=2)
     torch.manual_seed(same.seed)
     losses, batches = [], iter(loop.training_batches(same, rank.rank))
@@ -273,8 +289,9 @@ def fsdp2_losses(lines, stage, accumulate, rank):
     set_up, step = lines.split("\n\nfor micro")
     exec(set_up, found)
     for _ in range(3):
-        exec("for micro" + step, found)
-    return loop.mean_over_ranks(losses, rank)
+        with Counting() as sent:
+            exec("for micro" + step, found)
+    return loop.mean_over_ranks(losses, rank), [sent.called[kind] / (same.layers + 1) for kind in ("gather", "scatter")]
 
 
 def beside_fsdp2(cases):
@@ -283,21 +300,23 @@ def beside_fsdp2(cases):
         found = {}
         for stage, accumulate in cases:
             lines = deepspeed_written.fsdp2(planned(), stage, accumulate)
-            theirs = fsdp2_losses(lines, stage, accumulate, rank)
+            theirs, sent = fsdp2_losses(lines, stage, accumulate, rank)
             same = dataclasses.replace(SMALL, batch=2, accumulate=accumulate, steps=3)
             same = deepspeed_settings.FromDeepSpeed(**vars(same), scheduler={"type": "constant"})
             zero = loop.build(STAGES[stage], same, rank)
             mine = [part.item() * accumulate for parts in loop.steps(zero, loop.training_batches(same, rank.rank), same)
                     for part in parts]
-            found[stage, accumulate] = theirs, loop.mean_over_ranks(mine, rank)
+            found[stage, accumulate] = theirs, loop.mean_over_ranks(mine, rank), sent
         return found
 
 
 def test_fsdp2s_lines_run_and_train_as_the_stage_does():
     """The printed lines, executed: at stage 1 with micro-batches that are not reduced."""
-    cases = [(0, 2), (1, 2), (2, 1), (3, 2)]
-    for case, (theirs, mine) in ranks.run(beside_fsdp2, 2, cases, device="cpu", timeout=100)[0].items():
-        assert len(theirs) == 3 * case[1]
+    units = SMALL.layers + 1
+    # in units: all-gathers and reduce-scatters of a step. At stage 3 backward finds the root whole
+    cases = {(0, 2): (0, 0), (1, 2): (1, 1), (2, 2): (1, 2), (3, 2): (2 * (2 - 1 / units), 2)}
+    for case, (theirs, mine, sent) in ranks.run(beside_fsdp2, 2, list(cases), device="cpu", timeout=100)[0].items():
+        assert len(theirs) == 3 * case[1] and sent == pytest.approx(cases[case]), (case, sent)
         assert theirs == pytest.approx(mine, abs=1e-5), case
 
 

@@ -97,10 +97,10 @@ optimizer.zero_grad()
 """
 WHY = {
     0: "FSDP2 always shards: stage 0 is DDP.",
-    1: "FSDP2 has no stage 1. These lines send as much as stage 1: gradients stay whole until the last micro-batch, "
-       "and parameters from forward to backward; between steps FSDP2 keeps shards of both.",
-    2: "Parameters stay whole from forward to backward, as at stage 2; between steps FSDP2 keeps shards of them, "
-       "which stage 2 does not.",
+    1: "FSDP2 has no stage 1. These lines send as much as stage 1: gradients and parameters stay whole "
+       "until the last micro-batch; between steps FSDP2 keeps shards of both.",
+    2: "Parameters stay whole until the last micro-batch is through, as at stage 2; between steps FSDP2 keeps shards "
+       "of them, which stage 2 does not.",
     3: "Blocks let their parameters go after forward, and gather them again for backward.",
 }
 
@@ -123,6 +123,8 @@ def fsdp2(told: dict, stage: int, accumulate: int = 1, offload: str | None = Non
         lines = REPLICATE
     last = f"micro == {accumulate - 1}"
     sync = f"    model.set_requires_gradient_sync({last})\n" if stage == 1 and accumulate > 1 else ""
+    if stage in (1, 2) and accumulate > 1:  # else each micro-batch gathers the parameters again
+        sync += f"    model.set_reshard_after_backward({last})\n"
     if not stage and accumulate > 1:
         sync = f"    model.require_backward_grad_sync = {last}\n"
     return lines + STEP.format(lr=Settings.lr, accumulate=accumulate, sync=sync, loss=loss, betas=OPTIMIZER["betas"],
@@ -144,6 +146,7 @@ def readers(told: dict, stage: int) -> str:
     """Who takes the file as it is, and who does not."""
     why = ["gradients here are kept and reduced in the dtype of the parameters"] if _wide(told) else []
     why += ["no ranks share a sequence here"] if told["sequence_parallel"] > 1 else []
+    why += ["they cut no model (--mp)"] if told["model_parallel"] > 1 else []
     if why:
         return f"DeepSpeed reads it. The stage scripts refuse it: {', and '.join(why)}."
     model = f" --model {told['model']} --sequence {told['sequence']}" if "model" in told else ""
