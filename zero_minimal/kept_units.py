@@ -10,7 +10,8 @@ late: a unit that is kept for a short time saves as much traffic as one that is 
 Memory: the parameters of the kept units at the end of forward, where Stage3 has those of one.
 Before and after, they make room for what comes with backward: of two units nothing shows in the
 peak.
-Traffic: Ψ(N−1)/N · 3, less (N−1)/N of each kept unit; the root is always kept.
+Traffic: Ψ(N−1)/N · 3, less (N−1)/N of each kept unit; the root is always kept, and the unit that
+forward comes to last, too: for that one Stage3 is enough.
 """
 
 from zero_minimal.stage3 import Stage3
@@ -20,16 +21,16 @@ class Kept3(Stage3):
     """Stage 3 with its last units kept. Takes what Stage3 takes, and
 
     keep_units: how many, from the last one in the order of registration, which should be that of
-        forward. (Stage3 keeps the one that it comes to last.) Raises: ValueError if negative.
+        forward. Raises: ValueError if negative, or no whole number.
     """
 
     def __init__(self, model, optimizer_class, *, keep_units: int = 3, **options):
-        if keep_units < 0:
+        if keep_units < 0 or keep_units != int(keep_units):
             raise ValueError(f"keep_units={keep_units}: give their number, 0 or more")
         self.waiting = set()  # units that stay whole until their turn in backward
         super().__init__(model, optimizer_class, **options)
         blocks = self.units[1:]  # the root stays anyway
-        self.kept = set(blocks[max(len(blocks) - keep_units, 0) :])
+        self.kept = set(blocks[max(len(blocks) - int(keep_units), 0) :])
 
     def unit_turn(self, unit, following):
         self.waiting = self.waiting - {unit} if self.backward.running else self.kept

@@ -340,6 +340,25 @@ def test_what_is_written_is_read_as_the_stages_own_defaults(tmp_path, dtype, sta
     assert all("is ignored: at stage 3" in note or "stage3_" in note or "no scheduler" in note for note in asked.notes)
 
 
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_a_disk_is_deepspeeds_at_stage_3_alone(stage, tmp_path, capsys):
+    """Its stage_1_and_2.py (0.19.8) does the same for any device."""
+    file = tmp_path / "ds.json"
+    program_main.main(["plan", "--params", "1B", "--ranks", "2", "--dtype", "bf16", "--stage", str(stage), "--offload",
+                       "disk", "--write-deepspeed-config", str(file)])
+    said = " ".join(capsys.readouterr().out.split())
+    words = "DeepSpeed (0.19) keeps the state in memory all the same"
+    assert (f"At stage {stage} {words}" in said) == (stage < 3)
+    notes = wanted(tmp_path, json.loads(file.read_text()), ranks=2).notes
+    assert any(words in note for note in notes) == (stage < 3)
+
+
+def test_a_plan_that_cuts_the_model_is_not_for_the_stage_scripts(tmp_path, capsys):
+    program_main.main(["plan", "--params", "1B", "--ranks", "4", "--mp", "2", "--stage", "3",
+                       "--write-deepspeed-config", str(tmp_path / "ds.json")])
+    assert "The stage scripts refuse it: they cut no model (--mp)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_plan_writes_the_stage_that_fits_or_the_one_asked_for(tmp_path, capsys):
     file = tmp_path / "ds.json"
     asked = ["plan", "--params", "7.5B", "--ranks", "64", "--dtype", "bf16", "--accumulate", "4",

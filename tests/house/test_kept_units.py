@@ -93,8 +93,9 @@ def test_the_last_units_stay_until_their_turn_in_backward_and_are_not_sent_again
 
 
 def refused():
-    with pytest.raises(ValueError, match="keep_units=-1: give their number, 0 or more"):
-        Kept3(nn.Linear(3, 3), optim.SGD, keep_units=-1)
+    for wrong in (-1, 2.5):
+        with pytest.raises(ValueError, match=f"keep_units={wrong}: give their number, 0 or more"):
+            Kept3(nn.Linear(3, 3), optim.SGD, keep_units=wrong)
 
 
 def test_a_number_of_units_is_not_negative():

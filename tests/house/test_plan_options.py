@@ -200,6 +200,8 @@ def test_ranks_that_share_a_sequence_keep_what_shorter_ones_would():
     assert told["rows"][3]["states"] == whole["rows"][3]["states"]
     assert [count["rows"][3]["fewest_data_parallel_ranks"] for count in (told, whole)] == [4, 1]
     assert told["compute_seconds"] == pytest.approx(whole["compute_seconds"] / 4)
+    for name, size in whole["activations"].items():
+        assert told["activations"][name] == size / 4, name
     assert told["sequence_parallel_bytes"] == 8 * 6 * 8 * 512 * 256 / 4 * 2 * 3 / 4
 
 

@@ -174,6 +174,9 @@ def write(flags: argparse.Namespace, config: GPTConfig | None, told: dict) -> st
              readers(told, stage), "Learning rate, betas and weight decay are this project's: choose your own."]
     if flags.offload == "disk":
         words.append(f"nvme_path is {DISK}: put your folder there.")
+    if flags.offload == "disk" and stage < 3:
+        words.append(f"At stage {stage} DeepSpeed (0.19) keeps the state in memory all the same; the stage scripts do "
+                     "not.")
     if told["model_parallel"] > 1:
         words.append("It has nothing of --mp: the model itself is cut.")
     if told["sequence_parallel"] > 1:

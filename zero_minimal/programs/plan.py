@@ -42,7 +42,7 @@ def heading(told: dict, hardware: str) -> str:
         f"{'Ψ = ' if shared == 1 else ''}{told['parameters']:,} parameters in {told['dtype']} on "
         f"{plural(ranks, 'rank')}{groups}.",
         f"{plural(told['layers'], 'block')} of width {told['hidden']}, {plural(told['heads'], 'head')}, vocabulary "
-        f"{told['vocabulary']}; {told['batch']} × {told['sequence']} tokens {'a rank' if shared == 1 else 'a group'}, "
+        f"{told['vocabulary']}; {told['batch']} × {sequence_text(told)} tokens a {'rank' if shared == 1 else 'group'}, "
         f"{'blocks recomputed' if told['recompute'] else 'nothing recomputed'}.",
         "GB are 10⁹ bytes, as in the paper;", f"{hardware or 'a device'} counts as {device}.")
 
@@ -132,7 +132,7 @@ def activation_notes(told: dict) -> str:
     partitioned = (f"{size_text(sizes['P_a'])} with P_a, none on the device with P_a+cpu" if shared > 1
                    else "P_a needs model parallelism (--mp)")
     return "\n".join((
-        paragraph(f"Activations of {told['batch']} × {told['sequence']} tokens:"),
+        paragraph(f"Activations of {told['batch']} × {sequence_text(told)} tokens:"),
         paragraph(f"{size_text(sizes['all'])} if all are kept: {elements} a block in this project's GPT (the paper's "
                   f"estimate is 12·b·s·h, {size_text(sizes['papers_estimate'])})", indent=2, hang=2),
         paragraph(f"{size_text(sizes['checkpoints'])} as one checkpoint a block (--recompute); {partitioned}",
@@ -143,6 +143,12 @@ def activation_notes(told: dict) -> str:
                      f"{size_text(sizes['scores'])} a block, and several of them.", indent=2, hang=2)]
           if told["attention"] == "fused" else []),
     ))
+
+
+def sequence_text(told: dict) -> str:
+    """A rank's tokens of a sequence."""
+    own = told["sequence"] // told["sequence_parallel"]
+    return str(own) if own == told["sequence"] else f"{own} of {told['sequence']}"
 
 
 def ranks_text(data_parallel: int | None, told: dict) -> str:

@@ -174,7 +174,8 @@ def fewest_ranks(stage: int, work: Work, device_bytes: float, optimizer_bytes: f
 def activations(work: Work) -> dict:
     """Bytes of what a rank may keep for backward, in the ways there are, and of what is there for a moment."""
     config = work.config
-    run = (config.layers, config.hidden, work.batch, config.sequence, work.dtype)
+    batch = moments.shared(work.batch, work.sequence_parallel)
+    run = (config.layers, config.hidden, batch, config.sequence, work.dtype)
     return {
         "all": config.layers * work.block(),
         "papers_estimate": formulas.activations(*run),

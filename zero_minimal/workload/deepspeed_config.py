@@ -219,6 +219,9 @@ class Wanted:
         if device is not None:
             self._say(f"{section}.device", "offload",
                       {"none": None, "cpu": "cpu", "nvme": f"disk:{folder}"}[device])
+        if device == "nvme" and self.stage in (1, 2):
+            self.notes.append(f"{section}.device is nvme, and at stage {self.stage} DeepSpeed "
+                              "(0.19) keeps the state in memory all the same: here it goes to disk")
 
     def _optimizer(self) -> dict:
         """Its type in torch, and its options; {} if the file has none."""

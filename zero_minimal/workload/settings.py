@@ -186,8 +186,10 @@ class Parser(argparse.ArgumentParser):
 
 def meant(name: str, names: Iterable[str]) -> str:
     """": did you mean --ranks?" if one of the names is near, else nothing."""
-    by_letters = {each.strip("-"): each for each in names}  # dashes are alike in all flags
-    near = difflib.get_close_matches(name.strip("-"), by_letters, n=1)
+    name = name.strip("-")  # dashes are alike in all flags
+    by_letters = {each.strip("-"): each for each in names}
+    longer = [each for each in by_letters if name and each.startswith(name)]
+    near = longer or difflib.get_close_matches(name, by_letters, n=1)
     return f": did you mean {by_letters[near[0]]}?" if near else ""
 
 
