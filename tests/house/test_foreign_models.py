@@ -261,10 +261,12 @@ def test_refused(kind, entries, flags, says, written):
 def test_refused_by_a_stage(written, tmp_path, capsys, monkeypatch):
     from zero_minimal.programs import train as program
 
-    file, stage = written(), toys.STAGES[0]
+    file, stage, untyped = written(), toys.STAGES[0], str(tmp_path / "untyped.json")
+    Path(untyped).write_text('["gpt2"]')
     for flags, says in (
         (["--model", file, "--sequence", "16", "--layers", "6"], "--layers is for the GPT here"),
-        (["--model", str(tmp_path / "none")], "no configuration that transformers reads"),
+        (["--model", str(tmp_path / "none")], "no configuration that transformers reads: there is no such file"),
+        (["--model", untyped], 'no configuration that transformers reads: it has no "model_type"'),
         (["--tokenizer", "x"], "--tokenizer is for --model"),
         (["--model", file, "--sequence", "16", "--tokenizer", str(tmp_path / "none")], "--tokenizer"),
     ):

@@ -149,8 +149,13 @@ def readers(told: dict, stage: int) -> str:
     why += ["they cut no model (--mp)"] if told["model_parallel"] > 1 else []
     if why:
         return f"DeepSpeed reads it. The stage scripts refuse it: {', and '.join(why)}."
-    model = f" --model {told['model']} --sequence {told['sequence']}" if "model" in told else ""
-    return f"zero_minimal/stage{stage}.py --deepspeed-config reads it{' with' * bool(model)}{model}, as DeepSpeed does."
+    if "model" in told:
+        model = f"--model {told['model']} --sequence {told['sequence']}"
+    else:
+        model = " ".join(f"--{name} {told[name]}" for name in ("layers", "hidden", "heads", "sequence"))
+        model += " --recompute" * told["recompute"]
+        model += " (its vocabulary is bytes, 256)" * (told["vocabulary"] != 256)
+    return f"zero_minimal/stage{stage}.py --deepspeed-config reads it with {model}, as DeepSpeed does."
 
 
 def write(flags: argparse.Namespace, config: GPTConfig | None, told: dict) -> str:

@@ -8,6 +8,7 @@ is done unit by unit, elsewhere at once; the values are the same. The library is
 
 import contextlib
 import copy
+import difflib
 import functools
 import json
 import random
@@ -44,6 +45,17 @@ def library():
                      f"{PIP}")
 
 
+def _reason(error: Exception, entries, kinds) -> str:
+    """Why a file is not taken, of which these are the entries; kinds: what model_type may be."""
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file (give the config.json of a model that lies here)"
+    if entries is not None and "model_type" not in entries:  # a list, too
+        return 'it has no "model_type", such as "gpt2"'
+    words = str(error).split("\n")[0].split(". Should contain")[0]  # then come all kinds
+    near = difflib.get_close_matches(str(entries["model_type"]), kinds, n=1) if entries else []
+    return f"{words}: did you mean {near[0]}?" if near else words
+
+
 @dataclass(frozen=True)
 class ForeignModel:
     """A language model of the transformers library, by its config.json; built without weights.
@@ -67,12 +79,12 @@ class ForeignModel:
     @functools.cached_property
     def config(self):
         """As the library reads it, without what is for generating."""
-        transformers = library()
+        transformers, entries = library(), None
         try:
-            entries = json.loads(Path(self.file).read_text())
+            entries = self.entries()
             config = transformers.AutoConfig.for_model(**entries)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            reason = str(error).split("\n")[0]
+            reason = _reason(error, entries, getattr(transformers, "CONFIG_MAPPING", ()))
             raise ValueError(f"{self.file} is no configuration that transformers reads: {reason}"
                              ) from None
         kinds = {*transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
