@@ -190,7 +190,8 @@ WRONG = {
     "nobody waits for the parameters": Wrong(
         # or the rank that is through first goes, while its shards are still on their way to the other one
         2, "test_each_unit_is_whole_at_its_turn",
-        r"rank \d's loss is (NaN|[\d.]+).*(waited for|had they arrived)|and wait for each", _arrive(wait=""), 2, True),
+        r"rank \d's loss is (NaN|[\d.]+).*(waited for|had they arrived)|and wait for each|memory that is gone",
+        _arrive(wait=""), 2, True),
     "the root is never gathered": Wrong(
         2, "test_each_unit_is_whole_at_its_turn",
         r"(?s)parameter 'first.weight' is released.*To look at: each unit must be whole when its turn comes, the root",

@@ -42,6 +42,7 @@ from torch import nn, optim
 from toys import Recipe
 from turns_seen import BLOCKS, Marks, Sight, Tower, block_bytes, numbers, seeded_numbers
 
+from zero_minimal.foundations import collectives
 from zero_minimal.foundations.released import Released, is_released
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -433,15 +434,20 @@ ORDERS = (None, 2, None, 4, 4)  # which block is left out in each pass
 
 
 def left_out(stage_class):
-    """What Sight saw, and the losses, where the unit that was expected is left out in some passes."""
+    """What Sight saw, the losses, and how many gathers nobody has waited for, where the unit that was expected is left
+    out in some passes."""
     zero, rank = build(stage_class, Tower), dist.get_rank()
-    sight, losses = Sight(zero.model), []
-    with checks.poisoned_memory(), checks.Calls(pause=0.005 * rank):
+    sight, losses, begun = Sight(zero.model), [], set()
+
+    def heard(moment, call):
+        begun.add(call) if moment == "start" else begun.discard(call) if moment == "end" else None
+
+    with checks.poisoned_memory(), checks.Calls(pause=0.005 * rank), collectives.heard_by(heard):
         for step, skip in enumerate(ORDERS):
             sight.kind = f"forward pass {step + 1}, where " + ("no block is" if skip is None else f"blocks.{skip} is")
             sight.kind += " left out"
             losses.append(zero.model(*numbers(rank, step), skip=skip).item())
-    return sight.seen, losses
+    return sight.seen, losses, len(begun)
 
 
 @pytest.mark.step(3, points=2, raised="a unit may be on its way in vain, since its turn does not come: it is freed all "
@@ -449,14 +455,19 @@ def left_out(stage_class):
                   "who frees it before it has arrived leaves a gather that nobody waits for")
 def test_a_unit_that_was_expected_in_vain(stage_class):
     ranks = toys.run(left_out, 2, stage_class)
-    for rank, (seen, _) in enumerate(ranks):
+    for rank, (seen, _, _) in enumerate(ranks):
         looks = [look for look in seen if look[1] not in (1, 3)]  # their next one is left out in some passes
         assert_memory_follows(looks, rank, +1, "The unit was on its way, and its turn did not come: unit_turn frees "
                               "what is on its way too, once it has arrived")
     for step, skip in enumerate(ORDERS):
         wanted = [loss_of(Tower, rank, step, skip=skip) for rank in range(2)]
-        assert_losses([losses[step] for _, losses in ranks], wanted,
+        assert_losses([losses[step] for _, losses, _ in ranks], wanted,
                       f"forward pass {step + 1} of some that leave out a block in turn")
+    left = max(left for _, _, left in ranks)
+    assert not left, (  # what comes into freed memory may do no harm, by luck
+        f"after {len(ORDERS)} forward passes {left} gathers have begun, and nobody has waited for them: who "
+        "frees a unit that is on its way before it has arrived leaves a gather that nobody waits for"
+    )
 
 
 @torch.no_grad()
