@@ -290,10 +290,12 @@ class Watched:
     """A watch in a process of its own, and what it prints."""
 
     def __init__(self, *arguments, **environment):
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # where this runs in the background, ignored
         self.process = subprocess.Popen(
             [sys.executable, "-m", "zero_minimal", "grade", *map(str, arguments), "--watch"], cwd=HOUSE, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, bufsize=1,
             env={**os.environ, **environment})
+        signal.signal(signal.SIGINT, before)
         self.said, self.news = "", threading.Condition()
         self.reader = threading.Thread(target=self._read)
         self.reader.start()

@@ -31,7 +31,7 @@ WAITING = {"wait", "wait_tensor"}  # methods of C++ that return when a message i
 CALLERS = {str(TORCH / "_ops.py")}  # they call what their caller names
 CELLS = ("<%%px", "<world")  # how the file names of cells begin
 
-# two threads that parse at once: to Python before 3.11.5 that is one recursion (its issue 106905)
+# two threads that parse at once: Python 3.11 has once failed in a cell (SystemError, AST constructor recursion depth)
 parsing = threading.Lock()
 
 _threads: set[int | None] = set()  # those that were there before the cell began
