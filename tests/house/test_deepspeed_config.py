@@ -7,10 +7,10 @@ import json
 import sys
 from collections import Counter
 
+import checks
 import deepspeed_runs as runs
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal import __main__ as program_main
 from zero_minimal.foundations import ranks
@@ -258,19 +258,6 @@ def planned(dtype="fp32", batch=2):
     return plan(dataclasses.replace(SHAPE, vocabulary=256), 2, 32e9, dtype, batch)
 
 
-class Counting(TorchDispatchMode):
-    """How often a rank has called each collective of torch."""
-
-    def __init__(self):
-        super().__init__()
-        self.called = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            self.called["gather" if "gather" in str(function) else "scatter" if "scatter" in str(function) else ""] += 1
-        return function(*args, **(kwargs or {}))
-
-
 def fsdp2_losses(lines, stage, accumulate, rank):
     """Losses of three steps of the lines that are printed, run as they are; and what the last of them gathers and
     reduces, in units."""
@@ -289,9 +276,10 @@ def fsdp2_losses(lines, stage, accumulate, rank):
     set_up, step = lines.split("\n\nfor micro")
     exec(set_up, found)
     for _ in range(3):
-        with Counting() as sent:
+        with checks.Calls() as calls:
             exec("for micro" + step, found)
-    return loop.mean_over_ranks(losses, rank), [sent.called[kind] / (same.layers + 1) for kind in ("gather", "scatter")]
+    made, units = Counter(call.name for call in calls.made), same.layers + 1
+    return loop.mean_over_ranks(losses, rank), [made[name] / units for name in ("all_gather", "reduce_scatter")]
 
 
 def beside_fsdp2(cases):

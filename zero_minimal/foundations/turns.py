@@ -57,8 +57,8 @@ class Turns:
         self._listeners: list[Callable[[Unit], object]] = []
         self._passes: dict = {"forward": [], "backward": []}
         self._opened_by: nn.Module | None = None  # the module whose call began the forward pass
-        self._forget()
         self.begin("forward")
+        self._forget()
         for unit in stage.units:
             self._follow(unit, unit.module)
         for unit in stage.units:

@@ -95,6 +95,12 @@ for micro in range({accumulate}):
 optimizer.step()
 optimizer.zero_grad()
 """
+FOR_THE_LAST = {  # what only the last of several micro-batches does
+    0: ["require_backward_grad_sync = {}"],
+    1: ["set_requires_gradient_sync({})", "set_reshard_after_backward({})"],
+    2: ["set_reshard_after_backward({})"],  # else each of them gathers the parameters again
+    3: [],
+}
 WHY = {
     0: "FSDP2 always shards: stage 0 is DDP.",
     1: "FSDP2 has no stage 1. These lines send as much as stage 1: gradients and parameters stay whole "
@@ -122,11 +128,7 @@ def fsdp2(told: dict, stage: int, accumulate: int = 1, offload: str | None = Non
     else:
         lines = REPLICATE
     last = f"micro == {accumulate - 1}"
-    sync = f"    model.set_requires_gradient_sync({last})\n" if stage == 1 and accumulate > 1 else ""
-    if stage in (1, 2) and accumulate > 1:  # else each micro-batch gathers the parameters again
-        sync += f"    model.set_reshard_after_backward({last})\n"
-    if not stage and accumulate > 1:
-        sync = f"    model.require_backward_grad_sync = {last}\n"
+    sync = "".join(f"    model.{line.format(last)}\n" for line in FOR_THE_LAST[stage] if accumulate > 1)
     return lines + STEP.format(lr=Settings.lr, accumulate=accumulate, sync=sync, loss=loss, betas=OPTIMIZER["betas"],
                                weight_decay=OPTIMIZER["weight_decay"])
 
