@@ -34,3 +34,13 @@ def test_the_next_collective_is_right(world_size):
         return sums
 
     assert toys.run(look, world_size) == [[world_size * (world_size + 1) / 2] * len(REFUSED)] * world_size
+
+
+def test_a_rank_that_is_not_in_the_group_is_told_so():
+    def call():
+        group = dist.new_group([0])
+        if dist.get_rank() == 1:
+            with pytest.raises(ValueError, match="this rank, 1 of the world, is not in group="):
+                collectives.all_reduce(torch.ones(3), group=group)
+
+    toys.run(call, 2)

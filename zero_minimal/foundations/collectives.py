@@ -24,8 +24,8 @@ since gloo runs on the CPU. On NCCL the native functions are called.
 
 The decorator `collective` adds two arguments to each function. With async_op=True it returns a
 `Pending` (pending.py) at once; else None, when the result is in place. `of=` names what is sent,
-for the error that a rank gets which is in another collective (notes.py). `group` is always a
-process group.
+for the error that a rank gets which is in another collective (notes.py). A `group` of None is all
+ranks; the functions below are given the process group itself.
 What a rank sends, and when, is heard from outside (`heard_by`): no stage has a line for it.
 """
 
@@ -70,7 +70,7 @@ def reduce_scatter(
         op: "avg" or "sum".
     """
     _check(op, "sum", "avg")
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    world_size, rank = group.size(), group.rank()
     if output.numel() * world_size != input.numel():
         raise ValueError(f"reduce_scatter: {input.numel()} elements are not {world_size} times "
                          f"the output's {output.numel()}")
@@ -79,9 +79,10 @@ def reduce_scatter(
         return Pending([work])
     # every rank has a summand for each part: leaving[r] is ours for part r, and goes to rank r;
     # arriving[r] is rank r's for our own part, and our own summand needs no message
-    leaving = list(_on_host(input, group).view(world_size, -1))
+    leaving = _on_host(input, group).view(world_size, -1).unbind()
     scratch = leaving[0].new_empty(world_size - 1, output.numel())
-    arriving = [*scratch[:rank], leaving[rank], *scratch[rank:]]
+    arriving = list(scratch.unbind())
+    arriving.insert(rank, leaving[rank])
 
     def finish():
         total = torch.empty(output.shape, dtype=output.dtype) if output.is_cuda else output
@@ -99,12 +100,12 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, *, group=None) -> Pend
     rank's own part of `output`."""
     if dist.get_backend(group) != "gloo":
         return Pending([_native_all_gather(output, input, group=group, async_op=True)])
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    world_size, rank = group.size(), group.rank()
     if output.numel() != world_size * input.numel():
         raise ValueError(f"all_gather: {output.numel()} elements are not {world_size} times "
                          f"the input's {input.numel()}")
     host = torch.empty(output.shape, dtype=output.dtype) if output.is_cuda else output
-    arriving = list(host.view(world_size, -1))  # arriving[r] comes from rank r
+    arriving = host.view(world_size, -1).unbind()  # arriving[r] comes from rank r
     if arriving[rank].data_ptr() != input.data_ptr():
         arriving[rank].copy_(input.view(-1))
     works = _exchange([arriving[rank]] * world_size, arriving, group)
@@ -124,7 +125,7 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
         work = dist.all_reduce(host, op=_OPS[op], group=group, async_op=True)
         return Pending([work], lambda: tensor.copy_(host))
 
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    world_size, rank = group.size(), group.rank()
     flat = _padded(tensor, world_size)
     part = flat.view(world_size, -1)[rank]
     scattered = reduce_scatter(part, flat, op=op, group=group, async_op=True)
@@ -142,11 +143,11 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
 def reduce(tensor: torch.Tensor, root: int = 0, *, op: str = "avg", group=None) -> Pending:
     """Sum or average of `tensor`, in place on rank `root` of the group; the others keep theirs."""
     _check(op, "sum", "avg")
-    world_size, is_root = dist.get_world_size(group), dist.get_rank(group) == root
+    world_size, is_root = group.size(), group.rank() == root
     host = _on_host(tensor, group).contiguous().view(-1)
     received = host.new_empty(world_size, host.numel()) if is_root else None
     places = list(received) if is_root else None
-    destination = dist.get_global_rank(group or dist.group.WORLD, root)
+    destination = dist.get_global_rank(group, root)
     _agree()
     work = dist.gather(host, places, destination, group=group, async_op=True)
 
@@ -164,7 +165,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Pending:
     """Copy the tensor of rank `root` of the group to all ranks, in place. Any dtype."""
     host = _on_host(tensor, group).contiguous()
     as_bytes = host.view(-1).view(torch.uint8)
-    source = dist.get_global_rank(group or dist.group.WORLD, root)
+    source = dist.get_global_rank(group, root)
     _agree()
     work = dist.broadcast(as_bytes, source, group=group, async_op=True)
 
@@ -201,7 +202,7 @@ def _exchange(leaving: list, arriving: list, group) -> list:
     which are short, go last.
     """
     # the group's own methods: what dist.isend and dist.irecv check besides costs time
-    group, notes = group or dist.group.WORLD, notes_of_this_one()
+    notes = notes_of_this_one()
     tag = notes.expect() if notes is not None else 0
     others = other_ranks(group)
     works = [group.recv([arriving[other]], other, tag) for other in reversed(others)]

@@ -43,8 +43,10 @@ class Notes:
     """
 
     def __init__(self, words: str, group=None):
-        self.words, self.group = words.encode()[:LENGTH].decode(errors="replace").rstrip(), group
-        self.own = _written(self.words)  # [LENGTH]
+        written = words.encode()[:LENGTH]
+        self.words, self.group = written.decode(errors="replace"), group
+        self.tag = zlib.crc32(written) % TAG  # of the data; not hash(): salted in each process
+        self.own = _as_tensor(written)  # [LENGTH]
         self.arriving, self.leaving, self.expected, self.sent = {}, [], False, False
 
     def expect(self) -> int:
@@ -55,7 +57,7 @@ class Notes:
             for other in other_ranks(group):
                 note = torch.empty_like(self.own)
                 self.arriving[other] = note, group.recv([note], other, TAG)
-        return zlib.crc32(self.words.encode()) % TAG  # not hash(): it is salted in each process
+        return self.tag
 
     def send(self) -> None:
         """This rank's note goes out."""
@@ -116,7 +118,7 @@ def say_goodbye() -> None:
     """This rank comes to its end: whoever still waits for it, or ever will, gets an error."""
     for group in _groups:
         group = group or dist.group.WORLD
-        _last_notes.extend(group.send([_written(FINISHED)], other, TAG)
+        _last_notes.extend(group.send([_as_tensor(FINISHED.encode())], other, TAG)
                            for other in other_ranks(group))
     _groups.clear()
 
@@ -125,8 +127,8 @@ def _but_for_rates(words: str) -> str:
     return re.sub(r" with lr [^ ,]+", "", words)
 
 
-def _written(words: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(words.encode()[:LENGTH].ljust(LENGTH)), dtype=torch.uint8)
+def _as_tensor(words: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(words.ljust(LENGTH)), dtype=torch.uint8)
 
 
 def _read(note: torch.Tensor) -> str:

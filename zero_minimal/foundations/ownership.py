@@ -228,8 +228,9 @@ def broadcast_statistics(model: nn.Module, group=None) -> None:
     end of step(); torch's DDP, with all buffers, before forward.
     """
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+        for name, buffer in module._buffers.items():
+            sent = buffer is not None and name not in module._non_persistent_buffers_set
+            if sent and buffer.is_floating_point():
                 collectives.broadcast(buffer, group=group)
 
 

@@ -42,12 +42,13 @@ class Pending:
             _half_done.add(self)
 
     def wait(self) -> None:
-        if not inside_collective():
-            self._wait_for_earlier_ones()
-        _half_done.discard(self)
+        if _half_done:
+            if not inside_collective():
+                self._wait_for_earlier_ones()
+            _half_done.discard(self)
         if self.call is not None:
             _tell("wait", self.call)
-        with _inside_one(self.notes):
+        with _InsideOne(self.notes):
             if self.notes is not None:
                 self.notes.check()
             for work in self.works:
@@ -84,24 +85,33 @@ def collective(launch):
 
     @functools.wraps(launch)
     def collective(*tensors, async_op: bool = False, of: object = "", **options):
-        call, notes, group = None, None, options.get("group")
+        call, notes, given = None, None, options.get("group")
+        group = options["group"] = _ranks_of(given, launch.__name__)
         if not inside_collective():
-            given = (*tensors, *options.values())
-            held = tuple(value for value in given if isinstance(value, torch.Tensor))
+            held = tuple(value for value in (*tensors, *options.values())
+                         if isinstance(value, torch.Tensor))
             payload = max(tensor.nbytes for tensor in held)
-            call = Call(launch.__name__, held, payload, dist.get_world_size(group))
+            call = Call(launch.__name__, held, payload, group.size())
             _tell("start", call)
             if call.world_size > 1 and values.present() and dist.get_backend(group) == "gloo":
                 what = f"{launch.__name__} of {of}" if of else launch.__name__
-                with _inside_one(None):
-                    notes = Notes(f"{what}, {payload:,} bytes of {str(held[0].dtype)[6:]}", group)
-        with _inside_one(notes):
+                with _InsideOne(None):
+                    notes = Notes(f"{what}, {payload:,} bytes of {str(held[0].dtype)[6:]}", given)
+        with _InsideOne(notes):
             pending = launch(*tensors, **options) if values.present() else Pending([])
         pending.call, pending.notes = call, notes
-        pending.group = weakref.ref(group or dist.group.WORLD)  # a Pending may outlive it
+        pending.group = weakref.ref(group)  # a Pending may outlive it
         return pending if async_op else pending.wait()
 
     return collective
+
+
+def _ranks_of(group, name: str) -> dist.ProcessGroup:
+    """The process group itself; None means all ranks."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{name}: this rank, {dist.get_rank()} of the world, is not in group=: "
+                         "call it on the ranks of the group alone")
+    return group or dist.group.WORLD
 
 
 # ------------------------------------------------------------------------------ who listens to them
@@ -118,7 +128,15 @@ class Call:
 
 
 _listeners: list[Callable[[str, Call], object]] = []
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    """What this thread is at work in."""
+
+    inside, notes = False, None
+
+
+_thread = _Thread()
 
 
 @contextlib.contextmanager
@@ -140,22 +158,27 @@ def heard_by(listener: Callable[[str, Call], object]) -> Iterator[None]:
 
 def inside_collective() -> bool:
     """Whether this thread is at work in a collective, or in the wait() of one."""
-    return getattr(_thread, "inside", False)
+    return _thread.inside
 
 
 def notes_of_this_one() -> Notes | None:
     """Those of the collective at work, under which all travels that it is made of."""
-    return getattr(_thread, "notes", None)
+    return _thread.notes
 
 
-@contextlib.contextmanager
-def _inside_one(notes: Notes | None):
-    before = inside_collective(), notes_of_this_one()
-    _thread.inside, _thread.notes = True, notes or before[1]
-    try:
-        yield
-    finally:
-        _thread.inside, _thread.notes = before
+class _InsideOne:
+    """Context in which this thread is at work in a collective, under its notes or those of the one
+    around it."""
+
+    def __init__(self, notes: Notes | None):
+        self.notes = notes
+
+    def __enter__(self):
+        self.before = _thread.inside, _thread.notes
+        _thread.inside, _thread.notes = True, self.notes or _thread.notes
+
+    def __exit__(self, *_):
+        _thread.inside, _thread.notes = self.before
 
 
 def _tell(moment: str, call: Call) -> None:

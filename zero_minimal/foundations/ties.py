@@ -35,7 +35,7 @@ class Tie:
     @torch.compiler.disable
     def __call__(self, *given):
         owners = [owner() for owner in self.owners]
-        if any(owner is None for owner in owners):
+        if None in owners:
             return self.left(*given)
         return self.function(*owners, *given)
 
