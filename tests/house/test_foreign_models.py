@@ -252,6 +252,7 @@ def test_the_command(written, tmp_path, capsys):
     ("standin", {}, {"sequence": 49}, "reads at most 48 tokens: give --sequence 48 or less"),
     ("standin-pair", {}, {}, "is no language model of one stack"),
     ("nothing", {}, {}, "no configuration that transformers reads: Unrecognized model identifier: nothing"),
+    ("standin", {"hidden_size": "wide"}, {}, "transformers does not build the model of .*config.json: "),
 ])
 def test_refused(kind, entries, flags, says, written):
     with pytest.raises(ValueError, match=says):

@@ -45,14 +45,20 @@ def library():
                      f"{PIP}")
 
 
+def _words(error: Exception) -> str:
+    """The first line of an error of the library: of what it was made from, if that was one, too."""
+    return str(error.__cause__ or error).split("\n")[0].rstrip(".")
+
+
 def _reason(error: Exception, entries, kinds) -> str:
     """Why a file is not taken, of which these are the entries; kinds: what model_type may be."""
     if isinstance(error, FileNotFoundError):
         return "there is no such file (give the config.json of a model that lies here)"
     if entries is not None and "model_type" not in entries:  # a list, too
         return 'it has no "model_type", such as "gpt2"'
-    words = str(error).split("\n")[0].split(". Should contain")[0]  # then come all kinds
-    near = difflib.get_close_matches(str(entries["model_type"]), kinds, n=1) if entries else []
+    words = _words(error).split(". Should contain")[0]  # then come all kinds
+    kind = str(entries["model_type"]) if entries else ""
+    near = [] if kind in kinds else difflib.get_close_matches(kind, kinds, n=1)
     return f"{words}: did you mean {near[0]}?" if near else words
 
 
@@ -83,7 +89,7 @@ class ForeignModel:
         try:
             entries = self.entries()
             config = transformers.AutoConfig.for_model(**entries)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # the library has kinds of its own
             reason = _reason(error, entries, getattr(transformers, "CONFIG_MAPPING", ()))
             raise ValueError(f"{self.file} is no configuration that transformers reads: {reason}"
                              ) from None
@@ -133,7 +139,7 @@ class ForeignModel:
         dtype: of the parameters; None: torch's default.
         attention: the library's "sdpa" (torch's) or "eager" (scores, softmax, product), or
             "recomputed", eager and once more in backward; "": what the library chooses.
-        Raises: ValueError where the library has no such attention for this model.
+        Raises: ValueError where the library builds no such model, or has no such attention for it.
         """
         transformers = library()
         kind = (transformers.AutoModelForMaskedLM if self.masked
@@ -142,8 +148,12 @@ class ForeignModel:
             register_recomputed(transformers)
         how = {"attn_implementation": attention} if attention else {}
         config = self.config if dropout else without_dropout(self.config)
-        with torch.device("meta"):
-            model = kind.from_config(config, dtype=dtype or torch.get_default_dtype(), **how)
+        try:
+            with torch.device("meta"):
+                model = kind.from_config(config, dtype=dtype or torch.get_default_dtype(), **how)
+        except Exception as error:  # sizes that do not fit together, say
+            raise ValueError(f"transformers does not build the model of {self.file}: "
+                             f"{_words(error)}") from error
         model.train()
         if self.recompute:  # under a new name since transformers 5.20 or so
             enable = getattr(model, "activation_checkpointing_enable", None)

@@ -98,8 +98,9 @@ class Settings:
         return tokens.gap(self.tokenizer) if self.tokenizer else BYTES
 
     def _check_vocabulary(self) -> None:
-        """Raises: ValueError, with the line to write, if the tokens are no tokens of the model."""
-        gap, has = self.gap, self.foreign.config.vocab_size
+        """Raises: ValueError, with the line to write, if the tokens are no tokens of the model, or
+        if there is no such model."""
+        gap, has = self.gap, self.foreign.sizes["vocabulary"]
         needed = tokens.size(self.tokenizer) if self.tokenizer else BYTES
         needed = max(needed, -1 if gap is None else gap + 1)
         if has < needed:
