@@ -20,6 +20,7 @@ from zero_minimal.paper import formulas
 from zero_minimal.pictures.batches import draw_sent_by_batch
 from zero_minimal.pictures.patients import RIGHT
 from zero_minimal.programs import patients as program
+from zero_minimal.workload.data import read_tokens
 from zero_minimal.workload.settings import Settings
 
 LESSON = found()["05_tensor_parallel"]
@@ -28,6 +29,7 @@ PROSE, TOLD = (" ".join(text.split()) for text in (PAGE, TEACHER))  # wherever l
 MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
 MB = 1e6
 HOLES, LINES, BATCH = 16, 50, Settings().batch
+TEXT = 466_195  # bytes that the page's training read: the documentation inside Python 3.11.7
 
 
 def row(world_size, batch=BATCH):
@@ -186,8 +188,10 @@ def test_the_training_that_a_learner_compares_with():
          "--steps", "20"], cwd=HOUSE, capture_output=True, text=True, timeout=200, check=True)
     words = " ".join((words.stdout + words.stderr).split())
     found = re.search(r"held-out text ([\d.]+) before and ([\d.]+) after", words)
-    for page, run in zip(told.groups(), found.groups(), strict=True):
-        assert float(page) == pytest.approx(float(run), abs=0.003)
+    before, after = map(float, found.groups())
+    assert after < before - 1
+    if len(read_tokens()) == TEXT:  # another Python has another text
+        assert [before, after] == pytest.approx([float(number) for number in told.groups()], abs=0.003)
 
 
 # ------------------------------------------------------------------------------------------------------- what is told
