@@ -157,8 +157,8 @@ class Backward(Passes):
         buckets = self._buckets_of[param]
         ownership.check_place(param, buckets[0].parameters)
         self.stage.gradient_arrived(param, buckets[0].flat)
-        waiting = self._waits_for
-        if not self.accumulating and not all(param in waiting.get(each, ()) for each in buckets):
+        counts = [param in self._waits_for.get(bucket, ()) for bucket in buckets]
+        if not self.accumulating and not all(counts):
             raise RuntimeError(
                 f"a gradient of shape {tuple(param.shape)} came after its bucket was handed over. "
                 "If it was the parameter's second one in this pass: torch.utils.checkpoint around "

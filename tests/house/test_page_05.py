@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pages
 import pytest
+import texts
 import torch
 from cells import run_notebook
 from submissions import solution
@@ -20,7 +21,6 @@ from zero_minimal.paper import formulas
 from zero_minimal.pictures.batches import draw_sent_by_batch
 from zero_minimal.pictures.patients import RIGHT
 from zero_minimal.programs import patients as program
-from zero_minimal.workload.data import read_tokens
 from zero_minimal.workload.settings import Settings
 
 LESSON = found()["05_tensor_parallel"]
@@ -29,7 +29,6 @@ PROSE, TOLD = (" ".join(text.split()) for text in (PAGE, TEACHER))  # wherever l
 MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
 MB = 1e6
 HOLES, LINES, BATCH = 16, 50, Settings().batch
-TEXT = 466_195  # bytes that the page's training read: the documentation inside Python 3.11.7
 
 
 def row(world_size, batch=BATCH):
@@ -190,7 +189,7 @@ def test_the_training_that_a_learner_compares_with():
     found = re.search(r"held-out text ([\d.]+) before and ([\d.]+) after", words)
     before, after = map(float, found.groups())
     assert after < before - 1
-    if len(read_tokens()) == TEXT:  # another Python has another text
+    if texts.as_recorded():
         assert [before, after] == pytest.approx([float(number) for number in told.groups()], abs=0.003)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import texts
 from cells import cells_of, run_notebook
 
 from zero_minimal.classroom.lessons import HOUSE, found
@@ -84,7 +85,8 @@ def test_the_notebook_on_more_ranks(monkeypatch, world_size, tmp_path):
     names = run_notebook("08_defragmentation.ipynb", monkeypatch, world_size)
     world = names["world"]
     try:
-        assert names["failure"].free == MEASURED["failure"]["free"]
+        off = 0 if texts.as_recorded() else 2**14  # the text is in memory, too
+        assert names["failure"].free == pytest.approx(MEASURED["failure"]["free"], abs=off)
         assert names["pools"] == MEASURED["pools"]
         assert world["same"] == [True] * world_size
         assert world["besides"] == [MIB] * world_size

@@ -13,8 +13,8 @@ def sent_by(process: int) -> int | None:
 
 def held_by(process: int) -> int | None:
     """Bytes of memory that are a process's own now: what it allocated by whatever means, not the files it maps."""
-    anonymous = _figure(f"/proc/{process}/status", "RssAnon:")
-    return None if anonymous is None else 1024 * (anonymous + _figure(f"/proc/{process}/status", "RssShmem:"))
+    parts = [_figure(f"/proc/{process}/status", label) for label in ("RssAnon:", "RssShmem:")]
+    return None if None in parts else 1024 * sum(parts)  # it may end between the two looks
 
 
 def _figure(file: str, label: str) -> int | None:

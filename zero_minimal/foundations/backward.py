@@ -98,19 +98,18 @@ class Backward(Passes):
         self._arrived(param)
         if not self.accumulating:
             for bucket in self._buckets_of[param]:
-                missing = self._waits_for[bucket]
-                missing.discard(param)
-                if not missing:
+                self._waits_for[bucket].discard(param)
+                if not self._waits_for[bucket]:
                     self._completed.append(bucket)
-                    self._hand_over_complete()
+            self._hand_over_complete()
 
     def _arrived(self, param: nn.Parameter) -> None:
         """Tell the stage. Raises: RuntimeError if a bucket of this parameter is gone."""
         buckets = self._buckets_of[param]
         ownership.check_place(param, buckets[0].parameters)
         self.stage.gradient_arrived(param, buckets[0].flat)
-        waiting = self._waits_for
-        if not self.accumulating and not all(param in waiting.get(each, ()) for each in buckets):
+        counts = [param in self._waits_for.get(bucket, ()) for bucket in buckets]
+        if not self.accumulating and not all(counts):
             raise RuntimeError(
                 f"a gradient of shape {tuple(param.shape)} came after its bucket was handed over. "
                 "If it was the parameter's second one in this pass: torch.utils.checkpoint around "
