@@ -1,14 +1,17 @@
 """Cells marked %%px: who waits for ever is found, who only works or sleeps is left alone; what a failed cell leaves;
 what the ranks say arrives, and while they still run."""
 
+import threading
 import time
+import weakref
 
 import pytest
+import torch
 from jupyter_client.manager import start_new_kernel
 from thorough import sample
 
 from zero_minimal import notebook
-from zero_minimal.notebook import printed
+from zero_minimal.notebook import printed, standing
 
 LONG = 60  # seconds in which a loaded machine does what takes one
 
@@ -323,3 +326,29 @@ def test_a_notebook_shows_the_cell_as_it_runs():
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+def test_who_asks_where_a_rank_stands_keeps_nothing_of_it_alive(monkeypatch):
+    """A tensor that lives longer because somebody looked at the stack is one too many in what a cell measures."""
+    held, asked, looked_up, gone = weakref.WeakSet(), threading.Event(), threading.Event(), threading.Event()
+
+    def slow(file):  # as reading a file for the first time is
+        looked_up.set()
+        assert gone.wait(20)
+
+    monkeypatch.setattr(standing.linecache, "checkcache", slow)
+    answers = []
+    asker = threading.Thread(target=lambda: asked.wait(20) and answers.append(standing.here("<%%px 1>")))
+    asker.start()
+
+    def at_work():
+        tensor = torch.zeros(8)
+        held.add(tensor)
+        asked.set()
+        assert looked_up.wait(20)
+        return tensor.numel()
+
+    assert at_work() == 8 and not len(held)
+    gone.set()
+    asker.join(20)
+    assert answers[0]["line"] is None and not answers[0]["waits"]

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cheats
 from test_classroom import COLLECTIVES, GRADIENTS, messages, on_linux  # noqa: F401  (messages is a fixture)
 
-from zero_minimal.classroom import fence, judging, results
+from zero_minimal.classroom import accounts, fence, judging, results
 from zero_minimal.classroom import grade as grader
 from zero_minimal.classroom.accounts import descendants, lives
 from zero_minimal.classroom.grades import Grades
@@ -177,3 +177,9 @@ def test_a_file_beside_it_and_threads_may_help(tmp_path):
     grades = Grades(COLLECTIVES)
     grader.grade(COLLECTIVES, file, grades, only="exchange or sends_one")
     assert [message for *_, message in grades.results if message] == []
+
+
+def test_a_process_that_ends_holds_nothing(monkeypatch):
+    figures = iter((5, None))  # it was there for the first look, and not for the second
+    monkeypatch.setattr(accounts, "_figure", lambda file, label: next(figures))
+    assert accounts.held_by(1) is None

@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
@@ -50,20 +51,40 @@ def here(cell: str) -> dict:
     stack    a number for the chain of calls: while it stays the same, the thread may not have moved
     worked   seconds of computing in this process, but for the thread that asks
     """
-    stacks = sys._current_frames()
-    frame = stacks.pop(threading.main_thread().ident)
+    stacks = {thread: _spots(frame) for thread, frame in sys._current_frames().items()}
     del stacks[threading.get_ident()]
-    waits = _wait(frame)
-    if not waits and _called(frame) == "run_backward":  # autograd's own threads run the hooks on a GPU,
+    stack = stacks.pop(threading.main_thread().ident)
+    waits = _wait(stack)
+    if not waits and _called(stack[0]) == "run_backward":  # autograd's own threads run the hooks on a GPU,
         waits = next(filter(None, map(_wait, stacks.values())), "")
         if not waits and not torch.cuda.is_initialized():  # and on a CPU only DistributedDataParallel's C++ waits here
             waits = "backward"
     helpers = {thread.ident for thread in threading.enumerate() if not thread.daemon} - _threads
     if not all(_wait(stacks[helper]) for helper in helpers & stacks.keys()):
         waits = ""  # a thread that the cell has started may yet send what the others wait for
-    chain = hash(tuple((id(below.f_code), below.f_lasti) for below, _ in traceback.walk_stack(frame)))
+    chain = hash(tuple((id(spot.code), spot.instruction) for spot in stack))
     worked = time.process_time() - time.thread_time()  # answering is no work
-    return position(traceback.extract_stack(frame), cell) | {"waits": waits, "stack": chain, "worked": worked}
+    for spot in stack:
+        linecache.checkcache(spot.code.co_filename)
+    lines = traceback.StackSummary.from_list(
+        [(spot.code.co_filename, spot.line, spot.code.co_name, None) for spot in reversed(stack)])
+    return position(lines, cell) | {"waits": waits, "stack": chain, "worked": worked}
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A frame of a stack, without what it holds: a frame that somebody keeps keeps its tensors, and the cell may be
+    measuring its memory."""
+
+    code: CodeType
+    instruction: int
+    line: int
+    words: str
+
+
+def _spots(frame: FrameType) -> list[Spot]:
+    """The stack, its innermost frame first."""
+    return [Spot(each.f_code, each.f_lasti, line, _words(each)) for each, line in traceback.walk_stack(frame)]
 
 
 def position(frames: traceback.StackSummary, cell: str) -> dict:
@@ -84,17 +105,12 @@ def position(frames: traceback.StackSummary, cell: str) -> dict:
     }
 
 
-def _wait(frame: FrameType) -> str:
+def _wait(stack: list[Spot]) -> str:
     """For what a thread waits, if it stands in a wait for another rank."""
-    inner = frame
-    while inner.f_code.co_filename in CALLERS and inner.f_back:
-        inner = inner.f_back
-    if inner.f_code.co_filename not in SPEAKING and _called(inner) not in WAITING:
+    inner = next((spot for spot in stack if spot.code.co_filename not in CALLERS), stack[-1])
+    if inner.code.co_filename not in SPEAKING and _called(inner) not in WAITING:
         return ""
-    for outer, _ in reversed(list(traceback.walk_stack(frame))):
-        if words := _words(outer):
-            return words
-    return "wait()"
+    return next((spot.words for spot in reversed(stack) if spot.words), "wait()")
 
 
 def _words(frame: FrameType) -> str:
@@ -114,13 +130,13 @@ def _words(frame: FrameType) -> str:
     return code.co_name.strip("_")
 
 
-def _called(frame: FrameType) -> str:
-    """The name of the function that the innermost frame of a stack is calling."""
-    positions = itertools.islice(frame.f_code.co_positions(), max(0, frame.f_lasti) // 2, None)
+def _called(spot: Spot) -> str:
+    """The name of the function that is being called there."""
+    positions = itertools.islice(spot.code.co_positions(), max(0, spot.instruction) // 2, None)
     first, last, begin, end = next(positions, (None,) * 4)
     if None in (first, last, begin, end):
         return ""
-    lines = [line.encode() for line in linecache.getlines(frame.f_code.co_filename)[first - 1 : last]]
+    lines = [line.encode() for line in linecache.getlines(spot.code.co_filename)[first - 1 : last]]
     if not lines:
         return ""
     lines[-1] = lines[-1][:end]
