@@ -15,10 +15,12 @@ from zero_minimal.foundations import lent
 from zero_minimal.foundations.layout import same_storage
 from zero_minimal.foundations.outputs import tensors_in
 from zero_minimal.foundations.released import refuse_left_behind
+from zero_minimal.foundations.saved_parameters import SavedParameters
 from zero_minimal.foundations.ties import LEFT_BEHIND, Tie
 from zero_minimal.foundations.units import Unit
 
 IN_BACKWARD = 2**48  # more nodes than any forward makes
+NO_SECOND = "stage 3 frees parameters after each turn, so it cannot serve create_graph=True"
 
 
 class Pass:
@@ -40,7 +42,8 @@ class Turns:
     module with parameters inside it, or that such a module keeps in an attribute. On its way to a
     parameter backward meets one of these nodes first, also if it comes from an auxiliary loss. The
     turn is that of the innermost unit that ran when the node was made. What is computed from a
-    parameter while its unit does not run is watched by itself (lent.py).
+    parameter while its unit does not run is watched by itself (lent.py). On a way that nobody can
+    follow backward meets a saved parameter first, which asks for its unit (saved_parameters.py).
 
     When is backward done with a unit? Autograd numbers the nodes of its graph as forward makes
     them, and backward goes through them from the highest number down. So when it comes to a node,
@@ -57,6 +60,7 @@ class Turns:
         self._listeners: list[Callable[[Unit], object]] = []
         self._passes: dict = {"forward": [], "backward": []}
         self._opened_by: nn.Module | None = None  # the module whose call began the forward pass
+        self._saved = SavedParameters(stage.units, Tie(Turns._saved_is_read, self))
         self.begin("forward")
         self._forget()
         for unit in stage.units:
@@ -127,7 +131,10 @@ class Turns:
                 self._forget_the_dead()
         if torch.is_grad_enabled():
             self._first_call.setdefault(unit, _next_number())
+        saving = not self._under_way and not _in_backward()
         self._under_way.append((_next_number(), unit, module))
+        if saving:  # one pair of hooks serves all units of the call
+            self._saved.begin()
         self._turn(unit)
 
     def _is_at_work(self, unit: Unit) -> bool:
@@ -148,6 +155,8 @@ class Turns:
                 self._watch(tensor.grad_fn, lambda number: at_work if number >= began else None)
             return
         self._under_way.pop()
+        if not self._under_way and not _in_backward():
+            self._saved.end()
         self._lend(unit)
         if output is None and sys.exc_info()[1] is not None:
             return  # forward has failed: what is under way may never arrive
@@ -187,14 +196,26 @@ class Turns:
 
     def _before_backward(self, unit: Unit, number: int) -> None:
         if torch.is_grad_enabled():
-            raise RuntimeError("stage 3 frees parameters after each turn, so it cannot serve "
-                               "create_graph=True")
+            raise RuntimeError(NO_SECOND)
         if number >= self._since and self.stage.backward.running:
             for later, begin in reversed(self._first_call.items()):
                 if begin > number:
                     for bucket in later.buckets:
                         self.stage.backward.hand_over(bucket)
         self._turn(unit)
+
+    def _saved_is_read(self, unit: Unit) -> None:
+        """Backward, or whoever looks into the graph, reads a parameter of the unit."""
+        if not _in_backward():
+            raise RuntimeError(f"a saved parameter of unit {unit.name or 'root'!r} is read outside "
+                               "of backward(): at stage 3 it is there in its unit's turn alone")
+        if torch.is_grad_enabled():
+            raise RuntimeError(NO_SECOND)
+        if not unit.whole:
+            self.stage.backward.begin()  # of a loss that is not computed from the model's output
+            # no turn: what is whole stays whole, since the same node may read of two units
+            self.stage._gather(unit)
+            self.stage._arrive(unit)
 
     def _lend(self, unit: Unit) -> None:
         """Lend the parameters that can be read and whose unit is not at work (lent.py)."""
@@ -276,5 +297,8 @@ def _ordered(number: int) -> int:
     """Autograd's number of a node that is being made, such that nodes of a computation that runs
     again in backward come after those of forward. Autograd counts in each thread by itself, and
     backward on a GPU runs in a thread of its own: there its numbers begin at 0."""
-    in_backward = torch._C._current_graph_task_id() != -1
-    return number + IN_BACKWARD if in_backward else number
+    return number + IN_BACKWARD if _in_backward() else number
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,168 @@
+"""What leaves a unit on ways that nobody can follow: stage 3 computes its gradients as stage 0 does."""
+
+import collections
+import functools
+import types
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+import toys
+from misuse import refused
+from thorough import sample
+from torch import nn
+
+from zero_minimal.kept_units import Kept3
+from zero_minimal.stage0 import Stage0
+from zero_minimal.stage3 import Stage3
+
+SIZE, DEPTH = 6, 4
+KEPT_OUTSIDE: list = []
+
+
+class Holder:
+    """An object that only others know."""
+
+    aux = None
+
+
+class Block(nn.Module):
+    """Its auxiliary loss reads a frozen and a trained parameter of its own, and leaves by `way`."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.holder, self.stats = way, weakref.WeakValueDictionary(), {}
+        self.linear, self.gate = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 3)
+        self.fixed = nn.Parameter(torch.randn(SIZE, SIZE), requires_grad=False)
+        box = []
+        self.put, self.take = box.append, box.pop  # a closure over neither self nor the model
+
+    def forward(self, x):
+        y = x + self.linear(x).tanh()
+        aux = self.gate(F.linear(y, self.fixed).softmax(-1)).square().mean()
+        if self.way == "a dict":
+            self.stats["aux"] = aux
+        elif self.way == "a closure":
+            self.put(aux)
+        elif self.way == "a global variable":
+            KEPT_OUTSIDE.append(aux)
+        elif self.way == "an object":
+            self.holder["aux"] = self.held = Holder()
+            self.held.aux = aux
+        elif self.way == "a deque":
+            return y, collections.deque([aux])
+        elif self.way == "a partial":
+            return y, functools.partial(torch.add, aux)
+        elif self.way == "a proxy":
+            return y, types.MappingProxyType({"aux": aux})
+        return y
+
+
+def aux_of(block, given):
+    way = block.way
+    if way == "a dict":
+        return block.stats.pop("aux")
+    if way == "a closure":
+        return block.take()
+    if way == "a global variable":
+        return KEPT_OUTSIDE.pop(0)
+    if way == "an object":
+        return block.held.aux
+    if way == "a deque":
+        return given[0]
+    return given(0.0) if way == "a partial" else given["aux"]
+
+
+WAYS = ("a dict", "a closure", "a global variable", "an object", "a deque", "a partial", "a proxy")
+
+
+class Model(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(way) for _ in range(DEPTH))
+        self.head = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        self.auxes = []
+        for block in self.blocks:
+            x, *given = out if isinstance(out := block(x), tuple) else (out, None)
+            self.auxes.append(functools.partial(aux_of, block, given[0]))
+        return self.head(x)
+
+
+def trained(stage_class, way, loop, rank=None):
+    """Losses and parameters after some steps, each rank on data of its own."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(7)
+    model = Model(way)
+    zero = stage_class(model, torch.optim.SGD, lr=0.1)
+    losses = []
+    for step in range(4):
+        for micro in range(2 if loop == "micro-batches" else 1):
+            batch = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+            main = model(torch.randn(3, SIZE, generator=batch)).square().mean()
+            aux = sum(take() for take in model.auxes)
+            if loop == "the auxiliary loss first":
+                aux.backward(retain_graph=True)
+                main.backward()
+            elif loop == "sometimes":  # so another pass is expected than comes
+                (main + aux if step % 2 else main).backward()
+            else:
+                (main + aux).backward()
+            losses.append((main + aux).item())
+        zero.step()
+        zero.zero_grad()
+    return losses, toys.whole_parameters(zero)
+
+
+CASES = [(way, loop, size) for way in WAYS for loop in ("together", "sometimes", "micro-batches")
+         for size in (1, 2, 3)] + [("a dict", "the auxiliary loss first", 2)]
+ALWAYS = [("a dict", "sometimes", 2), ("a deque", "together", 3), ("a closure", "micro-batches", 2)]
+
+
+@pytest.mark.parametrize("way, loop, world_size", sample(CASES, ALWAYS))
+def test_gradients_are_those_of_stage_0(way, loop, world_size):
+    expected = toys.run(trained, world_size, Stage0, way, loop)
+    for stage_class in (Stage3, Kept3):
+        assert_equal(toys.run(trained, world_size, stage_class, way, loop), expected)
+
+
+def assert_equal(found, expected):
+    for (losses, parameters), (right_losses, right) in zip(found, expected, strict=True):
+        assert losses == pytest.approx(right_losses, rel=1e-5)
+        torch.testing.assert_close(parameters, right, rtol=1e-5, atol=1e-6)
+
+
+class InPlace(nn.Module):
+    """Its forward changes in place what autograd has saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        y = self.linear(x).exp()
+        y.mul_(2.0)
+        return y
+
+
+def spoiled(stage_class):
+    zero = stage_class(InPlace(), torch.optim.SGD, lr=0.1)
+    zero.model(torch.ones(2, SIZE)).sum().backward()
+
+
+@pytest.mark.parametrize("stage_class", [Stage0, Stage3])
+def test_an_activation_changed_in_place_is_refused_as_in_plain_torch(stage_class):
+    assert "has been modified by an inplace operation" in refused(spoiled, stage_class)
+
+
+def looked_into():
+    zero = Stage3(Model("a dict"), torch.optim.SGD, lr=0.1)
+    out = zero.model(torch.ones(2, SIZE))
+    return [getattr(node, "_saved_mat2", None) for node in (zero.model.blocks[0].stats["aux"].grad_fn.next_functions
+                                                            [0][0].next_functions[0][0], out.grad_fn)]
+
+
+def test_who_looks_into_the_graph_is_told():
+    assert "is read outside of backward()" in refused(looked_into)
