@@ -164,6 +164,9 @@ WRONG = {
     "autocast is on in the second run, and stays on": Wrong(
         3, "test_autocast_is_as_it_was", r"ran in torch.autocast, with backward outside of it: the gradient",
         backward(again="random_state_of(ctx.random), torch.enable_grad()")),
+    "autocast has the dtype that a CPU takes by itself": Wrong(
+        3, "test_autocast_is_as_it_was", r"ran in torch.autocast of torch.float16, with backward .*: the gradient",
+        autocast_as(enter="stack.enter_context(torch.autocast(kind, enabled=enabled))")),
     "autocast is never switched off": Wrong(
         3, "test_autocast_is_as_it_was", r"ran outside of torch.autocast, with backward in it: the gradient",
         autocast_as(enter="if enabled:\n    stack.enter_context(torch.autocast(kind, dtype=dtype))")),

@@ -389,10 +389,10 @@ def with_dropout(call, rank):
     return gradients_of(model), torch.rand(1).item()
 
 
-def in_autocast(call, rank, inside=True):
+def in_autocast(call, rank, inside=True, dtype=torch.bfloat16):
     """Gradients of a block that ran in autocast, or out of it, while backward runs where it did not."""
     block, x = toys.build(functools.partial(Rung, WIDTH, WIDTH, 0.0), rank), batch_of(rank, WIDTH).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+    with torch.autocast("cpu", dtype, enabled=inside):
         loss = call(block, x).float().square().mean()
     with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
         loss.backward()
@@ -400,12 +400,15 @@ def in_autocast(call, rank, inside=True):
     return gradients_of(block) | {"the input": False if x.grad is None else x.grad}, left_on
 
 
+AUTOCASTS = ((True,), (False,), (True, torch.float16))  # a CPU's own dtype is bfloat16
+
+
 def same_again(assignment):
     return with_dropout(assignment.checkpoint, dist.get_rank())
 
 
 def autocasts(assignment):
-    return [in_autocast(assignment.checkpoint, dist.get_rank(), inside) for inside in (True, False)]
+    return [in_autocast(assignment.checkpoint, dist.get_rank(), *case) for case in AUTOCASTS]
 
 
 @pytest.mark.step(3, points=6)
@@ -465,12 +468,14 @@ def test_an_error_leaves_all_as_it_was(assignment):
                                       "backward as it was in forward, and off where it was off?")
 def test_autocast_is_as_it_was(assignment):
     for rank, found in enumerate(once(autocasts, 2, assignment)):
-        for inside, (gradients, _) in zip((True, False), found, strict=True):
+        for (inside, *dtype), (gradients, _) in zip(AUTOCASTS, found, strict=True):
             ran, backward = ("in", "outside of") if inside else ("outside of", "in")
+            of = f" of {dtype[0]}" if dtype else ""
             assert_gradients(
-                gradients, in_autocast(plainly, rank, inside)[0],
-                f"rank {rank}, a block that ran {ran} torch.autocast, with backward {backward} it",
-                "The second run must compute in the precision of the first one: set autocast as it was then, on or off")
+                gradients, in_autocast(plainly, rank, inside, *dtype)[0],
+                f"rank {rank}, a block that ran {ran} torch.autocast{of}, with backward {backward} it",
+                "The second run must compute in the precision of the first one: set autocast as it was then, on or "
+                "off, and with its dtype")
 
 
 def two_device_types(assignment):
