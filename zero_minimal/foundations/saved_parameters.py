@@ -29,20 +29,19 @@ class SavedParameters:
         # a graph keeps no stage alive
         self._units = {bucket.parameters.untyped_storage()._cdata: weakref.ref(unit)
                        for unit in units for bucket in unit.buckets}
-        self._whole, self._under_way = whole, []
+        self._whole, self._context = whole, None
 
     def begin(self) -> None:
         """From here on autograd saves through this object, unless it saves through hooks already:
         a checkpoint's compute again what is read, save_on_cpu keeps copies."""
-        context = None
-        if _top_hooks() is None:
-            context = saved_tensors_hooks(self._pack, self._unpack)
-            context.__enter__()
-        self._under_way.append(context)
+        if self._context is None and _top_hooks() is None:
+            self._context = saved_tensors_hooks(self._pack, self._unpack)
+            self._context.__enter__()
 
     def end(self) -> None:
-        """Of the last begin()."""
-        if context := self._under_way.pop():
+        """What begin() has begun, if anything."""
+        context, self._context = self._context, None
+        if context:
             context.__exit__()
 
     def _pack(self, tensor: torch.Tensor) -> tuple:
@@ -50,6 +49,8 @@ class SavedParameters:
         unit = None
         if tensor.layout == torch.strided:
             unit = self._units.get(tensor.untyped_storage()._cdata)
+        if unit and unit() is None:  # its stage is gone, and the memory is somebody else's
+            unit = None
         # detached, since it may be what the node returns: a node that holds itself is never freed
         return tensor.detach(), unit, tensor._version
 

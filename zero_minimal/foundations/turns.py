@@ -102,6 +102,7 @@ class Turns:
         # (begin, end, unit, its pass, weakly), inner calls before the outer one
         self._calls: list[tuple] = []
         self._pass = Pass()
+        self._saved.end()  # of a forward that was cut off
 
     def _forget_the_dead(self) -> None:
         """At the start of a forward pass: forget calls to which no backward can come any more. An
@@ -142,21 +143,19 @@ class Turns:
         return bool(under_way) if unit is self.root else unit in under_way
 
     def _after_forward(self, unit: Unit, module: nn.Module, _, output) -> None:
-        if isinstance(output, (Iterator, types.FunctionType)):
-            raise RuntimeError(f"a {type(module).__name__} returns a {type(output).__name__}, "
-                               "which would read parameters after its turn: return tensors, in a "
-                               "list or a dict")
         if not self._under_way:
-            return  # _before_forward had nothing to do
-        returned, kept = list(tensors_in(output)), _kept(module)
+            return self._refuse_late(module, output)  # _before_forward had nothing to do
         began, at_work, opened_by = self._under_way[-1]
+        if opened_by is module:  # first of all: what is refused below leaves nothing under way
+            self._under_way.pop()
+            if not self._under_way and not _in_backward():
+                self._saved.end()
+        self._refuse_late(module, output)
+        returned, kept = list(tensors_in(output)), _kept(module)
         if opened_by is not module:  # a part of the unit at work
             for tensor in returned + kept:
                 self._watch(tensor.grad_fn, lambda number: at_work if number >= began else None)
             return
-        self._under_way.pop()
-        if not self._under_way and not _in_backward():
-            self._saved.end()
         self._lend(unit)
         if output is None and sys.exc_info()[1] is not None:
             return  # forward has failed: what is under way may never arrive
@@ -167,6 +166,13 @@ class Turns:
                 self._watch(tensor.grad_fn, self._innermost)
         elif module is self.root.module:
             self.stage.evaluation_done()
+
+    @staticmethod
+    def _refuse_late(module: nn.Module, output) -> None:
+        if isinstance(output, (Iterator, types.FunctionType)):
+            raise RuntimeError(f"a {type(module).__name__} returns a {type(output).__name__}, "
+                               "which would read parameters after its turn: return tensors, in a "
+                               "list or a dict")
 
     @staticmethod
     def _refuse_parameters(unit: Unit, returned: list[torch.Tensor]) -> None:
