@@ -310,6 +310,9 @@ WRONG = {
         4, "test_the_scale_is_applied_in_fp32", r"must subtract 2\^-6 from 1: rank 0 has 1. The product is 2\^-26",
         update_shard(gradient="bucket.gradient_shard * (1.0 if gradient_scale is None else gradient_scale)",
                      scale="gradient = gradient.to(bucket.master.dtype)")),
+    "the norm in the gradients' own 16 bits": Wrong(
+        5, "test_clips_by_the_global_norm", r"and rank 0 returned inf. A dtype of 16 bits has no room for it",
+        global_norm(squares="squares = torch.stack([each.norm() for each in gradients]).float().square().sum()"), 2),
     "the norm of the own shards": Wrong(
         5, "test_clips_by_the_global_norm", r"it is the norm of this rank's shards alone", global_norm(sum_=""), 2),
     "norms are added": Wrong(

@@ -515,11 +515,22 @@ def test_the_scale_is_applied_in_fp32(stage_class):
 # ------------------------------------------------------------------------------- step 5: the global norm
 
 
+def large_gradients(stage_class):
+    """The norm of 60 gradients of 12,000 in fp16, which reaches to 65,504."""
+    zero = stage_class(Given().half(), optim.SGD, lr=1e-3)
+    zero.model(torch.full((60,), 12_000.0, dtype=torch.float16)).backward()
+    return zero.clip_grad_norm_(1.0).item()
+
+
 @pytest.mark.thorough
 @pytest.mark.step(5, points=5, stuck=EVERYBODY)
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_clips_by_the_global_norm(stage_class, world_size):
     assert_clips_by_the_global_norm(stage_class, world_size)
+    for rank, norm in enumerate(once(large_gradients, 2, stage_class)):
+        assert norm == pytest.approx(12_000 * 60**0.5, rel=1e-3), (
+            f"60 gradients are 12,000 each, in fp16: their norm is {12_000 * 60**0.5:,.0f}, and rank {rank} returned "
+            f"{norm:,.0f}. A dtype of 16 bits has no room for it, or rounds it: compute the norm in fp32")
 
 
 @pytest.mark.thorough
