@@ -515,10 +515,10 @@ def test_the_scale_is_applied_in_fp32(stage_class):
 # ------------------------------------------------------------------------------- step 5: the global norm
 
 
-def large_gradients(stage_class):
-    """The norm of 60 gradients of 12,000 in fp16, which reaches to 65,504."""
-    zero = stage_class(Given().half(), optim.SGD, lr=1e-3)
-    zero.model(torch.full((60,), 12_000.0, dtype=torch.float16)).backward()
+def large_gradients(stage_class, dtype):
+    """The norm of 60 gradients of 12,416 in 16 bits: fp16 reaches to 65,504, and bf16 would round it."""
+    zero = stage_class(Given().to(dtype), optim.SGD, lr=1e-3)
+    zero.model(torch.full((60,), 12_416.0, dtype=dtype)).backward()
     return zero.clip_grad_norm_(1.0).item()
 
 
@@ -527,10 +527,11 @@ def large_gradients(stage_class):
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_clips_by_the_global_norm(stage_class, world_size):
     assert_clips_by_the_global_norm(stage_class, world_size)
-    for rank, norm in enumerate(once(large_gradients, 2, stage_class)):
-        assert norm == pytest.approx(12_000 * 60**0.5, rel=1e-3), (
-            f"60 gradients are 12,000 each, in fp16: their norm is {12_000 * 60**0.5:,.0f}, and rank {rank} returned "
-            f"{norm:,.0f}. A dtype of 16 bits has no room for it, or rounds it: compute the norm in fp32")
+    for dtype in (torch.float16, torch.bfloat16):
+        for rank, norm in enumerate(once(large_gradients, 2, stage_class, dtype)):
+            assert norm == pytest.approx(12_416 * 60**0.5, rel=1e-4), (
+                f"60 gradients are 12,416 each, in {dtype}: their norm is {12_416 * 60**0.5:,.0f}, and rank {rank} "
+                f"returned {norm:,.0f}. A dtype of 16 bits has no room for it, or rounds it: compute the norm in fp32")
 
 
 @pytest.mark.thorough
