@@ -3,10 +3,10 @@
     python tests/mutants.py 02_optimizer_state            each mutant of each function that a learner writes
     python tests/mutants.py 02_optimizer_state --of update_shard --every 7
 
-A statement dropped, or put behind the next one; a block left out of its `with`; an argument dropped, or two exchanged; a
-method that only copies or casts left out; a condition turned; a number, a flag, an operator, an attribute or a dtype
-changed. One that keeps full marks is a hole in the lesson's checks, unless nobody could tell it from the reference: then
-its name stands in UNTOLD of the lesson's mistakes.py, with the reason.
+A statement dropped, or put behind the next one; a block left out of its `with`; an argument dropped, or two exchanged;
+a method that only copies or casts left out; a condition turned; a number, a flag, an operator, an attribute or a dtype
+changed. One that keeps full marks is a hole in the lesson's checks, unless nobody could tell it from the reference:
+then its name stands in UNTOLD of the lesson's mistakes.py, with the reason.
 """
 
 import argparse
