@@ -22,19 +22,21 @@ class SavedParameters:
     """Calls whole(unit) before a saved tensor is read that lies in the memory of this unit, which
     must hold the values then.
 
-    units: with their buckets, whose memory stays the same, whatever its size is for now.
+    units: with their buckets, whose memory stays the same during a forward, whatever its size is.
     """
 
     def __init__(self, units: list, whole: Callable):
-        # a graph keeps no stage alive
-        self._units = {bucket.parameters.untyped_storage()._cdata: weakref.ref(unit)
-                       for unit in units for bucket in unit.buckets}
+        self._units = [weakref.ref(unit) for unit in units]  # a graph keeps no stage alive
+        self._unit_at: dict[int, weakref.ref] = {}  # by the place of the storage
         self._whole, self._context = whole, None
 
     def begin(self) -> None:
         """From here on autograd saves through this object, unless it saves through hooks already:
         a checkpoint's compute again what is read, save_on_cpu keeps copies."""
         if self._context is None and _top_hooks() is None:
+            self._unit_at = {bucket.parameters.untyped_storage()._cdata: unit
+                             for unit in self._units for bucket in unit().buckets
+                             if bucket.parameters is not None}
             self._context = saved_tensors_hooks(self._pack, self._unpack)
             self._context.__enter__()
 
@@ -48,7 +50,7 @@ class SavedParameters:
         """(the tensor, its unit or None, how often it was changed in place)"""
         unit = None
         if tensor.layout == torch.strided:
-            unit = self._units.get(tensor.untyped_storage()._cdata)
+            unit = self._unit_at.get(tensor.untyped_storage()._cdata)
         if unit and unit() is None:  # its stage is gone, and the memory is somebody else's
             unit = None
         # detached, since it may be what the node returns: a node that holds itself is never freed
