@@ -10,9 +10,6 @@ import functools
 import gc
 import math
 import os
-import socket
-import stat
-import struct
 import sys
 import threading
 import time
@@ -28,6 +25,7 @@ from toys import Recipe
 
 from zero_minimal.foundations import notes
 from zero_minimal.foundations.ranks import RankError
+from zero_minimal.meters.traffic import wire_bytes
 
 # torch 2.6's own fully_shard asks for what its CPU streams do not have
 FSDP2_RUNS_ON_THE_CPU = hasattr(torch.cpu.Stream, "record_event")
@@ -121,28 +119,6 @@ def events_of_a_step(stage_class, accumulate=1, make=toys.Transformer, **options
         zero.zero_grad()
     psi, padding = sum(param.nbytes for param in model.parameters()), 4 * most_padding(model, dist.get_world_size())
     return watch.events, psi, padding
-
-
-def wire_bytes():
-    """Bytes that this rank's sockets have delivered so far, as the kernel counts them, or None where it does not tell.
-
-    Unlike the loopback's counter this one belongs to the rank alone: other programs cannot disturb it.
-    """
-    if not os.path.isdir("/proc/self/fd") or not hasattr(socket, "TCP_INFO"):
-        return None
-    dist.barrier()
-    total = 0
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(number))) as connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                total += struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked of linux/tcp.h
-        except (OSError, struct.error):
-            pass  # not a TCP connection, or closed meanwhile
-    dist.barrier()
-    return total
 
 
 def written_bytes():
@@ -655,13 +631,13 @@ def on_the_wire(stage_class, accumulate=1):
     model = toys.build(lambda: toys.MLP(7, 500, 1300, 900, 3), rank)
     zero = stage_class(model, optim.SGD, lr=0.01)
     for step in range(2):
-        before = wire_bytes()
+        before = wire_bytes(quiet=True)
         for micro in range(accumulate):
             with zero.no_sync() if micro + 1 < accumulate else contextlib.nullcontext():
                 model(*toys.numbers(rank, step)).backward()
         zero.step()
         zero.zero_grad()
-        after = wire_bytes()
+        after = wire_bytes(quiet=True)
     return None if after is None else after - before, sum(param.nbytes for param in model.parameters())
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toys import STAGES, WORLDS, Recipe
 
 from zero_minimal.meters.memory import Ledger
-from zero_minimal.meters.traffic import TrafficMeter, loopback_bytes
+from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.workload.settings import Settings
 
@@ -390,32 +390,31 @@ def test_sent_bytes_equal_the_formula(world_size, dtype, accumulate):
 
 
 def on_the_wire():
-    """For each stage: Psi in bytes; what this rank's sockets delivered in a step, and what the loopback saw of it."""
-    rank, world_size, found = dist.get_rank(), dist.get_world_size(), []
+    """For each stage: Psi in bytes; what this rank's sockets delivered in a step."""
+    rank, found = dist.get_rank(), []
     for stage_class in STAGES:
         model = toys.build(lambda: toys.MLP(7, 500, 1300, 900, 3), rank)
         zero = stage_class(model, optim.SGD, lr=0.01)
         for step in range(2):
-            before = checks.wire_bytes(), loopback_bytes(quiet=True)
+            before = checks.wire_bytes(quiet=True)
             model(*toys.numbers(rank, step)).backward()
             zero.step()
             zero.zero_grad()
-            after = loopback_bytes(quiet=True), checks.wire_bytes()
+            after = checks.wire_bytes(quiet=True)
         psi = 4 * sum(bucket.padded for bucket in zero.buckets)
-        if None not in before:
-            found.append((psi, after[1] - before[0], (after[0] - before[1]) / world_size))
+        if before is not None:
+            found.append((psi, after - before))
     return found
 
 
 @pytest.mark.parametrize("world_size", sample((2, 3), [3]))
 def test_the_wire_carries_what_the_formula_says(world_size):
     for rank in toys.run(on_the_wire, world_size):
-        for stage, (psi, sockets, loopback) in enumerate(rank):
+        for stage, (psi, sockets) in enumerate(rank):
             assert psi > 7_000_000
             # without a module list, stage 3 has a root unit alone, which is gathered once: 2 Psi here, too
             theory = 2 * psi * (world_size - 1) / world_size
             assert sockets == pytest.approx(theory, rel=0.02), f"stage {stage}"
-            assert loopback > 0.98 * theory, f"stage {stage}"  # other programs on this machine may add to it
 
 
 # ------------------------------------------------------------------------------------------------------ other promises

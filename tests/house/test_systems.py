@@ -40,7 +40,7 @@ def no_linux(monkeypatch):
 
     for owner, name in ((builtins, "open"), (os, "listdir"), (os, "stat")):
         monkeypatch.setattr(owner, name, hidden(getattr(owner, name)))
-    for owner, name in ((traffic, "COUNTERS"), (timing, "STATUS"), (timing, "FORGET_PEAK"), (timing, "MACHINE")):
+    for owner, name in ((timing, "STATUS"), (timing, "FORGET_PEAK"), (timing, "MACHINE")):
         monkeypatch.setattr(owner, name, Path("/no/such/proc"))
     for name in ("sched_setaffinity", "sched_getaffinity", "sched_setscheduler", "SCHED_BATCH"):
         monkeypatch.delattr(os, name, raising=False)
@@ -54,7 +54,7 @@ def test_what_only_linux_tells_is_not_known_elsewhere(no_linux):
     process, cpu = os.getpid(), torch.device("cpu")
     assert accounts.sent_by(process) is None and accounts.held_by(process) is None
     assert accounts.descendants(process) == [] and accounts.end_all_below(process) == 0
-    assert traffic.loopback_bytes() is None and timing.machine_seconds() is None
+    assert traffic.wire_bytes() is None and timing.machine_seconds() is None
     assert timing.start_of_memory(cpu) is None
     assert not fence.holds()
     for nothing in (fence.end_with_parent, fence.no_other_processes, lambda: fence.only_files(["/"], [])):
@@ -89,7 +89,7 @@ def test_a_picture_shows_no_bytes_that_nobody_counted():
     report = [{"seconds": [2.0, 2.0, 9.0], "wire_bytes": None}] * 3
     _, wire = draw_speeds([{"DDP": report}, {"DDP": report}]).axes
     assert [text.get_text() for text in wire.texts] == ["not known here"]
-    for counted, words in ((None, "crossed the loopback: not known here"), (1e6, "crossed the loopback")):
+    for counted, words in ((None, "on the wire: not known here"), (1e6, "on the wire")):
         axis = Figure().subplots()
         traffic_panel(axis, [{"traffic": {"sent_bytes": 1e6, "theory_bytes": 1e6, "wire_bytes": counted}}], [0])
         assert words in [text.get_text() for text in axis.get_legend().get_texts()]

@@ -1,5 +1,8 @@
 """The traffic meter: every collective counts once, with its payload and what a ring sends for it."""
 
+import socket
+import struct
+import subprocess
 import sys
 
 import checks
@@ -11,7 +14,7 @@ from torch import nn
 
 from zero_minimal.foundations import collectives, ranks, ring
 from zero_minimal.meters import traffic
-from zero_minimal.meters.traffic import TrafficMeter, loopback_bytes
+from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import a test file
 
@@ -200,36 +203,57 @@ def test_leaves_the_collectives_as_they_were():
     ranks.run(failing, 1, device="cpu")
 
 
-# -------------------------------------------------------------------------------------------------------- loopback
+# -------------------------------------------------------------------------------------------------------- on the wire
 
 
 def crossing():
-    """The least of ten readings for one reduce-scatter: whatever else runs on this machine only adds to it."""
+    """What this rank's connections carry for one reduce-scatter, while another program sends 40 MB over the
+    loopback."""
     n = dist.get_world_size()
     whole, part = torch.ones(n * 2**20), torch.empty(2**20)
-    readings = []
-    for _ in range(10):
-        before = loopback_bytes(quiet=True)
-        collectives.reduce_scatter(part, whole)
-        readings.append(loopback_bytes(quiet=True) - before)
-    return min(readings) / n
+    collectives.reduce_scatter(part, whole)  # connections are made
+    before = wire_bytes(quiet=True)
+    if dist.get_rank() == 0:
+        subprocess.run([sys.executable, "-c", STRANGER], check=True)
+    collectives.reduce_scatter(part, whole)
+    return wire_bytes(quiet=True) - before
 
 
-@pytest.mark.skipif(loopback_bytes() is None, reason="no /proc/net/dev here")
-def test_what_crosses_the_loopback():
-    expected = 4 * 2 * 2**20 * 1 / 2
-    for wire in ranks.run(crossing, 2, device="cpu"):
-        assert expected <= wire <= 1.02 * expected
+STRANGER = """
+import socket
+door = socket.create_server(("127.0.0.1", 0))
+sender = socket.create_connection(door.getsockname())
+receiver, _ = door.accept()
+for _ in range(1000):
+    sender.sendall(bytes(40_000))
+    receiver.recv(40_000, socket.MSG_WAITALL)
+"""
 
 
-def test_loopback_counter_is_read_or_none(tmp_path, monkeypatch):
-    table = tmp_path / "dev"
-    monkeypatch.setattr(traffic, "COUNTERS", table)
-    assert loopback_bytes() is None, "no such file, as on macOS"
-    table.write_text(
-        "Inter-|   Receive                                     |  Transmit\n"
-        " face |bytes packets errs drop fifo frame comp multi|bytes packets errs drop fifo colls carrier comp\n"
-        "  eth0:  111     11    0    0    0     0    0     0    222      22    0    0    0     0       0    0\n"
-        "    lo:12345     33    0    0    0     0    0     0  67890      44    0    0    0     0       0    0\n"
-    )
-    assert loopback_bytes() == 67890
+@pytest.mark.skipif(wire_bytes() is None, reason="the kernel does not count here")
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_the_wire_is_the_rank_s_own(world_size):
+    expected = 4 * 2**20 * (world_size - 1)
+    for wire in ranks.run(crossing, world_size, device="cpu"):
+        assert expected <= wire <= 1.001 * expected
+
+
+@pytest.mark.skipif(wire_bytes() is None, reason="the kernel does not count here")
+def test_what_is_open_besides_does_not_count(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as sender:
+        receiver, _ = door.accept()
+        pair = socket.socketpair()  # no TCP
+        with receiver, pair[0], pair[1], open(tmp_path / "file", "wb") as file:
+            before = wire_bytes()
+            sender.sendall(bytes(10_000))
+            for write in (file.write, pair[0].send):
+                write(bytes(1000))
+            assert wire_bytes() - before == 10_000
+
+
+def test_a_kernel_that_does_not_count_is_told_apart(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()):
+        monkeypatch.setattr(traffic, "SENT", struct.Struct("400x2Q"))  # as if tcp_info were shorter
+        assert wire_bytes() is None
+    monkeypatch.setattr(traffic, "FILES", "/no/such/folder")
+    assert wire_bytes() is None, "as on macOS"

@@ -1,7 +1,7 @@
 """Observer: measures a training run from outside, one thing in each of its phases.
 
     steps 0 and 1    memory: the ledger sees every storage, and slows the run
-    steps 2 to 6     traffic: the collectives, and the counter of the loopback
+    steps 2 to 6     traffic: the collectives, and what the rank's connections carry
     the rest         time alone
 """
 
@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
 from zero_minimal.meters.memory import Ledger
-from zero_minimal.meters.traffic import TrafficMeter, loopback_bytes
+from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
 from zero_minimal.paper import formulas
 
 MEMORY_STEPS = 2  # the optimizer makes its state in the first; the second is like all that follow, and is reported
@@ -36,7 +36,7 @@ class Observer:
         self.traffic_to = min(self.traffic_from + TRAFFIC_STEPS, settings.steps)
         self.seconds: list[float] = []
         self.states: dict[str, int] = {}  # bytes by category at the end of the last step that the ledger saw
-        self.wire_bytes: list[float] = []  # of each step whose traffic is watched, a rank's share; empty if not known
+        self.wire_bytes: list[int] = []  # of each step whose traffic is watched; empty if not known
 
     @contextmanager
     def step(self):
@@ -64,12 +64,12 @@ class Observer:
 
     @contextmanager
     def _watch_traffic(self):
-        before = loopback_bytes(quiet=True)
+        before = wire_bytes(quiet=True)
         with self.meter:
             yield
-        after = loopback_bytes(quiet=True)
+        after = wire_bytes(quiet=True)
         if before is not None:
-            self.wire_bytes.append((after - before) / self.rank.local_world_size)
+            self.wire_bytes.append(after - before)
 
     # ---------------------------------------------------------------------------------------------------------- report
 
@@ -122,7 +122,6 @@ class Observer:
             "theory_bytes": formulas.traffic(stage, parameters, *rest),
             "theory_volume": formulas.volume(stage, accumulate),
             "padding_bytes": formulas.traffic(stage, padding, *rest),
-            # the median: other programs of this machine speak over the loopback too, now and then
             "wire_bytes": statistics.median(self.wire_bytes) if self.wire_bytes else None,
         }
 

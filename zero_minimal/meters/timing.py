@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from zero_minimal.foundations import ranks
 from zero_minimal.meters.observer import Observer
-from zero_minimal.meters.traffic import loopback_bytes
+from zero_minimal.meters.traffic import wire_bytes
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
 
@@ -35,8 +35,7 @@ def time_steps(stage_class, settings: Settings, warm_up: int, *, one_by_one: boo
     Returns, with None for what this machine does not tell:
         seconds: of each step after the warm-up, from one barrier to the next.
         losses: of all steps, of this rank's batches.
-        wire_bytes: what crossed the loopback in a step after the warm-up, over the number of ranks; with several
-            machines, what left this one over its ranks.
+        wire_bytes: what this rank's connections carried away in a step after the warm-up.
         resident_bytes: the peak of memory from before the model was built, less what was there then.
         elapsed_seconds: of the steps and of building the model.
         cpu_seconds: what all threads of this rank worked in that time.
@@ -47,7 +46,7 @@ def time_steps(stage_class, settings: Settings, warm_up: int, *, one_by_one: boo
         batches = list(draw_batches(settings, rank, warm_up + settings.steps))
         prepare(stage_class, rank.device)
         memory, began = start_of_memory(rank.device), together(rank.device)
-        own, machine, wire = time.process_time(), machine_seconds(), loopback_bytes()
+        own, machine, wire = time.process_time(), machine_seconds(), wire_bytes()
         zero = loop.build(stage_class, settings, rank, **options)
         losses, marks, first = [], [together(rank.device)], 0  # marks: seconds, when each step was over on all ranks
         for parts in loop.steps(zero, batches, replace(settings, steps=warm_up + settings.steps)):
@@ -55,13 +54,13 @@ def time_steps(stage_class, settings: Settings, warm_up: int, *, one_by_one: boo
             if one_by_one or len(losses) in (warm_up, warm_up + settings.steps):
                 marks.append(together(rank.device))
             if len(losses) == warm_up:
-                wire, first = loopback_bytes(), len(marks) - 1
-        now_wire = loopback_bytes()
+                wire, first = wire_bytes(), len(marks) - 1
+        now_wire = wire_bytes()
         return {
             "seconds": [(end - start) / (1 if one_by_one else settings.steps)
                         for start, end in itertools.pairwise(marks[first:])],
             "losses": [loss.item() for loss in losses],
-            "wire_bytes": None if wire is None else (now_wire - wire) / (rank.local_world_size * settings.steps),
+            "wire_bytes": None if wire is None else (now_wire - wire) / settings.steps,
             "resident_bytes": None if memory is None else peak_of_memory(rank.device) - memory,
             "elapsed_seconds": time.perf_counter() - began,
             "cpu_seconds": time.process_time() - own,

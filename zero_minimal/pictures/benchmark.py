@@ -45,7 +45,7 @@ def draw_benchmark(rows: list[dict]) -> Figure:
 
 
 def draw_speeds(runs: list[dict[str, list]]) -> Figure:
-    """Times of a step over DDP's of the same round, and what crossed the loopback.
+    """Times of a step over DDP's of the same round, and what went over the wire.
 
     Args: runs [rank] {contender: a report of timing.time_steps for each round}.
     """
@@ -63,7 +63,7 @@ def draw_speeds(runs: list[dict[str, list]]) -> Figure:
     words = ["not known here" if count is None else f"{count:.1f}" for count in wire]
     axes[0][1].bar_label(drawn, words, padding=4, fontsize=9)
     axes[0][1].margins(x=0.14)
-    axes[0][1].set_title("MB of a rank on the loopback, a step")
+    axes[0][1].set_title("MB of a rank on the wire, a step")
     name_lines(axes[0], list(seconds))
     return result
 
@@ -129,7 +129,7 @@ def sent_panel(axis: Axes, rows: list[dict]) -> None:
     """Bytes that a rank sends in a step: counted, measured, and by the formula."""
     bar_pairs(axis, {
         "sent, as a ring sends": ([row["sent_bytes_per_step"] for row in rows], SENT),
-        "crossed the loopback": ([row["wire_bytes_per_step"] for row in rows], ON_THE_WIRE),
+        "on the wire": ([row["wire_bytes_per_step"] for row in rows], ON_THE_WIRE),
     })
     formula_marks(axis, range(len(rows)), [row["theory_bytes_per_step"] / 1e6 for row in rows], 0.84, flat=True)
     axis.set_title("MB sent by a rank in a step", fontsize=11)

@@ -25,7 +25,7 @@ LOOKS: dict[str, Look] = {  # of the categories of memory, from the bottom of a 
     "buffers": ("#F0E442", "xx"),
     "other": ("#BBBBBB", ""),
 }
-SENT, ON_THE_WIRE = ("#CC79A7", ""), ("#D55E00", "//")  # traffic: as a ring sends, and as the loopback saw it
+SENT, ON_THE_WIRE = ("#CC79A7", ""), ("#D55E00", "//")  # traffic: as a ring sends, and as its connections carried it
 PLAIN = ("#777777", "")  # what is of no category: speeds, numbers of blocks
 STAGE_COLOURS = ("#777777", "#E69F00", "#009E73", "#0072B2")  # stages 0 to 3, where each is a line
 MARKERS = "osD^vPX*"  # one for each run, where runs share an axis

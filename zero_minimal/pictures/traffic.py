@@ -12,7 +12,7 @@ def traffic_panel(axis: Axes, rows: list[dict], positions: Sequence[float]) -> N
     """Bytes that a rank sends in a step: counted, measured, and by the formula. rows: reports of runs."""
     sent = [row["traffic"]["sent_bytes"] / 1e6 for row in rows]
     wire = [(row["traffic"]["wire_bytes"] or 0) / 1e6 for row in rows]
-    crossed = "crossed the loopback" + (": not known here" if not any(wire) else "")
+    crossed = "on the wire" + (": not known here" if not any(wire) else "")
     bars(axis, [position - 0.18 for position in positions], sent, SENT, "sent, as a ring sends", width=0.34)
     bars(axis, [position + 0.18 for position in positions], wire, ON_THE_WIRE, crossed, width=0.34)
     formula_marks(axis, positions, [row["traffic"]["theory_bytes"] / 1e6 for row in rows])

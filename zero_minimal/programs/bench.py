@@ -13,8 +13,8 @@ for all. What makes times comparable:
     the losses   of each rank must be DDP's within 1e-5: who computes something else has not won
     alone        the share of the processors that other programs took is reported: with more than a few percent, wait
 
-The ledger's peak and the bytes sent come from a short run apart, since watching slows a step. What crossed the
-loopback and resident memory are the operating system's figures for the timed runs. Resident memory is the peak (VmHWM)
+The ledger's peak and the bytes sent come from a short run apart, since watching slows a step. What went over
+the wire and resident memory are the operating system's figures for the timed runs. Resident memory is the peak (VmHWM)
 from the moment before the model is built, less what was resident at that moment: Python, torch, the process group, the
 batches. (So some 25 MB of code and scratch that any training touches first are in it.) On a GPU it is what torch's
 allocator took. In each round the rank with the highest figure counts; what is reported is the median of the rounds.
@@ -209,7 +209,7 @@ def describe(rows: list[dict]) -> str:
         parts.append(report.table([["times of a step", "median", "min", "quartiles", "max"], *duels]))
     busiest = max(row["others_cpu_share"] or 0.0 for row in rows)
     if busiest > QUIET:
-        parts.append(f"Other programs took up to {busiest:.0%} of the processors: trust neither times nor the wire.")
+        parts.append(f"Other programs took up to {busiest:.0%} of the processors: do not trust the times.")
     return "\n\n".join(parts)
 
 

@@ -44,7 +44,7 @@ def watched_run(stage_class, settings: Settings) -> tuple[dict, list[Moment]]:
         for _ in loop.steps(zero, loop.training_batches(settings, rank.rank), settings, observers=[observer]):
             pass
         row = observer.report()
-        del row["traffic"]["wire_bytes"]  # other programs speak over the loopback too
+        del row["traffic"]["wire_bytes"]  # the kernel may send a few bytes more or less
         return {key: row[key] for key in KEPT}, observer.ledger.timeline
 
 

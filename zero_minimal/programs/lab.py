@@ -43,7 +43,7 @@ from zero_minimal.meters.forwards import forwards
 from zero_minimal.meters.memory import Ledger, Moment
 from zero_minimal.meters.observer import Observer
 from zero_minimal.meters.phases import Phases
-from zero_minimal.meters.traffic import TrafficMeter, loopback_bytes
+from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
 from zero_minimal.paper import published
 from zero_minimal.programs import simulated
 from zero_minimal.programs.offload import Offload
@@ -233,7 +233,7 @@ class Lab:
         return self._alone
 
     def _measured(self, zero, rank: Rank, settings: Settings) -> Run:
-        observer, account, phases = Observer(zero, rank, settings), _Account(self.ranks), Phases()
+        observer, account, phases = Observer(zero, rank, settings), _Account(), Phases()
         batches = loop.training_batches(settings, rank.rank)
         losses = [loop.mean_over_ranks([sum(parts).item()], self.rank)[0]
                   for parts in loop.steps(zero, batches, settings, observers=[observer, account, phases])]
@@ -277,7 +277,7 @@ class Lab:
     def watch(self) -> Iterator[Seen]:
         """Measure whatever runs inside."""
         seen, ledger, meter = Seen(), Ledger(self.rank.device.type), TrafficMeter()
-        account = _Account(self.ranks)
+        account = _Account()
         with meter, ledger, account.step(), forwards() as ran:
             before = ledger.total
             ledger.reset()
@@ -296,10 +296,10 @@ class Lab:
 
 class _Account:
     """What a rank writes in each step, as the system counts it. Where it does not let this process see its own count,
-    it is the mean of all ranks, off the loopback, on which other programs speak too."""
+    it is what its connections carry."""
 
-    def __init__(self, ranks: int):
-        self.ranks, self.steps = ranks, []
+    def __init__(self):
+        self.steps = []
 
     @contextlib.contextmanager
     def step(self):
@@ -310,8 +310,7 @@ class _Account:
     def _count(self) -> float | None:
         if (own := written()) is not None:
             return own
-        all_of_them = loopback_bytes(quiet=True)
-        return None if all_of_them is None else all_of_them / self.ranks
+        return wire_bytes(quiet=True)
 
     def per_step(self, first: int, end: int) -> float | None:
         """The mean of these steps."""

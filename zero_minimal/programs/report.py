@@ -96,7 +96,7 @@ def memory_rows(report: dict) -> list[list[str]]:
 
 
 def traffic_rows(report: dict) -> list[list[str]]:
-    """Rows of the traffic table: what a ring sends for the collectives of a step, and what the loopback saw."""
+    """Rows of the traffic table: what a ring sends for the collectives of a step, and what its connections carried."""
     traffic = report["traffic"]
     words = f"{traffic['theory_volume']}Ψ(N−1)/N"
     sent = explained(traffic["sent_bytes"], traffic["theory_bytes"], words, traffic["padding_bytes"])
