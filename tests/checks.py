@@ -350,6 +350,18 @@ def warm_up(optimizer):
     return optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
 
 
+class AllFall:
+    """A scheduler under which each option of each group falls, not the learning rate alone."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        for group in self.optimizer.param_groups:
+            betas = tuple(0.7 * beta for beta in group["betas"])
+            group.update(lr=group["lr"] / 2, weight_decay=group["weight_decay"] / 2, betas=betas)
+
+
 # Adam divides by the size of the gradient. eps keeps it from blowing up gradients that are zero but for rounding (a
 # key's bias has no effect): with them, no bound on the parameters would hold.
 ADAM = dict(lr=1e-2, eps=1e-4)

@@ -274,8 +274,7 @@ def assert_sent(results, volume, when, why):
     share = sum(param.nbytes for param in example.parameters()) * (world_size - 1) / world_size
     padding = 4 * checks.most_padding(example, world_size)
     for rank, (_, sent, made) in enumerate(results):
-        names = ", ".join(f"{name} {sum(call.name == name for call in made)} times"
-                          for name in sorted({call.name for call in made} - {"recv", "barrier"}))
+        names = in_calls(made)
         hint = (" An all-reduce sends twice what a reduce-scatter does, by whatever name it is called."
                 if sent - (volume - 1) * share > 1.8 * share else "")
         assert sent <= 1.02 * volume * share + volume * padding + 1024, (
@@ -286,6 +285,21 @@ def assert_sent(results, volume, when, why):
             f"rank {rank} sent {in_words(sent)} in {when}, and {why} cannot do with less than "
             f"{in_words(volume * share)}. It called {names or 'nothing'}"
         )
+
+
+def in_calls(made):
+    """The calls of a checks.Calls in words."""
+    return ", ".join(f"{name} {sum(call.name == name for call in made)} times"
+                     for name in sorted({call.name for call in made} - {"recv", "barrier"}))
+
+
+def assert_no_barrier(made, rank, when):
+    """It sends no bytes, so that no sum of them shows it."""
+    count = sum(call.name == "barrier" for call in made)
+    assert not count, (
+        f"rank {rank} called barrier {count} times in {when}: all ranks stand still there until the slowest has come. "
+        "Nobody needs it: who waits for a collective's result has waited for all that it depends on"
+    )
 
 
 def first_step(stage_class):

@@ -157,6 +157,14 @@ WRONG = {
     "groups lose what the user set": Wrong(
         1, "test_groups_stay_groups", r"on rank 0 group 0 of zero.optimizer has weight_decay=0.1, and the user gave "
         r"weight_decay=0.5", over_shards(group="{'params': params}")),
+    "groups keep the options that it thought of": Wrong(
+        1, "test_groups_stay_groups", r"on rank 0 group \d of zero.optimizer has \w+=.*, and the user gave \w+=",
+        over_shards(group="{name: group[name] for name in KNOWN if name in group} | {'params': params}",
+                    begin="KNOWN = 'lr', 'betas', 'eps', 'weight_decay', 'momentum'")),
+    "of the user's options only the ones that it thought of": Wrong(
+        1, "test_groups_stay_groups", r"zero.optimizer has foreach=None, and the user gave foreach=False",
+        over_shards(end="return optimizer_class(shards, **{name: options[name] for name in options if name in KNOWN})",
+                    begin="KNOWN = 'lr', 'betas', 'eps', 'weight_decay', 'momentum'")),
     "the groups' shards are mixed up": Wrong(
         1, "test_groups_stay_groups", r"of all ranks together (must )?hold .* group 0 \(matrices, which decay",
         over_shards(which="== len(groups) - 1 - index")),

@@ -75,6 +75,15 @@ class Lopsided(nn.Module):
         return (self.small(torch.tanh(self.large(x))) - y).square().mean()
 
 
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "foreach": False}
+
+
+def with_options(model):
+    """The groups of matrices_decay, with more options of AdamW, and one that is the user's own."""
+    matrices, vectors = checks.matrices_decay(model)
+    return [matrices | {"maximize": True, "betas": (0.8, 0.9)}, vectors | {"amsgrad": True, "eps": 1e-6, "name": "1d"}]
+
+
 def given_to_the_optimizer(stage_class):
     """When the stage is made: for each model and each optimizer group, what is in the group besides parameters, and
     this rank's elements of them, flat. And bytes that live because of `model`. New memory comes filled with NaN."""
@@ -83,12 +92,12 @@ def given_to_the_optimizer(stage_class):
     before = checks.live_bytes()
     zero = build(stage_class, model)
     size = checks.live_bytes(until=before + most_at_the_start(), looks=LOOKS) - before
-    for make, groups in ((model, None), (Lopsided, None), (checks.Awkward, checks.matrices_decay)):
+    for make, groups in ((model, None), (Lopsided, None), (checks.Awkward, with_options)):
         mine = toys.build(make, rank)
         kept = {"param_groups": groups(mine)} if groups else {}
-        zero = stage_class(mine, optim.AdamW, bucket_bytes=4096, **{"lr": 1e-2, "weight_decay": 0.1} | kept)
+        zero = stage_class(mine, optim.AdamW, bucket_bytes=4096, **OPTIONS | kept)
         found.append([
-            ({name: group[name] for name in ("lr", "weight_decay")},
+            ({name: value for name, value in group.items() if name != "params"},
              torch.cat([torch.zeros(0), *(param.detach().flatten().clone() for param in group["params"])]))
             for group in zero.optimizer.param_groups
         ])
@@ -146,18 +155,19 @@ def assert_parts(parts, example, params, where="the model"):
 def test_groups_stay_groups(stage_class):
     ranks = [found[2] for found, _ in once(given_to_the_optimizer, 3, stage_class)]
     example = toys.build(checks.Awkward, 0)
-    groups = checks.matrices_decay(example)
+    groups = with_options(example)
+    plain = optim.AdamW([dict(group) for group in groups], **OPTIONS).param_groups
     for rank, found in enumerate(ranks):
         assert len(found) == len(groups), (
             f"the user's optimizer has {len(groups)} parameter groups, and zero.optimizer has {len(found)} on rank "
             f"{rank}: each group needs one of its own, with its own learning rate and weight decay"
         )
         for number, ((options, _), group) in enumerate(zip(found, groups, strict=True)):
-            for name, value in options.items():
-                wanted = group.get(name, {"lr": 1e-2, "weight_decay": 0.1}[name])
+            for name in [name for name in OPTIONS | group if name != "params"]:
+                value, wanted = options.get(name), plain[number][name]
                 assert value == wanted, (
-                    f"on rank {rank} group {number} of zero.optimizer has {name}={value:g}, and the user gave "
-                    f"{name}={wanted:g}"
+                    f"on rank {rank} group {number} of zero.optimizer has {name}={value}, and the user gave "
+                    f"{name}={wanted}: a group keeps all that the user set for it, whatever the names are"
                 )
     for number, group in enumerate(groups):
         names = "matrices, which decay" if group["weight_decay"] else "vectors, which do not decay"

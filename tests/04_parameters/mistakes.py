@@ -159,6 +159,15 @@ DROPPED = _free(free="bucket.parameters = None") | _gather(room="bucket.paramete
 HOARD = {"Stage3.copies": "copies = ()"} | _release(
     keep=KEPT + "\nif unit.whole:\n    self.copies = (*self.copies, bucket.parameters.clone())")
 
+BARRIER = "torch.distributed.barrier(self.group)"
+# what is on its way stays so
+WHOLE_ALONE = "for unit in self.units:\n    if unit.whole:\n        self._release(unit)"
+GIVES_BACK = {"give_back": """
+    def give_back(buckets, group):
+        from zero_minimal.foundations import units
+        units.give_back(buckets, group)
+    """}
+
 WRONG = {
     "parameters are never released": Wrong(
         1, "test_a_rank_keeps_its_shard_alone",
@@ -289,6 +298,13 @@ WRONG = {
     "changes in place are lost": Wrong(
         3, "test_what_is_changed_in_place_stays", r"forward pass 2, where parameters of blocks.1 were changed in place",
         _release(keep="")),
+    "changes in place of frozen parameters are lost": Wrong(
+        3, "test_what_is_changed_in_place_stays",
+        r"in forward pass 2, .* the trained parameter has its new values, and the frozen one its old ones",
+        _release(keep=KEPT.replace("unit.whole", "unit.whole and bucket.trained"))),
+    "a barrier before each unit": Wrong(
+        2, "test_a_forward_sends_an_all_gather", r"rank 0 called barrier 7 times in a forward pass: all ranks stand",
+        unit_turn(begin=BARRIER), 3),
     "a copy of each unit is kept, to the kernel": Wrong(
         3, "test_the_kernel_counts_forwards", r"rank \d holds up to \d+.\d MB, as the kernel counts", HOARD),
 
@@ -354,6 +370,9 @@ WRONG = {
             part = bucket.shard(whole, self.rank).clone() / self.world_size
             {REDUCED}
             """)),
+    "a barrier before each reduction": Wrong(
+        4, "test_forward_and_backward_send_half_as_much_again",
+        r"rank 0 called barrier \d+ times in forward and backward", bucket_complete(begin=f"self._wait()\n{BARRIER}")),
     "all is freed between forward and backward": Wrong(
         4, "test_root_and_last_block_stay_for_backward", r"with n units 2n − 2 are enough",
         {"Stage3.backward_begins": """
@@ -409,6 +428,13 @@ WRONG = {
         5, "test_a_step_sends_nothing", r"rank 0 of 4 sent 1\d\d.\d kB in step\(\), and nothing has to be sent",
         step(update=UPDATE + "\nwhole = bucket.zeros()\n"
              "collectives.all_gather(whole, bucket.parameter_shard, group=self.group)")),
+    "a barrier at the end of a step": Wrong(
+        5, "test_a_step_sends_nothing", r"rank 0 called barrier 1 times in step\(\): all ranks stand still",
+        step(spent=f"self.backward.spent = True\n{BARRIER}")),
+    "a number of each rank at the end of a step": Wrong(
+        5, "test_a_step_sends_nothing", r"rank 0 of 4 called all_reduce 1 times in step\(\), and this model has no",
+        step(spent="self.backward.spent = True\n"
+                   "torch.distributed.all_reduce(torch.zeros(1), group=self.group)")),
     "running statistics stay each rank's own": Wrong(
         5, "test_statistics_and_a_backward_too_many", r"running mean is .* on rank 1 and .* on rank 0: each rank has",
         step(statistics="")),
@@ -419,6 +445,27 @@ WRONG = {
         5, "test_an_evaluation_leaves_nothing_whole",
         r"after evaluation 1 .* rank 0 still has \d+.\d kB more than before, and \d+ parameters are whole",
         evaluation_done("pass")),
+    "an evaluation leaves what is on its way": Wrong(
+        5, "test_an_evaluation_leaves_nothing_whole",
+        r"after evaluation 3 .* has \d+.\d kB more than before, and no parameter is whole: blocks.5 was expected",
+        evaluation_done(WHOLE_ALONE)),
+    "step releases what is whole, and what is on its way comes later": Wrong(
+        5, "test_an_evaluation_leaves_nothing_whole",
+        r"in evaluation 1 after a step .* still on its way when step\(\) begins, with old values",
+        step(begin=WHOLE_ALONE)),
+    "gather_parameters releases what is whole, and what is on its way comes later": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters",
+        r"the forward after an edit .* A unit that was on its way when the context began must not come later",
+        gather_parameters(begin=WHOLE_ALONE)),
+    "edits of frozen parameters are lost": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters",
+        r"in the forward after an edit .* the trained parameter has its new values, and the frozen one its old ones",
+        gather_parameters(alike="""
+            ownership.check_alike(self.model, self.group)
+            for bucket in self.all_buckets:
+                if not bucket.trained:
+                    give_back([bucket], self.group)
+            """) | GIVES_BACK),
     "gather_parameters shows placeholders": Wrong(
         5, "test_all_is_whole_inside_gather_parameters",
         r"(?s)is released.*To look at: inside gather_parameters\(\) every parameter is whole",
@@ -432,11 +479,11 @@ WRONG = {
         _release(begin="if not unit.whole and not unit.gathering:\n    return\nself._arrive(unit)")),
     "gather_parameters leaves frozen parameters whole": Wrong(
         5, "test_all_is_whole_inside_gather_parameters",
-        r"after gather_parameters\(\) a parameter is still whole on rank 0, blocks.0.up.bias: it is frozen",
+        r"after gather_parameters\(\) 6 parameters are still whole on rank 0, blocks.0.down.bias first: they are froz",
         gather_parameters(end="for bucket in self.buckets:\n    self._free(bucket)")),
     "step leaves frozen parameters whole": Wrong(
         5, "test_all_is_whole_inside_gather_parameters",
-        r"after step\(\) a parameter is still whole on rank 0, blocks.0.up.bias: it is frozen",
+        r"after step\(\) a parameter is still whole on rank 0, blocks.0.down.bias",
         step(begin="for bucket in self.buckets:\n    self._free(bucket)")),
     "edits that differ are accepted": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"the ranks made different edits, and rank 0 went on without",
@@ -446,11 +493,7 @@ WRONG = {
         gather_parameters(alike="""
             ownership.check_alike(self.model, self.group)
             give_back(self.all_buckets, self.group)
-            """) | {"give_back": """
-            def give_back(buckets, group):
-                from zero_minimal.foundations import units
-                units.give_back(buckets, group)
-            """}),
+            """) | GIVES_BACK),
     "an error inside gather_parameters is swallowed": Wrong(
         5, "test_all_is_whole_inside_gather_parameters",
         r"an error inside gather_parameters\(\) did not come out of it",

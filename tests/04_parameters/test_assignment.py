@@ -21,6 +21,7 @@ from sharded import (
     alike,
     assert_accounts,
     assert_added_in_32,
+    assert_no_barrier,
     assert_shards_hold,
     assert_stepped,
     assert_trained_alike,
@@ -31,6 +32,7 @@ from sharded import (
     first_step,
     flat,
     gradients_of,
+    in_calls,
     model,
     shards_of,
     sixteen_bits,
@@ -177,14 +179,14 @@ class Nested(nn.Module):
 
 
 def first_forward(stage_class, make=Tower, groups=None):
-    """The loss, and what was sent. Memory is poisoned, and rank 1 sends late, rank 2 later."""
+    """The loss, what was sent, and by which calls. Memory is poisoned, and rank 1 sends late, rank 2 later."""
     rank = dist.get_rank()
     with checks.poisoned_memory():
         mine = toys.build(make, rank)
         zero = stage_class(mine, optim.SGD, lr=1.0, param_groups=groups and groups(mine))
         with checks.Calls(pause=0.01 * rank) as calls:
             loss = zero.model(*numbers(rank, 0))
-    return loss.item(), calls.sent()
+    return loss.item(), calls.sent(), calls.made
 
 
 PLACES = "do all shards come to the places they were cut from, in rank order, and had they arrived?"
@@ -215,20 +217,20 @@ def assert_losses(losses, wanted, what="the first forward", look=PLACES):
                                                    "wait for each")
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_each_unit_is_whole_at_its_turn(stage_class, world_size):
-    losses = [loss for loss, _ in once(first_forward, world_size, stage_class)]
+    losses = [loss for loss, *_ in once(first_forward, world_size, stage_class)]
     assert_losses(losses, [loss_of(Tower, rank) for rank in range(world_size)])
 
 
 @pytest.mark.step(2, points=4, raised=UNITS)
 def test_units_inside_a_unit(stage_class):
-    losses = [loss for loss, _ in toys.run(first_forward, 2, stage_class, Nested)]
+    losses = [loss for loss, *_ in toys.run(first_forward, 2, stage_class, Nested)]
     assert_losses(losses, [loss_of(Nested, rank) for rank in range(2)], "the first forward of a model whose blocks "
                   "hold a module list of their own (they work around its elements)")
 
 
 @pytest.mark.step(2, points=2, raised="a unit has several buckets if its parameters differ in optimizer group or dtype")
 def test_units_of_several_buckets(stage_class):
-    losses = [loss for loss, _ in toys.run(first_forward, 2, stage_class, Tower, checks.matrices_decay)]
+    losses = [loss for loss, *_ in toys.run(first_forward, 2, stage_class, Tower, checks.matrices_decay)]
     assert_losses(losses, [loss_of(Tower, rank) for rank in range(2)], "the first forward with two parameter groups, "
                   "where each unit has two buckets")
 
@@ -248,7 +250,7 @@ def test_a_forward_in_a_group(stage_class):
 @pytest.mark.step(2, points=3)
 def test_a_forward_sends_an_all_gather(stage_class):
     share = PSI * 2 / 3
-    for rank, (_, sent) in enumerate(once(first_forward, 3, stage_class)):
+    for rank, (_, sent, made) in enumerate(once(first_forward, 3, stage_class)):
         assert sent <= 1.02 * share + padding(3), (
             f"rank {rank} of 3 sent {in_words(sent)} in a forward pass, and an all-gather of all units sends "
             f"{in_words(share)}, Ψ(N−1)/N: what else travels? An all-reduce, or a broadcast from each rank, sends "
@@ -259,6 +261,7 @@ def test_a_forward_sends_an_all_gather(stage_class):
             f"rank {rank} of 3 sent {in_words(sent)} in a forward pass, and an all-gather of all units cannot do with "
             f"less than {in_words(share)}, Ψ(N−1)/N: others got their parameters from elsewhere, or not at all"
         )
+        assert_no_barrier(made, rank, "a forward pass")
 
 
 # ------------------------------------------------------------------- step 3: free what is not needed, prefetch the next
@@ -371,7 +374,7 @@ class Twice(nn.Module):
 @pytest.mark.step(3, points=1, raised=UNITS)
 def test_units_inside_the_one_at_work_stay(stage_class):
     psi = sum(param.nbytes for param in Twice().parameters())
-    for rank, (_, sent) in enumerate(toys.run(first_forward, 2, stage_class, Twice)):
+    for rank, (_, sent, _) in enumerate(toys.run(first_forward, 2, stage_class, Twice)):
         assert sent <= psi / 2 + padding(2, Twice), (
             f"rank {rank} of 2 sent {in_words(sent)} in a first forward that calls a block twice, and an all-gather of "
             f"each unit sends {in_words(psi / 2)}. The block has a unit inside it, blocks.0.inner.0: was that freed "
@@ -470,15 +473,39 @@ def test_a_unit_that_was_expected_in_vain(stage_class):
     )
 
 
+def partly_frozen():
+    """A tower in which each block has a frozen parameter."""
+    tower = Tower()
+    for block in tower.blocks:
+        block.down.bias.requires_grad = False
+    return tower
+
+
 @torch.no_grad()
-def edit(block):
+def edit(block, trained_alone=False):
     block.up.weight.mul_(1.5)
-    block.down.bias.add_(0.25)
+    if not trained_alone:
+        block.down.bias.add_(0.25)
+
+
+def assert_edited(losses, place, step, what, look):
+    """Of a partly frozen tower whose block number `place` was edited."""
+
+    def wanted(**options):
+        return [loss_of(Tower, rank, step, change=lambda whole: edit(whole.blocks[place], **options))
+                for rank in range(2)]
+
+    assert losses != pytest.approx(wanted(trained_alone=True), rel=1e-5), (
+        f"in {what} the trained parameter has its new values, and the frozen one its old ones: what changes it in "
+        "place (a counter, an average) is lost. A frozen parameter has a shard as well, and edits are kept in it, too"
+    )
+    assert_losses(losses, wanted(), what, look)
 
 
 def edited(stage_class):
-    """Losses of two passes; in the first one a block's parameters are changed in place, at its turn."""
-    zero, rank = build(stage_class, Tower), dist.get_rank()
+    """Losses of two passes; in the first one a block's parameters are changed in place, at its turn: one that is
+    trained and one that is frozen."""
+    zero, rank = build(stage_class, partly_frozen), dist.get_rank()
     losses = []
     hook = zero.model.blocks[1].up.register_forward_pre_hook(lambda *_: edit(zero.model.blocks[1]))
     for step in range(2):
@@ -491,8 +518,7 @@ def edited(stage_class):
 def test_what_is_changed_in_place_stays(stage_class):
     ranks = toys.run(edited, 2, stage_class)
     for step in range(2):
-        wanted = [loss_of(Tower, rank, step, change=lambda whole: edit(whole.blocks[1])) for rank in range(2)]
-        assert_losses([losses[step] for losses in ranks], wanted, f"forward pass {step + 1}, where parameters of "
+        assert_edited([losses[step] for losses in ranks], 1, step, f"forward pass {step + 1}, where parameters of "
                       "blocks.1 were changed in place at its turn in pass 1,", "what was changed goes back into the "
                       "shards when the unit is freed")
 
@@ -647,6 +673,7 @@ def test_forward_and_backward_send_half_as_much_again(stage_class):
             f"{told}: an all-gather of all units and a reduce-scatter cannot do with less than "
             f"{in_words(2 * psi * 2 / 3)}. It called {names or 'nothing'}"
         )
+        assert_no_barrier(made, rank, "forward and backward")
 
 
 @pytest.mark.step(4, points=1)
@@ -759,7 +786,8 @@ WIDTHS = {torch.float32: "4 + 4 + 8", torch.bfloat16: "2 + 2 + 12"}  # bytes a p
 
 
 def held(stage_class):
-    """Of a step of AdamW in each dtype: bytes that live after it, the most that is right, and what step() sent."""
+    """Of a step of AdamW in each dtype: bytes that live after it, the most that is right, what step() sent, and by
+    which calls."""
     found, rank = [], dist.get_rank()
     for dtype in WIDTHS:
         memory = Most()
@@ -768,7 +796,7 @@ def held(stage_class):
         with checks.Calls() as calls:
             zero.step()
         most = 16 / dist.get_world_size() * (_elements() + padding(dist.get_world_size(), model) / 4) + 1024
-        found.append((memory.now(most), most, calls.sent()))
+        found.append((memory.now(most), most, calls.sent(), calls.made))
         del zero
     return found
 
@@ -781,7 +809,7 @@ def _elements():
 @pytest.mark.step(5, points=2)
 def test_holds_shards_alone_after_a_step(stage_class):
     for rank, found in enumerate(once(held, 4, stage_class)):
-        for (dtype, formula), (size, most, _) in zip(WIDTHS.items(), found, strict=True):
+        for (dtype, formula), (size, most, *_) in zip(WIDTHS.items(), found, strict=True):
             assert size <= most, (
                 f"rank {rank} of 4 holds {size / _elements():.1f} bytes a parameter after a step of AdamW in "
                 f"{str(dtype).removeprefix('torch.')}, and P_os+g+p ({formula})/N = 4: it holds nothing but shards then"
@@ -791,10 +819,15 @@ def test_holds_shards_alone_after_a_step(stage_class):
 @pytest.mark.step(5, points=1)
 def test_a_step_sends_nothing(stage_class):
     for rank, found in enumerate(once(held, 4, stage_class)):
-        for _, _, sent in found:
+        for _, _, sent, made in found:
             assert sent <= 1024, (
                 f"rank {rank} of 4 sent {in_words(sent)} in step(), and nothing has to be sent: each rank updates its "
                 "shard, and units are gathered when their turn comes"
+            )
+            assert_no_barrier(made, rank, "step()")
+            assert not made, (
+                f"rank {rank} of 4 called {in_calls(made)} in step(), and this model has no running statistics: "
+                "nothing has to be sent, however little. Each call waits for the slowest rank"
             )
 
 
@@ -814,17 +847,26 @@ def test_statistics_and_a_backward_too_many(stage_class):
         )
 
 
+EVALUATIONS = ((8, None), (9, None), (10, BLOCKS - 1))  # batch, and the block that is left out: it comes in vain
+
+
+def two_numbers(rank, step):
+    """Of two micro-batches: the second one leaves out the first block, which backward then expects in vain."""
+    return *numbers(rank, step), 0 if step else None
+
+
 def evaluated(stage_class):
-    """After a step: the losses of two evaluations, what is whole and how many bytes live more after each; whether a
+    """After a step: the losses of some evaluations, what is whole and how many bytes live more after each; whether a
     step of training runs then."""
     zero, rank, found = build(stage_class, Tower, lr=0.1), dist.get_rank(), []
-    zero.model(*numbers(rank, 0)).backward()
+    for micro in range(2):
+        zero.model(*two_numbers(rank, micro)).backward()
     zero.step()
     zero.zero_grad()
     before = checks.live_bytes()
-    for step in (8, 9):
+    for step, skip in EVALUATIONS:
         with torch.no_grad():
-            loss = zero.model(*numbers(rank, step)).item()
+            loss = zero.model(*numbers(rank, step), skip=skip).item()
         whole = whole_in(zero)
         more = checks.live_bytes(until=before + 0.2 * BLOCK, looks=LOOKS) - before
         found.append((loss, whole, more))
@@ -834,9 +876,9 @@ def evaluated(stage_class):
 
 
 def stepped(whole):
-    """A step of SGD with lr 0.1 from the mean gradient of two ranks' first batches, in place."""
+    """A step of SGD with lr 0.1 from the mean gradient of two ranks' two micro-batches, in place."""
     with torch.enable_grad():
-        mean = sum(gradients_of(2, make=Tower, batch=numbers)) / 2
+        mean = sum(gradients_of(2, steps=(0, 1), make=Tower, batch=two_numbers)) / 2
     for param, gradient in zip(whole.parameters(), mean.split([p.numel() for p in whole.parameters()]), strict=True):
         param -= 0.1 * gradient.view(param.shape)
 
@@ -844,31 +886,29 @@ def stepped(whole):
 @pytest.mark.step(5, points=3, raised=UNITS)
 def test_an_evaluation_leaves_nothing_whole(stage_class):
     ranks = toys.run(evaluated, 2, stage_class)
-    for number, step in enumerate((8, 9)):
+    for number, (step, skip) in enumerate(EVALUATIONS):
         assert_losses([found[number][0] for found in ranks],
-                      [loss_of(Tower, rank, step, change=stepped) for rank in range(2)],
-                      f"evaluation {number + 1} after a step", "does it gather the updated shards?")
+                      [loss_of(Tower, rank, step, change=stepped, skip=skip) for rank in range(2)],
+                      f"evaluation {number + 1} after a step", "does it gather the updated shards? (A unit that "
+                      "backward expected in vain is still on its way when step() begins, with old values: release that, "
+                      "too)")
         for rank, found in enumerate(ranks):
             _, whole, more = found[number]
+            still = (f", and {len(whole)} parameters are whole, {whole[0]} first" if whole else
+                     f", and no parameter is whole: blocks.{skip} was expected, and is still on its way. Release what "
+                     "is on its way, too, once it has arrived" if skip is not None else "")
             assert not whole and more <= 0.2 * BLOCK, (
                 f"after evaluation {number + 1} (a forward under no_grad) rank {rank} still has "
-                f"{in_words(max(more, 0))} "
-                f"more than before{f', and {len(whole)} parameters are whole, {whole[0]} first' * bool(whole)}: no "
-                "backward comes that would free them"
+                f"{in_words(max(more, 0))} more than before{still}: no backward comes that would free it"
             )
 
 
-FROZEN = "blocks.0.up.bias"
-
-
-def partly_frozen():
-    tower = Tower()
-    tower.get_parameter(FROZEN).requires_grad = False
-    return tower
+FROZEN = [f"blocks.{place}.down.bias" for place in range(BLOCKS)]
 
 
 def shown(stage_class):
-    """What gather_parameters() shows, and what becomes of edits and of frozen parameters: see the check."""
+    """What gather_parameters() shows, and what becomes of edits and of frozen parameters: see the check. When it begins
+    the last block is on its way, in vain."""
     zero, rank = build(stage_class, partly_frozen), dist.get_rank()
     found = {}
 
@@ -876,10 +916,11 @@ def shown(stage_class):
         with torch.no_grad():
             return zero.model(*numbers(rank, 0)).item()
 
+    for skip in (None, BLOCKS - 1):
+        zero.model(*numbers(rank, 0), skip=skip)
     with zero.gather_parameters():
         found["state"] = [value.clone() for value in zero.model.state_dict().values()]
-        with torch.no_grad():
-            edit(zero.model.blocks[1])
+        edit(zero.model.blocks[-1])
     found["whole"] = whole_in(zero)
     found["edited"] = loss()
     try:
@@ -911,8 +952,8 @@ def whole_in(zero):
 
 
 def assert_none_whole(whole, rank, after):
-    why = (": it is frozen, and so it is in none of self.buckets, but in its unit's, and in self.all_buckets"
-           if whole == [FROZEN] else
+    why = (": they are frozen, and so they are in none of self.buckets, but in their units', and in self.all_buckets"
+           if whole == FROZEN else
            ". whole_parameters sets no unit.whole: does what frees them (_release) do nothing unless that is set?"
            if after == "gather_parameters()" else "")
     number = f"{len(whole)} parameters are" if len(whole) > 1 else "a parameter is"
@@ -941,11 +982,11 @@ def test_all_is_whole_inside_gather_parameters(stage_class):
             "be a RuntimeError (ownership.check_alike), or each shard holds something else"
         )
         assert_none_whole(found["stepped"], rank, "step()")
-    edits = [loss_of(Tower, rank, change=lambda whole: edit(whole.blocks[1])) for rank in range(2)]
-    assert_losses([found["edited"] for found in ranks], edits, "the forward after an edit inside gather_parameters(), "
-                  "made alike on all ranks,", "edits are kept: the shards take them over")
-    assert_losses([found["undone"] for found in ranks], edits, "the forward after gather_parameters() ended with an "
-                  "error", "an error undoes what was edited inside: one rank may have had it alone")
+    assert_edited([found["edited"] for found in ranks], BLOCKS - 1, 0, "the forward after an edit inside "
+                  "gather_parameters(), made alike on all ranks,", "edits are kept: the shards take them over. A unit "
+                  "that was on its way when the context began must not come later, with old values")
+    assert_edited([found["undone"] for found in ranks], BLOCKS - 1, 0, "the forward after gather_parameters() ended "
+                  "with an error", "an error undoes what was edited inside: one rank may have had it alone")
 
 
 TRAINING = {

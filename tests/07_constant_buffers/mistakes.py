@@ -80,6 +80,9 @@ NATIVE = "pending = dist.all_reduce(filled, group=buffers.group, async_op=True)"
 DIVIDED = "filled.div_(dist.get_world_size(buffers.group) if op == 'avg' else 1)"
 
 WRONG = {
+    "wait sets the turn back": Wrong(
+        1, "test_two_buffers_for_ever", r"returned the buffers 1, 0, 1, 0, 1, 1: they must take turns.* after a wait",
+        wait("self._finish(1 - self._turn)\nself._finish(self._turn)\nself._turn = 0")),
     # ------------------------------------------------------------------------------------------------------- step 1
     "takes the size for a number of elements": Wrong(
         1, "test_two_buffers_of_the_size", r"ConstantBuffers\(100, .*has buffers of \d{3} bytes each: `size` is in",

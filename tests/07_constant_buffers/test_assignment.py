@@ -117,12 +117,17 @@ class Trip:
 
 def trips(lesson):
     """What happens in five trips, in order: a buffer is "taken" and "sent", the trip is "waited" for and "read"; the
-    "end" is when wait() has returned, "twice" when it has again. And the buffers that were taken, by their numbers; and
-    how many trips somebody still knows at the end."""
+    "end" is when wait() has returned, "twice" when it has again. And the buffers that were taken, by their numbers, one
+    more after that; and how many trips somebody still knows at the end."""
     buffers, events, taken, known = lesson.ConstantBuffers(48), [], [], weakref.WeakSet()
-    for number in range(TRIPS):
-        buffer, trip = buffers.take(), Trip(number, events)
+
+    def take():
+        buffer = buffers.take()
         taken.append(number_of(buffer, buffers) if isinstance(buffer, torch.Tensor) else repr(buffer))
+
+    for number in range(TRIPS):
+        take()
+        trip = Trip(number, events)
         events.append(("taken", number))
         known.add(trip)
         buffers.send(trip, trip.read)
@@ -132,6 +137,7 @@ def trips(lesson):
     events.append(("end", None))
     buffers.wait()
     events.append(("twice", None))
+    take()
     gc.collect()
     return events, taken, len(known)
 
@@ -149,7 +155,8 @@ def test_two_buffers_for_ever(lesson):
             "allocated once, when the object is made, and used again and again"
         )
         assert set(taken) == {0, 1} and all(a != b for a, b in zip(taken, taken[1:], strict=False)), (
-            f"take() returned the buffers {', '.join(map(str, taken))}: they must take turns, 0, 1, 0, 1 or 1, 0, 1, 0"
+            f"take() returned the buffers {', '.join(map(str, taken))}: they must take turns, 0, 1, 0, 1 or 1, 0, 1, 0, also "
+            "after a wait() (which was before the last one)"
         )
 
 

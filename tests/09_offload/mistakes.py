@@ -138,6 +138,9 @@ WRONG = {
         keep(OWN, MASTER, SHARD), hangs=True),
     "the scale stays on the rank": Wrong(1, TWO, r"gradients were not multiplied with `scale`", update(scaled="")),
     "the learning rate of the first step": Wrong(1, TWO, r"a scheduler has changed lr since", update(options="")),
+    "of the options of now lr alone": Wrong(
+        1, TWO, r"lr alone is that of now: a scheduler may change betas and weight decay",
+        update(options=OPTIONS.replace("group.update(its)", "group['lr'] = its['lr']"))),
     "scaled in 16 bits": Wrong(
         1, TWO, r"shards of bfloat16 the host's masters are off by \S+ at most: each .* in fp32",
         update(gradient="gradient = shard.gradient if scale is None else shard.gradient * scale",
@@ -231,6 +234,9 @@ WRONG = {
             "self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)", "return norm")}),
     "the scale is forgotten": Wrong(
         3, TRAINS_3, r"fp32, with clipping(.|\n)*Does self.gradient_scale", returned(scale="None")),
+    "the learning rate alone goes along": Wrong(
+        3, TRAINS_3, r"a learning rate that falls(.|\n)*the options of now",
+        returned(options="[{'lr': group['lr']} for group in self.optimizer.param_groups]")),
     "the options are those of the start": Wrong(
         3, TRAINS_3, r"a learning rate that falls(.|\n)*the options of now",
         returned(first="self.first = getattr(self, 'first', None) or _options_of(self.optimizer)",

@@ -183,6 +183,11 @@ UPDATES = ((1.0, None), (0.5, 0.3), (0.5, "a tensor"))  # what lr is multiplied 
 UPDATED_DTYPES = (torch.float32, torch.bfloat16)
 
 
+def of_now(group, factor):
+    """The options of a group, after schedulers have changed all of them."""
+    return dict(lr=group["lr"] * factor, weight_decay=group["weight_decay"] * factor, betas=(0.9 * factor, 0.999))
+
+
 def updated(assignment):
     """Of each dtype: after each of three updates of AdamW, the parcels that came (words, and what was in them), the
     masters, and the bytes that the host keeps."""
@@ -192,7 +197,7 @@ def updated(assignment):
         for times, (factor, scale) in enumerate(UPDATES, 1):
             for number in sorted(SIZES):
                 host.send(("given", number), values(number, dtype, times))
-            options = [{**group, "lr": group["lr"] * factor} for group in HOST_GROUPS]
+            options = [of_now(group, factor) for group in HOST_GROUPS]
             host.send(("update", options, torch.tensor(0.15) if scale == "a tensor" else scale))
             host.send(("memory",))
             parcels = []
@@ -205,15 +210,15 @@ def updated(assignment):
     return found
 
 
-def updated_plainly(dtype, scales=True, options=True):
-    """The masters after each of the updates."""
+def updated_plainly(dtype, scales=True, changed=("lr", "weight_decay", "betas")):
+    """The masters after each of the updates. changed: the options that are those of now."""
     masters = [nn.Parameter(values(number, dtype).float()) for number in sorted(SIZES)]
     groups = [{**group, "params": [masters[number] for number in sorted(SIZES) if GROUPS[number] == index]}
               for index, group in enumerate(HOST_GROUPS)]
     optimizer, found = optim.AdamW(groups), []
     for times, (factor, scale) in enumerate(UPDATES, 1):
         for group, own in zip(optimizer.param_groups, HOST_GROUPS, strict=True):
-            group["lr"] = own["lr"] * (factor if options else 1)
+            group.update({name: value for name, value in of_now(own, factor).items() if name in changed})
         scale = 0.15 if scale == "a tensor" else scale or 1.0
         for number, master in zip(sorted(SIZES), masters, strict=True):
             master.grad = values(number, dtype, times).float() * (scale if scales else 1)
@@ -234,7 +239,9 @@ def test_the_host_updates_its_masters(assignment):
         of_both = {"gradients were not multiplied with `scale`, where clipping and the loss scale are":
                    updated_plainly(dtype, scales=False),
                    "the groups' options are still the first ones: a scheduler has changed lr since":
-                   updated_plainly(dtype, options=False)}
+                   updated_plainly(dtype, changed=()),
+                   "of the groups' options lr alone is that of now: a scheduler may change betas and weight decay, too":
+                   updated_plainly(dtype, changed=("lr",))}
         for times, ((_, masters, _), right) in enumerate(zip(parts, wanted, strict=True)):
             if near(masters, right):
                 before = masters
@@ -636,8 +643,7 @@ CLIPS, HALVES, SCALES, CROWDED, SLOW = (
 )
 RECIPES = {
     CLIPS: toys.Recipe(**ADAM, clip=0.5),
-    HALVES: toys.Recipe(**ADAM, dtype=torch.bfloat16, accumulate=2,
-                        schedule=lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 1, 0.5)),
+    HALVES: toys.Recipe(**ADAM, dtype=torch.bfloat16, accumulate=2, schedule=checks.AllFall),
     SCALES: toys.Recipe(**ADAM, dtype=torch.float16, scale=2.0**10, clip=0.5),
     CROWDED: toys.Recipe(**ADAM, dtype=torch.float64),
     SLOW: toys.Recipe(**ADAM, dtype=torch.bfloat16),

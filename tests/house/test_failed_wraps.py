@@ -9,6 +9,8 @@ import toys
 from thorough import sample
 from torch import nn, optim
 
+from zero_minimal.foundations.ranks import RankError
+
 by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
 
 
@@ -99,6 +101,48 @@ def groups_with_a_stranger(model):
     return {"param_groups": [{"params": [*model.parameters(), nn.Parameter(torch.ones(3))]}]}
 
 
+class Shared(nn.Module):
+    """Its weight [4, 4] is also in what other(weight) gives."""
+
+    def __init__(self, other, buffer=False, attribute=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        if buffer:
+            self.register_buffer("other", other(self.weight.data))
+        elif attribute:
+            self.kept = other(self.weight.data)
+        else:
+            self.other = other(self.weight.data)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def test_interleaved_columns_of_one_tensor_share_nothing():
+    whole = torch.randn(4, 4)
+    model = nn.Module()
+    model.even, model.odd = nn.Parameter(whole[:, ::2]), nn.Parameter(whole[:, 1::2])
+    model.upper, model.lower = nn.Parameter(torch.randn(6)[:3]), nn.Parameter(torch.randn(6)[3:])
+    toys.run(wraps, 2, model)
+
+
+def wraps(model):
+    toys.STAGES[1](model, optim.SGD, lr=0.1)
+
+
+def test_ranks_whose_optimizers_differ_are_told():
+    for ours in (dict(lr=0.1, momentum=0.9), dict(lr=0.1, nesterov=False, weight_decay=1e-4)):
+        with pytest.raises(RankError, match=r"the optimizer of rank 1 differs from rank 0's in its class or an option"):
+            toys.run(wrapped_otherwise, 2, ours)
+    with pytest.raises(RankError, match=r"the optimizer of rank 1 differs"):
+        toys.run(wrapped_otherwise, 2, dict(optimizer=optim.Adam, lr=0.1))
+
+
+def wrapped_otherwise(ours):
+    options = dict(optimizer=optim.SGD, lr=0.1) | (ours if dist.get_rank() else {})
+    toys.STAGES[2](nn.Linear(3, 3), options.pop("optimizer"), **options)
+
+
 SPARSE = torch.eye(3).to_sparse()
 # how the model is made; what is wrong beside it (or a function of the model); what is said
 CASES = {
@@ -114,7 +158,15 @@ CASES = {
     "sparse buffer": (lambda: Grown(adjacency=SPARSE), {}, "is sparse"),
     "no shape yet": (lambda: nn.Sequential(nn.LazyLinear(3)), {}, "'0.weight' has no shape yet"),
     "one memory": (Tied, {}, "parameter 'embedding.weight' and parameter 'head.weight' share memory"),
-    "a view": (Looks, {}, "buffer 'first' and parameter 'weight' share memory"),
+    "a view": (Looks, {}, "parameter 'weight' and buffer 'first' share memory"),
+    "a transposed tie": (lambda: Shared(lambda weight: nn.Parameter(weight.t())), {},
+                         "parameter 'weight' and parameter 'other' share memory"),
+    "slices that overlap": (lambda: Shared(lambda weight: nn.Parameter(weight[:, 1:3])), {}, "parameter 'other' share"),
+    "a transposed buffer": (lambda: Shared(lambda weight: weight.t(), buffer=True), {}, "buffer 'other' share memory"),
+    "an attribute": (lambda: Shared(lambda weight: weight.detach(), attribute=True), {},
+                     "parameter 'weight' and attribute 'kept' share memory"),
+    "a list of a dict": (lambda: Shared(lambda weight: {"all": [weight[0].detach()]}, attribute=True), {},
+                         "attribute 'kept' share memory"),
     "inference": (inference, {}, "torch.inference_mode"),
     "meta buffer": (lambda: Grown(table=torch.empty(3, device="meta")), {}, "on the meta device"),
     "meta": (lambda: on_meta(Late), {}, "on the meta device"),
@@ -160,7 +212,7 @@ def fail_and_correct(stage, case):
     if case.endswith("meta"):
         model.blocks[2].norm2 = nn.LayerNorm(15)
         model = model if stage == 3 else model.to_empty(device="cpu")
-    if case in ("inference", "one memory", "a view"):
+    if case == "inference" or "share" in CASES[case][2]:
         model = toys.Transformer()
     if case == "no shape yet":
         return

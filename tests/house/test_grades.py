@@ -28,3 +28,13 @@ def test_points_and_message_of_a_step(results, points, message):
         grades.add(1, check, worth, passed, words)
     earned, said = grades.of(FIRST)
     assert earned == points and said.startswith(message) and bool(said) == bool(message)
+
+
+def test_each_step_that_loses_points_says_why(capsys):
+    grades = Grades(SimpleNamespace(steps=(FIRST, SECOND), draw=0))
+    grades.fail_all("no memory is left")
+    for step in grades.steps:
+        grades.show(step)
+    said = capsys.readouterr().out
+    assert said.count("no memory is left") == 1
+    assert said.endswith("step 2    0 of 10   second\n        The reason is the one of step 1.\n")

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -83,6 +84,38 @@ def test_says_what_cannot_be_resumed(tmp_path):
     assert f"there is no checkpoint in {tmp_path / 'new'} yet: this run begins anew\n" in said[4]
     assert "other settings than before: steps was 6 and is 7; lr was 0.002 and is 0.001\n" in said[4]
     assert f"resumed after 6 steps, from {tmp_path / 'new'}\n" in said[4], "the last step is saved"
+
+
+def filled(arguments, folder, full):
+    """How the program ends, and the last line it says, if the last rank's disk is full after these steps."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then it is an error of write()
+    after, most = resume.Checkpoints.after, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+
+    def filling(checkpoints, step):
+        checkpoints.finish()
+        if checkpoints.rank.rank == checkpoints.rank.world_size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if step + 1 in full else most, most))
+        after(checkpoints, step)
+
+    sys.argv = ["train", *arguments, "--save", str(folder), "--every", "2"]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
+        patch.setattr(resume.Checkpoints, "after", filling)
+        with contextlib.redirect_stdout(io.StringIO()):
+            try:
+                code = train.main(toys.STAGES[1]) or 0
+            except SystemExit as ended:
+                code = ended.code
+    return code, errors.getvalue().splitlines()[-1:]
+
+
+@pytest.mark.parametrize("full, kept", (({2, 4}, ["step-00000006"]), ({6}, ["step-00000002", "step-00000004"])))
+def test_a_run_whose_last_state_is_lost_does_not_end_well(full, kept, tmp_path):
+    arguments = [f"--{name}={value}" for name, value in SMALL.items()]
+    for code, last in toys.run(filled, 2, arguments, tmp_path, full):
+        lost = f"error: the checkpoint of step 6 was not written to {tmp_path}: rank 1: [Errno 27] File too large"
+        assert code == (2 if 6 in full else 0) and last[:1] == last
+        assert last == [] or last[0].startswith(lost) == (6 in full)
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
 def read(*words):

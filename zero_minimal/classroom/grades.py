@@ -19,7 +19,7 @@ class Grades:
     def __init__(self, lesson: Lesson, steps: tuple[Step, ...] = ()):
         self.lesson, self.results, self.steps = lesson, [], steps or lesson.steps
         self.earlier: set[Step] = set()
-        self._said = ""  # the message shown last
+        self._said = None  # the message shown last, and its step
 
     def add(self, step: int, check: str, points: float, passed: bool, message: str = "") -> None:
         self.results.append((step, check, points, passed, message))
@@ -82,9 +82,12 @@ class Grades:
     def show(self, step: Step) -> None:
         points, message = self.of(step)
         print(head(step, f"{points:3g} of {step.points:g}"), flush=True)
-        if message != self._said:  # what concerns all steps is said once
+        said, self._said = self._said, (message, step.number)
+        if said and message and message == said[0]:  # what concerns all steps is said once
+            self._said = said
+            tell(f"The reason is the one of step {said[1]}.")
+        else:
             tell(message)
-        self._said = message
 
 
 def head(step: Step, points: str, kind: str = "step") -> str:

@@ -113,7 +113,7 @@ def _place(stack: traceback.StackSummary) -> str:
 
 
 def refuse(message: str) -> NoReturn:
-    """End all ranks before they have met, because of a wrong call. Local rank 0 says why.
+    """End all ranks before they have met, or after they have parted. Local rank 0 says why, last.
 
     Raises: SystemExit, code 2.
     """
@@ -123,6 +123,7 @@ def refuse(message: str) -> NoReturn:
             time.sleep(0.05)
         if LINUX and not _torchrun():
             sys.exit(REFUSED)
+    sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
     if launcher := _torchrun():
         os.kill(int(launcher.name), signal.SIGKILL)

@@ -6,7 +6,7 @@ this file `groups` and `param_groups` are the optimizer's, a single `group` argu
 
 import itertools
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -84,14 +84,58 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     the model: each would get memory of its own, and from then on other values."""
     named = [("parameter", *each) for each in model.named_parameters()]
     named += [("buffer", *each) for each in model.named_buffers()]
-    places = sorted((tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.itemsize,
-                     tensor.nbytes, tensor.requires_grad, f"{kind} {name!r}")
-                    for kind, name, tensor in named if tensor.numel() and tensor.is_contiguous())
-    for (storage, begin, size, trained, words), other in itertools.pairwise(places):
-        if other[0] == storage and other[1] < begin + size and (trained or other[3]):
-            raise ValueError(f"{words} and {other[4]} share memory, and here each would get its "
-                             "own, and other values in training: make them one parameter "
-                             "(head.weight = embedding.weight), or clone() one of them")
+    known = {tensor for _, _, tensor in named}
+    named += [("attribute", f"{prefix}.{name}".lstrip("."), tensor)
+              for prefix, module in model.named_modules() for name, value in vars(module).items()
+              if not name.startswith("_") for tensor in _kept_in(value)
+              if tensor not in known and tensor.layout == torch.strided]
+    places: dict[int, list[tuple]] = {}
+    for kind, name, tensor in named:
+        if tensor.numel():
+            there = places.setdefault(tensor.untyped_storage()._cdata, [])
+            there.append((tensor, f"{kind} {name!r}"))
+    for there in places.values():
+        for (one, words), (other, others_words) in itertools.combinations(there, 2):
+            if (one.requires_grad or other.requires_grad) and _overlap(one, other):
+                raise ValueError(f"{words} and {others_words} share memory, and here each would "
+                                 "get its own, and other values in training: make them one "
+                                 "parameter (head.weight = embedding.weight; in forward, write "
+                                 ".t() or a slice of it), or clone() one of them")
+
+
+def _kept_in(value) -> Iterator[torch.Tensor]:
+    """The tensors in an attribute: itself, or inside of lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _kept_in(inner)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of two tensors over the same storage, transposed or strided in any way: whether an element of
+    one is an element of the other."""
+    begins = [tensor.storage_offset() * tensor.itemsize for tensor in (one, other)]
+    ends = [begin + tensor.itemsize * (1 + sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())))
+            for begin, tensor in zip(begins, (one, other))]
+    if ends[0] <= begins[1] or ends[1] <= begins[0]:
+        return False
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    taken = torch.zeros(max(ends), dtype=torch.bool)
+    taken[_bytes_of(one)] = True
+    return bool(taken[_bytes_of(other)].any())
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Where in its storage the first byte of each element is."""
+    place = torch.full(tensor.shape, tensor.storage_offset(), dtype=torch.int64)
+    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+        along = [1] * tensor.dim()
+        along[axis] = size
+        place += (torch.arange(size) * stride).view(along)
+    return place.flatten() * tensor.itemsize
 
 
 def check_member(group=None) -> None:
@@ -119,9 +163,13 @@ def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param in chosen]
 
 
-def adopt(stage, model: nn.Module, buckets: list[Bucket], group=None) -> None:
+def adopt(
+    stage, model: nn.Module, buckets: list[Bucket], optimizer_class: type, options: list[dict],
+    group=None,
+) -> None:
     """Tie a model to its stage, after a check that all ranks agree on its names, shapes, dtypes and
-    buckets. (Its values need not agree: set_up broadcasts rank 0's.)
+    buckets, and on the optimizer and its options. (The model's values need not agree: set_up
+    broadcasts rank 0's.)
 
     Raises: RuntimeError on every rank if it is not.
     """
@@ -129,10 +177,18 @@ def adopt(stage, model: nn.Module, buckets: list[Bucket], group=None) -> None:
              for name, param in model.named_parameters()]
     facts += [(bucket.name, bucket.group_index, bucket.start, bucket.padded, bucket.numel)
               for bucket in buckets]
+    simple = (int, float, str, tuple, type(None))  # others may be written with their address
+    chosen = [optimizer_class.__name__] + [
+        sorted((name, repr(value)) for name, value in each.items() if isinstance(value, simple))
+        for each in options]
     # not hash(), which differs from process to process
-    digest = zlib.crc32(repr((type(stage).__name__, facts)).encode())
-    digests = numbers_of_all_ranks([digest], group)
+    own = [zlib.crc32(repr(each).encode()) for each in ((type(stage).__name__, facts), chosen)]
+    digests = numbers_of_all_ranks(own, group)
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if odd and digests[odd[0]][0] == digests[0][0]:
+        raise RuntimeError(f"the optimizer of rank {odd[0]} differs from rank 0's in its class or "
+                           "an option: give the same on every rank, or shards are updated in "
+                           "different ways")
     if odd:
         raise RuntimeError(f"the model of rank {odd[0]} differs from rank 0's in names, shapes or "
                            "dtypes, or its stage, param_groups, units or bucket_bytes do: build "

@@ -62,7 +62,8 @@ def set_up(
     parts = units or [Unit("", model, ownership.trained(model, groups))]
     size, nameless = (None, "the root unit") if units else (bucket_bytes, "bucket {}")
     _plan_buckets(stage, parts, groups, size, padded_size, nameless)
-    ownership.adopt(stage, model, stage.all_buckets, group)
+    ownership.adopt(stage, model, stage.all_buckets, optimizer_class, [optimizer_options, *groups],
+                    group)
 
     with _whole_if_it_fails(stage), meta.back_if_it_fails(model):
         for part in parts:

@@ -19,7 +19,7 @@ from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import formulas
 from zero_minimal.programs import deepspeed, report
-from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, read_flags
+from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, end, read_flags
 from zero_minimal.programs.train import bar_over, own_loss
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import (
@@ -67,7 +67,7 @@ def train(
         losses.append(sum(part.item() for part in parts))
         bar.note(f"{own_loss(rank)} {losses[-1]:.3f}")
         checkpoints.after(step)
-    checkpoints.finish()
+    finished = checkpoints.finish()
     step_seconds = statistics.median(watch.seconds[WATCHED:] or watch.seconds)
     return describe_run(name, settings, model_parallel, rank) | {
         "parameters_of_rank": sum(param.numel() for param in system.model.parameters()),
@@ -77,7 +77,7 @@ def train(
         "memory": {state: watch.states[state] for state in formulas.STATES}
         | {"peak": watch.ledger.peak.total, "peak_by_category": watch.ledger.peak.bytes},
         "traffic": watch.meter.per_step(1),
-    } | ({"resumed_after": first} if first else {})
+    } | finished | ({"resumed_after": first} if first else {})
 
 
 class Watch:
@@ -238,3 +238,4 @@ def main(system_class: type) -> None:
         report.say(describe([result]))
         if flags.json:
             report.write_json(result, flags.json)
+    end(result)

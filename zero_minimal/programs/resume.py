@@ -83,6 +83,13 @@ def _check_folder(parser: Parser, folder: Path, is_new: bool) -> None:
                      "or name a new folder")
 
 
+def end(report: dict | None) -> None:
+    """Of a run that is over, on all ranks: end the program with an exit code if its last state is lost. A script that
+    goes on with the folder would take an older one."""
+    if lost := (report or {}).get("not_saved"):
+        interrupts.refuse(f"error: {lost}")
+
+
 class Checkpoints:
     """Those of one run.
 
@@ -90,7 +97,8 @@ class Checkpoints:
         first = checkpoints.resume()
         for step, losses in enumerate(loop.steps(…, first=first), first):
             checkpoints.after(step)
-        checkpoints.finish()
+        report = {…} | checkpoints.finish()
+    and, at the end of the program, end(report).
     """
 
     def __init__(
@@ -144,14 +152,17 @@ class Checkpoints:
                  "scaler": self.scaler.state_dict() if self.scaler else None, **trained.configuration(self.settings)}
         self.saving = saved_state.async_save(self.zero, self.flags.save, extra, step=done, keep=self.flags.keep)
 
-    def finish(self) -> None:
-        """Wait for the last one. If the disk is full, say so, and go on: the next may find room."""
+    def finish(self) -> dict:
+        """Wait for the last one. If the disk is full, say so, and go on: the next may find room. What a report says of
+        it: {"not_saved": why} if it could not be written, else {}."""
         saving, self.saving = self.saving, None
         try:
             if saving:
                 saving.wait()
         except saved_state.NotSaved as error:
             self._say(f"warning: {error}")
+            return {"not_saved": str(error)}
+        return {}
 
     def _say(self, line: str) -> None:
         if self.rank.rank == 0:

@@ -9,7 +9,7 @@ from zero_minimal.foundations import interrupts, ranks
 from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.observer import Observer, stage_in
 from zero_minimal.programs import deepspeed, offload, progress, report, trained
-from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, read_flags
+from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, end, read_flags
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import (
     Parser,
@@ -61,14 +61,14 @@ def train(
         losses.append(sum(part.item() for part in parts))
         bar.note(f"{own_loss(rank)} {losses[-1]:.3f}")
         checkpoints.after(step)
-    checkpoints.finish()
+    finished = checkpoints.finish()
     validation_losses.append(loop.evaluate(zero, validation, rank))
 
     measured = observer.report()
     return measured | (bus.report(measured["memory"]) if bus else {}) | {
         "losses": loop.mean_over_ranks(losses, rank),
         "validation_losses": validation_losses,
-    } | trained.described(settings) | ({"resumed_after": first, "settings": asdict(settings)} if first else {})
+    } | finished | trained.described(settings) | ({"resumed_after": first, "settings": asdict(settings)} if first else {})
 
 
 def bar_over(steps, settings: Settings, name: str, rank: ranks.Rank):
@@ -109,3 +109,4 @@ def main(stage_class) -> None:
         print(report.describe(result))
         if arguments.json:
             report.write_json(result, arguments.json)
+    end(result)
