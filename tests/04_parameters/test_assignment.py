@@ -292,7 +292,7 @@ def assert_in_turn(seen, rank, ahead):
 
 
 DONE = ("Backward is done with it: was it not freed, or was it prefetched in the order of forward? `following` is what "
-        "comes next in this pass")
+        "comes next in this pass. Or does unit_turn nothing in backward? A unit is gathered there, too, at its turn")
 FROM_FORWARD = "Backward has not come there yet: it was left in forward, or gathered too early. "
 SAVED = (
     "Autograd has saved views of these parameters for backward. Who drops a reference, or sets param.data, frees "

@@ -87,7 +87,8 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     known = {tensor for _, _, tensor in named}
     named += [("attribute", f"{prefix}.{name}".lstrip("."), tensor)
               for prefix, module in model.named_modules() for name, value in vars(module).items()
-              if not name.startswith("_") for tensor in _kept_in(value)
+              if not name.startswith("_") and name not in _made_anew(module)
+              for tensor in _kept_in(value)
               if tensor not in known and tensor.layout == torch.strided]
     places: dict[int, list[tuple]] = {}
     for kind, name, tensor in named:
@@ -101,6 +102,12 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                                  "get its own, and other values in training: make them one "
                                  "parameter (head.weight = embedding.weight; in forward, write "
                                  ".t() or a slice of it), or clone() one of them")
+
+
+def _made_anew(module: nn.Module) -> set[str]:
+    """Attributes that a hook makes anew before each forward, as torch.nn.utils.spectral_norm does:
+    what they hold now is never read."""
+    return {getattr(hook, "name", "") for hook in module._forward_pre_hooks.values()}
 
 
 def _kept_in(value) -> Iterator[torch.Tensor]:
