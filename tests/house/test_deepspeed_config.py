@@ -2,10 +2,14 @@
 
 test_deepspeed_recorded.py has the same file beside DeepSpeed itself."""
 
+import contextlib
 import dataclasses
 import json
+import math
+import re
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import checks
 import deepspeed_runs as runs
@@ -354,8 +358,7 @@ def test_plan_writes_the_stage_that_fits_or_the_one_asked_for(tmp_path, capsys):
     program_main.main(asked)
     said, content = capsys.readouterr().out, json.loads(file.read_text())
     assert content[ZERO]["stage"] == 2 and content["train_batch_size"] == 256 and "stage 2 is written" in said
-    words = "--layers 51 --hidden 3456 --heads 27 --sequence 1024 --recompute (its vocabulary is bytes, 256),"
-    assert f"reads it with {words}" in " ".join(said.split())
+    assert "(but its vocabulary is bytes, 256): torchrun --nnodes 4 --nproc-per-node 16 \\ " in " ".join(said.split())
     assert "fully_shard(block, reshard_after_forward=False, mp_policy=policy)" in said
     program_main.main([*asked, "--stage", "3", "--offload", "disk"])
     said, content = capsys.readouterr().out, json.loads(file.read_text())
@@ -367,3 +370,31 @@ def test_plan_writes_the_stage_that_fits_or_the_one_asked_for(tmp_path, capsys):
         with pytest.raises(SystemExit):
             program_main.main(wrong)
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", (
+    "", "--recompute", "--heads 4 --ranks 6 --node 4", "--stage 3 --batch 3 --accumulate 2 --dtype fp16 --offload cpu",
+    "--params 3M --sequence 128 --stage 1"))
+def test_the_command_that_plan_prints_trains_what_was_planned(asked, tmp_path, capsys, monkeypatch):
+    """Layers, heads, recomputation … of the model, and what is in the file: batch, dtype, ranks."""
+    file, told = tmp_path / "ds.json", tmp_path / "plan.json"
+    sizes = "" if "--params" in asked else "--layers 6 --hidden 256 --vocabulary 256 --sequence 64"
+    program_main.main(["plan", *f"{sizes} --batch 4 --ranks 2 --dtype bf16 --stage 2 {asked}".split(), "--json", str(told),
+                       "--write-deepspeed-config", str(file)])
+    [command] = re.findall(r"    torchrun .*?\n\n", capsys.readouterr().out, re.DOTALL)
+    launcher, flags = command.replace("\\\n", " ").split(" zero_minimal/stage")
+    stage, flags = flags.split(".py ")
+    planned = json.loads(told.read_text())
+    assert math.prod(map(int, re.findall(r"--\S+ (\d+)", launcher))) == planned["ranks"]
+
+    seen = []
+    monkeypatch.setattr(train, "train", lambda *given: seen.append(given) or {})
+    monkeypatch.setattr(train.ranks, "start", lambda *_: contextlib.nullcontext(SimpleNamespace(rank=1)))
+    monkeypatch.setenv("WORLD_SIZE", str(planned["ranks"]))
+    monkeypatch.setattr(sys, "argv", ["stage", *flags.split()])
+    train.main(STAGES[int(stage)])
+    [(_, settings, _, _, away)] = seen
+    for name in ("layers", "hidden", "heads", "sequence", "batch", "dtype", "recompute"):
+        assert getattr(settings, name) == planned[name], name
+    assert settings.accumulate == planned["accumulate"]
+    assert away.cpu == ("--offload" in asked)

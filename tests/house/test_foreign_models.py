@@ -227,7 +227,7 @@ def test_the_formula_of_our_gpt_was_off(written):
 
 def test_the_command(written, tmp_path, capsys):
     flags = ["plan", "--model", written(), "--sequence", "32", "--ranks", "4", "--dtype", "bf16"]
-    main([*flags, "--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.png")])
+    main([*flags, "--recompute", "--json", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.png")])
     said, told = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
     assert "StandInForCausalLM" in said and max(map(len, said.splitlines())) <= 80
     block = 2 * 24 * 24 + 2 * 24 * 12 + 3 * 24 * 40 + 2 * 24

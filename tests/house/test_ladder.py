@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toys import STAGES, WORLDS, Recipe
 
 from zero_minimal.meters.memory import Ledger
-from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.workload.settings import Settings
 
@@ -396,11 +396,11 @@ def on_the_wire():
         model = toys.build(lambda: toys.MLP(7, 500, 1300, 900, 3), rank)
         zero = stage_class(model, optim.SGD, lr=0.01)
         for step in range(2):
-            before = checks.wire_bytes(quiet=True)
+            before = wire_bytes(quiet=True)
             model(*toys.numbers(rank, step)).backward()
             zero.step()
             zero.zero_grad()
-            after = checks.wire_bytes(quiet=True)
+            after = wire_bytes(quiet=True)
         psi = 4 * sum(bucket.padded for bucket in zero.buckets)
         if before is not None:
             found.append((psi, after - before))

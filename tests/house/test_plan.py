@@ -13,10 +13,13 @@ from zero_minimal.paper.hardware import GPUS, NETWORK
 from zero_minimal.paper.quantities import count, count_text, seconds_text, size, size_text
 from zero_minimal.paper.shapes import block_parameters, parameter_count, root_parameters, shape_for, usual_shape
 from zero_minimal.pictures.plan import there
+from zero_minimal.programs import plan as plan_program
 from zero_minimal.programs import reproduce
+from zero_minimal.programs import simulate as simulate_program
 from zero_minimal.programs.plan import describe
 from zero_minimal.programs.planning import Speeds, plan
 from zero_minimal.workload.model import GPT, GPTConfig
+from zero_minimal.workload.settings import Parser, add_settings
 
 
 def words(told):
@@ -306,7 +309,7 @@ def test_it_says_that_attention_is_fused():
 
 
 LONG = ["--params=7.5B --ranks=64", "--params=1T --ranks=1024 --hardware=H200", "--params=3M --ranks=2",
-        "--params=100B --mp=16 --ranks=400 --batch=32 --checkpoints=P_a", "--params=175B --mp=8 --ranks=1024 "
+        "--params=100B --mp=16 --ranks=400 --batch=32 --recompute --checkpoints=P_a", "--params=175B --mp=8 --ranks=1024 "
         "--sequence=131072 --batch=16 --no-recompute --hardware=A100-80GB", "--params=14B --ranks=2000 --memory=30GB"]
 
 
@@ -323,6 +326,15 @@ def test_the_picture_is_of_the_moment_that_the_table_shows():
     for row in told["rows"]:
         parts = sum(there(row, part) for part in (*formulas.STATES, "activations", "passing"))
         assert parts == pytest.approx(row["together"])
+
+
+@pytest.mark.parametrize("parser", (plan_program.parser, simulate_program._parser))
+@pytest.mark.parametrize("flags", ([], ["--recompute"]))
+def test_what_is_not_asked_for_is_as_in_training(parser, flags):
+    training = Parser()
+    add_settings(training)
+    for name in ("recompute", "accumulate"):
+        assert getattr(parser().parse_args(flags), name) == getattr(training.parse_args(flags), name), name
 
 
 @pytest.mark.parametrize("flags", LONG)

@@ -114,14 +114,14 @@ def test_a_model_without_fused_attention_is_said_to_have_none(written, capsys): 
 def test_the_command_says_and_writes_what_was_asked_for(written, tmp_path, capsys):  # noqa: F811
     model, ds, told = written(**LARGE), tmp_path / "ds.json", tmp_path / "plan.json"
     flags = ["plan", "--model", model, "--sequence", "64", "--batch", "2", "--ranks", "4", "--accumulate", "3",
-             "--attention", "recomputed", "--json", str(told), "--write-deepspeed-config", str(ds)]
+             "--attention", "recomputed", "--recompute", "--json", str(told), "--write-deepspeed-config", str(ds)]
     main([*flags, "--dtype", "fp16", "--offload", "cpu", "--stage", "3"])
     said = capsys.readouterr().out
     figures = json.loads(told.read_text())
     assert max(len(line) for line in said.splitlines() if not line.startswith("    ") and "/" not in line) <= 80
     words = " ".join(said.split())
     for part in ("A step is 3 micro-batches", "own unfused code, computed again in backward", "offloaded, ",
-                 "stage3.py --deepspeed-config reads it with --model", "for block in model.layers:",
+                 f"--model {model} --sequence 64 --recompute", "(but its attention is fused):", "for block in model.layers:",
                  "model(**next(batches)).loss / 3", "gradient_checkpointing_enable()"):
         assert part in words, part
     asked = Wanted(deepspeed_file.read(str(ds)), {}, {"batch": 8, "accumulate": 1, "dtype": "fp32"}, 4)

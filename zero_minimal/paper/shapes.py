@@ -96,8 +96,9 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--vocabulary", type=positive, help=f"tokens (default: {VOCABULARY}, GPT-2's)")
     group.add_argument("--sequence", type=positive, default=1024, help="tokens in a sequence (default: 1024)")
     group.add_argument("--batch", type=positive, default=1, help="sequences a rank works on at once (default: 1)")
-    group.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
-                       help="keep only each block's input, and recompute its inside in backward (default: yes)")
+    group.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False,
+                       help="keep only each block's input, and recompute its inside in backward (default: no, as "
+                       "in training)")
 
 
 def read_shape(flags: argparse.Namespace) -> GPTConfig:

@@ -4,8 +4,11 @@ Both are complete: stage files read the first (--deepspeed-config), a test runs 
 """
 
 import argparse
+import math
+from pathlib import Path
 
 from zero_minimal.paper.moments import BUCKET
+from zero_minimal.paper.quantities import plural
 from zero_minimal.paper.shapes import block_parameters, root_parameters
 from zero_minimal.programs import report
 from zero_minimal.programs.words import paragraph
@@ -144,20 +147,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                         help="which one (default: the first that fits)")
 
 
-def readers(told: dict, stage: int) -> str:
-    """Who takes the file as it is, and who does not."""
+def readers(told: dict, stage: int, file: Path) -> list[str]:
+    """Lines: who takes the file as it is, with the command that trains what was planned, and who does not."""
     why = ["gradients here are kept and reduced in the dtype of the parameters"] if _wide(told) else []
     why += ["no ranks share a sequence here"] if told["sequence_parallel"] > 1 else []
     why += ["they cut no model (--mp)"] if told["model_parallel"] > 1 else []
     if why:
-        return f"DeepSpeed reads it. The stage scripts refuse it: {', and '.join(why)}."
-    if "model" in told:
-        model = f"--model {told['model']} --sequence {told['sequence']}"
-    else:
-        model = " ".join(f"--{name} {told[name]}" for name in ("layers", "hidden", "heads", "sequence"))
-        model += " --recompute" * told["recompute"]
-        model += " (its vocabulary is bytes, 256)" * (told["vocabulary"] != 256)
-    return f"zero_minimal/stage{stage}.py --deepspeed-config reads it with {model}, as DeepSpeed does."
+        return [paragraph(f"DeepSpeed reads it. The stage scripts refuse it: {', and '.join(why)}.")]
+    names = ("model", "sequence") if "model" in told else ("layers", "hidden", "heads", "sequence")
+    model = " ".join(f"--{name} {told[name]}" for name in names) + " --recompute" * told["recompute"]
+    but = ["its vocabulary is bytes, 256"] if "model" not in told and told["vocabulary"] != 256 else []
+    but += ["its attention is fused"] if told["attention"] != "fused" else []
+    apart = f" (but {', and '.join(but)})" if but else ""
+    ranks, node = told["ranks"], told["node"]
+    here = ranks if ranks <= node else math.gcd(ranks, node)
+    nodes = f"--nnodes {ranks // here} " if here < ranks else ""
+    return [paragraph("DeepSpeed reads it. So does the stage script, which trains what was planned"
+                      f"{apart}:"), "",
+            f"    torchrun {nodes}--nproc-per-node {here} \\",
+            f"        zero_minimal/stage{stage}.py --deepspeed-config {file} \\", f"        {model}"]
 
 
 def write(flags: argparse.Namespace, config: GPTConfig | None, told: dict) -> str:
@@ -175,10 +183,9 @@ def write(flags: argparse.Namespace, config: GPTConfig | None, told: dict) -> st
     stage = fitting if flags.stage is None else flags.stage
     if stage is None:
         raise ValueError("--write-deepspeed-config: no stage fits, so say which one with --stage")
-    content = deepspeed(config, told, stage, accumulate, flags.offload)
-    report.write_json(content, flags.write_deepspeed_config)
-    words = [f"stage {stage} is written to {flags.write_deepspeed_config}, for {told['ranks']:,} ranks.",
-             readers(told, stage), "Learning rate, betas and weight decay are this project's: choose your own."]
+    file = flags.write_deepspeed_config
+    report.write_json(deepspeed(config, told, stage, accumulate, flags.offload), file)
+    words = [f"stage {stage} is written to {file}, for {plural(told['ranks'], 'rank')}.", "Learning rate, betas and weight decay are this project's: choose your own."]
     if flags.offload == "disk":
         words.append(f"nvme_path is {DISK}: put your folder there.")
     if flags.offload == "disk" and stage < 3:
@@ -188,9 +195,9 @@ def write(flags: argparse.Namespace, config: GPTConfig | None, told: dict) -> st
         words.append("It has nothing of --mp: the model itself is cut.")
     if told["sequence_parallel"] > 1:
         words.append("Attention itself is to send what --sequence-parallel says: FSDP2's lines do not.")
-    if "model" in told and told["recompute"]:
-        words.append("Blocks recompute if you say so: model.gradient_checkpointing_enable().")
     scale = "fp16 needs a loss scale besides: torch.amp.GradScaler." if told["dtype"] == "fp16" else ""
+    if "model" in told and told["recompute"]:
+        scale += " Blocks recompute if you say so: model.gradient_checkpointing_enable()."
     lines = fsdp2(told, stage, accumulate, flags.offload)
-    return "\n".join(("", "", paragraph(*words), "", paragraph(f"The same in FSDP2. {WHY[stage]}", scale), "",
-                      *(f"    {line}".rstrip() for line in lines.splitlines())))
+    return "\n".join(("", "", paragraph(*words), "", *readers(told, stage, file), "",
+                      paragraph(f"The same in FSDP2. {WHY[stage]}", scale), "", *(f"    {line}".rstrip() for line in lines.splitlines())))

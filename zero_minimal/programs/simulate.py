@@ -144,8 +144,9 @@ def main(arguments: list[str]) -> None:
     """The command: read the flags, simulate, print, write JSON and picture."""
     parser = _parser()
     flags = parser.parse_args(arguments)
-    if flags.config and (flags.stage != "3" or not flags.recompute):
+    if flags.config and (flags.stage != "3" or "--no-recompute" in parser.given):
         parser.error("--config chooses a stage, and recomputes: give it without --stage and --no-recompute")
+    flags.recompute |= bool(flags.config)
     if (flags.budget_memory or flags.budget_sent) and flags.stage in ("0", "1", "2", "3"):
         parser.error("a budget is for build() of a file: give it with --stage FILE.py")
     try:
