@@ -102,9 +102,11 @@ def formula_marks(axis: Axes, positions: Sequence[float], values: Sequence[float
 
 def words_above(axis: Axes, positions: Sequence[float], heights: Sequence[float], words: Iterable[str],
                 gap: float = 3, **options) -> None:
-    """A word above each bar, `gap` points away from it."""
+    """A word above each bar, `gap` points away from it, and readable where a line crosses it."""
+    plain = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     for position, height, word in zip(positions, heights, words, strict=True):
-        axis.annotate(word, (position, height), (0, gap), textcoords="offset points", ha="center", **options)
+        axis.annotate(word, (position, height), (0, gap), textcoords="offset points", ha="center",
+                      **{"bbox": plain, **options})
 
 
 # ----------------------------------------------------------------------------------------------------- axes and legends

@@ -71,7 +71,8 @@ def state_notes(told: dict) -> str:
         notes.append(paragraph(
             "DeepSpeed's estimator has 2Ψ + 18Ψ/N at stage 2 where the paper has 2Ψ + 14Ψ/N: it counts gradients in "
             f"fp32 besides, here {size_text(4 * told['parameters_of_rank'] / parallel)}. This code turns one bucket "
-            "at a time into fp32."))
+            "at a time into fp32. At stage 3 its 18Ψ/N is more than 16Ψ/N for the same reason; 4 bytes for each "
+            "parameter of the largest module come on top, which here stand under passing."))
     return "\n".join(notes)
 
 
@@ -190,11 +191,11 @@ def wire_note(told: dict) -> str:
     else:
         speed, why = told["network"], ("the network: a ring that leaves the node is as fast as its slowest link "
                                        f"(a node has {told['node']} devices)")
-    return paragraph(f"Data parallelism sends at {size_text(speed)}/s, {why}:")
+    return paragraph(f"Data-parallel ranks send at {size_text(speed)}/s, {why}:")
 
 
 def time_rows(told: dict) -> list[list[str]]:
-    """What data parallelism sends, and the least and the most that a step takes."""
+    """What data-parallel ranks send, and the least and the most that a step takes."""
     rows = [["stage", "sent in a step", "takes", "a step, all overlaps", "a step, nothing does"]]
     for row in told["rows"]:
         rows.append([f"  {row['stage']}", size_text(row["sent_bytes"]), *(

@@ -90,7 +90,7 @@ def traffic_lines(result: dict) -> list[str]:
 def _by_formula(result: dict) -> str:
     """Whose traffic the formula gives: a system of somebody's own has none."""
     own = not result["config"] and result["name"] != f"stage {result['stage']}"
-    return f"{'For comparison, stage 3' if own else 'Data parallelism'} by the formula"
+    return f"{'For comparison, stage 3' if own else 'Stage ' + str(result['stage'])} by the formula"
 
 
 def _state_rows(result: dict) -> list[list[str]]:
