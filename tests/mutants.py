@@ -176,10 +176,10 @@ class Jury:
         reported.tests = {test: dict(self.standby.tests[test]) for test in by_step}
         self.file.write_text(source)
 
-        def begin(done: list[str]):
-            return self.standby.begin(source, [test for test in by_step if test not in done], 1.0)
+        def begin(done: list[str], seconds: float):
+            return self.standby.begin(source, [test for test in by_step if test not in done], seconds, 1.0)
 
-        with contextlib.closing(reports(begin, reported, time.monotonic() + SECONDS)) as following:
+        with contextlib.closing(reports(begin, reported, SECONDS)) as following:
             for _ in following:
                 if reported.failed:
                     break

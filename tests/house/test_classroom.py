@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -27,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conduct
 
 from zero_minimal.classroom import grade as grader
-from zero_minimal.classroom import judging, plugin
+from zero_minimal.classroom import judging, plugin, supervisor
+from zero_minimal.classroom.accounts import Busy, Clock
 from zero_minimal.classroom.drawn import as_drawn
 from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.guard import Fault
@@ -241,9 +243,9 @@ def test_a_pipe_says_whether_its_time_was_over():
             return over.value
 
     reads, writes = os.pipe()
-    assert ends(judging.lines(reads, time.monotonic() + 0.05)) is True
+    assert ends(judging.lines(reads, 0.05)) is True
     os.close(writes)
-    assert ends(judging.lines(reads, time.monotonic() + 60)) is False
+    assert ends(judging.lines(reads, 60)) is False
     os.close(reads)
 
 
@@ -385,3 +387,76 @@ def test_the_command_itself():
     done = subprocess.run([sys.executable, "-m", "zero_minimal", "grade", "nothing.py"], cwd=HOUSE, text=True,
                           capture_output=True)
     assert done.returncode == 2 and done.stdout == "" and "nothing.py is not a file" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------- a machine that is busy
+
+
+def _child(work):
+    if child := os.fork():
+        return child
+    try:
+        work()
+    finally:
+        os._exit(0)
+
+
+def _spin():
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        pass
+
+
+@pytest.mark.parametrize("work", [_spin, lambda: time.sleep(20)], ids=["runs", "sleeps"])
+def test_time_is_spent_by_who_runs_and_by_who_waits(work):
+    child, clock = _child(work), Clock()
+    try:
+        for _ in range(5):
+            time.sleep(0.1)
+            clock.look([child])
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert 0 < clock.spent <= clock.passed
+
+
+def test_time_without_a_processor_is_nobodys():
+    """Three processes share one processor, and one of them is looked at: a third of the time is its own."""
+    allowed = os.sched_getaffinity(0)
+
+    def alone():
+        os.sched_setaffinity(0, [min(allowed)])
+        _spin()
+
+    clock, children = Clock(), [_child(alone) for _ in range(3)]
+    try:
+        for _ in range(12):
+            time.sleep(0.1)
+            clock.look(children[:1])
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert clock.spent < 0.7 * clock.passed
+
+
+def test_a_machine_that_is_too_busy_takes_no_points(messages, monkeypatch, tmp_path, capsys):
+    """The judge tells it, and its points are not 0: there are none."""
+    monkeypatch.setattr(supervisor, "SLOWEST", 0)
+    told = []
+    runner = plugin.Runner(Submission(COLLECTIVES.starter, COLLECTIVES), 60, submissions.supervisor(COLLECTIVES))
+    runner.tell = lambda **entries: told.append(entries)
+    with pytest.raises(Busy, match="too busy to judge"):
+        runner(time.sleep, 1, 5.0)
+    assert "No points are taken" in told[-1]["busy"]
+    with pytest.raises(Busy):
+        judging.Reported(COLLECTIVES, Grades(COLLECTIVES), whole=True).take(json.dumps(told[-1]).encode())
+
+    def busy(*_, **__):
+        raise Busy(told[-1]["busy"])
+
+    monkeypatch.setattr(grader, "grade", busy)
+    file, results = tmp_path / "assignment.py", tmp_path / "results.json"
+    file.write_text(submissions.reference(COLLECTIVES))
+    assert grader.main([str(file), "--lesson", COLLECTIVES.name, "--json", str(results)]) == 3
+    assert "too busy to judge" in capsys.readouterr().err and not results.exists()

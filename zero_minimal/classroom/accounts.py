@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterable
 
 
 def sent_by(process: int) -> int | None:
@@ -23,6 +24,63 @@ def _figure(file: str, label: str) -> int | None:
             if line.startswith(label):
                 return int(line.split()[1])
     return None
+
+
+class Busy(RuntimeError):
+    """Ranks had too little of the machine: nothing can be said of what they run."""
+
+
+class Clock:
+    """Time as processes have it that share the machine with others. `spent`: the seconds that they would have taken on
+    a machine of their own, about; `passed`: those of the clock on the wall.
+
+    While one of them, or this process, is ready to run and no processor is free, time does not count. One that waits
+    for another, or sleeps, lets it pass; one that runs has at least spent what it ran.
+    """
+
+    def __init__(self):
+        self.begun = self.looked = time.monotonic()
+        self.known: dict[tuple[int, str], tuple[float, float]] = {}  # (process, thread): seconds it ran, and stood ready
+        self.ran: dict[int, float] = {}  # process: seconds
+        self.free = 0.0  # seconds in which none of them stood ready
+        self._ready([os.getpid()])
+
+    def look(self, processes: Iterable[int] = ()) -> None:
+        """Once in a while, and at these, which have begun since."""
+        now = time.monotonic()
+        self.free += max(0.0, now - self.looked - self._ready([os.getpid(), *processes]))
+        self.looked = now
+
+    def _ready(self, processes: Iterable[int]) -> float:
+        """Seconds that their threads stood ready since the look before."""
+        ready = 0.0
+        for process in processes:
+            for thread, times in _scheduled(process):
+                before = self.known.get((process, thread), (0.0, 0.0))
+                self.known[process, thread] = times
+                self.ran[process] = self.ran.get(process, 0.0) + times[0] - before[0]
+                ready += times[1] - before[1]
+        return ready
+
+    @property
+    def spent(self) -> float:
+        return max([self.free, *(ran for process, ran in self.ran.items() if process != os.getpid())])
+
+    @property
+    def passed(self) -> float:
+        return time.monotonic() - self.begun
+
+
+def _scheduled(process: int) -> list[tuple[str, tuple[float, float]]]:
+    """Of each thread: its number, and the seconds that it ran and that it stood ready to run. (Empty where the kernel
+    does not tell.)"""
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{process}/task/{thread}/schedstat") as figures:
+                ran, ready, _ = figures.read().split()
+                found.append((thread, (int(ran) / 1e9, int(ready) / 1e9)))
+    return found
 
 
 def end_all_below(process: int) -> int:

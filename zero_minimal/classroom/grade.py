@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_minimal.classroom import drawn, fence, open_part
+from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.grades import Grades, gradescope
 from zero_minimal.classroom.judging import grade
 from zero_minimal.classroom.lessons import Lesson, Step, found
 from zero_minimal.classroom.report.writing import write
 from zero_minimal.classroom.submission import syntax_error, text_of
 from zero_minimal.classroom.watch import watch
-from zero_minimal.programs import record
+from zero_minimal.programs import progress, record
 from zero_minimal.programs.words import paragraph
 
 KEPT = "Points of lessons/NN_name/assignment.py are kept for `progress`; those of any other file are not."
@@ -43,6 +44,9 @@ def main(arguments: list[str]) -> int:
             options.json.write_text(json.dumps(_results(all_grades, 0.0)))
         codes = [_graded(call, grades) for call, grades in zip(calls, all_grades, strict=True)]
     except (RuntimeError, OSError) as failure:
+        if options.json and isinstance(failure, Busy):
+            options.json.unlink()  # nobody has earned 0 points
+        progress.take_back()
         print(f"error: {failure}", file=sys.stderr)
         return 3
     if len(calls) > 1:
@@ -67,9 +71,7 @@ class Call:
 
 def _graded(call: Call, grades: Grades) -> int:
     """Grade one file, and say what it has earned. Returns the exit code."""
-    minutes = "up to three minutes" if call.is_open else "a minute; on a busy machine use --step"
-    seconds = f" ({minutes})" if not call.step and not call.options.watch else ""
-    print(f"{call.file}: lesson {call.lesson.name}, {call.lesson.world}{seconds}\n", flush=True)
+    print(f"{call.file}: lesson {call.lesson.name}, {call.lesson.world}\n", flush=True)
     return _watch(call, grades) if call.options.watch else _once(call, grades)
 
 
@@ -141,7 +143,7 @@ def _calls(arguments: list[str], lessons: dict[str, Lesson]) -> list[Call]:
     parser = argparse.ArgumentParser(
         prog="python -m zero_minimal grade", allow_abbrev=False, epilog=KEPT,
         description="Points for an assignment, step by step. The exit code is 0 for full marks, 1 for fewer, 2 for a "
-        "wrong call, 3 if the grader itself fails.")
+        "wrong call, 3 if the grader itself fails, or the machine is too busy to judge.")
     parser.add_argument("file", type=Path, help="what you wrote: lessons/NN_name/assignment.py; or a folder of such "
                         "folders, to grade all of them: lessons")
     parser.add_argument("--lesson", choices=lessons, help="default: the name of the file's folder")

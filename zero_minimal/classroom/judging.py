@@ -18,13 +18,13 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from zero_minimal.classroom.accounts import end_all_below
+from zero_minimal.classroom.accounts import Busy, end_all_below
 from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.lessons import HOUSE, USED_UP, Lesson
+from zero_minimal.programs import progress
 
-SECONDS = 120  # for a lesson
-EXTRA = 10.0  # seconds that the tests have after that, to say so themselves
-SILENCE = 60.0  # seconds after which a judge that reports nothing is taken for stopped
+SECONDS = 120  # for a lesson, as accounts.Clock counts them
+SILENCE = 60.0  # seconds after which a judge that reports nothing is taken for stopped: it does while ranks run
 LATE = ("this test did not come to an end: the machine may be busy, or what is run too large (a simulation of many "
         "layers?). Look at this step alone: --step {}")
 DOWN = ("the grader's own process was brought down while this test ran{}: memory may have run out (what is run may be "
@@ -36,28 +36,35 @@ def grade(lesson: Lesson, file: Path, grades: Grades, seconds: float = SECONDS, 
     """Run the lesson's tests against the file and fill `grades`. `show(step)` is called when a step is done.
 
     Args: only: as pytest's -k takes it, to run some of the tests.
-    Raises: RuntimeError if the tests themselves cannot run.
+    Raises: RuntimeError if the tests themselves cannot run; Busy.
     """
-    until, reported, shown = time.monotonic() + seconds, Reported(lesson, grades, whole=not only), 0
-    for _ in reports(lambda done: Judge(grades, file, until, only, done), reported, until):
+    reported, shown = Reported(lesson, grades, whole=not only), 0
+    for _ in reports(lambda done, left: Judge(grades, file, left, only, done), reported, seconds):
         for step in grades.steps[shown:]:
             if step.number < reported.step:
+                progress.take_back()
                 show(step)
                 shown += 1
+        if sys.stderr.isatty():
+            progress.announce(f"step {reported.step}: {len(reported.done)} of {len(reported.tests)} checks are done")
+    progress.take_back()
     for step in grades.steps[shown:]:
         show(step)
 
 
-def reports(begin: Callable[[list[str]], AbstractContextManager], reported: "Reported",
-            until: float) -> Iterator[None]:
+def reports(begin: Callable[[list[str], float], AbstractContextManager], reported: "Reported",
+            seconds: float) -> Iterator[None]:
     """Take in what judges report, one judge after the other, until all tests are done; after each line the caller may
     look.
 
-    Args: begin(done): a judge for all tests but those in `done`.
-    Raises: RuntimeError if the tests themselves cannot run.
+    Args: begin(done, left): a judge for all tests but those in `done`, with so many seconds left. One that is brought
+        down has used up what the clock on the wall says.
+    Raises: RuntimeError if the tests themselves cannot run; Busy.
     """
+    left = seconds
     while not reported.ended:
-        with begin(reported.done) as judge:
+        began = time.monotonic()
+        with begin(reported.done, left) as judge:
             for line in judge.lines():
                 if line:
                     reported.take(line)
@@ -68,9 +75,9 @@ def reports(begin: Callable[[list[str]], AbstractContextManager], reported: "Rep
             raise RuntimeError(f"the tests of lesson {reported.lesson.name} could not run:\n{judge.printed}")
         reported.fail(_why_it_ended(judge, reported.step))
         yield
-        if time.monotonic() > until:
+        left -= time.monotonic() - began
+        if left <= 0:
             reported.fail_the_rest(USED_UP)
-            break
 
 
 def _why_it_ended(judge, step: int) -> str:
@@ -96,7 +103,7 @@ class Reported:
         self.under_way, self.step, self.ended = None, 1, False
 
     def take(self, line: bytes) -> None:
-        """Raises: RuntimeError for a line that no judge writes."""
+        """Raises: RuntimeError for a line that no judge writes; Busy."""
         try:
             report = json.loads(line)
             if "tests" in report:
@@ -106,6 +113,10 @@ class Reported:
                 self.step = self.tests[self.under_way]["step"]
             elif "end" in report:
                 self.ended = True
+            elif "busy" in report:
+                raise Busy(str(report["busy"]))
+            elif "runs" in report:
+                pass  # only a sign of life
             else:
                 self._add(self._known(report["test"]), report["passed"] is True, str(report["message"]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -120,6 +131,7 @@ class Reported:
         """Steps with tests that could not begin."""
         for step in sorted({worth["step"] for test, worth in self.tests.items() if test not in self.done}):
             self.grades.add(step, "", 0, False, message)
+        self.ended = True
 
     def _announced(self, tests: dict[str, dict]) -> None:
         if not self.tests:
@@ -146,14 +158,13 @@ class Reported:
 class Judge:
     """Runs pytest with a pipe for its reports, in a session and with a folder of its own that end with it."""
 
-    def __init__(self, grades: Grades, file: Path, until: float, only: str, done: list[str]):
-        self.until = until + EXTRA
+    def __init__(self, grades: Grades, file: Path, seconds: float, only: str, done: list[str]):
         self.arguments = [
             "--submission", str(file), "--lesson", grades.lesson.name, "--steps",
-            ",".join(str(step.number) for step in grades.steps), "--seconds", str(max(1.0, until - time.monotonic())),
+            ",".join(str(step.number) for step in grades.steps), "--seconds", str(seconds),
             *(["-k", only] if only else []), *(f"--deselect={test}" for test in done), "--report",
         ]
-        self.tests, self.patience = grades.lesson.tests, grades.lesson.patience
+        self.tests = grades.lesson.tests
 
     def __enter__(self):
         self.reports, theirs = os.pipe()
@@ -162,8 +173,8 @@ class Judge:
         return self
 
     def lines(self) -> Iterator[bytes]:
-        """What it reports, line by line, until it ends, stands still, or its time is over."""
-        self.is_late = yield from lines(self.reports, self.until, patience=self.patience)
+        """What it reports, line by line, until it ends or stands still."""
+        self.is_late = yield from lines(self.reports)
 
     def __exit__(self, *error):
         os.close(self.reports)
@@ -171,16 +182,15 @@ class Judge:
         self.code = self.process.code
 
 
-def lines(pipe: int, until: float, tick: float = float("inf"), patience: float = 0.0) -> Generator[bytes, None, bool]:
-    """What comes through a pipe, line by line, until its other end is closed, nothing came for SILENCE, or `until`.
+def lines(pipe: int, silence: float = SILENCE, tick: float = float("inf")) -> Generator[bytes, None, bool]:
+    """What comes through a pipe, line by line, until its other end is closed, or nothing came for so many seconds.
 
     tick: after so many seconds without a line b"" is one.
-    patience: of a test's ranks, in seconds. A test may need it twice, for a submission and for what it is held to.
     Returns: whether it came to an end before the other side did.
     """
-    rest, heard, silence = b"", time.monotonic(), max(SILENCE, 2 * patience + EXTRA)
+    rest, heard = b"", time.monotonic()
     while True:
-        left = max(0.0, min(heard + silence, until) - time.monotonic())
+        left = max(0.0, heard + silence - time.monotonic())
         if select.select([pipe], [], [], min(left, tick))[0]:
             received, heard = os.read(pipe, 2**16), time.monotonic()
             if not received:

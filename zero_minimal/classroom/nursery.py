@@ -114,7 +114,7 @@ def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
     beside.lend = hosts.Lender(line)
     try:
         store = dist.FileStore(f"{setup['folder']}/store", setup["world_size"])
-        joining.join(store, setup["rank"], setup["world_size"], "cpu", "gloo", timeout=2 * setup["timeout"] + 10)
+        joining.join(store, setup["rank"], setup["world_size"], "cpu", "gloo", timeout=setup["timeout"])
         fence.no_other_processes()
         _send(line, HERE)
         function, args = pickle.loads(receive(line))

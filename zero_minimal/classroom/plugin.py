@@ -9,12 +9,12 @@ import json
 import os
 import re
 import socket
-import time
 from pathlib import Path
 
 import pytest
 
 from zero_minimal.classroom import messages
+from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.guard import guarded, unwritten
 from zero_minimal.classroom.lessons import USED_UP, found, needs
 from zero_minimal.classroom.serving import Request, Server
@@ -45,9 +45,11 @@ class Runner:
     """What tests use as toys.run while a submission is graded: guarded in the ranks, never for long, nothing left."""
 
     def __init__(self, submission: Submission, seconds: float, supervisor: Supervisor | None = None):
-        self.submission, self.until = submission, time.monotonic() + seconds
+        self.submission = submission
         self.patience = submission.lesson.patience  # seconds
         self.supervisor = supervisor or Supervisor(submission.lesson, Path(submission.path))
+        self.until = self.supervisor.spent + seconds
+        self.tell = lambda **entries: None  # the grader: that ranks run, or that they cannot
 
     def install(self) -> None:
         """Into toys, where tests look. The secrets are what random numbers begin from: a rank knows its own alone."""
@@ -63,13 +65,17 @@ class Runner:
 
     def __call__(self, function, world_size, *args, timeout=float("inf"), fresh=False, counted=False):
         """fresh: each rank is a Python of its own, as under torchrun. counted: `accounts` are made."""
-        left = self.until - time.monotonic()
+        left = self.until - self.supervisor.spent
         if left < 1:
             pytest.fail(USED_UP, pytrace=False)
         limit = min(timeout, self.patience, left)
+        self.supervisor.beat = lambda: self.tell(runs=True)
         try:
             found = self.supervisor.run(guarded(function, self.submission), world_size, *args, timeout=limit,
                                         fresh=fresh, counted=counted)
+        except Busy as busy:
+            self.tell(busy=str(busy))
+            raise
         except TimeoutError:
             if not self.submission.lesson.draw:  # one that is drawn has nothing to do with the others
                 self.patience = min(LESS * self.submission.lesson.patience, self.patience)
@@ -130,6 +136,7 @@ class Grading:
     def _begin(self, reports: int, runner: Runner) -> None:
         self.reports, self.runner, self.late = os.fdopen(reports, "w", buffering=1), runner, Late()
         self.over = unwritten_steps(runner.submission)  # step: the message of all its tests from now on
+        runner.tell = self._tell
         runner.install()
 
     def pytest_runtest_protocol(self, item):

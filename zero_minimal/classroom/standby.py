@@ -4,11 +4,10 @@ import contextlib
 import json
 import os
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from zero_minimal.classroom.judging import EXTRA, SECONDS, Process, lines
+from zero_minimal.classroom.judging import Process, lines
 from zero_minimal.classroom.lessons import Lesson
 from zero_minimal.classroom.nursery import LENGTH
 
@@ -28,14 +27,14 @@ class Standby:
 
     def wait_until_ready(self) -> None:
         """Raises: RuntimeError if the tests themselves cannot run."""
-        for line in lines(self.control.fileno(), time.monotonic() + START):
+        for line in lines(self.control.fileno(), START):
             self.tests = {entry.pop("test"): entry for entry in json.loads(line)["tests"]}
             return
         raise RuntimeError(f"the tests of lesson {self.lesson.name} could not run:\n{self.process.printed()}")
 
-    def begin(self, source: str, tests: list[str], tick: float) -> "Run":
+    def begin(self, source: str, tests: list[str], seconds: float, tick: float) -> "Run":
         """These tests of this text of the file, in this order: a context with `lines()`, as a Judge is."""
-        return Run(self, source, tests, tick)
+        return Run(self, source, tests, seconds, tick)
 
     def ask(self, request: dict, *descriptors: int) -> None:
         """Raises: RuntimeError if it is gone."""
@@ -61,15 +60,15 @@ class Standby:
 class Run:
     """One grade by a judge that waits. When the context is left it has ended, wherever it was."""
 
-    def __init__(self, standby: Standby, source: str, tests: list[str], tick: float):
-        self.standby, self.source, self.tests, self.tick = standby, source, tests, tick
+    def __init__(self, standby: Standby, source: str, tests: list[str], seconds: float, tick: float):
+        self.standby, self.source, self.tests, self.seconds, self.tick = standby, source, tests, seconds, tick
         self.code = None  # it is not our child: how it ended is not told
 
     def __enter__(self) -> "Run":
         self.reports, theirs = os.pipe()
         self.standby.process.output.truncate(0)
         try:
-            self.standby.ask({"source": self.source, "tests": self.tests, "seconds": SECONDS}, theirs)
+            self.standby.ask({"source": self.source, "tests": self.tests, "seconds": self.seconds}, theirs)
         except RuntimeError:
             os.close(self.reports)
             raise
@@ -79,8 +78,7 @@ class Run:
 
     def lines(self) -> Iterator[bytes]:
         """What it reports; b"" where nothing came for a tick."""
-        self.is_late = yield from lines(self.reports, time.monotonic() + SECONDS + EXTRA, self.tick,
-                                        self.standby.lesson.patience)
+        self.is_late = yield from lines(self.reports, tick=self.tick)
 
     def __exit__(self, *error) -> None:
         os.close(self.reports)

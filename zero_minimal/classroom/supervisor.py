@@ -2,7 +2,8 @@
 what they hold and send, takes their results as data, and ends whatever they leave.
 
 Nothing here believes a rank. What it sends is data of limited size; what it holds and sends is read in /proc, where it
-cannot write; and its processes are looked for there until none is left.
+cannot write; and its processes are looked for there until none is left. Its time is its own: while other programs have
+the processors, it does not count.
 """
 
 import contextlib
@@ -19,16 +20,20 @@ from pathlib import Path
 import cloudpickle
 
 from zero_minimal.classroom import hosts, results
-from zero_minimal.classroom.accounts import end_all_below, lives
+from zero_minimal.classroom.accounts import Busy, Clock, end_all_below, lives
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import Lesson
 from zero_minimal.classroom.messages import DIED_AT
 from zero_minimal.classroom.nursery import DATA, HERE
 from zero_minimal.classroom.staging import stage
-from zero_minimal.classroom.wards import HostWard, Nursery, Ward
+from zero_minimal.classroom.wards import START, HostWard, Nursery, Ward
 from zero_minimal.foundations.failures import GRACE, Failure, raise_first
 
 LOOK = 0.01  # seconds between two looks at the ranks' memory
+TICK = 0.2  # seconds between two looks at their time
+SLOWEST = 10  # times what a run may take, by the clock on the wall, until the machine is too busy to judge it
+BUSY = ("this machine is too busy to judge: other programs had its processors for most of {:.0f} s while ranks stood "
+        "ready to run. No points are taken. End what else runs here, or grade later")
 
 
 class Supervisor:
@@ -43,6 +48,8 @@ class Supervisor:
         earlier = [int(name) for name in os.listdir(self.places["runs"]) if name.isdigit()]
         self.nursery, self.number = nursery, max(earlier, default=0)  # a run's folder is new
         self.accounts, self.left = [], 0
+        self.spent = 0.0  # seconds of all runs so far, as Clock counts them
+        self.beat = lambda: None  # called every now and then while ranks run
         self.secrets, self.data_secrets = ({rank: secrets.randbelow(2**40) for rank in range(16)} for _ in range(2))
 
     def run(self, function, world_size: int, *args, timeout: float, fresh: bool = False, counted: bool = False) -> list:
@@ -50,19 +57,23 @@ class Supervisor:
 
         fresh: each rank from a nursery of its own, with another seed of Python's hashes; others share one.
         counted: `accounts` are then what the kernel counted.
-        Raises: RankError and TimeoutError as `foundations.ranks.run`; ChildProcessError if a nursery was ended.
+        timeout: seconds as Clock counts them.
+        Raises: RankError and TimeoutError as `foundations.ranks.run`; ChildProcessError if a nursery was ended; Busy.
         """
         work, wards = cloudpickle.dumps((function, args)), []
         nurseries = self._nurseries(world_size, fresh)
         self.number += 1
         folder = f"{self.places['runs']}/{self.number}"
+        clock = Clock()
         try:
             for rank, nursery in enumerate(nurseries):
-                wards.append(nursery.fork(dict(rank=rank, world_size=world_size, timeout=timeout, folder=folder,
-                                               secret=self.secrets[rank])))
+                wards.append(nursery.fork(dict(rank=rank, world_size=world_size, timeout=SLOWEST * timeout + START,
+                                               folder=folder, secret=self.secrets[rank])))
                 wards[-1].folder = folder
-            return self._gather(wards, work, timeout, counted)
+            return self._gather(wards, work, clock, timeout, counted)
         finally:
+            clock.look()
+            self.spent += clock.spent
             for ward in wards:
                 ward.close()
             self.left = sum(end_all_below(nursery.pid) for nursery in set(nurseries) if nursery.lives())
@@ -93,25 +104,29 @@ class Supervisor:
         if self.folder:
             self.folder.cleanup()
 
-    def _gather(self, wards: list[Ward], work: bytes, timeout: float, counted: bool) -> list:
+    def _gather(self, wards: list[Ward], work: bytes, clock: Clock, timeout: float, counted: bool) -> list:
         """One answer a rank, or the failure that came first."""
-        deadline, begun = time.monotonic() + timeout, set()
+        until, begun = timeout, set()
         answers, failures = {}, {}
         while len(answers) + len(failures) < len(wards):
             pending = {ward.line: rank for rank, ward in enumerate(wards) if rank not in answers | failures}
-            left = deadline - time.monotonic()
-            if left <= 0 and failures:
+            if time.monotonic() > clock.looked + TICK:
+                clock.look(process for ward in wards for process in ward.processes())
+                self.beat()
+            if clock.spent >= until and failures:
                 break
-            if left <= 0:
+            if clock.spent >= until:
                 raise TimeoutError(_where_they_stand(wards, sorted(pending.values()), timeout))
-            ready, _, _ = select.select(list(pending), [], [], LOOK if counted else left)
+            if clock.passed > SLOWEST * timeout:
+                raise Busy(BUSY.format(clock.passed))
+            ready, _, _ = select.select(list(pending), [], [], LOOK if counted else TICK)
             for ward in wards if counted else ():
                 ward.look()
             for rank in map(pending.get, ready):
                 with contextlib.suppress(BlockingIOError):
                     self._hear(rank, wards, work, begun, answers, failures)
                 if failures:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    until = min(until, clock.spent + GRACE)
         if failures:
             raise_first(failures, len(wards))
         self.accounts = [ward.account(answers[rank]) for rank, ward in enumerate(wards)] if counted else []
@@ -176,7 +191,11 @@ def _where_they_stand(wards: list[Ward], late: list[int], timeout: float) -> str
         for process in (wards[rank], *wards[rank].hosts):
             process.signal(signal.SIGCONT)
             process.signal(signal.SIGUSR1)
-    time.sleep(0.3)
+    stacks = {process.stacks for rank in late for process in (wards[rank], *wards[rank].hosts)}
+    patience = time.monotonic() + GRACE
+    while stacks and time.monotonic() < patience:
+        stacks -= set(select.select(list(stacks), [], [], GRACE)[0])
+    time.sleep(0.3)  # and the rest of it
     lines = [f"after {timeout:g} s rank {', '.join(map(str, late))} of {len(wards)} had not finished"]
     for rank in late:
         lines.append(f"\nrank {rank} stands here (innermost first):\n{wards[rank].stack()}")

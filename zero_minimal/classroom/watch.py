@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.grades import INDENT, Grades, head, numbered, tell
 from zero_minimal.classroom.judging import SECONDS, Reported, reports
 from zero_minimal.classroom.lessons import Lesson, Step
@@ -103,19 +104,19 @@ class Watch:
         reported, screen = Reported(self.lesson, self.grades, whole=False), Screen(self.grades, self.told, was_right)
         standby = self._ready()
         reported.tests = {test: standby.tests[test] for test in self._in_order(standby, steps)}
-        until, left = time.monotonic() + SECONDS, list(steps)
+        left = list(steps)
 
-        def begin(done: list[str]):
-            return standby.begin(saved.text, [test for test in reported.tests if test not in done], POLL)
+        def begin(done: list[str], seconds: float):
+            return standby.begin(saved.text, [test for test in reported.tests if test not in done], seconds, POLL)
 
-        with contextlib.closing(reports(begin, reported, until)) as following:
+        with _told_if_busy(), contextlib.closing(reports(begin, reported, SECONDS)) as following:
             for _ in following:
                 screen.failing(left[0])
                 while left and left[0].number < reported.step:
                     self._is_through(left.pop(0), saved, reported, screen)
                 if self.place.changed():
                     break
-        if reported.ended or time.monotonic() > until:
+        if reported.ended:
             for step in left:
                 self._is_through(step, saved, reported, screen)
             left = []
@@ -204,6 +205,15 @@ class Screen:
     def _say(self, words: str) -> None:
         self.under_way = None
         _say(words)
+
+
+@contextlib.contextmanager
+def _told_if_busy() -> Iterator[None]:
+    """Context that ends, and says so, where the machine is too busy to judge."""
+    try:
+        yield
+    except Busy as busy:
+        _say(str(busy))
 
 
 def _words(message: str) -> str:
