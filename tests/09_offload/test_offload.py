@@ -220,6 +220,27 @@ def test_what_cannot_be_is_refused_and_the_host_goes_with_the_stage():
     assert toys.run(refusals, 1) == [True]
 
 
+def asked_to_end():
+    """The usual handler of a preemption, and the signal goes to every process of the rank."""
+    zero = pair(2)[1]
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    try:
+        for number in range(2):
+            toys.step_of(zero, number)
+            for process in (os.getpid(), zero.host.process.pid):
+                os.kill(process, signal.SIGTERM)
+            time.sleep(0.2)
+        return len(came), len(zero.state_dict()["shards"]) == len(zero.buckets)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@in_proc
+def test_a_host_leaves_sigterm_to_its_rank():
+    assert toys.run(asked_to_end, 1) == [(2, True)]
+
+
 class Fails(torch.optim.SGD):
     """In its second step."""
 

@@ -2,6 +2,7 @@
 the library (stand_in/transformers) shows it where that is not installed; test_foreign_library.py has the library."""
 
 import json
+from contextlib import nullcontext
 import sys
 from pathlib import Path
 
@@ -257,6 +258,15 @@ def test_the_command(written, tmp_path, capsys):
 def test_refused(kind, entries, flags, says, written):
     with pytest.raises(ValueError, match=says):
         Settings(**{"sequence": 16} | flags, model=written(kind, **entries))
+
+
+def test_a_tokenizer_beside_the_model_is_not_passed_over(written):
+    file = Path(written())
+    for tokens, is_refused in ((300, True), (256, False), (257, False)):
+        vocabulary = {f"t{number}": number for number in range(tokens)}
+        file.with_name("tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+        with pytest.raises(ValueError, match=f"give --tokenizer {file.parent}") if is_refused else nullcontext():
+            Settings(sequence=16, model=str(file))
 
 
 def test_refused_by_a_stage(written, tmp_path, capsys, monkeypatch):

@@ -194,7 +194,7 @@ def test_loss_scaler():
 def test_a_bucket_is_updated_alone():
     """With its group's options, in fp32, and as if the whole had been updated at once. Schedulers see nothing odd."""
     masters = [nn.Parameter(torch.randn(6)) for _ in range(3)]
-    buckets = [types.SimpleNamespace(group_index=index // 2, master=master, dtype=torch.float32, params=[],
+    buckets = [types.SimpleNamespace(group_index=index // 2, master=master, dtype=torch.float32, params=[], told=0,
                                      parameter_shard=master.data, gradient_shard=torch.randn(6))
                for index, master in enumerate(masters)]
     whole = [nn.Parameter(master.detach().clone()) for master in masters]

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,26 @@ def test_says_what_cannot_be_resumed(tmp_path):
     assert f"there is no checkpoint in {tmp_path / 'new'} yet: this run begins anew\n" in said[4]
     assert "other settings than before: steps was 6 and is 7; lr was 0.002 and is 0.001\n" in said[4]
     assert f"resumed after 6 steps, from {tmp_path / 'new'}\n" in said[4], "the last step is saved"
+
+
+def resumed_elsewhere(folder):
+    """On another number of ranks, from a folder whose newest checkpoint is damaged, with warnings off."""
+    with contextlib.redirect_stderr(io.StringIO()) as errors, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(1, Settings(**SMALL), Flags(resume=str(folder)))
+    return errors.getvalue()
+
+
+def test_says_what_is_lost_and_what_a_step_learns_from(tmp_path):
+    toys.run(run, 1, 1, Settings(**SMALL | {"steps": 4}), Flags(save=tmp_path, every=2))
+    newest = max(path for path in tmp_path.iterdir() if path.is_dir())
+    (file := newest / "rank-0.bin").write_bytes(file.read_bytes()[:-8])
+    said, _ = toys.run(resumed_elsewhere, 2, tmp_path)
+    batch = Settings(**SMALL).batch * Settings(**SMALL).accumulate
+    assert re.search(rf"resumed after 2 steps, from {tmp_path}; not from a newer checkpoint, and the steps since are "
+                     rf"lost: {file} is truncated.*\n", said), said
+    assert (f"another number of ranks than before: 1, and now 2. A step now learns from {2 * batch} sequences, and not "
+            f"{batch}: set --batch") in said
 
 
 def filled(arguments, folder, full):

@@ -292,7 +292,9 @@ def _context():
 
 
 def _main(pipe, setup: dict, pickled: bytes) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # what the rank does with these is the rank's: with SIGTERM it may want to save, which needs us
+    for number in signal.SIGINT, signal.SIGTERM:
+        signal.signal(number, signal.SIG_IGN)
     _end_with_rank(setup["rank"])
     torch.set_num_threads(setup["threads"])  # sums are in the same order as on the rank
     number = reduction.recv_handle(pipe)

@@ -100,6 +100,8 @@ def start(
     try:
         yield joined
         come_to_the_end()
+        if not dist.is_initialized():  # the user has called destroy_process_group()
+            return
         dist.barrier()
         # gloo's threads drop their last tensors; torch 2.6 may lock up if the group goes meanwhile
         time.sleep(0.1)

@@ -20,11 +20,15 @@ import zlib
 import torch
 import torch.distributed as dist
 
-LENGTH = 192  # bytes of a note
+LENGTH = 256  # bytes of a note
 TAG = 2**30  # of notes; those of data are below it
 FINISHED = "finished"
 CHECKPOINT = "a checkpoint to "  # save, load, …: saving.meet
+LOADED = ", states loaded: "
+CHANGED = ", changed in forward"
 SCALED = ", after a clipped or unscaled one"  # of a step: at stage 0 clipping alone sends nothing
+SCALE = SCALED + r"( \([^)]*\))?"  # with its number
+RATE = r" with lr [^ ,]+"
 
 _groups: dict = {}  # the groups in which notes were sent
 _open = weakref.WeakKeyDictionary()  # group: those that nobody has checked, the oldest first
@@ -94,11 +98,23 @@ class Notes:
         if words == FINISHED:
             return (f"{there} has finished, and rank {here} waits for it in {self.words}: give all "
                     "ranks the same number of batches (uneven.together stops them together)")
-        if _but_for_rates(words) == _but_for_rates(self.words):
+        if _but(RATE, words) == _but(RATE, self.words):
             return (f"the learning rates differ: rank {here} is in {self.words}; {there} is in "
                     f"{words}. Set the same on all ranks: a scheduler that looks at the loss needs "
                     "its mean over the ranks, collectives.all_reduce(loss)")
-        if words.replace(SCALED, "") == self.words.replace(SCALED, ""):
+        if CHANGED in words + self.words:
+            return (f"forward has changed parameters by what a rank has seen: rank {here} is in "
+                    f"{self.words}; {there} is in {words}. Let such a layer see its first batch "
+                    "before the model is wrapped, or change parameters alike on all ranks")
+        if _but(LOADED + r"\d+", words) == _but(LOADED + r"\d+", self.words):
+            return (f"load_state_dict() was not called equally often: rank {here} is in "
+                    f"{self.words}; {there} is in {words}. Let every rank load its own part")
+        scaled_alike = _but(SCALE, words) == _but(SCALE, self.words)
+        if scaled_alike and SCALED in words and SCALED in self.words:
+            return (f"the last step() scaled the gradients differently: rank {here} is in "
+                    f"{self.words}; {there} is in {words}. Give clip_grad_norm_() the same "
+                    "max_norm on all ranks, and LossScaler the same scale")
+        if scaled_alike:
             clipped, other = (there, f"rank {here}") if SCALED in words else (f"rank {here}", there)
             return (f"{clipped} called clip_grad_norm_() or unscale_() before the last step(), and "
                     f"{other} did not, so their parameters differ now: call it on all ranks, and "
@@ -116,15 +132,15 @@ class Notes:
 
 def say_goodbye() -> None:
     """This rank comes to its end: whoever still waits for it, or ever will, gets an error."""
-    for group in _groups:
+    for group in _groups if dist.is_initialized() else ():  # the user may have parted them already
         group = group or dist.group.WORLD
         _last_notes.extend(group.send([_as_tensor(FINISHED.encode())], other, TAG)
                            for other in other_ranks(group))
     _groups.clear()
 
 
-def _but_for_rates(words: str) -> str:
-    return re.sub(r" with lr [^ ,]+", "", words)
+def _but(pattern: str, words: str) -> str:
+    return re.sub(pattern, "", words)
 
 
 def _as_tensor(words: bytes) -> torch.Tensor:

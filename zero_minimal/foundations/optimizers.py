@@ -135,6 +135,7 @@ def tell_autograd(bucket: Bucket) -> None:
     kept."""
     for param in bucket.params:
         torch.autograd.graph.increment_version(param)
+    bucket.told += 1
     torch.clear_autocast_cache()
 
 

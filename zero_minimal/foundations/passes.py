@@ -11,7 +11,8 @@ import weakref
 import torch
 from torch import nn
 
-from zero_minimal.foundations import handed_over, notes, optimizers, ownership
+from zero_minimal.foundations import handed_over, notes, optimizers, ownership, values
+from zero_minimal.foundations.changed_in_forward import ChangedInForward
 from zero_minimal.foundations.layout import Bucket, Flat
 from zero_minimal.foundations.outputs import tensors_in
 from zero_minimal.foundations.ties import Tie
@@ -32,14 +33,22 @@ class Passes:
         self.reduced = False  # every bucket was handed over since the last pass began
         self.running = False  # a backward pass is under way
         self.begun = False  # a pass has begun since the last zero_grad()
+        self.skipped = False  # the loss scaler has left these gradients out
         self.spent = False  # step() has used the gradients, and zero_grad() was not called since
-        self.scaled = False  # the last step() scaled them, since they were clipped or unscaled
+        self.scaled = ""  # in words, how the last step() scaled them: clipped or unscaled
         self.steps, self.passes = 0, 0  # step() calls; passes that handed over since
+        self.loads = 0  # load_state_dict() calls
         self.accumulating = False  # passes hand over nothing
         self._task: int | None = None  # autograd's number for the pass under way
         self.left = handed_over.Left(self.stage, flats)
         stage.model.register_forward_pre_hook(Tie(Passes._before_forward, self))
         stage.model.register_forward_hook(Tie(Passes._watch_output, self))
+        whole = [stage] if not self.by_turns else stage.units
+        self.watched = [
+            ChangedInForward(one.model if one is stage else one.module,
+                             [bucket for bucket in one.buckets if bucket in stage.buckets])
+            for one in whole
+        ]
         for param in flats:
             # before autograd adds anything to .grad
             param.register_hook(Tie(lambda passes, _: passes.begin(), self))
@@ -65,16 +74,28 @@ class Passes:
     def forget(self) -> None:
         """zero_grad(), perhaps after a backward pass that failed half-way: start afresh."""
         self.left.forget()
-        self.scaled = self.spent and self.stage.gradient_scale is not None
+        self.scaled = self._scale_in_words() if self.spent else ""
         self.steps, self.passes = self.steps + self.spent, 0
-        self.reduced = self.running = self.begun = self.spent = False
+        for bucket in self.stage.buckets:
+            bucket.changed = ""
+        self.reduced = self.running = self.begun = self.spent = self.skipped = False
 
     def moment_of(self, bucket: Bucket) -> str:
         """Of training, in words, what the last step() did, and with which learning rate the bucket
         will be updated: all must be alike on all ranks."""
-        last = notes.SCALED if self.scaled else ""
         rate = optimizers.rate_of(self.stage, bucket)
-        return f"backward {self.passes + 1} of step {self.steps + 1}{last}{rate}"
+        loaded = f"{notes.LOADED}{self.loads}" if self.loads else ""
+        return (f"backward {self.passes + 1} of step {self.steps + 1}{self.scaled}{rate}{loaded}"
+                f"{bucket.changed}")
+
+    def _scale_in_words(self) -> str:
+        """Nothing, if step() did not scale; without the number where it lies on a GPU: to read it
+        would take a wait."""
+        scale = self.stage.gradient_scale
+        if scale is None:
+            return ""
+        at_hand = values.present() and torch.as_tensor(scale).is_cpu
+        return f"{notes.SCALED} ({float(scale):.6g})" if at_hand else notes.SCALED
 
     def _before_forward(self, *_) -> None:
         torch.clear_autocast_cache()  # a cast that it kept would lead backward into an older graph
@@ -110,7 +131,7 @@ class Passes:
                                "once, after the last micro-batch; or drop the gradients with "
                                "zero.zero_grad(), also after a step that the scaler has skipped")
         self.left.take_away()
-        self.running = self.begun = True
+        self.running, self.begun, self.skipped = True, True, False
         self._task = torch._C._current_graph_task_id()
         self.stage.backward_begins()
         self.reduced = False

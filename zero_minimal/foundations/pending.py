@@ -9,6 +9,7 @@
 import contextlib
 import functools
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -42,6 +43,8 @@ class Pending:
             _half_done.add(self)
 
     def wait(self) -> None:
+        if self.works and self.group is not None:
+            refuse_forked(self.group())
         if _half_done:
             if not inside_collective():
                 self._wait_for_earlier_ones()
@@ -87,6 +90,7 @@ def collective(launch):
     def collective(*tensors, async_op: bool = False, of: object = "", **options):
         call, notes, given = None, None, options.get("group")
         group = options["group"] = _ranks_of(given, launch.__name__)
+        refuse_forked(group)
         if not inside_collective():
             held = tuple(value for value in (*tensors, *options.values())
                          if isinstance(value, torch.Tensor))
@@ -104,6 +108,20 @@ def collective(launch):
         return pending if async_op else pending.wait()
 
     return collective
+
+
+def refuse_forked(group: dist.ProcessGroup | None) -> None:
+    """Raises: RuntimeError in a process that was forked from a rank. It has the connections of that
+    one, and what it writes there would come in between."""
+    if group is not None and _process_of.setdefault(group, os.getpid()) != os.getpid():
+        raise RuntimeError(
+            "this process was forked from a rank, which alone may start collectives and wait for "
+            "them (at stage 3 each forward does): let the rank itself call the model, or fork "
+            "before the ranks join and let the child work on a copy of the weights"
+        )
+
+
+_process_of = weakref.WeakKeyDictionary()  # group: the process that joined it
 
 
 def _ranks_of(group, name: str) -> dist.ProcessGroup:

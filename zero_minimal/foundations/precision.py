@@ -125,6 +125,8 @@ class LossScaler:
         self._overflows[zero] = skipped = bool(overflow)
         if not skipped:
             zero.step()
+        elif hasattr(zero, "backward"):
+            zero.backward.skipped = True
         return not skipped
 
     def update(self) -> None:

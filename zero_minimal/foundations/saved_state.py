@@ -140,7 +140,9 @@ def shard_state(stage) -> dict:
 
     As in torch, tensors are not copied; but a shard that is a view of a whole bucket is, since
     torch.save would write all of that.
+    Raises: RuntimeError where gradients wait for a step: they are in no state.
     """
+    saving.check_moment(stage)
     for bucket in stage.buckets:
         precision.keep_changes(bucket)
     shards = [bucket.master.data if bucket.trained else bucket.parameter_shard
@@ -180,6 +182,7 @@ def load_shards(stage, state: dict) -> None:
     loading.fill_buffers(stage.model, state["buffers"])
     for name, param in expected["frozen"].items():
         param.copy_(state["frozen"][name])
+    stage.backward.loads += 1  # by which ranks that have not loaded are told
 
 
 def refuse_other_shards(stage) -> None:

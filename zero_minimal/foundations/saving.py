@@ -79,7 +79,7 @@ def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: boo
 
     _check_numbers(step, keep)
     holding = pieces.holding_of(zero)
-    _check_moment(holding.stage)
+    check_moment(holding.stage)
     encoded = as_json.encoded(extra)
     finish_earlier()
     _check_alike(encoded, holding.group)
@@ -135,12 +135,12 @@ def _check_numbers(step: int | None, keep: int) -> None:
         raise ValueError(f"keep is {keep!r}: give a whole number; at least one checkpoint is kept")
 
 
-def _check_moment(stage) -> None:
+def check_moment(stage) -> None:
     """Raises: RuntimeError if a checkpoint would lose what was done since the last step()."""
     if getattr(stage, "shown", False):
         raise RuntimeError("leave gather_parameters() before you save: what is changed inside of "
                            "it comes to the shards at its end")
-    if stage.backward.accumulated and stage.gradient_scale is None:
+    if stage.backward.accumulated and not stage.backward.skipped:
         raise RuntimeError("a checkpoint has no gradients, and those of the backward passes since "
                            "the last zero.step() would be lost: save after zero.step(); or call "
                            "zero.zero_grad() first, if they are not needed")

@@ -7,8 +7,11 @@ after the last step is written, too.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import sys
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,19 +120,22 @@ class Checkpoints:
             self._say(f"there is no checkpoint in {folder} yet: this run begins anew")
             return 0
         try:
-            extra = saved_state.load(self.zero, folder)
+            with warnings.catch_warnings(record=True) as passed_over:
+                warnings.simplefilter("always")
+                extra = saved_state.load(self.zero, folder)
         except ValueError as error:
             interrupts.refuse(f"error: --resume {self.flags.resume}: {error}")
         if not isinstance(extra, dict) or not extra.keys() >= KEPT:
             interrupts.refuse(f"error: --resume {self.flags.resume}: this checkpoint was not written by --save")
-        self._compare(extra.get("settings", {}), extra.get("model"))
+        self._compare(extra.get("settings", {}), extra.get("model"), extra.get("world_size", self.rank.world_size))
         self.batches.skip(extra["batches"])
         if self.scaler and extra["scaler"]:
             self.scaler.load_state_dict(extra["scaler"])
-        self._say(f"resumed after {extra['step']} steps, from {folder}")
+        lost = [f"; not from a newer checkpoint, and the steps since are lost: {one.message}" for one in passed_over]
+        self._say(f"resumed after {extra['step']} steps, from {folder}{''.join(lost)}")
         return extra["step"]
 
-    def _compare(self, before: dict, model: dict | None) -> None:
+    def _compare(self, before: dict, model: dict | None, ranks: int) -> None:
         """Ends the program for settings that make another model of the same shapes; names the others that differ."""
         now = dataclasses.asdict(self.settings)
         if other := trained.differ(model, self.settings):
@@ -141,6 +147,11 @@ class Checkpoints:
                   if name in now and name not in WITHOUT_EFFECT and before[name] != now[name]]
         if differ:
             self._say("other settings than before: " + "; ".join(differ))
+        if ranks != self.rank.world_size:
+            each = self.settings.batch * self.settings.accumulate
+            self._say(f"another number of ranks than before: {ranks}, and now {self.rank.world_size}. A step now learns "
+                      f"from {each * self.rank.world_size} sequences, and not {each * ranks}: set --batch or "
+                      "--accumulate for what you want")
 
     def after(self, step: int) -> None:
         """A step is done; its number counts from 0. Every so many of them, and after the last, begin to save."""
@@ -149,8 +160,10 @@ class Checkpoints:
             return
         self.finish()
         extra = {"step": done, "batches": self.batches.drawn, "settings": dataclasses.asdict(self.settings),
-                 "scaler": self.scaler.state_dict() if self.scaler else None, **trained.configuration(self.settings)}
-        self.saving = saved_state.async_save(self.zero, self.flags.save, extra, step=done, keep=self.flags.keep)
+                 "world_size": self.rank.world_size, "scaler": self.scaler.state_dict() if self.scaler else None,
+                 **trained.configuration(self.settings)}
+        with self._warned():
+            self.saving = saved_state.async_save(self.zero, self.flags.save, extra, step=done, keep=self.flags.keep)
 
     def finish(self) -> dict:
         """Wait for the last one. If the disk is full, say so, and go on: the next may find room. What a report says of
@@ -158,11 +171,21 @@ class Checkpoints:
         saving, self.saving = self.saving, None
         try:
             if saving:
-                saving.wait()
+                with self._warned():
+                    saving.wait()
         except saved_state.NotSaved as error:
             self._say(f"warning: {error}")
             return {"not_saved": str(error)}
         return {}
+
+    @contextlib.contextmanager
+    def _warned(self) -> Iterator[None]:
+        """Context whose warnings are said as this program says its own."""
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            yield
+        for one in given:
+            self._say(f"warning: {one.message}")
 
     def _say(self, line: str) -> None:
         if self.rank.rank == 0:

@@ -100,6 +100,10 @@ class Settings:
     def _check_vocabulary(self) -> None:
         """Raises: ValueError, with the line to write, if the tokens are no tokens of the model, or
         if there is no such model."""
+        beside = tokens.file_of(self.model).with_name("tokenizer.json")
+        if not self.tokenizer and (known := tokens.listed(beside)) > BYTES + 1:
+            raise ValueError(f"{beside} has {known} tokens, and without --tokenizer a byte would "
+                             f"be a token, whatever it means there: give --tokenizer {beside}")
         gap, has = self.gap, self.foreign.sizes["vocabulary"]
         needed = tokens.size(self.tokenizer) if self.tokenizer else BYTES
         needed = max(needed, -1 if gap is None else gap + 1)

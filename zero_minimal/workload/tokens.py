@@ -6,6 +6,7 @@ brings it along.
 
 import contextlib
 import functools
+import json
 from pathlib import Path
 
 import torch
@@ -17,6 +18,13 @@ GAPS = ("[MASK]", "<mask>")  # how tokenizers of encoders call the token of a ga
 def file_of(path: str) -> Path:
     """tokenizer.json, if the path is a folder of the library's."""
     return Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+
+
+def listed(file: Path) -> int:
+    """How many tokens a tokenizer.json lists; 0 if there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return len(json.loads(file.read_text())["model"]["vocab"])
+    return 0
 
 
 @functools.lru_cache(maxsize=2)

@@ -1,0 +1,180 @@
+"""Ranks that do something else than the others, where nothing waits: the next bucket's note tells them. And processes
+that are no ranks, or no ranks any more.
+"""
+
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import toys
+from torch import nn, optim
+
+from zero_minimal.foundations import saved_state
+from zero_minimal.late_gather import Late1, Late2
+
+STAGES = {**dict(enumerate(toys.STAGES)), "late 1": Late1, "late 2": Late2}
+
+
+class SetByFirstBatch(nn.Module):
+    """ActNorm's way. by_data: past autograd."""
+
+    def __init__(self, by_data):
+        super().__init__()
+        self.shift, self.by_data, self.is_set = nn.Parameter(torch.zeros(8)), by_data, False
+
+    def forward(self, x):
+        if not self.is_set:
+            with torch.no_grad():
+                (self.shift.data if self.by_data else self.shift).copy_(-x.detach().mean(0))
+            self.is_set = True
+        return x + self.shift
+
+
+class Renormed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10, 8))
+
+    def forward(self, words):
+        return F.embedding(words, self.weight, max_norm=1.0)
+
+
+class Alike(nn.Module):
+    """Changes its parameters in forward, as on all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm())
+        return x * self.weight
+
+
+LAYERS = {"in place": lambda: SetByFirstBatch(False), "by .data": lambda: SetByFirstBatch(True), "alike": Alike}
+
+
+class Model(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        self.embedding = Renormed() if case == "renormed" else nn.Embedding(10, 8)
+        layer = LAYERS.get(case, nn.Identity)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), layer()) for _ in range(3))
+
+    def forward(self, words):
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def trained(stage, case):
+    """"" if three steps end well, else what was said; and what forward is said to have changed."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    zero = stage(Model(case), optim.AdamW, lr=1e-2)
+    batches = torch.Generator().manual_seed(rank)
+    try:
+        for step in range(3):
+            if case == "loaded" and step == 1 and rank == 0:
+                zero.load_state_dict(zero.state_dict())
+            zero.model(torch.randint(0, 10, (4,), generator=batches)).square().mean().backward()
+            changed = {bucket.changed for bucket in zero.buckets}
+            if case == "clipped":
+                zero.clip_grad_norm_(0.01 if rank else 0.02)
+            zero.step()
+            zero.zero_grad()
+    except RuntimeError as error:
+        return str(error), set()
+    return "", changed
+
+
+SAID = {
+    "in place": "forward has changed parameters by what a rank has seen.*before the model is wrapped",
+    "by .data": "forward has changed parameters by what a rank has seen",
+    "renormed": "forward has changed parameters by what a rank has seen",
+    "clipped": r"the last step\(\) scaled the gradients differently.*\(0\.0.*the same max_norm",
+    "loaded": r"load_state_dict\(\) was not called equally often.*states loaded: 1",
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", SAID)
+def test_ranks_that_differ_are_told_before_the_next_step(stage, case):
+    if case == "loaded" and stage not in (0, 3):
+        pytest.skip("load_state_dict() gathers there, and says so at once")
+    for words, _ in toys.run(trained, 2, STAGES[stage], case):
+        assert re.search(SAID[case], words), words
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_changed_alike_on_all_ranks_is_fine(stage):
+    for words, changed in toys.run(trained, 2, STAGES[stage], "alike"):
+        assert not words and changed != {""}
+    for words, changed in toys.run(trained, 2, STAGES[stage], "plain"):
+        assert not words and changed == {""}, "the stage's own changes are none"
+
+
+def step(zero, number):
+    zero.model(toys.numbers(dist.get_rank(), number)[0]).square().mean().backward()
+    zero.step()
+    zero.zero_grad()
+
+
+def in_a_child(stage):
+    """What a forward says in a forked process, and whether the rank goes on after it."""
+    zero = stage(toys.build(toys.MLP, 0), optim.SGD, lr=0.1)
+    step(zero, 0)
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        said = "fine"
+        try:
+            zero.model(toys.numbers(0, 1)[0])
+        except BaseException as error:
+            said = str(error)
+        os.write(writes, said.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    step(zero, 1)
+    return os.read(reads, 1000).decode()
+
+
+def test_a_forked_child_leaves_the_connections_alone():
+    assert toys.run(in_a_child, 2, toys.STAGES[2]) == ["fine"] * 2
+    for said in toys.run(in_a_child, 2, toys.STAGES[3]):
+        assert "forked from a rank" in said and "let the rank itself call the model" in said
+
+
+def parted(stage):
+    step(stage(toys.build(toys.MLP, 0), optim.SGD, lr=0.1), 0)
+    dist.destroy_process_group()
+    return "a result"
+
+
+def test_a_rank_may_leave_its_group_at_the_end():
+    assert toys.run(parted, 2, toys.STAGES[1]) == ["a result"] * 2
+
+
+def saved_before_step(stage, folder):
+    zero, said = stage(toys.build(toys.MLP, 0), optim.SGD, lr=0.1), []
+    for clip in (False, True):
+        zero.model(toys.numbers(dist.get_rank(), 0)[0]).square().mean().backward()
+        if clip:
+            zero.clip_grad_norm_(0.1)
+        for save in (zero.state_dict, lambda: saved_state.save(zero, folder)):
+            with pytest.raises(RuntimeError) as refused:
+                save()
+            said.append(str(refused.value))
+        zero.zero_grad()
+    zero.state_dict()
+    return said
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_nothing_is_saved_while_gradients_wait_for_a_step(stage, tmp_path):
+    for said in toys.run(saved_before_step, 2, toys.STAGES[stage], tmp_path):
+        assert len(said) == 4 and all("save after zero.step()" in words for words in said)

@@ -1,0 +1,49 @@
+"""Changed in forward: a forward pass may change parameters in place, if all ranks do so alike.
+
+A layer that sets its parameters by the first batch (ActNorm), or F.embedding(max_norm=1), changes
+them by what a rank sees. Shards would then be put together from different values, and at stage 0
+each rank would train a model of its own. So what a forward has changed is summed up, and travels in
+the note of the bucket (notes.py): ranks that differ are told before step().
+"""
+
+import torch
+
+from zero_minimal.foundations import values
+from zero_minimal.foundations.layout import Bucket
+from zero_minimal.foundations.ties import Tie
+
+
+class ChangedInForward:
+    """Looks at the parameters of `buckets` around each forward of `module`, and says in
+    bucket.changed what became of those that it has changed.
+
+    In the first forward the values are looked at, since edits of .data leave no other trace; then
+    only autograd's count of changes.
+    """
+
+    def __init__(self, module: torch.nn.Module, buckets: list[Bucket]):
+        self.buckets, self.is_first = buckets, True
+        self.before: list[tuple] = []
+        module.register_forward_pre_hook(Tie(ChangedInForward._begin, self))
+        module.register_forward_hook(Tie(ChangedInForward._end, self))
+
+    def _begin(self, *_) -> None:
+        self.before = [self._seen(bucket) for bucket in self.buckets]
+
+    def _end(self, *_) -> None:
+        for bucket, before in zip(self.buckets, self.before, strict=False):
+            if self._seen(bucket) != before:
+                bucket.changed = f", changed in forward (sum {_sum(bucket)!r})"
+        self.before, self.is_first = [], False
+
+    def _seen(self, bucket: Bucket) -> tuple:
+        edits = sum(param._version for param in bucket.params) - bucket.told * len(bucket.params)
+        return edits, _sum(bucket) if self.is_first else None
+
+
+def _sum(bucket: Bucket) -> float | None:
+    if not values.present() or any(param.is_meta for param in bucket.params):
+        return None
+    precise = {True: torch.complex128, False: torch.float64}
+    return sum(param.detach().sum(dtype=precise[param.is_complex()]).item()
+               for param in bucket.params)
