@@ -86,6 +86,11 @@ class Backward(Passes):
         self._waits_for = {bucket: set(bucket.params) for bucket in self.buckets}
         self._completed: list[Bucket] = []  # in the order in which they became complete
 
+    @property
+    def has_handed_over(self) -> bool:
+        """Whether the pass under way has given a bucket to the stage."""
+        return self.running and len(self._waits_for) < len(self.buckets)
+
     # a gradient's way: autograd calls _gradient, which counts, and hands over what is complete
 
     def _listen(self) -> None:

@@ -28,6 +28,7 @@ LOADED = ", states loaded: "
 CHANGED = ", changed in forward"
 SCALED = ", after a clipped or unscaled one"  # of a step: at stage 0 clipping alone sends nothing
 SCALE = SCALED + r"( \([^)]*\))?"  # with its number
+SIZE = r", [\d,]+ bytes of \w+$"
 RATE = r" with lr [^ ,]+"
 
 _groups: dict = {}  # the groups in which notes were sent
@@ -122,6 +123,10 @@ class Notes:
         if CHECKPOINT in self.words + words:
             return (f"rank {here} is in {self.words}; {there} is in {words}. Save, load and look "
                     "for checkpoints on all ranks, at the same place in training")
+        if _but(SIZE, words) == _but(SIZE, self.words):
+            return (f"the ranks send tensors of different sizes or dtypes: rank {here} is in "
+                    f"{self.words}; {there} is in {words}. Give it one shape on all ranks; what "
+                    "each rank has by itself is no buffer: keep it in an attribute")
         return (f"the ranks are not in the same collective: rank {here} is in {self.words}; "
                 f"{there} is in {words}. All ranks must run the same number of forward and "
                 "backward passes, with no_sync() around the same ones, and the same modules in "

@@ -17,6 +17,7 @@ from zero_minimal.foundations import collectives, values
 from zero_minimal.foundations.layout import Bucket, same_storage
 from zero_minimal.foundations.released import Released
 from zero_minimal.foundations.ties import LEFT_BEHIND, Mark, trained_by
+from zero_minimal.foundations.wrappers import refuse_wrapped
 
 
 def parameter_groups(model: nn.Module, param_groups: Iterable | None = None) -> list[dict]:
@@ -33,6 +34,7 @@ def parameter_groups(model: nn.Module, param_groups: Iterable | None = None) -> 
         raise RuntimeError("there are no ranks yet: put the program under `with ranks.start():` "
                            "and start it with torchrun, or call it through "
                            "ranks.run(function, world_size)")
+    refuse_wrapped(model)
     for name, param in model.named_parameters():
         if (stage := trained_by(param)) is not None:
             raise ValueError(f"this model belongs to a {type(stage).__name__} already: wrap it "
@@ -182,6 +184,7 @@ def adopt(
     """
     facts = [(name, tuple(param.shape), param.dtype, param.requires_grad)
              for name, param in model.named_parameters()]
+    facts += [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers()]
     facts += [(bucket.name, bucket.group_index, bucket.start, bucket.padded, bucket.numel)
               for bucket in buckets]
     simple = (int, float, str, tuple, type(None))  # others may be written with their address
@@ -294,7 +297,7 @@ def broadcast_statistics(model: nn.Module, group=None) -> None:
         for name, buffer in module._buffers.items():
             sent = buffer is not None and name not in module._non_persistent_buffers_set
             if sent and buffer.is_floating_point():
-                collectives.broadcast(buffer, group=group)
+                collectives.broadcast(buffer, group=group, of=f"buffer {name!r}")
 
 
 def check_place(param: nn.Parameter, parameters: torch.Tensor) -> None:

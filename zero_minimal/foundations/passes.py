@@ -16,6 +16,7 @@ from zero_minimal.foundations.changed_in_forward import ChangedInForward
 from zero_minimal.foundations.layout import Bucket, Flat
 from zero_minimal.foundations.outputs import tensors_in
 from zero_minimal.foundations.ties import Tie
+from zero_minimal.foundations.wrappers import refuse_inside_ddp
 
 
 class Passes:
@@ -98,6 +99,7 @@ class Passes:
         return f"{notes.SCALED} ({float(scale):.6g})" if at_hand else notes.SCALED
 
     def _before_forward(self, *_) -> None:
+        refuse_inside_ddp()
         torch.clear_autocast_cache()  # a cast that it kept would lead backward into an older graph
         self.left.look()
         self.left.put_aside()

@@ -3,6 +3,7 @@ is, who comes next, and with which units backward is done."""
 
 import bisect
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +22,19 @@ from zero_minimal.foundations.units import Unit
 
 IN_BACKWARD = 2**48  # more nodes than any forward makes
 NO_SECOND = "stage 3 frees parameters after each turn, so it cannot serve create_graph=True"
+JOINT = (
+    "this backward() goes through two forward passes, and a backward() came between them: at stage "
+    "3 call backward() on each loss by itself, or run both forward passes before the first one"
+)
+OTHER_THREAD = (
+    "the model is called in another thread than before, where autograd counts anew, and stage 3 "
+    "goes by that count: call it in one thread"
+)
+UNDER_FUNC = (
+    "torch.func (vmap, grad, jacrev, jvp) around a forward finds no parameters at stage 3, which "
+    "frees them after each turn: copy the model, `with zero.gather_parameters(): whole = "
+    "copy.deepcopy(model)`, on all ranks, and call it on the copy; or train at stage 2"
+)
 
 
 class Pass:
@@ -59,6 +73,7 @@ class Turns:
         self.stage, self.root = weakref.proxy(stage), stage.units[0]
         self._listeners: list[Callable[[Unit], object]] = []
         self._passes: dict = {"forward": [], "backward": []}
+        self._thread: int | None = None  # in which the model is called
         self._opened_by: nn.Module | None = None  # the module whose call began the forward pass
         self._saved = SavedParameters(stage.units, Tie(Turns._saved_is_read, self))
         self.begin("forward")
@@ -118,6 +133,7 @@ class Turns:
             return
         if module is not unit.module and self._is_at_work(unit):
             return
+        self._refuse_elsewhere()
         if not self.stage.backward.running:
             if self._went_back:  # a forward after a backward
                 # not at the end of backward: in forward A, forward B, backward A, backward B the
@@ -137,6 +153,15 @@ class Turns:
         if saving:  # one pair of hooks serves all units of the call
             self._saved.begin()
         self._turn(unit)
+
+    def _refuse_elsewhere(self) -> None:
+        """Where the order of autograd's nodes, by which units are followed, does not hold."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(UNDER_FUNC)
+        if torch.is_grad_enabled() and not _in_backward():
+            self._thread = self._thread or threading.get_ident()
+            if self._thread != threading.get_ident():
+                raise RuntimeError(OTHER_THREAD)
 
     def _is_at_work(self, unit: Unit) -> bool:
         under_way = [one for _, one, _ in self._under_way]
@@ -203,6 +228,8 @@ class Turns:
     def _before_backward(self, unit: Unit, number: int) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND)
+        if number < self._since and self.stage.backward.has_handed_over:
+            raise RuntimeError(JOINT)
         if number >= self._since and self.stage.backward.running:
             for later, begin in reversed(self._first_call.items()):
                 if begin > number:

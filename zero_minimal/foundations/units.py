@@ -17,6 +17,7 @@ from zero_minimal.foundations.layout import Bucket
 from zero_minimal.foundations.precision import keep_changes
 from zero_minimal.foundations.released import refuse_left_behind, restore
 from zero_minimal.foundations.ties import Tie
+from zero_minimal.foundations.wrappers import refuse_script
 
 
 @dataclass(eq=False)
@@ -41,6 +42,7 @@ def find_units(model: nn.Module, units: Iterable[nn.Module] | None = None) -> li
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a stage takes an nn.Module, and was given a {type(model).__name__}")
+    refuse_script(model)
     names = {module: name for name, module in model.named_modules()}
     modules = list(_elements(model) if units is None else units)
     strangers = [module for module in modules if module not in names]
