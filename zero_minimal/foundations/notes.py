@@ -123,12 +123,12 @@ class Notes:
         if CHECKPOINT in self.words + words:
             return (f"rank {here} is in {self.words}; {there} is in {words}. Save, load and look "
                     "for checkpoints on all ranks, at the same place in training")
+        where = (f"the ranks are not in the same collective: rank {here} is in {self.words}; "
+                 f"{there} is in {words}. ")
         if _but(SIZE, words) == _but(SIZE, self.words):
-            return (f"the ranks send tensors of different sizes or dtypes: rank {here} is in "
-                    f"{self.words}; {there} is in {words}. Give it one shape on all ranks; what "
-                    "each rank has by itself is no buffer: keep it in an attribute")
-        return (f"the ranks are not in the same collective: rank {here} is in {self.words}; "
-                f"{there} is in {words}. All ranks must run the same number of forward and "
+            return where + ("Give the tensor one shape and dtype on all ranks; what each rank has "
+                            "by itself is no buffer: keep it in an attribute")
+        return (f"{where}All ranks must run the same number of forward and "
                 "backward passes, with no_sync() around the same ones, and the same modules in "
                 "the same order"
                 + (". For two models that share a backward pass: make one stage around both, "

@@ -18,7 +18,7 @@ def refuse_wrapped(model: nn.Module) -> None:
             raise ValueError(f"{where} is a {kind}, which sends its gradients itself: give the "
                              f"stage the model in it, its .module, and leave {kind} out")
     for name, param in model.named_parameters():
-        if type(param.data).__name__ == "DTensor":
+        if type(param).__name__ == "DTensor":
             raise ValueError(f"parameter {name!r} is a DTensor, cut by fully_shard() or "
                              "distribute_tensor(): leave that out, since a stage cuts by itself; "
                              "or train without the stage")
