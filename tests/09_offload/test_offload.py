@@ -221,24 +221,26 @@ def test_what_cannot_be_is_refused_and_the_host_goes_with_the_stage():
 
 
 def asked_to_end():
-    """The usual handler of a preemption, and the signal goes to every process of the rank."""
+    """The usual handlers of a preemption, and the signal goes to every process of the rank."""
     zero = pair(2)[1]
     came = []
-    before = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    kinds = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+    before = {kind: signal.signal(kind, lambda *_: came.append(True)) for kind in kinds}
     try:
-        for number in range(2):
+        for number, kind in enumerate(kinds):
             toys.step_of(zero, number)
             for process in (os.getpid(), zero.host.process.pid):
-                os.kill(process, signal.SIGTERM)
+                os.kill(process, kind)
             time.sleep(0.2)
         return len(came), len(zero.state_dict()["shards"]) == len(zero.buckets)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for kind, handler in before.items():
+            signal.signal(kind, handler or signal.SIG_DFL)
 
 
 @in_proc
-def test_a_host_leaves_sigterm_to_its_rank():
-    assert toys.run(asked_to_end, 1) == [(2, True)]
+def test_a_host_leaves_to_its_rank_what_asks_it_to_end():
+    assert toys.run(asked_to_end, 1) == [(4, True)]
 
 
 class Fails(torch.optim.SGD):

@@ -37,6 +37,8 @@ from zero_minimal.foundations.pinned import PinnedBus
 
 GRACE = 0.2  # seconds in which the host may still read that this is the end
 PATIENCE = 5  # seconds in which a rank may come to fail by itself
+# what the rank does with these is the rank's: before it ends it may want to save, which needs us
+THE_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 WATCH = "watches the host"  # the name of a rank's thread, while a host runs
 
 _open: weakref.WeakSet["Host"] = weakref.WeakSet()
@@ -268,7 +270,7 @@ def _new_process(size: int, setup: dict, serve: Callable) -> tuple:
     process = _context().Process(
         target=_main, args=(theirs, setup, cloudpickle.dumps(serve)), daemon=True
     )
-    with ranks.main_hidden(), interrupts.held_off():  # the rank ends it, not Ctrl-C
+    with ranks.main_hidden(), interrupts.held_off(THE_RANKS):  # until it ignores them
         process.start()
     theirs.close()
     number = bus.shared_file(size)
@@ -292,8 +294,7 @@ def _context():
 
 
 def _main(pipe, setup: dict, pickled: bytes) -> None:
-    # what the rank does with these is the rank's: with SIGTERM it may want to save, which needs us
-    for number in signal.SIGINT, signal.SIGTERM:
+    for number in THE_RANKS:
         signal.signal(number, signal.SIG_IGN)
     _end_with_rank(setup["rank"])
     torch.set_num_threads(setup["threads"])  # sums are in the same order as on the rank

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,10 +43,10 @@ def program(main: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def held_off() -> Iterator[None]:
+def held_off(signals: Iterable[int] = (signal.SIGINT,)) -> Iterator[None]:
     """Context in which processes are started that Ctrl-C does not reach: who started them ends
     them. (They may call `let_in()` when they are ready for it.)"""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
