@@ -1,6 +1,7 @@
 """What leaves a unit on ways that nobody can follow: stage 3 computes its gradients as stage 0 does."""
 
 import collections
+import contextlib
 import functools
 import types
 import weakref
@@ -12,6 +13,7 @@ import toys
 from misuse import refused
 from thorough import sample
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 
 from zero_minimal.kept_units import Kept3
 from zero_minimal.stage0 import Stage0
@@ -84,11 +86,13 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(way) for _ in range(DEPTH))
         self.head = nn.Linear(SIZE, SIZE)
+        self.saves_on_cpu = False
 
     def forward(self, x):
         self.auxes = []
         for block in self.blocks:
-            x, *given = out if isinstance(out := block(x), tuple) else (out, None)
+            with save_on_cpu() if self.saves_on_cpu else contextlib.nullcontext():
+                x, *given = out if isinstance(out := block(x), tuple) else (out, None)
             self.auxes.append(functools.partial(aux_of, block, given[0]))
         return self.head(x)
 
@@ -100,10 +104,13 @@ def trained(stage_class, way, loop, rank=None):
     model = Model(way)
     zero = stage_class(model, torch.optim.SGD, lr=0.1)
     losses = []
+    model.saves_on_cpu = loop == "saved on the CPU, inside"  # on a CPU that copies nothing
+    around = save_on_cpu if loop == "saved on the CPU" else contextlib.nullcontext
     for step in range(4):
         for micro in range(2 if loop == "micro-batches" else 1):
             batch = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
-            main = model(torch.randn(3, SIZE, generator=batch)).square().mean()
+            with around():
+                main = model(torch.randn(3, SIZE, generator=batch)).square().mean()
             aux = sum(take() for take in model.auxes)
             if loop == "the auxiliary loss first":
                 aux.backward(retain_graph=True)
@@ -119,8 +126,11 @@ def trained(stage_class, way, loop, rank=None):
 
 
 CASES = [(way, loop, size) for way in WAYS for loop in ("together", "sometimes", "micro-batches")
-         for size in (1, 2, 3)] + [("a dict", "the auxiliary loss first", 2)]
-ALWAYS = [("a dict", "sometimes", 2), ("a deque", "together", 3), ("a closure", "micro-batches", 2)]
+         for size in (1, 2, 3)] + [
+             ("a dict", "the auxiliary loss first", 2), ("a dict", "saved on the CPU", 2),
+             ("a deque", "saved on the CPU, inside", 2)]
+ALWAYS = [("a dict", "sometimes", 2), ("a deque", "together", 3), ("a closure", "micro-batches", 2),
+          *CASES[-2:]]
 
 
 @pytest.mark.parametrize("way, loop, world_size", sample(CASES, ALWAYS))

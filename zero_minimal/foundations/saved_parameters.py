@@ -6,9 +6,11 @@ Seam: torch.autograd.graph.saved_tensors_hooks, around each call of the model at
 Backward comes to a unit through what the unit returned, and turns.py gathers it first. But a tensor
 may leave a unit on ways that nobody can follow: an auxiliary loss in a dict, in a closure, in a
 global variable. Then backward would read parameters that are freed, or still on their way. So each
-saved tensor that lies in the memory of a unit asks for the unit when it is read.
+saved tensor that lies in the memory of a unit asks for the unit when it is read. (Not what a unit
+saves in its own forward under hooks of the user's, with no module's call between.)
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 
@@ -16,6 +18,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero_minimal.foundations.ties import LEFT_BEHIND
+
+CHECKPOINT = "torch.utils.checkpoint"
 
 
 class SavedParameters:
@@ -28,36 +32,48 @@ class SavedParameters:
     def __init__(self, units: list, whole: Callable):
         self._units = [weakref.ref(unit) for unit in units]  # a graph keeps no stage alive
         self._unit_at: dict[int, weakref.ref] = {}  # by the place of the storage
-        self._whole, self._context = whole, None
+        self._whole = whole
+        self._begun: list[tuple] = []  # (depth of the call, the hooks that it runs under)
+        self._last: Callable | None = None  # the last of these, which is on top
 
-    def begin(self) -> None:
-        """From here on autograd saves through this object, unless it saves through hooks already:
-        a checkpoint's compute again what is read, save_on_cpu keeps copies."""
-        if self._context is None and _top_hooks() is None:
+    def begin(self, depth: int) -> None:
+        """From here on autograd saves through this object, in a call inside so many others. Hooks
+        of the user's (save_on_cpu) get what is no parameter. A checkpoint's get all: they compute
+        again what is read."""
+        theirs = _top_hooks()
+        if theirs and (theirs[0] == self._last or theirs[0].__module__ == CHECKPOINT):
+            return
+        if not self._begun:
             self._unit_at = {bucket.parameters.untyped_storage()._cdata: unit
                              for unit in self._units for bucket in unit().buckets
                              if bucket.parameters is not None}
-            self._context = saved_tensors_hooks(self._pack, self._unpack)
-            self._context.__enter__()
+        self._last = functools.partial(self._pack, theirs)
+        context = saved_tensors_hooks(self._last, self._unpack)
+        context.__enter__()
+        self._begun.append((depth, context))
 
-    def end(self) -> None:
-        """What begin() has begun, if anything."""
-        context, self._context = self._context, None
-        if context:
-            context.__exit__()
+    def end(self, depth: int = 0) -> None:
+        """What begin() has begun, if anything, in calls inside so many others or more."""
+        while self._begun and self._begun[-1][0] >= depth:
+            self._begun.pop()[1].__exit__()
 
-    def _pack(self, tensor: torch.Tensor) -> tuple:
-        """(the tensor, its unit or None, how often it was changed in place)"""
+    def _pack(self, theirs: tuple | None, tensor: torch.Tensor) -> tuple:
+        """(the tensor, its unit or None, how often it was changed in place, None), or what hooks of
+        the user's made of it, and theirs to unpack it."""
         unit = None
         if tensor.layout == torch.strided:
             unit = self._unit_at.get(tensor.untyped_storage()._cdata)
         if unit and unit() is None:  # its stage is gone, and the memory is somebody else's
             unit = None
+        if unit is None and theirs:
+            return theirs[0](tensor), None, None, theirs[1]
         # detached, since it may be what the node returns: a node that holds itself is never freed
-        return tensor.detach(), unit, tensor._version
+        return tensor.detach(), unit, tensor._version, None
 
     def _unpack(self, packed: tuple) -> torch.Tensor:
-        tensor, unit, version = packed
+        tensor, unit, version, unpack = packed
+        if unpack:
+            return unpack(tensor)
         if tensor._version != version:  # autograd compares only where there are no hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "

@@ -148,10 +148,9 @@ class Turns:
                 self._forget_the_dead()
         if torch.is_grad_enabled():
             self._first_call.setdefault(unit, _next_number())
-        saving = not self._under_way and not _in_backward()
         self._under_way.append((_next_number(), unit, module))
-        if saving:  # one pair of hooks serves all units of the call
-            self._saved.begin()
+        if not _in_backward():  # one pair of hooks serves all units of the call
+            self._saved.begin(len(self._under_way))
         self._turn(unit)
 
     def _refuse_elsewhere(self) -> None:
@@ -172,9 +171,9 @@ class Turns:
             return self._refuse_late(module, output)  # _before_forward had nothing to do
         began, at_work, opened_by = self._under_way[-1]
         if opened_by is module:  # first of all: what is refused below leaves nothing under way
+            if not _in_backward():
+                self._saved.end(len(self._under_way))
             self._under_way.pop()
-            if not self._under_way and not _in_backward():
-                self._saved.end()
         self._refuse_late(module, output)
         returned, kept = list(tensors_in(output)), _kept(module)
         if opened_by is not module:  # a part of the unit at work
