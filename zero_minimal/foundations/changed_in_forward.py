@@ -6,11 +6,20 @@ each rank would train a model of its own. So what a forward has changed is summe
 the note of the bucket (notes.py): ranks that differ are told before step().
 """
 
+from collections.abc import Iterable
+
 import torch
 
-from zero_minimal.foundations import values
+from zero_minimal.foundations import notes, values
 from zero_minimal.foundations.layout import Bucket
 from zero_minimal.foundations.ties import Tie
+
+
+class Frozen:
+    """Parameters of a module that are not trained: they stand in no bucket that backward sends."""
+
+    def __init__(self, params: list):
+        self.params, self.changed = params, ""
 
 
 class ChangedInForward:
@@ -21,7 +30,7 @@ class ChangedInForward:
     only autograd's count of changes.
     """
 
-    def __init__(self, module: torch.nn.Module, buckets: list[Bucket]):
+    def __init__(self, module: torch.nn.Module, buckets: list[Bucket | Frozen]):
         self.buckets, self.is_first = buckets, True
         self.before: list[tuple] = []
         module.register_forward_pre_hook(Tie(ChangedInForward._begin, self))
@@ -33,15 +42,33 @@ class ChangedInForward:
     def _end(self, *_) -> None:
         for bucket, before in zip(self.buckets, self.before, strict=False):
             if self._seen(bucket) != before:
-                bucket.changed = f", changed in forward (sum {_sum(bucket)!r})"
+                bucket.changed = f"{notes.CHANGED} (sum {_sum(bucket)!r})"
         self.before, self.is_first = [], False
 
-    def _seen(self, bucket: Bucket) -> tuple:
-        edits = sum(param._version for param in bucket.params) - bucket.told * len(bucket.params)
-        return edits, _sum(bucket) if self.is_first else None
+    def _seen(self, bucket: Bucket | Frozen) -> tuple:
+        return sum(map(_edits, bucket.params)), _sum(bucket) if self.is_first else None
 
 
-def _sum(bucket: Bucket) -> float | None:
+def edited_by_hand(bucket: Bucket) -> str:
+    """In words, what became of its parameters, if somebody has edited them in place since the last
+    note, and not under gather_parameters(), which compares them itself."""
+    if not any(map(_edits, bucket.params)):
+        return ""
+    all_alike(bucket.params)
+    return "" if bucket.changed else f"{notes.EDITED} (sum {_sum(bucket)!r})"
+
+
+def all_alike(params: Iterable[torch.nn.Parameter]) -> None:
+    """From here on edits are counted."""
+    for param in params:
+        param._zero_edits = param._version
+
+
+def _edits(param: torch.nn.Parameter) -> int:
+    return param._version - getattr(param, "_zero_edits", param._version)
+
+
+def _sum(bucket: Bucket | Frozen) -> float | None:
     if not values.present() or any(param.is_meta for param in bucket.params):
         return None
     precise = {True: torch.complex128, False: torch.float64}

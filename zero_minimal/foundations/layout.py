@@ -130,7 +130,7 @@ class Bucket:
         self.trained = self.group_index >= 0
         self.dtype = self.flat.dtype
         self.changed = ""  # in words, what forward made of its parameters (changed_in_forward.py)
-        self.told = 0  # how often autograd was told that they have new values
+        self.edited = ""  # the same of what was edited by hand
         self.moment = ""  # of training, in which it is on its way: "backward 1 of step 3"
 
     @property

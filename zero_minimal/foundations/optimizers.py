@@ -118,15 +118,31 @@ def on_shards(
 
     optimizer.register_step_pre_hook(refuse)
     optimizer.add_param_group = refuse_group
+    optimizer._zero_given = [_simple(group) for group in optimizer.param_groups]
     optimizer._step_supports_amp_scaling = True  # so torch's GradScaler comes as far as refuse()
     return optimizer
 
 
 def rate_of(stage, bucket) -> str:
-    """In words, with which learning rate a bucket will be updated. Nothing if it is a tensor: to
-    read it may take a wait for the GPU."""
-    rate = stage.optimizer.param_groups[bucket.group_index].get("lr")
-    return f" with lr {rate}" if isinstance(rate, (int, float)) else ""
+    """In words, with which learning rate a bucket will be updated, and with which other options, if
+    they were changed after wrapping. Nothing of tensors: to read one may take a wait for a GPU."""
+    group = stage.optimizer.param_groups[bucket.group_index]
+    rate, given = group.get("lr"), getattr(stage.optimizer, "_zero_given", ())
+    words = [f"lr {rate}"] if isinstance(rate, (int, float)) else []
+    if given:  # none in an assignment
+        words += [f"{name}={value!r}".replace(" ", "") for name, value in _simple(group).items()
+                  if given[bucket.group_index].get(name, value) != value]
+    return f" with {' '.join(words)}" if words else ""
+
+
+def _simple(group: dict) -> dict:
+    return {name: value for name, value in group.items()
+            if name != "lr" and isinstance(value, (int, float, tuple, str))
+            and not any(isinstance(part, Tensor) for part in (value, *_parts(value)))}
+
+
+def _parts(value) -> tuple:
+    return value if isinstance(value, tuple) else ()
 
 
 def tell_autograd(bucket: Bucket) -> None:
@@ -135,7 +151,8 @@ def tell_autograd(bucket: Bucket) -> None:
     kept."""
     for param in bucket.params:
         torch.autograd.graph.increment_version(param)
-    bucket.told += 1
+        if hasattr(param, "_zero_edits"):  # this is none (changed_in_forward.py)
+            param._zero_edits += 1
     torch.clear_autocast_cache()
 
 

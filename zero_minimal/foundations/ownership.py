@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from zero_minimal.foundations import collectives, values
+from zero_minimal.foundations.changed_in_forward import all_alike
 from zero_minimal.foundations.layout import Bucket, same_storage
 from zero_minimal.foundations.released import Released
 from zero_minimal.foundations.ties import LEFT_BEHIND, Mark, trained_by
@@ -211,6 +212,7 @@ def mark(stage, model: nn.Module) -> None:
     """From now on the model belongs to the stage, as long as that lives."""
     for param in model.parameters():
         param._zero_stage = Mark(stage)
+    all_alike(model.parameters())
 
 
 def numbers_of_all_ranks(numbers: list[int], group=None, of: str = "") -> list[list[int]]:
@@ -242,6 +244,7 @@ def check_alike(model: nn.Module, group=None) -> None:
                 "let it send them at the end of the block, on all ranks: "
                 "`for param in model.parameters(): collectives.broadcast(param.data)`"
             )
+    all_alike(params)
 
 
 def checksum(tensor: torch.Tensor, before: int = 0) -> int:

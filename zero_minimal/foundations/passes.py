@@ -12,7 +12,11 @@ import torch
 from torch import nn
 
 from zero_minimal.foundations import handed_over, notes, optimizers, ownership, values
-from zero_minimal.foundations.changed_in_forward import ChangedInForward
+from zero_minimal.foundations.changed_in_forward import (
+    ChangedInForward,
+    Frozen,
+    edited_by_hand,
+)
 from zero_minimal.foundations.layout import Bucket, Flat
 from zero_minimal.foundations.outputs import tensors_in
 from zero_minimal.foundations.ties import Tie
@@ -44,12 +48,14 @@ class Passes:
         self.left = handed_over.Left(self.stage, flats)
         stage.model.register_forward_pre_hook(Tie(Passes._before_forward, self))
         stage.model.register_forward_hook(Tie(Passes._watch_output, self))
-        whole = [stage] if not self.by_turns else stage.units
-        self.watched = [
-            ChangedInForward(one.model if one is stage else one.module,
-                             [bucket for bucket in one.buckets if bucket in stage.buckets])
-            for one in whole
-        ]
+        self.frozen: list[Frozen] = []
+        self.watched: list[ChangedInForward] = []
+        for one in [stage] if not self.by_turns else stage.units:
+            module = one.model if one is stage else one.module
+            held = module.parameters() if one is stage else one.params
+            self.frozen.append(Frozen([param for param in held if param not in flats]))
+            trained = [bucket for bucket in one.buckets if bucket in stage.buckets]
+            self.watched.append(ChangedInForward(module, [*trained, self.frozen[-1]]))
         for param in flats:
             # before autograd adds anything to .grad
             param.register_hook(Tie(lambda passes, _: passes.begin(), self))
@@ -69,6 +75,7 @@ class Passes:
             for bucket in self.stage.buckets:
                 for param in bucket.params:
                     ownership.check_place(param, bucket.parameters)
+                bucket.edited = bucket.edited or edited_by_hand(bucket)  # step() mixes shards
         if not self.reduced:
             self.finish()
 
@@ -77,7 +84,7 @@ class Passes:
         self.left.forget()
         self.scaled = self._scale_in_words() if self.spent else ""
         self.steps, self.passes = self.steps + self.spent, 0
-        for bucket in self.stage.buckets:
+        for bucket in (*self.stage.buckets, *self.frozen):
             bucket.changed = ""
         self.reduced = self.running = self.begun = self.spent = self.skipped = False
 
@@ -86,8 +93,11 @@ class Passes:
         will be updated: all must be alike on all ranks."""
         rate = optimizers.rate_of(self.stage, bucket)
         loaded = f"{notes.LOADED}{self.loads}" if self.loads else ""
+        changed = bucket.changed or "".join(frozen.changed for frozen in self.frozen)
+        edited = "" if self.by_turns else bucket.edited or edited_by_hand(bucket)
+        bucket.edited = ""
         return (f"backward {self.passes + 1} of step {self.steps + 1}{self.scaled}{rate}{loaded}"
-                f"{bucket.changed}")
+                f"{changed}{edited}")
 
     def _scale_in_words(self) -> str:
         """Nothing, if step() did not scale; without the number where it lies on a GPU: to read it
