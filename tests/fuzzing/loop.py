@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from fuzzing.model import WIDTH, WORDS, Model, forgotten
 from house.scenarios.stand import Alone, Staged
 from torch import optim
+from torch.autograd.graph import save_on_cpu
 from torch.optim import lr_scheduler
 
 from zero_minimal.foundations import saved_state
@@ -86,22 +87,19 @@ class Loop:
         self.model, self.zero = self.build()
         self.attach()
         for step in range(self.drawn["steps"]):
-            if self.drawn.get("evaluate") == "first":
-                self.evaluate()
+            self.evaluate("first")
             self.backward(step)
             if self.drawn.get("drop") == step:
                 self.zero.zero_grad()
                 continue
             if "clip" in self.drawn:
                 self.me.note(self.zero.clip_grad_norm_(self.drawn["clip"]))
-            if self.drawn.get("evaluate") == "before step":
-                self.evaluate()
+            self.evaluate("before step")
             self.zero.step()
             if self.schedule:
                 self.schedule.step()
             self.zero.zero_grad()
-            if self.drawn.get("evaluate") == "after":
-                self.evaluate()
+            self.evaluate("after")
             if self.drawn.get("edit") == step:
                 self.edit()
             if step + 1 == self.drawn.get("after", ("", 0))[1]:
@@ -124,25 +122,28 @@ class Loop:
             return words[:-1], words[1:]
         return self.me.x(self.number, 5, WIDTH), None
 
-    def loss(self, of=None):
-        """The main loss of a new forward (or of what one returned), and auxiliary ones, or None."""
+    def loss(self):
+        """The main loss of a new forward, and its auxiliary ones, or None."""
         inputs, targets = self.batch()
-        y = self.model(inputs)
+        seen = self.drawn.get("losses") == "saliency" and targets is None
+        with save_on_cpu() if "on_host" in self.drawn else contextlib.nullcontext():
+            y = self.model(inputs.requires_grad_(seen))
+        if seen:
+            self.me.note(*torch.autograd.grad(y.sum(), inputs, retain_graph=True))
         main = y.square().mean() if targets is None else F.cross_entropy(y, targets)
-        if self.drawn.get("evaluate") == "between" and torch.is_grad_enabled():
-            self.evaluate()
-        heard = self.model.heard()
-        return main + 0.1 * self.model.penalty, heard
+        main, heard = main + 0.1 * self.model.penalty, self.model.heard()
+        self.evaluate("between")
+        return main, heard
 
     def backward(self, step):
-        for micro in range(self.drawn.get("micro", 1)):
-            last = micro + 1 == self.drawn.get("micro", 1)
-            wanted = self.drawn.get("no_sync")
-            alone = wanted == "all" and not last or wanted == "first" and not micro and not last
+        count, under_no_sync = self.drawn.get("micro", (1, "none"))
+        for micro in range(count):
+            last = micro + 1 == count
+            alone = not last and (under_no_sync == "all" or under_no_sync == "first" and micro == 0)
             with self.zero.no_sync() if alone else contextlib.nullcontext():
                 self.backward_of_one(step)
-            if self.drawn.get("evaluate") == "inside" and not last:
-                self.evaluate()
+            if not last:
+                self.evaluate("inside")
 
     def backward_of_one(self, step):
         kind = self.drawn.get("losses")
@@ -161,6 +162,9 @@ class Loop:
             aux.backward()
             return
         total = main if aux is None else main + aux
+        if kind == "a block's":
+            y = self.model.blocks()[0](torch.tanh(self.me.x(self.number, 3, WIDTH)))
+            total = total + (y[0] if isinstance(y, tuple) else y).square().mean()
         if kind == "retained":
             total.backward(retain_graph=True)
             (0.5 * total).backward()
@@ -177,13 +181,15 @@ class Loop:
             if kind == "own":
                 self.loss()[0].backward()
 
-    def evaluate(self):
-        quietly = {"inference mode": torch.inference_mode, "with gradients": contextlib.nullcontext}
-        self.model.eval()
-        with quietly.get(self.drawn.get("quietly"), torch.no_grad)():
-            inputs, _ = self.batch()
-            self.me.note(self.model(inputs).mean())
-        self.model.train()
+    def evaluate(self, now):
+        """If the program does so at this moment."""
+        when, how = self.drawn.get("evaluate", ("never", ""))
+        if when == now:
+            self.model.eval()
+            with {"no grad": torch.no_grad, "inference mode": torch.inference_mode}.get(how, contextlib.nullcontext)():
+                inputs, _ = self.batch()
+                self.me.note(self.model(inputs).mean())
+            self.model.train()
 
     def edit(self):
         with self.zero.gather_parameters(), torch.no_grad():

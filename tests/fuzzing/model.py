@@ -24,7 +24,8 @@ class Block(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH) if kind == "batch norm" else nn.LayerNorm(WIDTH)
         if kind == "experts":
             self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.inner = nn.ModuleList(Block({}) for _ in range(drawn.get("inner", 0)))
+        self.inner = nn.ModuleList(
+            Block({"dtype": drawn.get("dtype", "float64")}) for _ in range(drawn.get("inner", 0)))
         if buffer := drawn.get("buffer"):
             whole = torch.randint(9, (2,)) if buffer == "counter" else torch.rand(WIDTH)
             self.register_buffer("seen", whole, persistent=buffer != "hidden")
@@ -155,20 +156,18 @@ class Model(nn.Module):
         for kind, one, other in self.drawn.get("ties", ()):
             a, b = blocks[one % len(blocks)], blocks[other % len(blocks)]
             match kind:
-                case "linear":
+                case "linear" if a.dtype == b.dtype:
                     b.linear.weight = a.linear.weight
-                case "gain":
+                case "gain" if a.dtype == b.dtype:
                     b.gain = a.gain
-                case "submodule":
+                case "submodule" if a.dtype == b.dtype:
                     b.linear = a.linear
                 case "ends":
                     self.head.weight = self.first.weight
-                case "first" if "words" not in self.drawn:
+                case "first" if "words" not in self.drawn and a.dtype == torch.float64:
                     a.linear.weight = self.first.weight
                 case "within":
                     a.norm.weight = a.gain
-                case "transposed":
-                    self.head.bias = nn.Parameter(self.head.weight.data[:, 0])
 
     def forward(self, x):
         self.returned, self.penalty = [], 0.0
@@ -199,14 +198,14 @@ class Model(nn.Module):
             y = checkpoint(block, x, use_reentrant=kept == "reentrant")
         else:
             y = block(x)
-        match block.drawn.get("uses"):
-            case "parameter alone":
-                y = y * block.gain.to(y.dtype)
-            case "part alone":
-                y = y + block.linear(y.to(block.dtype)).to(y.dtype)
         if isinstance(y, tuple):
-            self.returned.append(y[1])
-            return y[0]
+            y, aux = y
+            self.returned.append(aux)
+        match block.drawn.get("uses"):
+            case "parameter":
+                y = y * block.gain.to(y.dtype)
+            case "part":
+                y = y + block.linear(y.to(block.dtype)).to(y.dtype)
         return y
 
     def heard(self):
