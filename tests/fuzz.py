@@ -24,6 +24,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 
+SMALL_ENOUGH = 150  # tries to make a finding smaller
+
+
 class Found(AssertionError):
     """A program that is neither equal nor refused."""
 
@@ -52,12 +55,14 @@ class Fuzzer:
                 self.where[stage, program["world"], verdict] += 1
                 self.reasons[verdict, why] += verdict in ("refused", "neither")
             if verdict == "finding":
+                if not self.last:
+                    print(f"found, after {self.count} programs: {stage}, {program}\n{why}", file=sys.stderr, flush=True)
                 self.last = program, stage, why
                 raise Found(why)
 
     def hunt(self, programs: int, number: int):
         """Up to so many programs; None, or what was found, as small as it gets: (program, stage, why)."""
-        self.last = None
+        self.last, self.tries = None, 0
         until = self.count + programs
 
         @seed(number)
@@ -65,16 +70,16 @@ class Fuzzer:
                   suppress_health_check=list(HealthCheck), report_multiple_bugs=False, print_blob=False)
         @given(PROGRAMS, st.sampled_from([LADDER] * 3 + [STAGES]))
         def judge(program, stages):
-            if self.count < until or self.last:
+            if self.last:
+                self.tries += 1
+            if self.tries < SMALL_ENOUGH and (self.count < until or self.last):
                 self.judge(program, stages)
 
         try:
             judge()
-        except Exception as error:
+        except Exception:  # hypothesis has words of its own for a finding that it could not repeat
             if not self.last:
                 raise
-            if not isinstance(error, Found):
-                print(f"(shrinking ended with {type(error).__name__}: {str(error)[:200]})")
         return self.last
 
 
@@ -94,7 +99,8 @@ def main():
         began, number, findings = time.monotonic(), args.seed * 1000, 0
         while fuzzer.count < args.programs:
             number += 1
-            if found := fuzzer.hunt(min(500, args.programs - fuzzer.count), number):
+            print(f"{fuzzer.count} programs: {dict(fuzzer.verdicts)}", file=sys.stderr, flush=True)
+            if found := fuzzer.hunt(min(200, args.programs - fuzzer.count), number):
                 findings += 1
                 program, stage, why = found
                 print(f"\nfinding {findings}, after {fuzzer.count} programs, at {stage}:\n{pprint.pformat(program)}\n{why}",

@@ -63,7 +63,7 @@ LOOPS = both(
         4,
         optimizer=choice("AdamW", "Adagrad", "plain SGD"),
         groups=choice("decay", "by block"),
-        bucket_bytes=st.sampled_from([200, None, 3000]),
+        bucket_bytes=st.sampled_from([400, None, 3000]),
         micro=st.tuples(st.integers(2, 3), choice("all", "first", "none")),  # batches a step, those under no_sync()
         losses=choice("joint", "own", "later", "retained", "aux alone", "aux own", "a block's", "saliency"),
         since=st.integers(1, 2),  # the step from which auxiliary losses count

@@ -115,6 +115,8 @@ def _serve(pipe, rank: int, size: int, folder: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     joining.join(dist.FileStore(f"{folder}/store", size), rank, size, "cpu", timeout=LONGEST)
+    if hasattr(os, "SCHED_OTHER"):  # here messages are small and many, and a rank that waits its turn for each is slow
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     group, number = None, 0
     gc.freeze()
     with contextlib.suppress(EOFError):
