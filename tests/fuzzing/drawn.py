@@ -26,24 +26,24 @@ def both(fields, odd_ones):
     return st.tuples(fields, odd_ones).map(lambda two: two[0] | two[1])
 
 
-BLOCKS = odd(
+AUX = odd(3, aux=choice("attribute", "dict", "closure", "global", "deque", "returned"))
+BLOCKS = both(AUX, odd(
     5,
     kind=choice("experts", "batch norm", "attention"),
-    aux=choice("attribute", "dict", "closure", "global", "deque", "returned"),
     frozen=choice("all", "weight", "gain", "router"),
     buffer=choice("counter", "running", "constant", "hidden"),
     checkpoint=choice("not reentrant", "reentrant", "inside"),
     inner=st.integers(1, 2),  # blocks in a list of its own
     uses=choice("parameter", "part"),  # which the model's forward uses after the block's turn
     dtype=choice("float32", "bfloat16"),
-)
+))
 TIES = st.tuples(
-    choice("linear", "gain", "module", "submodule", "ends", "first", "within"), st.integers(0, 3), st.integers(0, 3)
+    choice("linear", "gain", "module", "submodule", "ends", "first", "within", often=2), st.integers(0, 3), st.integers(0, 3)
 )
 MODELS = both(
     st.fixed_dictionaries(dict(blocks=st.lists(BLOCKS, min_size=1, max_size=4))),
     odd(
-        5,
+        4,
         held=choice("list in list", "dict in list", "sequential", "attributes", "dict", "two lists"),
         calls=st.lists(st.integers(0, 3), min_size=1, max_size=6),  # by default each block once
         words=st.just(True),
@@ -60,21 +60,22 @@ MODELS = both(
 LOOPS = both(
     st.fixed_dictionaries(dict(steps=st.integers(2, 4))),
     odd(
-        4,
+        3,
         optimizer=choice("AdamW", "Adagrad", "plain SGD"),
         groups=choice("decay", "by block"),
         bucket_bytes=st.sampled_from([400, None, 3000]),
         micro=st.tuples(st.integers(2, 3), choice("all", "first", "none")),  # batches a step, those under no_sync()
-        losses=choice("joint", "own", "later", "retained", "aux alone", "aux own", "a block's", "saliency"),
+        losses=choice("joint", "own", "later", "retained", "aux alone", "aux own", "a block's", "saliency", "thrown away"),
         since=st.integers(1, 2),  # the step from which auxiliary losses count
         evaluate=st.tuples(choice("after", "before step", "between", "inside", "first"),
                            choice("no grad", "inference mode", "with gradients")),
-        clip=st.sampled_from([0.1, 1.0]),
+        clip=st.lists(st.sampled_from([0.1, 1.0]), min_size=1, max_size=2),
         schedule=choice("step", "cosine"),
         drop=st.integers(0, 2),  # the gradients of this step
-        edit=st.integers(0, 2),  # after this step, in gather_parameters()
+        edit=st.tuples(st.integers(0, 2), choice("read", "clamp", "copy")),  # after this step, in gather_parameters()
+        forget=choice("model", "optimizer", "late"),  # whose zero_grad() is called, or when
         after=st.tuples(
-            choice("saved", "weights", "wrapped again", "shards", often=2), st.integers(1, 3), st.sampled_from(LADDER)
+            choice("saved", "weights", "shards", "wrapped again"), st.integers(1, 3), st.sampled_from(LADDER)
         ),
         hook=st.just(True),  # on a parameter, which changes its gradient
         on_host=st.just(True),  # saved tensors lie in host memory

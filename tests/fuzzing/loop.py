@@ -1,6 +1,7 @@
 """Loop: how a drawn program trains, by a stage on its ranks or by plain PyTorch (stand.py in house/scenarios)."""
 
 import contextlib
+import copy
 import importlib
 import warnings
 
@@ -88,20 +89,22 @@ class Loop:
         self.attach()
         for step in range(self.drawn["steps"]):
             self.evaluate("first")
+            if self.drawn.get("forget") == "late" and step:
+                self.zero.zero_grad()
             self.backward(step)
             if self.drawn.get("drop") == step:
                 self.zero.zero_grad()
                 continue
-            if "clip" in self.drawn:
-                self.me.note(self.zero.clip_grad_norm_(self.drawn["clip"]))
+            for largest in self.drawn.get("clip", ()):
+                self.me.note(self.zero.clip_grad_norm_(largest))
             self.evaluate("before step")
             self.zero.step()
             if self.schedule:
                 self.schedule.step()
-            self.zero.zero_grad()
+            self.forget()
             self.evaluate("after")
-            if self.drawn.get("edit") == step:
-                self.edit()
+            if step == self.drawn.get("edit", (-1, ""))[0]:
+                self.edit(self.drawn["edit"][1])
             if step + 1 == self.drawn.get("after", ("", 0))[1]:
                 self.another(*self.drawn["after"])
 
@@ -130,7 +133,7 @@ class Loop:
             y = self.model(inputs.requires_grad_(seen))
         if seen:
             self.me.note(*torch.autograd.grad(y.sum(), inputs, retain_graph=True))
-        main = y.square().mean() if targets is None else F.cross_entropy(y, targets)
+        main = y.tanh().square().mean() if targets is None else F.cross_entropy(y, targets)
         main, heard = main + 0.1 * self.model.penalty, self.model.heard()
         self.evaluate("between")
         return main, heard
@@ -162,6 +165,8 @@ class Loop:
             aux.backward()
             return
         total = main if aux is None else main + aux
+        if kind == "thrown away":
+            self.loss()
         if kind == "a block's":
             y = self.model.blocks()[0](torch.tanh(self.me.x(self.number, 3, WIDTH)))
             total = total + (y[0] if isinstance(y, tuple) else y).square().mean()
@@ -191,11 +196,21 @@ class Loop:
                 self.me.note(self.model(inputs).mean())
             self.model.train()
 
-    def edit(self):
+    def forget(self):
+        own = dict(model=self.model, optimizer=self.zero.optimizer).get(self.drawn.get("forget"), self.zero)
+        if self.drawn.get("forget") != "late":
+            (self.zero if isinstance(self.me, OneProcess) else own).zero_grad()
+
+    def edit(self, how):
         with self.zero.gather_parameters(), torch.no_grad():
             for param in dict.fromkeys(self.model.parameters()):
                 self.me.note(param.sum())
-                param.clamp_(-0.3, 0.3)
+                if how == "clamp":
+                    param.clamp_(-0.3, 0.3)
+            copied = copy.deepcopy(self.model) if how == "copy" and not self.model.heard() else None
+        if copied is not None:
+            copied(self.batch()[0]).mean().backward()
+            self.me.note(*(p.grad for p in copied.parameters() if p.grad is not None))
 
     def another(self, how, _, stage):
         rates = [group["lr"] for group in self.zero.optimizer.param_groups]

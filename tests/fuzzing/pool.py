@@ -10,6 +10,7 @@ import signal
 import tempfile
 import time
 from multiprocessing import connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from house.scenarios.stand import _leave
 
 from zero_minimal.foundations import interrupts, joining, ranks
 
+TESTS = Path(__file__).parents[1]
 PATIENCE = datetime.timedelta(seconds=20)  # for ranks that wait for each other
 LONGEST = 60  # seconds; after them the ranks are ended
 
@@ -59,7 +61,7 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fuzzing.loop", "zero_minimal.foundations.warm"])
         self.pipes, self.processes = [], []
-        with ranks.main_hidden(), interrupts.held_off():
+        with contextlib.chdir(TESTS), ranks.main_hidden(), interrupts.held_off():  # where it looks for fuzzing.loop
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, rank, self.size, self.folder), daemon=True)
