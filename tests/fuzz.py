@@ -9,6 +9,7 @@ A program is counted once for each stage. fuzzing/drawn.py says what may be in o
 
 import argparse
 import ast
+import contextlib
 import pprint
 import sys
 import time
@@ -97,14 +98,14 @@ def main():
             print(*judged(program, pools.play(program, args.stage), plainly(program)))
             return
         began, number, findings = time.monotonic(), args.seed * 1000, 0
-        while fuzzer.count < args.programs:
-            number += 1
-            print(f"{fuzzer.count} programs: {dict(fuzzer.verdicts)}", file=sys.stderr, flush=True)
-            if found := fuzzer.hunt(min(200, args.programs - fuzzer.count), number):
-                findings += 1
-                program, stage, why = found
-                print(f"\nfinding {findings}, after {fuzzer.count} programs, at {stage}:\n{pprint.pformat(program)}\n{why}",
-                      flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            while fuzzer.count < args.programs:
+                number += 1
+                print(f"{fuzzer.count} programs: {dict(fuzzer.verdicts)}", file=sys.stderr, flush=True)
+                if found := fuzzer.hunt(min(200, args.programs - fuzzer.count), number):
+                    program, stage, why = found
+                    findings += 1
+                    print(f"\nfinding {findings}, at {stage}:\n{pprint.pformat(program)}\n{why}", flush=True)
         report(fuzzer, findings, time.monotonic() - began)
     sys.exit(bool(findings))
 

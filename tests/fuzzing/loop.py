@@ -58,6 +58,9 @@ class OneProcess(Alone):
         state = zero.state_dict()
         model, after = build()
         after.load_state_dict(state)
+        if how == "shards":  # they come with all buffers, also with those that are in no state dict of a model
+            for buffer, before in zip(model.buffers(), zero.model.buffers(), strict=True):
+                buffer.copy_(before)
         return model, after
 
 
