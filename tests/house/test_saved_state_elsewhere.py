@@ -186,3 +186,17 @@ def save_alike(stage, folder):
     zero = toys.STAGES[stage](Wide(), torch.optim.AdamW, lr=0.01, bucket_bytes=3000)
     steps(zero, 0, 2)
     saved_state.save(zero, folder)
+
+
+def beside_groups_of_some(folder):
+    """Rank 0 is in two groups more than the others, as for a log of its own."""
+    for _ in range(2):
+        dist.new_group([0])
+    zero = build(2, "fp64", 1)
+    saved_state.save(zero, folder)
+    return saved_state.load(zero, folder)
+
+
+def test_ranks_that_are_in_different_numbers_of_groups_save(tmp_path):
+    """torch goes by that number where ranks make one more by themselves, and they would wait for each other."""
+    assert toys.run(beside_groups_of_some, 2, tmp_path, timeout=50) == [None, None]

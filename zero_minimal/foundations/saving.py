@@ -205,6 +205,12 @@ def group_to_save(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     own = group or dist.group.WORLD
     if own not in _groups:
         ranks = dist.get_process_group_ranks(own)
+        # torch names the new group after its ranks, and after how many groups this one is in: let
+        # all be in as many, or they wait for each other under different names
+        names = dist.distributed_c10d._world.pg_names
+        most = max(number for [number] in ownership.numbers_of_all_ranks([len(names)], own))
+        while len(names) < most:
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         patience = own._get_backend(own._device_types[0]).options._timeout
         _groups[own] = dist.new_group(ranks, backend="gloo", timeout=patience,
                                       use_local_synchronization=True)
