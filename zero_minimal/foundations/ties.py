@@ -28,11 +28,16 @@ class Tie:
     """A hook: function(*owners, *what the hook is given), as long as all owners live; then
     left(*what the hook is given). torch.compile calls it, and does not look inside."""
 
+    def __new__(cls, *_, **__):
+        """Say so to torch.compile with the first tie: to import it takes as long as torch."""
+        if not hasattr(cls.__call__, "_torchdynamo_disable"):
+            cls.__call__ = torch.compiler.disable(cls.__call__)
+        return super().__new__(cls)
+
     def __init__(self, function: Callable = nothing, *owners, left: Callable = nothing):
         self.function, self.left = function, left
         self.owners = [weakref.ref(owner) for owner in owners]
 
-    @torch.compiler.disable
     def __call__(self, *given):
         owners = [owner() for owner in self.owners]
         if None in owners:
