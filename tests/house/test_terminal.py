@@ -258,6 +258,7 @@ WRONG = {  # command: what its one line says
     f"{TWO}/stage1.py --device cuda": "no GPU",
     "torchrun --nproc-per-node=3 zero_minimal/zero_100b.py --model-parallel=2": "accepted: 1, 3",
     "zero_minimal/stage0.py --dtypes=fp32": "did you mean --dtype?",
+    f"{TWO}/stage2.py {TINY} --offload=disk:. --host-budget=1MB": "is the smallest, for shards of up to",
     "compare --rnks=2": "there is no --rnks: did you mean --ranks?",
     "compare --bucket_mb 2": "did you mean --bucket-mb?",
     "bench --sweeps size": "did you mean --sweep?",
@@ -270,5 +271,5 @@ WRONG = {  # command: what its one line says
 def test_a_wrong_call_is_answered_in_one_line(words):
     done = ended(words)
     assert done.returncode != 0 and not done.stdout
-    lines = [line for line in own_lines(done) if not line.endswith("loading …")]
+    lines = [line for line in own_lines(done) if not line.endswith(" …")]
     assert len(lines) == 1 and WRONG[words] in lines[0], done.stderr

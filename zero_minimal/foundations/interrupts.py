@@ -17,6 +17,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -130,10 +131,18 @@ def refuse(message: str) -> NoReturn:
         if LINUX and not _torchrun():
             sys.exit(REFUSED)
     sys.stdout.flush()
+    take_back()
     print(message, file=sys.stderr, flush=True)
     if launcher := _torchrun():
         os.kill(int(launcher.name), signal.SIGKILL)
     sys.exit(REFUSED)
+
+
+def take_back() -> None:
+    """Clear the line of a terminal: a word of what is being done may stand there."""
+    if sys.stderr.isatty():
+        blank = " " * (shutil.get_terminal_size().columns - 1)
+        print(f"\r{blank}\r", end="", file=sys.stderr, flush=True)
 
 
 def end_with_torchrun() -> None:

@@ -24,21 +24,24 @@ def nothing(*_) -> None:
     """What a tie does that was copied, or whose stage is gone."""
 
 
+# Tie._call as torch.compile leaves it alone: made with the first tie, since it imports the compiler
+_outside: list[Callable] = []
+
+
 class Tie:
     """A hook: function(*owners, *what the hook is given), as long as all owners live; then
     left(*what the hook is given). torch.compile calls it, and does not look inside."""
 
-    def __new__(cls, *_, **__):
-        """Say so to torch.compile with the first tie: to import it takes as long as torch."""
-        if not hasattr(cls.__call__, "_torchdynamo_disable"):
-            cls.__call__ = torch.compiler.disable(cls.__call__)
-        return super().__new__(cls)
-
     def __init__(self, function: Callable = nothing, *owners, left: Callable = nothing):
         self.function, self.left = function, left
         self.owners = [weakref.ref(owner) for owner in owners]
+        if not _outside:
+            _outside.append(torch.compiler.disable(Tie._call))
 
     def __call__(self, *given):
+        return _outside[0](self, *given)
+
+    def _call(self, *given):
         owners = [owner() for owner in self.owners]
         if None in owners:
             return self.left(*given)
