@@ -377,6 +377,30 @@ def test_a_folder_is_graded_as_a_whole(tmp_path):
         f"{lesson.name[:2]}.{step.number}" for lesson in (COLLECTIVES, GRADIENTS) for step in lesson.steps]
 
 
+@pytest.mark.thorough
+def test_a_class_is_graded_as_a_whole(tmp_path):
+    """A folder for each learner, with the file or with folders of lessons in it."""
+    files = ["ada/assignment.py", "ben/assignment.py", "cem/03_gradients/assignment.py", "dora.py",
+             "cem/00_collectives/assignment.py", ".old/assignment.py"]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("def step(:\n")
+    code, printed = submissions.grade(tmp_path)
+    assert code == 1 and "ada/assignment.py is not graded: its folder is none of the lessons'" in printed
+    code, printed = submissions.grade(tmp_path, "--lesson", "03_gradients", "--json", tmp_path / "class.json")
+    *_, first, second, third, fourth, last = printed.splitlines()
+    assert [line.split() for line in (first, second, third, fourth)] == [
+        [who, "0", "of", "100"] for who in ("ada", "ben", "cem/03_gradients", "dora.py")], printed
+    assert code == 1 and "points" not in last
+    results = json.loads((tmp_path / "class.json").read_text())
+    assert list(results) == ["ada", "ben", "cem/03_gradients", "dora.py"]
+    assert all(len(one["tests"]) == len(GRADIENTS.steps) for one in results.values())
+    for name in files[2:]:
+        (tmp_path / name).unlink()
+    code, printed = submissions.grade(tmp_path)
+    assert code == 2 and "ada/assignment.py? Its folder is none of" in printed and "say --lesson NAME" in printed
+
+
 def test_a_file_that_is_not_python(tmp_path):
     (tmp_path / "mine.py").write_text("def step(:\n")
     code, printed = submissions.grade(tmp_path / "mine.py", "--lesson", "03_gradients")

@@ -56,6 +56,8 @@ def test_there_and_back(stage, world, dtype, tmp_path, capsys):
     expected = toys.run(save, world, stage, tmp_path / "a", dtype)[0]
     main(["export", str(tmp_path / "a"), str(file)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", file.name]
+    (other := tmp_path / "other").touch()
+    assert file.stat().st_mode == other.stat().st_mode, "who may read a new file may read this one"
     plain = Model().to(dtype)
     plain.load_state_dict(load_file(file))  # strict: all names, and no others
     assert all(torch.equal(value, expected[name]) for name, value in plain.state_dict().items())

@@ -7,8 +7,10 @@ import pytest
 from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.lessons import UNWRITTEN, Step
 
-FIRST = Step(1, "first", 20, {}, {"core": 5})
-SECOND = Step(2, "second", 10, {}, {})
+FIRST = Step(1, "first", 20, {"Stage.begin": ""}, {"core": 5})
+SECOND = Step(2, "second", 10, {"Stage.end": ""}, {})
+STUCK = ("the ranks had not come to an end after 15 s.\n"
+         "    ranks 0 and 1 stood at line 7 of my file.py ({}): while True:")
 LATER, OWN = f"rest{UNWRITTEN}2, line 9)", f"own{UNWRITTEN}1, line 3)"
 
 
@@ -20,6 +22,10 @@ LATER, OWN = f"rest{UNWRITTEN}2, line 9)", f"own{UNWRITTEN}1, line 3)"
     # a later step disturbs no more than what needs it
     ([("core", 0, False, LATER), ("other", 20, True, "")], 20, ""),
     ([("core", 12, True, ""), ("other", 8, False, LATER)], 12, LATER),
+    ([("core", 0, False, STUCK.format("end")), ("other", 20, True, "")], 20, ""),
+    ([("core", 12, False, STUCK.format("begin")), ("other", 8, True, "")], 5, STUCK.format("begin")),
+    ([("core", 12, False, STUCK.format("helper")), ("other", 8, True, "")], 5, STUCK.format("helper")),
+    ([("core", 12, True, ""), ("other", 8, False, STUCK.format("end"))], 12, STUCK.format("end")),
     ([("core", 12, True, ""), ("other", 4, False, LATER), ("third", 4, False, "wrong")], 12, "wrong"),
 ])
 def test_points_and_message_of_a_step(results, points, message):

@@ -5,6 +5,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from thorough import sample
 
+from zero_minimal.foundations import interrupts
 from zero_minimal.programs import report
 
 HOUSE = Path(__file__).parents[2]
@@ -201,6 +203,53 @@ def test_ctrl_c_ends_it_at_once_and_in_a_line(words, tmp_path):
     assert not running(str(mark)), "processes are left"
 
 
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes that are left, in /proc")
+def test_ranks_end_with_the_torchrun_that_started_them(tmp_path):
+    """Somebody kills torchrun alone."""
+    words = f"{TWO}/stage1.py {TINY} --steps=1000000 --json={tmp_path}"
+    with subprocess.Popen(command(words.replace(str(tmp_path), str(tmp_path / "mark"))), stderr=subprocess.PIPE,
+                          text=True, cwd=HOUSE, env=ENVIRONMENT) as torchrun:
+        while "0 of 1000000 steps" not in torchrun.stderr.readline():
+            pass
+        torchrun.kill()
+        said = torchrun.stderr.read()  # to the end: until the last rank has closed it
+    assert {f"rank {rank} stops: {interrupts.GONE}" for rank in (0, 1)} == set(said.splitlines())
+    assert not running(str(tmp_path / "mark")), "processes are left"
+
+
+ALONE = """
+from zero_minimal.foundations import ranks
+with ranks.start(timeout=2):
+    pass
+"""
+
+
+def test_a_rank_that_finds_no_torchrun_says_so_in_a_line_and_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    torchruns = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port),
+                 "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=SLOW, cwd=HOUSE,
+                          env=ENVIRONMENT | torchruns)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"rank 1 stops: the ranks did not meet within 2 s, at 127.0.0.1:{port} \(.*refused\)\n",
+                        done.stderr), done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------- the first seconds
+
+
+def test_what_is_imported_first_is_torch_and_no_compiler():
+    """Flags are read before that: --help of a stage takes as long as `import torch`, and half of what it did."""
+    lines = [f"import zero_minimal.{file.stem}" for file in (HOUSE / "zero_minimal").glob("*.py")
+             if "import main" in file.read_text() and file.stem != "late_gather"]
+    lines += ["import sys, zero_minimal.programs.train, zero_minimal.programs.plan", "assert len(sys.modules) > 500",
+              "print([name for name in ('torch._dynamo', 'torch.distributed.fsdp', 'sympy') if name in sys.modules])"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=SLOW,
+                          cwd=HOUSE, env=ENVIRONMENT)
+    assert len(lines) > 8 and done.stdout == "[]\n", done.stdout + done.stderr
+
+
 # ---------------------------------------------------------------------------------------------------------- wrong calls
 
 WRONG = {  # command: what its one line says
@@ -209,6 +258,7 @@ WRONG = {  # command: what its one line says
     f"{TWO}/stage1.py --device cuda": "no GPU",
     "torchrun --nproc-per-node=3 zero_minimal/zero_100b.py --model-parallel=2": "accepted: 1, 3",
     "zero_minimal/stage0.py --dtypes=fp32": "did you mean --dtype?",
+    f"{TWO}/stage2.py {TINY} --offload=disk:. --host-budget=1MB": "is the smallest, for shards of up to",
     "compare --rnks=2": "there is no --rnks: did you mean --ranks?",
     "compare --bucket_mb 2": "did you mean --bucket-mb?",
     "bench --sweeps size": "did you mean --sweep?",
@@ -221,5 +271,5 @@ WRONG = {  # command: what its one line says
 def test_a_wrong_call_is_answered_in_one_line(words):
     done = ended(words)
     assert done.returncode != 0 and not done.stdout
-    lines = [line for line in own_lines(done) if not line.endswith("loading …")]
+    lines = [line for line in own_lines(done) if not line.endswith(" …")]
     assert len(lines) == 1 and WRONG[words] in lines[0], done.stderr

@@ -1,5 +1,5 @@
 """python -m zero_minimal grade FILE: points for an assignment by step, and for each step that fails what to mend.
-With a folder, such as lessons, in the place of FILE: all assignments in it, one after the other.
+With a folder, such as lessons or that of a class, in the place of FILE: all assignments below it, one after the other.
 
 The tests run in a process of their own (judging.py). With --watch that process waits, and a grade begins whenever the
 file is saved (watch.py).
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         print("This system cannot fence a submission in (Linux 5.13 can): grade nobody's file but your own.\n")
     try:
         if options.json:  # should the grader itself be brought down, this is what counts
-            options.json.write_text(json.dumps(_results(all_grades, 0.0)))
+            options.json.write_text(json.dumps(_results(calls, all_grades, 0.0)))
         codes = [_graded(call, grades) for call, grades in zip(calls, all_grades, strict=True)]
     except (RuntimeError, OSError) as failure:
         if options.json and isinstance(failure, Busy):
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {failure}", file=sys.stderr)
         return 3
     if len(calls) > 1:
-        _sum_up(all_grades, time.monotonic() - began, options)
+        _sum_up(calls, all_grades, time.monotonic() - began)
     return max(codes)
 
 
@@ -62,6 +62,12 @@ class Call:
     file: Path
     lesson: Lesson
     step: Step | None  # the only one to look at
+
+    @property
+    def who(self) -> str:
+        """What a table of a folder calls it: the folder that it is in."""
+        within = self.file.relative_to(self.options.file)
+        return str(within.parent if len(within.parts) > 1 else within)
 
     @property
     def is_open(self) -> bool:
@@ -114,21 +120,30 @@ def _hand_on(call: Call, grades: Grades, steps: tuple[Step, ...] | list[Step], s
         print(f"{call.options.html}: what your ranks did on one small run", flush=True)
 
 
-def _sum_up(all_grades: list[Grades], seconds: float, options: argparse.Namespace) -> None:
+def _sum_up(calls: list[Call], all_grades: list[Grades], seconds: float) -> None:
     """Of a whole folder."""
+    options, width = calls[0].options, max(26, *(len(call.who) for call in calls))
     print()
-    for grades in all_grades:
-        print(f"{grades.lesson.name:<26} {grades.score:3g} of {grades.most:g}")
-    print(f"{'':<26} {sum(grades.score for grades in all_grades):3g} of {sum(grades.most for grades in all_grades):g} "
-          f"points, {seconds:.0f} s")
+    for call, grades in zip(calls, all_grades, strict=True):
+        print(f"{call.who:<{width}} {grades.score:3g} of {grades.most:g}")
+    score, most = sum(grades.score for grades in all_grades), sum(grades.most for grades in all_grades)
+    print(f"{'':<{width}} {'' if _is_class(calls) else f'{score:3g} of {most:g} points, '}{seconds:.0f} s")
     if options.json:
-        options.json.write_text(json.dumps(_results(all_grades, seconds), indent=1))
+        options.json.write_text(json.dumps(_results(calls, all_grades, seconds), indent=1))
 
 
-def _results(all_grades: list[Grades], seconds: float) -> dict:
-    """results.json: that of the one lesson, or of all; steps are then numbered as in 03.2."""
+def _is_class(calls: list[Call]) -> bool:
+    """Whether a lesson is there more than once."""
+    return len({call.lesson.name for call in calls}) < len(calls)
+
+
+def _results(calls: list[Call], all_grades: list[Grades], seconds: float) -> dict:
+    """results.json: that of the one lesson, or of all, whose steps are then numbered as in 03.2; of a class one for
+    each file, by its folder."""
     if len(all_grades) == 1:
         return gradescope(all_grades[0], seconds)
+    if _is_class(calls):
+        return {call.who: gradescope(grades, 0.0) for call, grades in zip(calls, all_grades, strict=True)}
     tests = [test | {"number": f"{grades.lesson.name[:2]}.{test['number']}"}
              for grades in all_grades for test in gradescope(grades, 0.0)["tests"]]
     return {"score": sum(grades.score for grades in all_grades), "execution_time": round(seconds, 1),
@@ -145,7 +160,7 @@ def _calls(arguments: list[str], lessons: dict[str, Lesson]) -> list[Call]:
         description="Points for an assignment, step by step. The exit code is 0 for full marks, 1 for fewer, 2 for a "
         "wrong call, 3 if the grader itself fails, or the machine is too busy to judge.")
     parser.add_argument("file", type=Path, help="what you wrote: lessons/NN_name/assignment.py; or a folder of such "
-                        "folders, to grade all of them: lessons")
+                        "folders, or of a folder for each learner, to grade all below it: lessons")
     parser.add_argument("--lesson", choices=lessons, help="default: the name of the file's folder")
     parser.add_argument("--step", metavar="NUMBER", help="look at this step alone; full marks are then its own")
     parser.add_argument("--watch", action="store_true", help="whenever the file is saved, grade again what is not "
@@ -164,15 +179,24 @@ def _calls(arguments: list[str], lessons: dict[str, Lesson]) -> list[Call]:
 
 
 def _calls_of_folder(parser, options, lessons: dict[str, Lesson]) -> list[Call]:
-    single = [f"--{name}" for name in ("lesson", "step", "watch", "html") if getattr(options, name)]
+    single = [f"--{name}" for name in ("step", "watch", "html") if getattr(options, name)]
     if single:
         parser.error(f"{single[0]} is for one file, and {options.file} is a folder: name the assignment.py in it")
-    files = [(options.file / name / "assignment.py", lesson) for name, lesson in lessons.items()]
-    calls = [Call(options, file, drawn.as_drawn(lesson, text_of(file)), None) for file, lesson in files
-             if file.is_file() and lesson.tests.exists()]
+    folder, calls, unknown = options.file, [], []
+    for file in sorted([*folder.rglob("assignment.py"), *(folder.glob("*.py") if options.lesson else [])]):
+        own = file.resolve().parent.name
+        name = own if own in lessons else options.lesson
+        if name is None:
+            unknown.append(file)
+        elif name == (options.lesson or name) and lessons[name].tests.exists() and "/." not in str(file):
+            calls.append(Call(options, file, drawn.as_drawn(lessons[name], text_of(file)), None))
+    if unknown and not calls:
+        parser.error(f"which lesson is {unknown[0]}? Its folder is none of {', '.join(lessons)}: say --lesson NAME")
     if not calls:
-        parser.error(f"{options.file} has no {next(iter(lessons))}/assignment.py, nor another lesson's: name a file, "
-                     "or the folder that holds the lessons' folders")
+        parser.error(f"{folder} has no {next(iter(lessons))}/assignment.py, nor another lesson's: name a file, or the "
+                     "folder that holds the lessons' folders, or a class's")
+    for file in unknown:
+        print(f"{file} is not graded: its folder is none of the lessons'")
     return calls
 
 

@@ -1,6 +1,8 @@
 """Grades: what a lesson's checks found, as points and one message a step, and as results.json for Gradescope."""
 
+import functools
 import textwrap
+from collections.abc import Callable
 
 from zero_minimal.classroom.lessons import LOOK_AT, Lesson, Step, needs
 
@@ -36,18 +38,19 @@ class Grades:
     def first_failure(self, step: Step) -> str:
         """The message of the first test that has failed so far, "" if none has. Those that need a later step come last:
         that one is not written yet, and this one may be right."""
+        of_step = self._needs(step)
         failed = [(message, points) for number, _, points, passed, message in self.results
                   if number == step.number and not passed]
-        waiting = [message for message, points in failed if needs(message) > step.number and points]
-        return next((message for message, _ in failed if needs(message) <= step.number), next(iter(waiting), ""))
+        waiting = [message for message, points in failed if of_step(message) > step.number and points]
+        return next((message for message, _ in failed if of_step(message) <= step.number), next(iter(waiting), ""))
 
     def of(self, step: Step) -> tuple[float, str]:
         """Points of a step, and one message: that of the first test that failed."""
         results = [result for result in self.results if result[0] == step.number]
-        message = self.first_failure(step)
-        if any(0 < needs(message) <= step.number for *_, passed, message in results if not passed):
-            return 0, next(message for *_, message in results if 0 < needs(message) <= step.number)
-        lost = {check for _, check, _, passed, message in results if not passed and needs(message) <= step.number}
+        message, of_step = self.first_failure(step), self._needs(step)
+        if any(0 < of_step(message) <= step.number for *_, passed, message in results if not passed):
+            return 0, next(message for *_, message in results if 0 < of_step(message) <= step.number)
+        lost = {check for _, check, _, passed, message in results if not passed and of_step(message) <= step.number}
         waits = {check for _, check, _, passed, _ in results if not passed} - lost
         earned = {check: points for _, check, points, _, _ in results if check not in lost | waits}
         most = min([most for check, most in step.core.items() if check in lost], default=step.points)
@@ -60,6 +63,9 @@ class Grades:
                 message = message.split(LOOK_AT)[0]  # it would look for the cause in this step
             message += f"\nThis may come from step {min(failed)}: mend that first."
         return min(most, sum(earned.values())), message
+
+    def _needs(self, step: Step) -> Callable[[str], int]:
+        return functools.partial(needs, number=step.number, steps=self.lesson.steps)
 
     def is_right(self, step: Step) -> bool:
         """Whether it has all its points."""

@@ -26,7 +26,9 @@ Of another module that the lesson takes definitions in from, it may use all but 
 """
 
 import functools
+import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,13 +41,22 @@ DRAWN = ("messages", "buckets")  # kinds of runs that a report knows
 # words that messages are recognized by
 UNWRITTEN = "() is not written yet (step "
 LOOK_AT = "\n    To look at: "
+STOOD = re.compile(r"^    (?:the host of )?ranks? .* stood at line \d+ of .*? \((\w+)\): ", re.MULTILINE)
 USED_UP = "not looked at: the time for this lesson was used up before. Look at this step alone: --step NUMBER"
 
 
-def needs(message: str) -> int:
-    """The step whose function a message says is not written yet, 0 if it says no such thing."""
+def needs(message: str, number: int = 0, steps: Iterable["Step"] = ()) -> int:
+    """The step whose function a message says is not written yet; 0 if it says no such thing.
+
+    number, steps: of the check that says it, and all there are. Then the function may also be one of a later step that
+        never ended.
+    """
     _, found, rest = message.partition(UNWRITTEN)
-    return int(rest.split(",")[0].split(")")[0]) if found else 0
+    if found:
+        return int(rest.split(",")[0].split(")")[0])
+    owners = [step.number for name in STOOD.findall(message) for step in steps
+              if name in {task.rpartition(".")[2] for task in step.tasks}]
+    return min(owners) if owners and min(owners) > number else 0
 
 
 @dataclass(frozen=True, eq=False)

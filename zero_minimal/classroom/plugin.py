@@ -154,7 +154,9 @@ class Grading:
             hints = item.get_closest_marker("step").kwargs
             message = "" if report.passed else in_words(call.excinfo.value, self.config.submission.path, hints)
             step = _worth(item)["step"]
-            if 0 < needs(message) <= step or not report.passed and self.late.again(step, call.excinfo.value, message):
+            later = needs(message, step, self.config.submission.lesson.steps) > step
+            if 0 < needs(message) <= step or not (report.passed or later) and self.late.again(
+                    step, call.excinfo.value, message):
                 self.over.setdefault(step, message)
             self._tell(test=item.nodeid, passed=report.passed, message=message)
         return report

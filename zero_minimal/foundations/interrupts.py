@@ -7,13 +7,17 @@ And torchrun: when a rank ends with an exit code, it prints a traceback of its o
 exit codes, forty lines. After a crash that is useful. After Ctrl-C or a mistyped flag it buries the
 line that says what to do, and no exit code but 0 keeps it quiet. So the rank that it reports of
 first ends it before that, by SIGKILL, since it reports whatever else it gets: its own exit code is
-137 then.
+137 then, for a shell that looks. (Its other endings are 0, when all ranks say 0, and 1, always with
+the traceback: after SIGTERM, SIGINT, SIGHUP and SIGQUIT, too.)
+
+Where somebody else kills torchrun nobody is left who would end the ranks: they look for themselves.
 """
 
 import contextlib
 import functools
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -26,6 +30,7 @@ from typing import NoReturn
 STOPPED, REFUSED = 130, 2  # exit codes, as shells and argparse have them
 LINUX = Path("/proc/self").exists()
 PATIENCE = 0.6  # seconds in which the main thread may end by itself
+GONE = "the torchrun that started it is gone"
 
 _stopping = threading.Lock()  # held by the thread that says the last words
 _in_program = False  # whether this process runs one of our programs, not a user's
@@ -117,6 +122,8 @@ def refuse(message: str) -> NoReturn:
 
     Raises: SystemExit, code 2.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _stopping.acquire(blocking=False)
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:  # rank 0 speaks, and ends torchrun
         until = time.monotonic() + 3
         while (_torchrun() or not LINUX) and time.monotonic() < until:
@@ -124,10 +131,34 @@ def refuse(message: str) -> NoReturn:
         if LINUX and not _torchrun():
             sys.exit(REFUSED)
     sys.stdout.flush()
+    take_back()
     print(message, file=sys.stderr, flush=True)
     if launcher := _torchrun():
         os.kill(int(launcher.name), signal.SIGKILL)
     sys.exit(REFUSED)
+
+
+def take_back() -> None:
+    """Clear the line of a terminal: a word of what is being done may stand there."""
+    if sys.stderr.isatty():
+        blank = " " * (shutil.get_terminal_size().columns - 1)
+        print(f"\r{blank}\r", end="", file=sys.stderr, flush=True)
+
+
+def end_with_torchrun() -> None:
+    """End this rank, from now on, a second or two after the torchrun that started it."""
+    parent = os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(1)
+        _stopping.acquire()  # who ended torchrun has said why
+        sys.stdout.flush()
+        print(f"rank {os.environ['RANK']} stops: {GONE}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def end_torchrun() -> None:

@@ -88,10 +88,11 @@ def start(
         choose(device, backend, here["local_world_size"])
     except ValueError as error:  # the same on every rank, before any of them waits for another
         interrupts.refuse(f"error: {error}")
+    interrupts.end_with_torchrun()
     try:
         store, rank, world_size = _meet(timeout)
         joined = join(store, rank, world_size, device, backend, timeout=timeout, **here)
-    except RuntimeError as error:  # torch's, of the network
+    except (RuntimeError, OSError) as error:  # of the network
         if "RANK" not in environment:
             raise
         failures.end_alone(f"the ranks did not meet within {timeout:g} s, at "
@@ -115,10 +116,32 @@ def _meet(timeout: float) -> tuple[dist.Store, int, int]:
     this process's own."""
     if "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
+    _find_the_store(timeout)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
     # torchrun --max-restarts keeps its store: what an earlier attempt wrote is not for this one
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     return dist.PrefixStore(f"attempt {attempt}", store), rank, world_size
+
+
+def _find_the_store(seconds: float) -> None:
+    """Wait until somebody listens where the ranks meet. torch's own client would wait twice as
+    long, and print what C++ functions it stood in.
+
+    Raises: OSError if nobody does in so many seconds, or nobody will.
+    """
+    environment, until = os.environ, time.monotonic() + seconds
+    where = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if environment["RANK"] == "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return  # it is this rank that will listen
+    while all(where):
+        try:
+            return socket.create_connection(where, timeout=seconds).close()
+        except OSError:
+            if "TORCHELASTIC_RUN_ID" in environment and os.getppid() == 1:
+                raise ConnectionError(interrupts.GONE) from None
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.1)
 
 
 _before_the_end: list[Callable[[], object]] = []

@@ -24,6 +24,10 @@ def nothing(*_) -> None:
     """What a tie does that was copied, or whose stage is gone."""
 
 
+# Tie._call as torch.compile leaves it alone: made with the first tie, since it imports the compiler
+_outside: list[Callable] = []
+
+
 class Tie:
     """A hook: function(*owners, *what the hook is given), as long as all owners live; then
     left(*what the hook is given). torch.compile calls it, and does not look inside."""
@@ -31,9 +35,13 @@ class Tie:
     def __init__(self, function: Callable = nothing, *owners, left: Callable = nothing):
         self.function, self.left = function, left
         self.owners = [weakref.ref(owner) for owner in owners]
+        if not _outside:
+            _outside.append(torch.compiler.disable(Tie._call))
 
-    @torch.compiler.disable
     def __call__(self, *given):
+        return _outside[0](self, *given)
+
+    def _call(self, *given):
         owners = [owner() for owner in self.owners]
         if None in owners:
             return self.left(*given)

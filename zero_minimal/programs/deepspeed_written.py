@@ -162,8 +162,7 @@ def readers(told: dict, stage: int, file: Path) -> list[str]:
     ranks, node = told["ranks"], told["node"]
     here = ranks if ranks <= node else math.gcd(ranks, node)
     nodes = f"--nnodes {ranks // here} " if here < ranks else ""
-    return [paragraph("DeepSpeed reads it. So does the stage script, which trains what was planned"
-                      f"{apart}:"), "",
+    return [paragraph(f"DeepSpeed reads it. So does the stage script, which trains what was planned{apart}:"), "",
             f"    torchrun {nodes}--nproc-per-node {here} \\",
             f"        zero_minimal/stage{stage}.py --deepspeed-config {file} \\", f"        {model}"]
 
@@ -185,7 +184,8 @@ def write(flags: argparse.Namespace, config: GPTConfig | None, told: dict) -> st
         raise ValueError("--write-deepspeed-config: no stage fits, so say which one with --stage")
     file = flags.write_deepspeed_config
     report.write_json(deepspeed(config, told, stage, accumulate, flags.offload), file)
-    words = [f"stage {stage} is written to {file}, for {plural(told['ranks'], 'rank')}.", "Learning rate, betas and weight decay are this project's: choose your own."]
+    words = [f"stage {stage} is written to {file}, for {plural(told['ranks'], 'rank')}.",
+             "Learning rate, betas and weight decay are this project's: choose your own."]
     if flags.offload == "disk":
         words.append(f"nvme_path is {DISK}: put your folder there.")
     if flags.offload == "disk" and stage < 3:
@@ -200,4 +200,5 @@ def write(flags: argparse.Namespace, config: GPTConfig | None, told: dict) -> st
         scale += " Blocks recompute if you say so: model.gradient_checkpointing_enable()."
     lines = fsdp2(told, stage, accumulate, flags.offload)
     return "\n".join(("", "", paragraph(*words), "", *readers(told, stage, file), "",
-                      paragraph(f"The same in FSDP2. {WHY[stage]}", scale), "", *(f"    {line}".rstrip() for line in lines.splitlines())))
+                      paragraph(f"The same in FSDP2. {WHY[stage]}", scale), "",
+                      *(f"    {line}".rstrip() for line in lines.splitlines())))

@@ -9,19 +9,17 @@ Of a run with --model also as a folder that transformers loads (hub.py):
 """
 
 import argparse
-import os
 import sys
 import warnings
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from zero_minimal.foundations import as_json, loading, pieces
 from zero_minimal.foundations.state_folder import Contents
 from zero_minimal.programs import hub
-from zero_minimal.programs.progress import announce
+from zero_minimal.programs.progress import meanwhile
 from zero_minimal.workload.settings import Parser, output_file
 
 
@@ -38,19 +36,13 @@ def weights(contents: Contents) -> dict[str, torch.Tensor]:
 
 
 def export(folder: Path, file: Path) -> Contents:
-    """Write the newest whole checkpoint's weights; the file takes its name when it is whole. Raises: Damaged, and for a
-    folder what hub.write raises."""
+    """Write the newest whole checkpoint's weights. Raises: Damaged, and for a folder what hub.write raises."""
     contents = loading.newest_good(folder)
     if file.suffix != ".safetensors":
         for left_out in hub.write(contents, weights(contents), file):
             warnings.warn(left_out, stacklevel=2)
         return contents
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        save_file(weights(contents), part, {"format": "pt"})  # transformers looks for this word
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+    hub.save(weights(contents), file)
     return contents
 
 
@@ -75,9 +67,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("file", type=target, metavar="FILE.safetensors|FOLDER", help="the file to write; or a folder, "
                         "of a run with --model, that transformers loads")
     flags = parser.parse_args(arguments)
-    announce("reading …")
     try:
-        with warnings.catch_warnings(record=True) as passed_over:
+        with warnings.catch_warnings(record=True) as passed_over, meanwhile("reading …"):
             warnings.simplefilter("always")
             contents = export(flags.folder, flags.file)
     except ValueError as error:  # Damaged is one

@@ -36,13 +36,22 @@ def write(contents: Contents, weights: dict[str, torch.Tensor], folder: Path) ->
                   if tensor.is_floating_point()), None)
     as_json(model | {"dtype": dtype}, folder / "config.json")
     missing = write_tokenizer(settings.get("tokenizer", ""), extra.get("gap") is not None, folder)
-    part = folder / f".model.safetensors.{os.getpid()}"
+    save(weights, folder / "model.safetensors")
+    return missing
+
+
+def save(weights: dict[str, torch.Tensor], file: Path) -> None:
+    """Write a file, which takes its name when it is whole; who may read it is as for any new file (save_file lets its
+    owner alone). Raises: OSError, SafetensorError."""
+    part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
+        part.touch()
+        mode = part.stat().st_mode
         save_file(weights, part, {"format": "pt"})  # transformers looks for this word
-        part.replace(folder / "model.safetensors")
+        part.chmod(mode)
+        part.replace(file)
     finally:
         part.unlink(missing_ok=True)
-    return missing
 
 
 def write_tokenizer(of_the_run: str, with_gap: bool, folder: Path) -> list[str]:

@@ -5,9 +5,12 @@
 """
 
 import argparse
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zero_minimal.foundations import interrupts
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
 from zero_minimal.paper import quantities
 from zero_minimal.workload.settings import Parser
@@ -38,6 +41,17 @@ class Offload:
     def options(self) -> dict:
         """That it takes, and a stage does not."""
         return {"bus": self.bus, "disk": self.disk, "host_budget": self.host_budget} if self.cpu else {}
+
+    @contextlib.contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Context in which a stage is made: a disk or a budget that is too small ends the program in one line. All
+        ranks know of it."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            if self.disk is None:
+                raise
+            interrupts.refuse(f"error: --offload disk:{self.disk}: {error}")
 
 
 NOTHING = Offload()

@@ -4,6 +4,7 @@ In a terminal there is a bar. In a pipe or a file, where a bar would be one endl
 the start, one at the end, and one every ten seconds in between. Neither has colours or other codes.
 """
 
+import contextlib
 import shutil
 import sys
 import threading
@@ -11,6 +12,8 @@ import time
 from collections.abc import Iterable, Iterator
 
 from tqdm import tqdm
+
+from zero_minimal.foundations.interrupts import take_back
 
 EVERY = 10.0  # seconds from line to line
 
@@ -21,19 +24,19 @@ def announce(words: str) -> None:
     """Say what is about to take a while. In a terminal what is said next, by any rank, takes its place."""
     if sys.stderr.isatty():
         take_back()
-        print(words[:_width()], end="", file=sys.stderr, flush=True)
+        print(words[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
     else:
         print(words, file=sys.stderr, flush=True)
 
 
-def take_back() -> None:
-    """Clear the line of a terminal."""
-    if sys.stderr.isatty():
-        print("\r" + " " * _width() + "\r", end="", file=sys.stderr, flush=True)
-
-
-def _width() -> int:
-    return shutil.get_terminal_size().columns - 1
+@contextlib.contextmanager
+def meanwhile(words: str) -> Iterator[None]:
+    """Context in which this is done, with the line of a terminal clear again at its end."""
+    announce(words)
+    try:
+        yield
+    finally:
+        take_back()
 
 
 def bar(steps: Iterable | None = None, *, name: str, total: int, unit: str = "step",

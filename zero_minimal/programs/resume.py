@@ -189,4 +189,5 @@ class Checkpoints:
 
     def _say(self, line: str) -> None:
         if self.rank.rank == 0:
+            interrupts.take_back()
             print(line, file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from zero_minimal.foundations import as_json, loading, pieces, saving
-from zero_minimal.programs.progress import announce
+from zero_minimal.programs.progress import meanwhile
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import Parser
 
@@ -135,11 +135,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--model", action="store_true", help="for a stage with --model FOLDER/config.json: names stay "
                         "those of transformers")
     flags = parser.parse_args(arguments)
-    announce("reading …")
     try:
         if flags.folder.exists() and (not flags.folder.is_dir() or any(flags.folder.iterdir())):
             parser.error(f"{flags.folder} is not empty: name a new folder")
-        weights = take_over(flags.path, flags.folder, flags.model)
+        with meanwhile("reading …"):
+            weights = take_over(flags.path, flags.folder, flags.model)
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:

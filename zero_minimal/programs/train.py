@@ -44,7 +44,8 @@ def train(
     validation = loop.validation_batches(settings, rank.rank, rank.world_size)
     bucket_bytes = int(settings.bucket_mb * 2**20)
     by_units = stage_in(stage_class.__name__) == 3 and not hasattr(stage_class, "theory_stage")  # no peer
-    zero = loop.build(stage_class, settings, rank, from_meta=by_units, bucket_bytes=bucket_bytes, **away.options())
+    with away.refusals():
+        zero = loop.build(stage_class, settings, rank, from_meta=by_units, bucket_bytes=bucket_bytes, **away.options())
     scaler = settings.loss_scaler()
     checkpoints = Checkpoints(flags, zero, batches, scaler, settings, rank)
     first = checkpoints.resume()
