@@ -257,7 +257,7 @@ INSIDE = ("Backward must run the function again with a graph, and go back throug
           "(torch.enable_grad), and begin with the gradients that came in?")
 
 
-@pytest.mark.step(2, points=7, raised=INSIDE)
+@pytest.mark.step(2, points=6, raised=INSIDE)
 def test_parameters_get_their_gradients(assignment):
     for rank, found in enumerate(once(backward_of_one, 2, assignment)):
         assert_gradients(found, one_block(plainly, rank), f"rank {rank}, backward of one checkpoint", INSIDE)
@@ -326,16 +326,24 @@ def test_one_block_at_a_time(assignment):
 
 
 def odd_backwards(assignment):
-    return odd_call(assignment.checkpoint, dist.get_rank(), backward=True), frozen(assignment.checkpoint)
+    call, rank = assignment.checkpoint, dist.get_rank()
+    return odd_call(call, rank, backward=True), frozen_and_twice(call, rank), once_more(call, rank)
 
 
-def frozen(call):
-    """Backward through a checkpoint in which nothing wants a gradient; two micro-batches through one that does."""
-    rank = dist.get_rank()
-    return frozen_and_twice(call, rank)
+def once_more(call, rank):
+    """Gradients of two backward passes through one graph; None from who refuses the second."""
+    block, x = toys.build(lambda: Rung(5, 7, 0.0), rank), numbers_of(rank, 3, 5).requires_grad_()
+    loss = call(block, x).square().sum()
+    loss.backward(retain_graph=True)
+    try:
+        loss.backward()
+    except (RuntimeError, TypeError):
+        return None
+    return gradients_of(block) | {"the input": False if x.grad is None else x.grad}
 
 
 def frozen_and_twice(call, rank):
+    """Gradients of a layer after a checkpoint in which nothing wants one, from two micro-batches."""
     block, last = toys.build(lambda: Rung(5, 7, 0.0), rank), toys.build(lambda: nn.Linear(5, 2), rank)
     block.requires_grad_(False)
     for _ in range(2):
@@ -347,13 +355,36 @@ def frozen_and_twice(call, rank):
                                       "argument may want none; and where nothing inside wants one, there is nothing to "
                                       "go back through")
 def test_any_arguments(assignment):
-    for rank, (odd, other) in enumerate(once(odd_backwards, 2, assignment)):
+    for rank, (odd, other, more) in enumerate(once(odd_backwards, 2, assignment)):
         assert_gradients(odd, odd_call(plainly, rank, backward=True),
                          f"rank {rank}, a function that takes and returns tuples and dicts",
                          "Is each gradient that comes in paired with its output, and each that goes out with its "
                          "argument?")
         assert_gradients(other, frozen_and_twice(plainly, rank), f"rank {rank}, a layer after a frozen block",
                          "Nothing in the block wants a gradient.")
+        assert_gradients(more or {}, {} if more is None else once_more(plainly, rank), f"rank {rank}, backward(retain_graph=True), then backward()",
+                         "Each second run begins with tensors of its own (detach), whose .grad is empty")
+
+
+def gradient_of_one(assignment):
+    """What autograd.grad gives for the input of a block, and what the block's parameters have then; or the error."""
+    block, x = toys.build(lambda: Rung(5, 7, 0.0), 0), numbers_of(0, 3, 5).requires_grad_()
+    try:
+        found, = torch.autograd.grad(assignment.checkpoint(block, x).square().sum(), x)
+    except RuntimeError:
+        return None
+    return found, gradients_of(block)
+
+
+@pytest.mark.step(2, points=1)
+def test_what_is_no_plain_backward_is_refused(assignment):
+    found = once(gradient_of_one, 1, assignment)[0]
+    if found:
+        left = [name for name, gradient in found[1].items() if gradient is not False]
+        assert not left, (
+            f"torch.autograd.grad(loss, x) through a checkpoint went on, and has put gradients into {', '.join(left)}, "
+            "which nobody asked for: the next step would add them. @checkpoints.plain_backward_only refuses it"
+        )
 
 
 def half_used(assignment):
