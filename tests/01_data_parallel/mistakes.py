@@ -11,9 +11,10 @@ def start_alike(tensors="[*self.model.parameters(), *self.model.buffers()]", gro
         f"for tensor in {tensors}:", f"collectives.broadcast(tensor.data, {group})"))}
 
 
-def average(missing="param.grad = torch.zeros_like(param)", op="avg", group="group=self.group", end=""):
+def average(missing="param.grad = torch.zeros_like(param)", op="avg", group="group=self.group", end="",
+            params="self.params"):
     return {"Naive.average": function("def average(self):", function(
-        "for param in self.params:", function("if param.grad is None:", missing),
+        f"for param in {params}:", function("if param.grad is None:", missing),
         f"collectives.all_reduce(param.grad, op='{op}', {group})", end))}
 
 
@@ -110,6 +111,20 @@ WRONG = {
     "what is frozen stays each rank's own": Wrong(
         1, "test_all_start_from_rank_0", r"rank 1 has another frozen than rank 0: .* also those that are not trained",
         start_alike(tensors="[*filter(lambda p: p.requires_grad, self.model.parameters()), *self.model.buffers()]"), 2),
+    "buffers of whole numbers stay each rank's own": Wrong(
+        1, "test_all_start_from_rank_0", r"rank 1 has another norm.num_batches_tracked than .* whatever its dtype",
+        start_alike(tensors="[t for t in [*self.model.parameters(), *self.model.buffers()] if t.is_floating_point()]"),
+        2),
+    "a tied weight for each module, the naive way": Wrong(
+        1, "test_each_gradient_is_sent_once", r"Naive sent .* on rank 0 of 3 .* One weight belongs to two layers",
+        average(params="[p for module in self.model.modules() for p in module._parameters.values()"
+                       " if p is not None and p.requires_grad]")),
+    "what is frozen is averaged, too, the naive way": Wrong(
+        1, "test_each_gradient_is_sent_once", r"Naive sent .* on rank 0 of 3 .* and one is frozen",
+        average(params="self.model.parameters()")),
+    "averages over all ranks there are, the naive way": Wrong(
+        1, "test_the_naive_way_in_a_group", r"(?s)group= is a group of ranks 1 and 2 of three", average(group=""),
+        hangs=True),
     "the sum, the naive way": Wrong(
         1, "test_afterwards_each_gradient_is_the_mean", r"the sum of the ranks' gradients, not .* 3 times too large",
         average(op="sum"), 3),
@@ -172,6 +187,9 @@ WRONG = {
     "all ranks there are": Wrong(
         2, "test_a_backward_in_a_group", r"(?s)group= is a group of ranks 1 and 2 of three",
         bucket_complete(reduce=REDUCE.replace("group=self.group, ", "")), hangs=True),
+    "knows of no gradient but those of hooks": Wrong(
+        2, "test_gradients_that_were_not_counted_leave_too", r"the user has put the gradients into .grad, and no hook",
+        rest(old="pass")),
     "nobody listens": Wrong(
         3, "test_reductions_begin_during_backward", r"rank 0 sent nothing before its last gradient had come: \d+ mess",
         listen(register="pass")),
@@ -205,6 +223,12 @@ WRONG = {
                 if not missing:
                     self.hand_over(bucket)
             """), 3, True),
+    "nobody notes what is complete": Wrong(
+        3, "test_later_passes_go_in_the_order_of_completion", r"rank 0 sent nothing before .* This is the second backw",
+        gradient(count=COUNT.replace("self._completed.append(bucket)", "pass"))),
+    "notes a bucket with each gradient": Wrong(
+        2, "test_a_missing_gradient_is_zero", r"(?s)it raised Mismatch: the ranks send tensors of different sizes",
+        gradient(count=COUNT.replace("if not self._waits_for[bucket]:", "if True:"))),
     "counts a tied weight for each module": Wrong(
         3, "test_a_tied_weight_counts_once_and_a_frozen_one_never",
         r"sent nothing before its last gradient.* the last two layers share their weight", VISITS),
@@ -239,6 +263,22 @@ WRONG = {
                 if self.backward.accumulating:
                     param.grad /= 2
             """}),
+    "a list that gets the norm of each bucket": Wrong(
+        5, "test_nothing_stays_of_a_step", r"rank 0 holds \d+ tensors after the second step, and \d+ after the fourth",
+        bucket_complete(begin="self.norms = [*getattr(self, 'norms', []), bucket.gradients.norm()]\nself._wait()")),
+    "a list of the messages of all steps": Wrong(
+        5, "test_nothing_stays_of_a_step", r"rank 0 holds \d+ tensors after the second step, and \d+ after the fourth",
+        bucket_complete(reduce=REDUCE + "\nself.all = [*getattr(self, 'all', []), (bucket, self.gradient_scale, "
+                                        "torch.tensor(len(done)))]")),
+    "each rank keeps its own running statistics": Wrong(
+        5, "test_a_step_leaves_rank_0s_statistics", r"Stage0: after step\(\) norm.running_mean.* of rank 1 is not what",
+        {"Stage0.step": "@torch.no_grad()\n" + function(
+            "def step(self):", "self.reduced_gradients()", function(
+                "for bucket in self.buckets:",
+                "optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)"), "self.backward.spent = True")}),
+    "each rank keeps its own running statistics, the naive way": Wrong(
+        5, "test_a_step_leaves_rank_0s_statistics", r"Naive: after step\(\) norm.running_mean.* of rank 1 is not what",
+        {"Naive.step": function("def step(self):", "self.reduced_gradients()", "self.optimizer.step()")}),
     "old gradients stay": Wrong(
         5, "test_the_second_step_starts_afresh", r"the sum of both steps': zero_grad\(\) left the first one's",
         zero_grad(drop="pass")),
@@ -273,4 +313,22 @@ RIGHT = {
         work = collectives.all_reduce(bucket.gradients, op='avg', group=self.group, async_op=True)
         self.reducing = [*(self.reducing or []), work]
         """) | wait("for work in self.reducing or []:\n    work.wait()\nself.reducing = None"),
+}
+
+SAME = "collectives.all_reduce takes the mean unless it is told otherwise"
+UNTOLD = {
+    "Naive.average: `collectives.all_reduce(param.grad, op='avg', group=self.group)` without op='avg'": SAME,
+    "Stage0.bucket_complete: `collectives.all_reduce(bucket.gradients, op='avg', group=self.group, of=bucket, "
+    "async_op=True)` without op='avg'": SAME,
+    "Stage0.bucket_complete: `collectives.all_reduce(bucket.gradients, op='avg', group=self.group, of=bucket, "
+    "async_op=True)` without of=bucket": "it says to who watches whose message this is; what is sent stays the same",
+    "Stage0.bucket_complete: `self._wait()` a statement later": "the message under way is another bucket's: it does not "
+    "matter whether the missing gradients of this one are zeroed before it has arrived",
+    "Backward._gradient: `for bucket in self._buckets_of[param]:` a statement later": "each bucket leaves with the "
+    "gradient after its last one: the checks leave room for all-reduces whose second half leaves later than that",
+    "Stage0.zero_grad: `self.backward.forget()` a statement later": "the statements concern different things",
+    "Stage0.zero_grad: `self.gradient_scale = None` a statement later": "the statements concern different things",
+    "Stage0.zero_grad: without `self._wait()`": "backward has waited already, or has raised an error",
+    "Stage0.zero_grad: `self._wait()` a statement later": "as without it",
+    "Stage0._wait: without `self.reducing = None`": "to wait once more for what has arrived takes no time",
 }

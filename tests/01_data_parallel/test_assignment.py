@@ -6,6 +6,7 @@ names what went wrong and shows the evidence. In between, they run on the refere
 
 import contextlib
 import functools
+import gc
 import time
 
 import checks
@@ -50,6 +51,7 @@ class Normed(nn.Module):
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
         nn.init.normal_(self.norm.running_mean)
+        self.norm.num_batches_tracked.random_(1000)  # an integer
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.last.register_buffer("shift", torch.randn(3), persistent=False)
 
@@ -83,15 +85,34 @@ def crossroads_batch(rank, step):
 
 
 class Caught(nn.Module):
-    """Deep, and awkward at its end, where backward begins: a weight that is used twice, and a frozen bias."""
+    """Deep, and awkward at its end, where backward begins: a weight that is used twice, and a frozen bias.
 
-    def __init__(self):
+    frozen: the first weight is, too.
+    """
+
+    def __init__(self, frozen=False):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.layers[-1].weight = self.layers[-2].weight
         self.layers[-2].bias.requires_grad_(False)
+        self.layers[0].weight.requires_grad_(not frozen)
 
     def forward(self, x, y):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x - y).square().mean()
+
+
+class Belated(nn.Module):
+    """Its last layer, the first that gets a gradient, has a bias that is used at the very start, too: so the gradient
+    of that comes last, and its bucket is complete last."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x, y):
+        x = x + self.layers[-1].bias
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return (x - y).square().mean()
@@ -217,6 +238,8 @@ def assert_starts(found, ranks):
             kind = "parameters and buffers, also those that are not trained"
             if off == ["last.shift"]:
                 kind = "also this buffer, which has persistent=False and so is in no state_dict(): see model.buffers()"
+            elif off == ["norm.num_batches_tracked"]:
+                kind = "also this buffer of whole numbers: everything in model.buffers(), whatever its dtype"
             elif all_buffers.issuperset(off):
                 kind = "the buffers too"
             assert not off, (
@@ -228,7 +251,7 @@ def assert_starts(found, ranks):
 def naive_backward(stage_class):
     """{name: gradient} of an awkward model. Of another one bytes sent before backward had ended, and in all."""
     rank = dist.get_rank()
-    zero, large = build(stage_class.Naive, checks.Awkward), build(stage_class.Naive, wide)
+    zero, large = build(stage_class.Naive, checks.Awkward), build(stage_class.Naive, functools.partial(Caught, True))
     zero.model(*checks.awkward_batch(rank, 0)).backward()
     found = gradients(zero)
     with checks.Calls() as calls:
@@ -252,7 +275,8 @@ def test_afterwards_each_gradient_is_the_mean(stage_class, world_size):
 
 @pytest.mark.step(1, points=3, stuck=ALL_TAKE_PART, left=ALL_TAKE_PART, raised=NONE_THERE)
 def test_each_gradient_is_sent_once(stage_class):
-    psi = LAYERS * LAYER
+    model = Caught(frozen=True)
+    psi = sum(param.nbytes for param in model.parameters() if param.requires_grad)
     for rank, (_, early, sent) in enumerate(once(naive_backward, 3, stage_class)):
         assert early == 0, (
             f"Naive sent {in_words(early)} on rank {rank} before backward had ended: the naive way averages afterwards"
@@ -260,7 +284,8 @@ def test_each_gradient_is_sent_once(stage_class):
         share = 2 * psi * 2 / 3
         assert 0.98 * share <= sent <= 1.05 * share, (
             f"Naive sent {in_words(sent)} on rank {rank} of 3 to average gradients of {in_words(psi)}, and all-reduces "
-            f"of them send 2Ψ(N−1)/N, {in_words(share)}: is each one averaged, once?"
+            f"of them send 2Ψ(N−1)/N, {in_words(share)}: is each one averaged, once? One weight belongs to two layers "
+            "here, and one is frozen: self.params has the first once, and not the second"
         )
 
 
@@ -268,9 +293,10 @@ def naive_in_a_group(stage_class):
     group, rank = dist.new_group([1, 2]), dist.get_rank()
     if rank == 0:
         return None
-    zero = stage_class.Naive(toys.build(Normed, rank), optim.SGD, lr=1.0, group=group)
-    return [tensors_of(zero.model), tensors_of(
-        stage_class.Naive(toys.build(checks.Awkward, rank), optim.SGD, lr=1.0, group=group).model)]
+    normed, awkward = (build(stage_class.Naive, make, group=group) for make in (Normed, checks.Awkward))
+    states = [{name: tensor.clone() for name, tensor in tensors_of(zero.model).items()} for zero in (normed, awkward)]
+    awkward.model(*checks.awkward_batch(rank, 0)).backward()
+    return states, gradients(awkward)
 
 
 GROUP = ("here group= is a group of ranks 1 and 2 of three, and rank 0 has no part in it: is group=self.group passed "
@@ -280,16 +306,18 @@ GROUP = ("here group= is a group of ranks 1 and 2 of three, and rank 0 has no pa
 @pytest.mark.step(1, points=3, stuck=GROUP, left=GROUP, raised=GROUP)
 def test_the_naive_way_in_a_group(stage_class):
     _, *found = toys.run(naive_in_a_group, 3, stage_class)
-    assert_starts(found, (1, 2))
+    assert_starts([states for states, _ in found], (1, 2))
+    assert_mean([1, 2], [gradients for _, gradients in found], checks.Awkward, checks.awkward_batch, hint=f". {GROUP}")
 
 
 # ---------------------------------------------------------------------- steps 2 to 4: one backward, watched closely
 
 
-def watched(stage_class, make, batch, bucket_bytes, late=0.0, more=()):
+def watched(stage_class, make, batch, bucket_bytes, late=0.0, more=(), last=False):
     """One backward. {name: gradient}; what was sent, as [bytes, when] a message; when gradients came, as seconds. A
     rank other than 0 sends each message `late` seconds late. New memory comes filled with NaN. `more`: batches that
-    follow in passes of their own, and whose gradients are added."""
+    follow in passes of their own, and whose gradients are added. last: messages and seconds are those of the last
+    pass, not of the first."""
     torch.use_deterministic_algorithms(True)
     rank, world_size, came = dist.get_rank(), dist.get_world_size(), []
     zero = build(stage_class, make, bucket_bytes=bucket_bytes)
@@ -302,8 +330,11 @@ def watched(stage_class, make, batch, bucket_bytes, late=0.0, more=()):
         found, first = gradients(zero), len(came)
         made = list(calls.made)
         for step in more:
+            before = len(came), len(calls.made)
             zero.model(*batch(rank, step)).backward()
             found = gradients(zero)
+        if last:
+            came, made, first = came[before[0] :], calls.made[before[1] :], len(came) - before[0]
     sent = [[checks.sent_for(call, world_size), call.at] for call in made]
     return found, [message for message in sent if message[0] > 0], came[:first]
 
@@ -358,13 +389,30 @@ def awkward(stage_class):
     return watched(stage_class, checks.Awkward, checks.awkward_batch, 100)
 
 
-@pytest.mark.step(2, points=4, stuck=ALL_TAKE_PART, left=ALL_TAKE_PART, raised=NONE_THERE)
+@pytest.mark.step(2, points=3, stuck=ALL_TAKE_PART, left=ALL_TAKE_PART, raised=NONE_THERE)
 @worlds
 def test_a_missing_gradient_is_zero(stage_class, world_size):
     found = [found for found, *_ in once(awkward, world_size, stage_class)]
     assert_mean(list(range(world_size)), found, checks.Awkward, checks.awkward_batch,
                 hint=". Here one parameter got its gradient on rank 0 alone, which counts as zero on the others, and "
                      "one on no rank")
+
+
+def in_hand(stage_class):
+    """Gradients that autograd has told nobody of: another copy of the model has them, and the user puts them here."""
+    zero, copy = build(stage_class, wide), wide()
+    copy.load_state_dict(zero.model.state_dict())
+    copy(*wide_numbers(dist.get_rank(), 0)).backward()
+    for param, other in zip(zero.model.parameters(), copy.parameters(), strict=True):
+        param.grad = other.grad
+    return gradients(zero)
+
+
+@pytest.mark.step(2, points=1)
+def test_gradients_that_were_not_counted_leave_too(stage_class):
+    assert_mean([0, 1], once(in_hand, 2, stage_class), wide, wide_numbers, hint=". Here the user has put "
+                "the gradients into .grad, and no hook was called. In _hand_over_rest the stage is told of each that is "
+                "in .grad and was not counted")
 
 
 def stage_in_a_group(stage_class):
@@ -454,11 +502,30 @@ def test_ranks_hand_over_in_one_order(stage_class, world_size):
                    "which is complete first on all of them")
 
 
+def belated(stage_class):
+    """None from who has written another Backward: a fixed order is right, too."""
+    if not hasattr(stage_class, "Backward"):
+        return None
+    return watched(stage_class, Belated, wide_numbers, LAYER, more=[1], last=True)
+
+
+@pytest.mark.step(3, points=1, stuck=OTHER_ORDER, left=OTHER_ORDER)
+def test_later_passes_go_in_the_order_of_completion(stage_class):
+    results = once(belated, 2, stage_class)
+    if None in results:
+        return
+    hint = (". This is the second backward. The bucket that is planned first is complete last here: so in the first "
+            "pass all wait for it, and later ones go in the order in which rank 0's became complete. Is each bucket in "
+            "self._completed, once, when it waits for nothing?")
+    assert_mean([0, 1], [found for found, *_ in results], Belated, wide_numbers, (0, 1), hint=hint)
+    assert_leaves_early(results, hint)
+
+
 def caught(stage_class):
     return watched(stage_class, Caught, wide_numbers, LAYER)
 
 
-@pytest.mark.step(3, points=7)
+@pytest.mark.step(3, points=6)
 def test_a_tied_weight_counts_once_and_a_frozen_one_never(stage_class):
     results = once(caught, 2, stage_class)
     hint = (". Here the last two layers share their weight, and one of their biases is frozen: autograd tells of such "
@@ -543,7 +610,7 @@ def accumulated(stage_class):
     return sent, *found
 
 
-@pytest.mark.step(5, points=5)
+@pytest.mark.step(5, points=4)
 def test_micro_batches_are_sent_once(stage_class):
     psi = sum(param.nbytes for param in toys.build(wide, 0).parameters())
     share = 2 * psi / 2
@@ -619,6 +686,52 @@ def test_the_second_step_starts_afresh(stage_class):
         assert not left, f"after zero_grad() {left} parameters of rank {rank} still have a gradient"
 
 
+def what_stays(stage_class):
+    """How many tensors there are after each of some steps."""
+    zero, found = build(stage_class, wide), []
+    for step in range(4):
+        zero.model(*wide_numbers(dist.get_rank(), step)).backward()
+        zero.step()
+        zero.zero_grad()
+        gc.collect()
+        found.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+    return found
+
+
+@pytest.mark.step(5, points=1)
+def test_nothing_stays_of_a_step(stage_class):
+    for rank, (_, second, _, last) in enumerate(once(what_stays, 2, stage_class)):
+        assert last <= second, (
+            f"rank {rank} holds {second} tensors after the second step, and {last} after the fourth: a list or dict "
+            "gets some in each step, and keeps them. What bucket_complete keeps goes before the next step"
+        )
+
+
+def statistics(stage_class):
+    """The buffers of a batch norm after a step, which each rank has made with its own batch."""
+    found = []
+    for way in (stage_class.Naive, stage_class):
+        zero = build(way, Normed)
+        zero.model(*toys.numbers(dist.get_rank(), 0)).backward()
+        zero.step()
+        found.append({name: buffer.clone() for name, buffer in zero.model.named_buffers()})
+    return found
+
+
+@pytest.mark.step(5, points=1)
+def test_a_step_leaves_rank_0s_statistics(stage_class):
+    model = toys.build(Normed, 0)
+    model(*toys.numbers(0, 0))
+    for rank, ways in enumerate(once(statistics, 3, stage_class)):
+        for name, found in zip(("Naive", "Stage0"), ways, strict=True):
+            off = [label for label, buffer in model.named_buffers() if not torch.allclose(found[label], buffer)]
+            assert not off, (
+                f"{name}: after step() {in_a_list(off)} of rank {rank} is not what rank 0's batch has made of it. Each "
+                "rank's statistics are of its own batches, and step() gives rank 0's to all "
+                "(ownership.broadcast_statistics): the file that you were given does that"
+            )
+
+
 TRAINING = {
     "SGD with momentum": (Recipe(optimizer=optim.SGD, options=dict(lr=0.3, momentum=0.9), steps=3),
                           "does each step begin without old gradients?"),
@@ -647,7 +760,7 @@ def in_one_process(name, world_size):
     return toys.plain(recipe, world_size), toys.plain(recipe, world_size, torch.float64)
 
 
-@pytest.mark.step(5, points=4, stuck="several steps, with layers that get a gradient in some steps only")
+@pytest.mark.step(5, points=3, stuck="several steps, with layers that get a gradient in some steps only")
 def test_trains_as_one_process_would(stage_class):
     ranks = toys.run(trained, 3, stage_class, {name: recipe for name, (recipe, _) in TRAINING.items()})
     for name, (recipe, hint) in TRAINING.items():

@@ -145,6 +145,13 @@ WRONG = {
     "each output has a gradient": Wrong(
         2, "test_any_arguments", r"(?s)it raised .*To look at: an output may get no gradient \(None\)",
         backward(through="torch.autograd.backward(outputs, gradients)")),
+    "the saved tensor itself begins the graph": Wrong(
+        2, "test_any_arguments", r"backward\(retain_graph=True\), then .* the gradient of the input is .*\(detach\)",
+        backward(leaves=LEAVES.replace(".detach()", ""))),
+    "any pass goes through it": Wrong(
+        2, "test_what_is_no_plain_backward_is_refused",
+        r"autograd.grad\(loss, x\) .* has put gradients into up.weight, .*plain_backward_only refuses it",
+        {"_Checkpoint.backward": backward()["_Checkpoint.backward"].replace("@checkpoints.plain_backward_only\n", "")}),
     "zeros for an output that nobody uses": Wrong(
         2, "test_what_nobody_uses_gets_no_gradient", r"backward got zeros for .*: see ctx\.set_materialize_grads",
         forward(zeros="")),
@@ -155,6 +162,15 @@ WRONG = {
     "the state is taken after the run": Wrong(
         3, "test_dropout_drops_the_same_again", r"in backward other numbers were dropped than in forward",
         forward(state="outputs = run(tensors)\n" + STATE, end="return outputs")),
+    "two random states a block": Wrong(
+        3, "test_one_random_state_a_block", r"of 6 blocks as much is kept as 12 states of random numbers have",
+        forward(begin="ctx.before_it = random_state()")),
+    "random states as lists": Wrong(
+        3, "test_one_random_state_a_block", r"of 6 blocks as much is kept as 5\d(\.\d)? states of random numbers have",
+        forward(begin="ctx.numbers = torch.get_rng_state().tolist()")),
+    "a list of all random states": Wrong(
+        3, "test_one_random_state_a_block", r"when the output of 6 blocks is gone, as much is still kept as 6 states",
+        forward(state=STATE + "\n_Keeper.states = [*getattr(_Keeper, 'states', []), ctx.random]")),
     "random numbers go on from the second run": Wrong(
         3, "test_who_draws_next_draws_the_same", r"the next random number is 0\.\d+, and 0\.\d+ without checkpoints",
         random_state_of(end="pass")),
@@ -236,3 +252,24 @@ RIGHT = {
 }
 SHORT = {"forward records a graph, and keeps it", "the input gets no gradient", "dropout drops others in backward",
          "the part is a view of the whole"}
+
+ORDER = "the two statements do not touch what the other one does"
+PAIRS = "what is paired is of one length in every call that comes here"
+CLASS = "torch calls it of the class, where a function is the same"
+UNTOLD = {
+    "_Checkpoint.forward: `ctx.run, ctx.keeper = (run, keeper)` a statement later": ORDER,
+    "_Checkpoint.forward: `ctx.random, ctx.precision = (random_state(), autocast_state())` a statement later": ORDER,
+    "_Checkpoint.forward: `ctx.set_materialize_grads(False)` a statement later": ORDER,
+    "_Checkpoint.forward: `ctx.before = [keeper.describe(tensor) for tensor in tensors]` a statement later": ORDER,
+    "_Checkpoint.forward: without @staticmethod": CLASS,
+    "_Checkpoint.backward: without @staticmethod": CLASS,
+    "_Checkpoint.backward: `zip(ctx.saved_tensors, ctx.before, strict=True)` without strict=True": PAIRS,
+    "_Checkpoint.backward: `zip(outputs, gradients, strict=True)` without strict=True": PAIRS,
+    "_Checkpoint.backward: `zip(*pairs, strict=True)` without strict=True": PAIRS,
+    "_Checkpoint.backward: True turned": PAIRS,
+    "_Checkpoint.backward: True turned (2)": PAIRS,
+    "_Checkpoint.backward: True turned (3)": PAIRS,
+    "random_state_of: 1 + 1": "it asks whether there is a state of a GPU, and lessons are graded where there is none",
+    "to_host: `with beside_computation(tensor):` a statement later": ORDER,
+    "_Keeper.cut: `mine = tensor.reshape(-1)[rank * size:(rank + 1) * size]` a statement later": ORDER,
+}

@@ -6,6 +6,7 @@ names what went wrong and shows the evidence. In between, they run on the refere
 
 import contextlib
 import functools
+import tracemalloc
 from unittest import mock
 
 import checks
@@ -94,8 +95,9 @@ def held_between(call, blocks, group=None, **options):
     model, x = toys.build(functools.partial(Tower, blocks), dist.get_rank()), batch_of(dist.get_rank())
     if group:
         alike([*model.parameters(), x], group)
+    call = functools.partial(call, group=group, **options) if options or group else call
     with Stock([*model.parameters(), x]) as stock:
-        output = model(x, functools.partial(call, group=group, **options) if options or group else call)
+        output = model(x, call)
         return stock.alive() - output.nbytes, [block.runs for block in model.blocks]
 
 
@@ -255,7 +257,7 @@ INSIDE = ("Backward must run the function again with a graph, and go back throug
           "(torch.enable_grad), and begin with the gradients that came in?")
 
 
-@pytest.mark.step(2, points=7, raised=INSIDE)
+@pytest.mark.step(2, points=6, raised=INSIDE)
 def test_parameters_get_their_gradients(assignment):
     for rank, found in enumerate(once(backward_of_one, 2, assignment)):
         assert_gradients(found, one_block(plainly, rank), f"rank {rank}, backward of one checkpoint", INSIDE)
@@ -324,16 +326,24 @@ def test_one_block_at_a_time(assignment):
 
 
 def odd_backwards(assignment):
-    return odd_call(assignment.checkpoint, dist.get_rank(), backward=True), frozen(assignment.checkpoint)
+    call, rank = assignment.checkpoint, dist.get_rank()
+    return odd_call(call, rank, backward=True), frozen_and_twice(call, rank), once_more(call, rank)
 
 
-def frozen(call):
-    """Backward through a checkpoint in which nothing wants a gradient; two micro-batches through one that does."""
-    rank = dist.get_rank()
-    return frozen_and_twice(call, rank)
+def once_more(call, rank):
+    """Gradients of two backward passes through one graph; None from who refuses the second."""
+    block, x = toys.build(lambda: Rung(5, 7, 0.0), rank), numbers_of(rank, 3, 5).requires_grad_()
+    loss = call(block, x).square().sum()
+    loss.backward(retain_graph=True)
+    try:
+        loss.backward()
+    except (RuntimeError, TypeError):
+        return None
+    return gradients_of(block) | {"the input": False if x.grad is None else x.grad}
 
 
 def frozen_and_twice(call, rank):
+    """Gradients of a layer after a checkpoint in which nothing wants one, from two micro-batches."""
     block, last = toys.build(lambda: Rung(5, 7, 0.0), rank), toys.build(lambda: nn.Linear(5, 2), rank)
     block.requires_grad_(False)
     for _ in range(2):
@@ -345,13 +355,36 @@ def frozen_and_twice(call, rank):
                                       "argument may want none; and where nothing inside wants one, there is nothing to "
                                       "go back through")
 def test_any_arguments(assignment):
-    for rank, (odd, other) in enumerate(once(odd_backwards, 2, assignment)):
+    for rank, (odd, other, more) in enumerate(once(odd_backwards, 2, assignment)):
         assert_gradients(odd, odd_call(plainly, rank, backward=True),
                          f"rank {rank}, a function that takes and returns tuples and dicts",
                          "Is each gradient that comes in paired with its output, and each that goes out with its "
                          "argument?")
         assert_gradients(other, frozen_and_twice(plainly, rank), f"rank {rank}, a layer after a frozen block",
                          "Nothing in the block wants a gradient.")
+        assert_gradients(more or {}, {} if more is None else once_more(plainly, rank), f"rank {rank}, backward(retain_graph=True), then backward()",
+                         "Each second run begins with tensors of its own (detach), whose .grad is empty")
+
+
+def gradient_of_one(assignment):
+    """What autograd.grad gives for the input of a block, and what the block's parameters have then; or the error."""
+    block, x = toys.build(lambda: Rung(5, 7, 0.0), 0), numbers_of(0, 3, 5).requires_grad_()
+    try:
+        found, = torch.autograd.grad(assignment.checkpoint(block, x).square().sum(), x)
+    except RuntimeError:
+        return None
+    return found, gradients_of(block)
+
+
+@pytest.mark.step(2, points=1)
+def test_what_is_no_plain_backward_is_refused(assignment):
+    found = once(gradient_of_one, 1, assignment)[0]
+    if found:
+        left = [name for name, gradient in found[1].items() if gradient is not False]
+        assert not left, (
+            f"torch.autograd.grad(loss, x) through a checkpoint went on, and has put gradients into {', '.join(left)}, "
+            "which nobody asked for: the next step would add them. @checkpoints.plain_backward_only refuses it"
+        )
 
 
 def half_used(assignment):
@@ -430,6 +463,51 @@ def test_who_draws_next_draws_the_same(assignment):
         )
 
 
+@contextlib.contextmanager
+def long_random_states(extra):
+    """Context in which a state of random numbers is so many bytes longer, and an operator's, which Stock hears."""
+    long = {"get_rng_state": lambda get=torch.get_rng_state: torch.cat([get(), torch.zeros(extra, dtype=torch.uint8)]),
+            "set_rng_state": lambda state, put=torch.set_rng_state: put(state[: len(state) - extra])}
+    with mock.patch.multiple(torch, **long), mock.patch.multiple(torch.random, **long):
+        yield
+
+
+def held_of_a_step(assignment, extra):
+    """Bytes of a tower's step, in whatever they are: between forward and backward, and when its output is gone."""
+    model, x = toys.build(functools.partial(Tower, MANY, 0.3), 0), batch_of(0)
+    with long_random_states(extra), Stock([*model.parameters(), x]) as stock:
+        tracemalloc.start()  # lists, bytes, numpy
+        output = model(x, assignment.checkpoint)
+        between = stock.alive() + tracemalloc.get_traced_memory()[0]
+        output.square().mean().backward()
+        del output
+        after = stock.alive() + tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+    return between, after
+
+
+EXTRA = 2**17
+
+
+def states_kept(assignment):
+    """How many states of random numbers are kept between forward and backward, and after."""
+    _, short, long = (held_of_a_step(assignment, extra) for extra in (0, 0, EXTRA))  # the first makes what is made once
+    return [round((more - less) / EXTRA, 1) for less, more in zip(short, long, strict=True)]
+
+
+@pytest.mark.step(3, points=1)
+def test_one_random_state_a_block(assignment):
+    between, after = once(states_kept, 1, assignment)[0]
+    assert between <= MANY + 0.5, (
+        f"between forward and backward of {MANY} blocks as much is kept as {between:g} states of random numbers have: "
+        "one a block is enough, that of the moment before it ran"
+    )
+    assert after <= 0.5, (
+        f"after backward, when the output of {MANY} blocks is gone, as much is still kept as {after:g} states of "
+        "random numbers have: they must go with the graph"
+    )
+
+
 def after_an_error(assignment):
     """Whether an error in the second run came out, and whether random numbers and autocast were as before then."""
 
@@ -464,7 +542,7 @@ def test_an_error_leaves_all_as_it_was(assignment):
     )
 
 
-@pytest.mark.step(3, points=4, raised="the second run computes in the precision of the first: is autocast set in "
+@pytest.mark.step(3, points=3, raised="the second run computes in the precision of the first: is autocast set in "
                                       "backward as it was in forward, and off where it was off?")
 def test_autocast_is_as_it_was(assignment):
     for rank, found in enumerate(once(autocasts, 2, assignment)):
