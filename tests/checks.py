@@ -357,8 +357,30 @@ class AllFall:
 
     def step(self):
         for group in self.optimizer.param_groups:
-            betas = tuple(0.7 * beta for beta in group["betas"])
-            group.update(lr=group["lr"] / 2, weight_decay=group["weight_decay"] / 2, betas=betas)
+            group.update(fallen(group))
+
+
+def fallen(group, factor=0.5):
+    """Each option of a group that is a number, or a pair of them, times this factor."""
+    return {name: value * factor if isinstance(value, float) else tuple(factor * each for each in value)
+            for name, value in group.items() if isinstance(value, (float, tuple))}
+
+
+class Warm(optim.AdamW):
+    """AdamW with an option that no list of names has: lr is multiplied with its square."""
+
+    def __init__(self, params, warmth=1.0, **options):
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            group.setdefault("warmth", warmth)
+
+    def step(self, closure=None):
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] *= group["warmth"] ** 2
+        super().step(closure)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 # Adam divides by the size of the gradient. eps keeps it from blowing up gradients that are zero but for rounding (a

@@ -137,6 +137,11 @@ class Backward(Passes):
         self._waits_for = {bucket: set(bucket.params) for bucket in self.buckets}
         self._completed: list[Bucket] = []  # in the order in which they became complete
 
+    @property
+    def has_handed_over(self) -> bool:
+        """Whether the pass under way has given a bucket to the stage."""
+        return self.running and len(self._waits_for) < len(self.buckets)
+
     # a gradient's way: autograd calls _gradient, which counts, and hands over what is complete
 
     def _listen(self) -> None:
@@ -200,7 +205,7 @@ class Backward(Passes):
         """Hand over all buckets that are left, in order."""
         # step 2: every bucket of self._waits_for was handed over. Before each, the stage was told
         # (gradient_arrived) of every gradient of the bucket that is in .grad and was not counted:
-        # self._waits_for still has its parameter. (Until step 3 it has all.)
+        # self._waits_for still has its parameter. (Step 3 counts: before it none is counted.)
         raise NotImplementedError("step 2: _hand_over_rest")
 
     def _agree_on_order(self) -> None:
@@ -267,8 +272,9 @@ class Stage0(Hooks):
         flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
 
     def bucket_complete(self, bucket, done):
-        # step 2: a gradient that did not come counts as zero; bucket.gradients become their mean
-        # over the ranks (step 4: are on their way to it, and self.reducing says so).
+        # step 2: a gradient that did not come counts as zero; bucket.gradients are their mean over
+        # the ranks, or on their way to it: then self.reducing says so. (Step 4 asks that they are
+        # on their way.)
         raise NotImplementedError("step 2: bucket_complete")
 
     def _wait(self):

@@ -86,8 +86,8 @@ def update_shard(
     multiplies the gradient; bucket.gradient_shard itself stays as it is.
     """
     # step 3: the optimizer has made one step on bucket.master alone, with gradient_scale (None: 1)
-    # times the gradient of this rank's shard. (Step 4: bucket.parameter_shard holds what
-    # bucket.master does, rounded.)
+    # times the gradient of this rank's shard, and bucket.parameter_shard holds what bucket.master
+    # does, rounded to its own dtype. (In fp32 they are the same memory. Step 4 is about 16 bits.)
     raise NotImplementedError("step 3: update_shard")
 
 

@@ -134,9 +134,9 @@ class Stage3(Hooks):
             precision.keep_changes(bucket)
 
     def unit_turn(self, unit, following):
-        # step 2: the unit can compute, and so can those around it (unit.around). (From step 3 on:
-        # `following`, if there is one, is whole or on its way. Units inside this one stay as they
-        # are. No other unit has memory.)
+        # step 2: the unit can compute, and so can those around it (unit.around). `following`, if
+        # there is one, is whole or on its way. Units inside this one stay as they are. No other
+        # unit has memory. (Step 2 looks at the first sentence alone, step 3 at all.)
         raise NotImplementedError("step 2: unit_turn")
 
     def evaluation_done(self):

@@ -169,8 +169,8 @@ class _Checkpoint(torch.autograd.Function):
         """What run(tensors) returns. `keeper` says what is kept of a tensor; `anchor` is empty."""
         # step 1: returns run(tensors), of which no graph is left when it returns. Of each tensor
         # what keeper.keep gives is kept until backward has used it, and what keeper.describe gives;
-        # nothing else is. (From step 3 on: so is the state of random numbers and of autocast, as it
-        # was before the run.)
+        # so is the state of random numbers and of autocast, as it was before the run; nothing else
+        # is. (Step 3 looks at this state.)
         raise NotImplementedError("step 1: forward")
 
     @staticmethod
@@ -180,8 +180,8 @@ class _Checkpoint(torch.autograd.Function):
         # step 2: the function has run once more, with a graph that begins at the tensors that were
         # kept, and backward has gone through that: parameters inside have their gradients. Returns
         # a gradient or None for each argument of forward: of a tensor that required one its
-        # gradient, of `run`, `keeper` and `anchor` None. (From step 3 on: dropout drew the same
-        # numbers, and autocast was as it was.)
+        # gradient, of `run`, `keeper` and `anchor` None. Dropout drew the same numbers, and
+        # autocast was as it was. (Step 3 looks at these two.)
         raise NotImplementedError("step 2: backward")
 
 

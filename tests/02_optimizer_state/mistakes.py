@@ -161,6 +161,14 @@ WRONG = {
         1, "test_groups_stay_groups", r"on rank 0 group \d of zero.optimizer has \w+=.*, and the user gave \w+=",
         over_shards(group="{name: group[name] for name in KNOWN if name in group} | {'params': params}",
                     begin="KNOWN = 'lr', 'betas', 'eps', 'weight_decay', 'momentum'")),
+    "the user's options without maximize": Wrong(
+        1, "test_groups_stay_groups", r"group 1 of zero.optimizer has maximize=False, and the user gave maximize=True",
+        over_shards(begin="options = {name: options[name] for name in options if name != 'maximize'}")),
+    "the options of torch's AdamW alone": Wrong(
+        1, "test_groups_stay_groups", r"zero.optimizer has warmth=1.0, and the user gave warmth=0.5",
+        over_shards(begin="KNOWN = torch.optim.AdamW([torch.zeros(1)]).defaults",
+                    end="return optimizer_class(shards, **{name: options[name] for name in options if name in KNOWN})"
+                    )),
     "of the user's options only the ones that it thought of": Wrong(
         1, "test_groups_stay_groups", r"zero.optimizer has foreach=None, and the user gave foreach=False",
         over_shards(end="return optimizer_class(shards, **{name: options[name] for name in options if name in KNOWN})",
@@ -303,6 +311,9 @@ WRONG = {
         update_shard(end=ROUND + "bucket.master.data.copy_(bucket.parameter_shard)")),
     "the master is never rounded into the parameters": Wrong(
         4, "test_trains_in_16_bits", r"bf16, 5 steps: rank 0 has other parameters", update_shard(end="")),
+    "the optimizer shows the parameters, and masters are updated beside it": Wrong(
+        4, "test_masters_are_shards", r"in zero.optimizer's groups lie tensors of torch.bfloat16 on rank 0",
+        over_shards(params="bucket.parameter_shard")),
     "masters for everything": Wrong(
         4, "test_masters_are_shards", r"after the first step of AdamW rank 0 of 4 holds \d+\.\d bytes a par.* in bf16",
         step(begin="self.masters = [bucket.parameters.float() for bucket in self.buckets]")),

@@ -75,13 +75,13 @@ class Lopsided(nn.Module):
         return (self.small(torch.tanh(self.large(x))) - y).square().mean()
 
 
-OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "foreach": False}
+OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "foreach": False, "fused": False, "maximize": True}
 
 
 def with_options(model):
     """The groups of matrices_decay, with more options of AdamW, and one that is the user's own."""
     matrices, vectors = checks.matrices_decay(model)
-    return [matrices | {"maximize": True, "betas": (0.8, 0.9)}, vectors | {"amsgrad": True, "eps": 1e-6, "name": "1d"}]
+    return [matrices | {"maximize": False, "betas": (0.8, 0.9)}, vectors | {"amsgrad": True, "eps": 1e-6, "name": "1d"}]
 
 
 def given_to_the_optimizer(stage_class):
@@ -94,8 +94,8 @@ def given_to_the_optimizer(stage_class):
     size = checks.live_bytes(until=before + most_at_the_start(), looks=LOOKS) - before
     for make, groups in ((model, None), (Lopsided, None), (checks.Awkward, with_options)):
         mine = toys.build(make, rank)
-        kept = {"param_groups": groups(mine)} if groups else {}
-        zero = stage_class(mine, optim.AdamW, bucket_bytes=4096, **OPTIONS | kept)
+        kept = {"param_groups": groups(mine), "warmth": 0.5} if groups else {}
+        zero = stage_class(mine, checks.Warm if groups else optim.AdamW, bucket_bytes=4096, **OPTIONS | kept)
         found.append([
             ({name: value for name, value in group.items() if name != "params"},
              torch.cat([torch.zeros(0), *(param.detach().flatten().clone() for param in group["params"])]))
@@ -156,14 +156,14 @@ def test_groups_stay_groups(stage_class):
     ranks = [found[2] for found, _ in once(given_to_the_optimizer, 3, stage_class)]
     example = toys.build(checks.Awkward, 0)
     groups = with_options(example)
-    plain = optim.AdamW([dict(group) for group in groups], **OPTIONS).param_groups
+    plain = checks.Warm([dict(group) for group in groups], warmth=0.5, **OPTIONS).param_groups
     for rank, found in enumerate(ranks):
         assert len(found) == len(groups), (
             f"the user's optimizer has {len(groups)} parameter groups, and zero.optimizer has {len(found)} on rank "
             f"{rank}: each group needs one of its own, with its own learning rate and weight decay"
         )
         for number, ((options, _), group) in enumerate(zip(found, groups, strict=True)):
-            for name in [name for name in OPTIONS | group if name != "params"]:
+            for name in [name for name in plain[number] if name != "params"]:
                 value, wanted = options.get(name), plain[number][name]
                 assert value == wanted, (
                     f"on rank {rank} group {number} of zero.optimizer has {name}={value}, and the user gave "
@@ -288,7 +288,7 @@ def test_every_rank_has_all_updated_parameters(stage_class, world_size):
 
 def state_of_steps(stage_class, dtype):
     """Bytes of optimizer state before the first step, after it and after the third; and, after each of these steps, of
-    all that lives because of the stage."""
+    all that lives because of the stage. The dtypes of what the optimizer holds."""
     rank, memory, states, lives = dist.get_rank(), Most(), [], []
     zero = stage_class(toys.build(model, rank, dtype), optim.AdamW, lr=1e-3, bucket_bytes=BUCKET)
     most = most_after_a_step(dtype, dist.get_world_size())
@@ -299,7 +299,8 @@ def state_of_steps(stage_class, dtype):
         zero.zero_grad()
         zero.model(*toys.tokens(rank, step)).backward()
         zero.step()
-    return [states[0], states[1], states[3]], lives
+    kinds = {str(param.dtype) for group in zero.optimizer.param_groups for param in group["params"]}
+    return [states[0], states[1], states[3]], lives, sorted(kinds)
 
 
 def bytes_in(state):
@@ -324,7 +325,7 @@ def test_optimizer_state_is_a_shard(stage_class):
     example = toys.build(model, 0)
     elements = sum(param.numel() for param in example.parameters())
     most = 8 * (elements + checks.most_padding(example, 4)) / 4 + 1024
-    for rank, (states, lives) in enumerate(once(state_of_steps, 4, stage_class, torch.float32)):
+    for rank, (states, lives, _) in enumerate(once(state_of_steps, 4, stage_class, torch.float32)):
         for when, state in zip(("before the first step", "after the first step", "after the third step"), states,
                                strict=True):
             assert state <= most, (
@@ -452,7 +453,11 @@ def test_small_steps_in_bf16_add_up(stage_class):
 @pytest.mark.step(4, points=3)
 def test_masters_are_shards(stage_class):
     elements = sum(param.numel() for param in toys.build(model, 0).parameters())
-    for rank, (_, lives) in enumerate(once(state_of_steps, 4, stage_class, torch.bfloat16)):
+    for rank, (_, lives, kinds) in enumerate(once(state_of_steps, 4, stage_class, torch.bfloat16)):
+        assert kinds == ["torch.float32"], (
+            f"the parameters are in bf16, and in zero.optimizer's groups lie tensors of {' and '.join(kinds)} on rank "
+            f"{rank}: there stands what is updated, the fp32 masters (bucket.master, in over_shards)"
+        )
         for when, size in zip(("first", "third"), lives, strict=True):
             assert size <= most_after_a_step(torch.bfloat16, 4), (
                 f"after the {when} step of AdamW rank {rank} of 4 holds {size / elements:.1f} bytes a parameter in "

@@ -137,10 +137,18 @@ WRONG = {
         r"rank 0 waited at the bus, in send: (.|\n)*host of rank 0 waited at the bus, in receive: (.|\n)*given back",
         keep(OWN, MASTER, SHARD), hangs=True),
     "the scale stays on the rank": Wrong(1, TWO, r"gradients were not multiplied with `scale`", update(scaled="")),
-    "the learning rate of the first step": Wrong(1, TWO, r"a scheduler has changed lr since", update(options="")),
+    "the learning rate of the first step": Wrong(1, TWO, r"of group 0 and 1 lr, weight_decay, betas, warmth are still the first",
+                                                update(options="")),
     "of the options of now lr alone": Wrong(
-        1, TWO, r"lr alone is that of now: a scheduler may change betas and weight decay",
+        1, TWO, r"of group 0 and 1 weight_decay, betas, warmth are still the first ones: a scheduler has changed them",
         update(options=OPTIONS.replace("group.update(its)", "group['lr'] = its['lr']"))),
+    "of the options of now those that it thought of": Wrong(
+        1, TWO, r"of group 0 and 1 warmth are still the first ones.* all options that came, whatever their names",
+        update(options=OPTIONS.replace("group.update(its)", "group.update({name: its[name] for name in KNOWN})")
+               .replace("for group", "KNOWN = 'lr', 'betas', 'weight_decay'\nfor group"))),
+    "the options of now of the first group alone": Wrong(
+        1, TWO, r"of group 1 lr, weight_decay, betas, warmth are still the first ones",
+        update(options="self.optimizer.param_groups[0].update(options[0])")),
     "scaled in 16 bits": Wrong(
         1, TWO, r"shards of bfloat16 the host's masters are off by \S+ at most: each .* in fp32",
         update(gradient="gradient = shard.gradient if scale is None else shard.gradient * scale",
@@ -237,6 +245,13 @@ WRONG = {
     "the learning rate alone goes along": Wrong(
         3, TRAINS_3, r"a learning rate that falls(.|\n)*the options of now",
         returned(options="[{'lr': group['lr']} for group in self.optimizer.param_groups]")),
+    "of the options those go along that it thought of": Wrong(
+        3, TRAINS_3, r"a learning rate that falls(.|\n)*the options of now",
+        returned(options="[{'lr': group['lr'], 'betas': group['betas'], 'weight_decay': group['weight_decay']}\n"
+                         "for group in self.optimizer.param_groups]")),
+    "the first group's options go along for all": Wrong(
+        3, TRAINS_3, r"a learning rate that falls(.|\n)*the options of now",
+        returned(options="[_options_of(self.optimizer)[0] for _ in self.optimizer.param_groups]")),
     "the options are those of the start": Wrong(
         3, TRAINS_3, r"a learning rate that falls(.|\n)*the options of now",
         returned(first="self.first = getattr(self, 'first', None) or _options_of(self.optimizer)",

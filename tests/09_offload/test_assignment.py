@@ -6,6 +6,7 @@ names what went wrong and shows the evidence. In between, they run on the refere
 
 import contextlib
 import dataclasses
+import itertools
 import tempfile
 import time
 
@@ -178,14 +179,10 @@ def test_the_host_keeps_its_own_copy(assignment):
         )
 
 
-HOST_GROUPS = [dict(lr=0.1, weight_decay=0.1), dict(lr=0.02, weight_decay=0.0)]
+HOST_GROUPS = [dict(lr=0.1, weight_decay=0.1, betas=(0.9, 0.99), warmth=0.8),
+               dict(lr=0.02, weight_decay=0.05, betas=(0.8, 0.9), warmth=1.0)]
 UPDATES = ((1.0, None), (0.5, 0.3), (0.5, "a tensor"))  # what lr is multiplied with, and the scale of gradients
 UPDATED_DTYPES = (torch.float32, torch.bfloat16)
-
-
-def of_now(group, factor):
-    """The options of a group, after schedulers have changed all of them."""
-    return dict(lr=group["lr"] * factor, weight_decay=group["weight_decay"] * factor, betas=(0.9 * factor, 0.999))
 
 
 def updated(assignment):
@@ -193,11 +190,11 @@ def updated(assignment):
     masters, and the bytes that the host keeps."""
     found = []
     for dtype in UPDATED_DTYPES:
-        host, parts = a_host(assignment, optim.AdamW, {"lr": 1.0}, HOST_GROUPS, dtype), []
+        host, parts = a_host(assignment, checks.Warm, {"lr": 1.0}, HOST_GROUPS, dtype), []
         for times, (factor, scale) in enumerate(UPDATES, 1):
             for number in sorted(SIZES):
                 host.send(("given", number), values(number, dtype, times))
-            options = [of_now(group, factor) for group in HOST_GROUPS]
+            options = [checks.fallen(group, factor) for group in HOST_GROUPS]
             host.send(("update", options, torch.tensor(0.15) if scale == "a tensor" else scale))
             host.send(("memory",))
             parcels = []
@@ -210,15 +207,16 @@ def updated(assignment):
     return found
 
 
-def updated_plainly(dtype, scales=True, changed=("lr", "weight_decay", "betas")):
-    """The masters after each of the updates. changed: the options that are those of now."""
+def updated_plainly(dtype, scales=True, stale=(), of=()):
+    """The masters after each of the updates. stale: these options of these groups are the first ones."""
     masters = [nn.Parameter(values(number, dtype).float()) for number in sorted(SIZES)]
     groups = [{**group, "params": [masters[number] for number in sorted(SIZES) if GROUPS[number] == index]}
               for index, group in enumerate(HOST_GROUPS)]
-    optimizer, found = optim.AdamW(groups), []
+    optimizer, found = checks.Warm(groups), []
     for times, (factor, scale) in enumerate(UPDATES, 1):
-        for group, own in zip(optimizer.param_groups, HOST_GROUPS, strict=True):
-            group.update({name: value for name, value in of_now(own, factor).items() if name in changed})
+        for index, (group, own) in enumerate(zip(optimizer.param_groups, HOST_GROUPS, strict=True)):
+            group.update({name: value for name, value in checks.fallen(own, factor).items()
+                          if name not in stale or index not in of})
         scale = 0.15 if scale == "a tensor" else scale or 1.0
         for number, master in zip(sorted(SIZES), masters, strict=True):
             master.grad = values(number, dtype, times).float() * (scale if scales else 1)
@@ -231,22 +229,30 @@ def near(ours, theirs):
     return all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(ours, theirs, strict=True))
 
 
+def why_off(dtype, times, masters):
+    """In words, if the masters are what comes of a mistake that is known."""
+    if near(masters, updated_plainly(dtype, scales=False)[times]):
+        return "gradients were not multiplied with `scale`, where clipping and the loss scale are"
+    names = list(HOST_GROUPS[0])
+    for count, of in itertools.product(range(1, len(names) + 1), ((0, 1), (0,), (1,))):
+        for stale in itertools.combinations(names, count):
+            if near(masters, updated_plainly(dtype, stale=stale, of=of)[times]):
+                return (f"of group {' and '.join(map(str, of))} {', '.join(stale)} are still the first ones: a "
+                        "scheduler has changed them since, and a group takes over all options that came, whatever "
+                        "their names are")
+    return ""
+
+
 @pytest.mark.step(1, points=8, stuck=WAITS)
 def test_the_host_updates_its_masters(assignment):
     [found] = once(updated, 1, assignment)
     for dtype, parts in zip(UPDATED_DTYPES, found, strict=True):
         wanted, before = updated_plainly(dtype), [values(number, dtype).float() for number in sorted(SIZES)]
-        of_both = {"gradients were not multiplied with `scale`, where clipping and the loss scale are":
-                   updated_plainly(dtype, scales=False),
-                   "the groups' options are still the first ones: a scheduler has changed lr since":
-                   updated_plainly(dtype, changed=()),
-                   "of the groups' options lr alone is that of now: a scheduler may change betas and weight decay, too":
-                   updated_plainly(dtype, changed=("lr",))}
         for times, ((_, masters, _), right) in enumerate(zip(parts, wanted, strict=True)):
             if near(masters, right):
                 before = masters
                 continue
-            words = next((words for words, wrong in of_both.items() if near(masters, wrong[times])), "")
+            words = why_off(dtype, times, masters)
             still = sum(torch.equal(one, other) for one, other in zip(before, masters, strict=True))
             off = max((one - other).abs().max().item() for one, other in zip(masters, right, strict=True))
             pytest.fail(
@@ -643,7 +649,8 @@ CLIPS, HALVES, SCALES, CROWDED, SLOW = (
 )
 RECIPES = {
     CLIPS: toys.Recipe(**ADAM, clip=0.5),
-    HALVES: toys.Recipe(**ADAM, dtype=torch.bfloat16, accumulate=2, schedule=checks.AllFall),
+    HALVES: toys.Recipe(**ADAM | {"optimizer": checks.Warm}, groups=checks.matrices_decay, dtype=torch.bfloat16,
+                        accumulate=2, schedule=checks.AllFall),
     SCALES: toys.Recipe(**ADAM, dtype=torch.float16, scale=2.0**10, clip=0.5),
     CROWDED: toys.Recipe(**ADAM, dtype=torch.float64),
     SLOW: toys.Recipe(**ADAM, dtype=torch.bfloat16),
