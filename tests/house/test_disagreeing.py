@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import toys
 from torch import nn, optim
 
-from zero_minimal.foundations import collectives, saved_state
+from zero_minimal.foundations import collectives, failures, saved_state
 from zero_minimal.late_gather import Late1, Late2
 
 STAGES = {**dict(enumerate(toys.STAGES)), "late 1": Late1, "late 2": Late2}
@@ -217,3 +217,19 @@ def saved_before_step(stage, folder):
 def test_nothing_is_saved_while_gradients_wait_for_a_step(stage, tmp_path):
     for said in toys.run(saved_before_step, 2, toys.STAGES[stage], tmp_path):
         assert len(said) == 4 and all("save after zero.step()" in words for words in said)
+
+
+def test_who_waits_in_vain_says_where_each_rank_waited(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    store = dist.HashStore()
+    try:
+        raise RuntimeError("timed out")
+    except RuntimeError as error:
+        error.add_note("all_reduce of bucket 1")
+        waited = failures._waited_in(error)
+    assert re.fullmatch(r"all_reduce of bucket 1, at test_disagreeing.py, line \d+", waited)
+    failures.leave_word(store, 0, f"waited in {waited}")
+    failures.leave_word(store, 1, "has ended by sys.exit(3)")
+    said = failures._who_stands_where(store)
+    assert "rank 0 waited in all_reduce of bucket 1" in said and "rank 1 has ended by sys.exit(3)" in said
+    assert "rank 2 left no word (os._exit()" in said

@@ -61,13 +61,42 @@ def end_together(notes: dist.Store, rank: int, error: BaseException) -> NoReturn
         traceback.print_exc()
         print(f"\n{words}", file=sys.stderr, flush=True)
     else:
+        leave_word(notes, rank, f"waited in {_waited_in(error)}")
         first = _within(GRACE, lambda: notes.get("first").decode())  # it waits until it is there
         if not first:
             traceback.print_exc()
+            first = _who_stands_where(notes) or ""
             first = ("another rank is gone without a word or never came "
-                     f"({str(error).strip().splitlines()[0]})")
+                     f"({str(error).strip().splitlines()[0]}){first}")
         print(f"rank {rank} stops: {first}", file=sys.stderr, flush=True)
     _exit()
+
+
+def leave_word(notes: dist.Store, rank: int, words: str) -> None:
+    """For ranks that lose this one, or wait for it as this one does for them."""
+    _within(GRACE, lambda: notes.set(f"word of {rank}", f"rank {rank} {words}"))
+
+
+def _waited_in(error: BaseException) -> str:
+    """Which collective that was, or the last line of the user's own."""
+    package, theirs = os.path.dirname(os.path.dirname(__file__)), ("site-packages", "<")
+    own = [frame for frame in traceback.extract_tb(error.__traceback__)
+           if not frame.filename.startswith(package)
+           and not any(name in frame.filename for name in theirs)]
+    line = f"{os.path.basename(own[-1].filename)}, line {own[-1].lineno}" if own else ""
+    return ", at ".join(filter(None, [*getattr(error, "__notes__", ())[:1], line])) or "a collective"
+
+
+def _who_stands_where(notes: dist.Store) -> str | None:
+    def ask():
+        words = []
+        for other in range(int(os.environ.get("WORLD_SIZE", 1))):
+            key = f"word of {other}"
+            words.append(notes.get(key).decode() if notes.check([key]) else
+                         f"rank {other} left no word (os._exit(), a crash, a kill, or it hangs)")
+        return ". " + "; ".join(words)
+
+    return _within(GRACE, ask)
 
 
 def end_alone(words: str, error: BaseException) -> NoReturn:

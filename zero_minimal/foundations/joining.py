@@ -98,17 +98,34 @@ def start(
         failures.end_alone(f"the ranks did not meet within {timeout:g} s, at "
                            f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}",
                            error)
+    words = dist.PrefixStore("failure", store)
     try:
-        yield joined
-        come_to_the_end()
-        if not dist.is_initialized():  # the user has called destroy_process_group()
-            return
-        dist.barrier()
-        # gloo's threads drop their last tensors; torch 2.6 may lock up if the group goes meanwhile
-        time.sleep(0.1)
-        dist.destroy_process_group()
+        try:
+            yield joined
+        except SystemExit as error:
+            if error.code:
+                failures.leave_word(words, rank, f"has ended by sys.exit({error.code!r})")
+            else:
+                _part()
+            raise
+        _part()
     except (Exception, KeyboardInterrupt) as error:
-        failures.end_together(dist.PrefixStore("failure", store), rank, error)
+        failures.end_together(words, rank, error)
+
+
+def _part() -> None:
+    """The end of a rank that has done its work."""
+    come_to_the_end()
+    if not dist.is_initialized():  # the user has called destroy_process_group()
+        return
+    try:
+        dist.barrier()
+    except RuntimeError as error:  # another one has left it: at its end, or its own error says why
+        if "connection" not in str(error).lower():
+            raise
+    # gloo's threads drop their last tensors; torch 2.6 may lock up if the group goes meanwhile
+    time.sleep(0.1)
+    dist.destroy_process_group()
 
 
 def _meet(timeout: float) -> tuple[dist.Store, int, int]:

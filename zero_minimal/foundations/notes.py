@@ -26,10 +26,11 @@ FINISHED = "finished"
 CHECKPOINT = "a checkpoint to "  # save, load, …: saving.meet
 LOADED = ", states loaded: "
 CHANGED = ", changed in forward"
+EDITED = ", edited by hand"
 SCALED = ", after a clipped or unscaled one"  # of a step: at stage 0 clipping alone sends nothing
 SCALE = SCALED + r"( \([^)]*\))?"  # with its number
 SIZE = r", [\d,]+ bytes of \w+$"
-RATE = r" with lr [^ ,]+"
+RATE = r" with (lr [^ ,]+)?( ?\w+=\S+?)*(?=, |$)"  # and other options
 
 _groups: dict = {}  # the groups in which notes were sent
 _open = weakref.WeakKeyDictionary()  # group: those that nobody has checked, the oldest first
@@ -86,7 +87,11 @@ class Notes:
 
     def _compare(self) -> None:
         for other, (note, work) in self.arriving.items():
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:  # it is gone, or never comes: failures.py asks where
+                error.add_note(self.words)
+                raise
             if not torch.equal(note, self.own):
                 _last_notes.append(self)  # gloo sends none whose work is gone
                 raise Mismatch(self._explained(other, _read(note)))
@@ -100,9 +105,14 @@ class Notes:
             return (f"{there} has finished, and rank {here} waits for it in {self.words}: give all "
                     "ranks the same number of batches (uneven.together stops them together)")
         if _but(RATE, words) == _but(RATE, self.words):
-            return (f"the learning rates differ: rank {here} is in {self.words}; {there} is in "
-                    f"{words}. Set the same on all ranks: a scheduler that looks at the loss needs "
-                    "its mean over the ranks, collectives.all_reduce(loss)")
+            return ("the learning rates differ, or other options of the optimizer: rank "
+                    f"{here} is in {self.words}; {there} is in {words}. Set the same on all ranks: "
+                    "a scheduler that looks at the loss needs its mean over the ranks, "
+                    "collectives.all_reduce(loss)")
+        if EDITED in words + self.words:
+            return (f"parameters were edited, or loaded, on some ranks only or not alike: rank "
+                    f"{here} is in {self.words}; {there} is in {words}. Edit under `with "
+                    "zero.gather_parameters():`, on all ranks, which compares them at its end")
         if CHANGED in words + self.words:
             return (f"forward has changed parameters by what a rank has seen: rank {here} is in "
                     f"{self.words}; {there} is in {words}. Let such a layer see its first batch "
