@@ -1,6 +1,6 @@
 """Model: what a drawn model is (drawn.py)."""
 
-import contextlib
+import weakref
 from collections import deque
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, WORDS = 4, 5
-GLOBAL: dict = {}  # id of a block: its auxiliary loss
+GLOBAL = weakref.WeakKeyDictionary()  # block: its auxiliary loss
 
 
 class Block(nn.Module):
@@ -76,7 +76,7 @@ class Block(nn.Module):
             case "closure":
                 self.say = lambda: aux
             case "global":
-                GLOBAL[id(self)] = aux
+                GLOBAL[self] = aux
             case "deque":
                 self.queue.append(aux)
             case "returned":
@@ -93,7 +93,7 @@ class Block(nn.Module):
             case "closure":
                 return self.say and self.say()
             case "global":
-                return GLOBAL.get(id(self))
+                return GLOBAL.get(self)
             case "deque":
                 return self.queue[-1] if self.queue else None
 
@@ -212,12 +212,3 @@ class Model(nn.Module):
         """All auxiliary losses of the last forward, as one; None if there is none."""
         said = [block.heard() for block in dict.fromkeys(self.blocks())] + self.returned
         return sum(0.1 * one for one in said if one is not None) if any(one is not None for one in said) else None
-
-
-@contextlib.contextmanager
-def forgotten():
-    """Context at whose end no global auxiliary loss is left."""
-    try:
-        yield
-    finally:
-        GLOBAL.clear()
