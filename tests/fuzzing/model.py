@@ -20,7 +20,7 @@ class Block(nn.Module):
         kind = drawn.get("kind", "linear")
         self.drawn, self.dtype = drawn, getattr(torch, drawn.get("dtype", "float64"))
         self.linear, self.gain = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH) + 0.5)
-        self.router = nn.Linear(WIDTH, 3, bias=False)
+        self.router = nn.Parameter(torch.randn(3, WIDTH))  # of no module of its own
         self.norm = nn.BatchNorm1d(WIDTH) if kind == "batch norm" else nn.LayerNorm(WIDTH)
         if kind == "experts":
             self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -46,12 +46,12 @@ class Block(nn.Module):
         x = (x + y * self.gain).to(before)
         if "aux" not in self.drawn:
             return x
-        return self.told(x, self.router(y).softmax(-1).square().mean().to(before))
+        return self.told(x, F.linear(y, self.router).softmax(-1).square().mean().to(before))
 
     def compute(self, x):
         y = self.norm(x)
         if hasattr(self, "experts"):
-            weights = self.router(y).softmax(-1)
+            weights = F.linear(y, self.router).softmax(-1)
             y = sum(weights[:, number, None] * expert(y) for number, expert in enumerate(self.experts))
         if self.drawn.get("kind") == "attention":
             y = (self.linear(y) @ y.t()).softmax(-1) @ y
