@@ -11,6 +11,7 @@ import argparse
 import ast
 import contextlib
 import pprint
+import signal
 import sys
 import time
 from collections import Counter
@@ -91,6 +92,7 @@ def main():
     parser.add_argument("--replay", metavar="PROGRAM", help="a program that was printed")
     parser.add_argument("--stage", choices=STAGES, default="stage3")
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, too
     with Pools() as pools:
         fuzzer = Fuzzer(pools)
         if args.replay:

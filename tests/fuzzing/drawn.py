@@ -38,7 +38,8 @@ BLOCKS = both(AUX, odd(
     dtype=choice("float32", "bfloat16"),
 ))
 TIES = st.tuples(
-    choice("linear", "gain", "module", "submodule", "ends", "first", "within", often=2), st.integers(0, 3), st.integers(0, 3)
+    choice("linear", "gain", "module", "submodule", "ends", "first", "within", often=2),
+    st.integers(0, 3), st.integers(0, 3),
 )
 MODELS = both(
     st.fixed_dictionaries(dict(blocks=st.lists(BLOCKS, min_size=1, max_size=4))),
@@ -65,14 +66,16 @@ LOOPS = both(
         groups=choice("decay", "by block"),
         bucket_bytes=st.sampled_from([400, None, 3000]),
         micro=st.tuples(st.integers(2, 3), choice("all", "first", "none")),  # batches a step, those under no_sync()
-        losses=choice("joint", "own", "later", "retained", "aux alone", "aux own", "a block's", "saliency", "thrown away"),
+        losses=choice("joint", "own", "later", "retained", "aux alone", "aux own", "a block's", "saliency",
+                      "thrown away"),
         since=st.integers(1, 2),  # the step from which auxiliary losses count
         evaluate=st.tuples(choice("after", "before step", "between", "inside", "first"),
                            choice("no grad", "inference mode", "with gradients")),
         clip=st.lists(st.sampled_from([0.1, 1.0]), min_size=1, max_size=2),
         schedule=choice("step", "cosine"),
         drop=st.integers(0, 2),  # the gradients of this step
-        edit=st.tuples(st.integers(0, 2), choice("read", "clamp", "copy")),  # after this step, in gather_parameters()
+        # after this step, in gather_parameters()
+        edit=st.tuples(st.integers(0, 2), choice("read", "clamp", "copy")),
         forget=choice("model", "optimizer", "late"),  # whose zero_grad() is called, or when
         after=st.tuples(
             choice("saved", "weights", "shards", "wrapped again"), st.integers(1, 3), st.sampled_from(LADDER)

@@ -8,7 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fuzzing.model import WIDTH, WORDS, Model, forgotten
+from fuzzing.model import WIDTH, WORDS, Model
 from house.scenarios.stand import Alone, Staged
 from torch import optim
 from torch.autograd.graph import save_on_cpu
@@ -210,7 +210,8 @@ class Loop:
                 self.me.note(param.sum())
                 if how == "clamp":
                     param.clamp_(-0.3, 0.3)
-            copied = copy.deepcopy(self.model) if how == "copy" and not self.model.heard() else None
+            kept = any("aux" in block for block in self.described["blocks"])  # what leads into a graph cannot be copied
+            copied = copy.deepcopy(self.model) if how == "copy" and not kept else None
         if copied is not None:
             copied(self.batch()[0]).mean().backward()
             self.me.note(*(p.grad for p in copied.parameters() if p.grad is not None))
@@ -238,7 +239,7 @@ class Loop:
 
 def play(program: dict, me):
     """Run it; what this rank saw, or its error (an Outcome)."""
-    with warnings.catch_warnings(), forgotten():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(1 + me.rank)
         try:

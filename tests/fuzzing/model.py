@@ -1,6 +1,6 @@
 """Model: what a drawn model is (drawn.py)."""
 
-import contextlib
+import weakref
 from collections import deque
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, WORDS = 4, 5
-GLOBAL: dict = {}  # id of a block: its auxiliary loss
+GLOBAL = weakref.WeakKeyDictionary()  # block: its auxiliary loss
 
 
 class Block(nn.Module):
@@ -20,7 +20,7 @@ class Block(nn.Module):
         kind = drawn.get("kind", "linear")
         self.drawn, self.dtype = drawn, getattr(torch, drawn.get("dtype", "float64"))
         self.linear, self.gain = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH) + 0.5)
-        self.router = nn.Linear(WIDTH, 3, bias=False)
+        self.router = nn.Parameter(torch.randn(3, WIDTH))  # of no module of its own
         self.norm = nn.BatchNorm1d(WIDTH) if kind == "batch norm" else nn.LayerNorm(WIDTH)
         if kind == "experts":
             self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -46,12 +46,12 @@ class Block(nn.Module):
         x = (x + y * self.gain).to(before)
         if "aux" not in self.drawn:
             return x
-        return self.told(x, self.router(y).softmax(-1).square().mean().to(before))
+        return self.told(x, F.linear(y, self.router).softmax(-1).square().mean().to(before))
 
     def compute(self, x):
         y = self.norm(x)
         if hasattr(self, "experts"):
-            weights = self.router(y).softmax(-1)
+            weights = F.linear(y, self.router).softmax(-1)
             y = sum(weights[:, number, None] * expert(y) for number, expert in enumerate(self.experts))
         if self.drawn.get("kind") == "attention":
             y = (self.linear(y) @ y.t()).softmax(-1) @ y
@@ -76,7 +76,7 @@ class Block(nn.Module):
             case "closure":
                 self.say = lambda: aux
             case "global":
-                GLOBAL[id(self)] = aux
+                GLOBAL[self] = aux
             case "deque":
                 self.queue.append(aux)
             case "returned":
@@ -93,7 +93,7 @@ class Block(nn.Module):
             case "closure":
                 return self.say and self.say()
             case "global":
-                return GLOBAL.get(id(self))
+                return GLOBAL.get(self)
             case "deque":
                 return self.queue[-1] if self.queue else None
 
@@ -212,12 +212,3 @@ class Model(nn.Module):
         """All auxiliary losses of the last forward, as one; None if there is none."""
         said = [block.heard() for block in dict.fromkeys(self.blocks())] + self.returned
         return sum(0.1 * one for one in said if one is not None) if any(one is not None for one in said) else None
-
-
-@contextlib.contextmanager
-def forgotten():
-    """Context at whose end no global auxiliary loss is left."""
-    try:
-        yield
-    finally:
-        GLOBAL.clear()
