@@ -438,7 +438,7 @@ def test_the_command_itself():
     assert done.returncode == 2 and done.stdout == "" and "nothing.py is not a file" in done.stderr
 
 
-# ------------------------------------------------------------------------------------------------- a machine that is busy
+# ----------------------------------------------------------------------------------------------- a machine that is busy
 
 
 def _child(work):
