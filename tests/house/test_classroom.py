@@ -387,7 +387,8 @@ def test_a_class_is_graded_as_a_whole(tmp_path):
         (tmp_path / name).write_text("def step(:\n")
     code, printed = submissions.grade(tmp_path)
     assert code == 1 and "ada/assignment.py is not graded: its folder is none of the lessons'" in printed
-    code, printed = submissions.grade(tmp_path, "--lesson", "03_gradients", "--json", tmp_path / "class.json")
+    beside = tmp_path / ".." / tmp_path.name  # points are parts of where a folder is, too
+    code, printed = submissions.grade(beside, "--lesson", "03_gradients", "--json", tmp_path / "class.json")
     *_, first, second, third, fourth, last = printed.splitlines()
     assert [line.split() for line in (first, second, third, fourth)] == [
         [who, "0", "of", "100"] for who in ("ada", "ben", "cem/03_gradients", "dora.py")], printed
@@ -399,6 +400,31 @@ def test_a_class_is_graded_as_a_whole(tmp_path):
         (tmp_path / name).unlink()
     code, printed = submissions.grade(tmp_path)
     assert code == 2 and "ada/assignment.py? Its folder is none of" in printed and "say --lesson NAME" in printed
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_what_a_teacher_uploads_to_gradescope(tmp_path):
+    """Both scripts of the page; the second is run, with this Python and a folder in the place of the service's."""
+    page = (HOUSE / "lessons" / "README.md").read_text().partition("**Gradescope.**")[2].partition("**GitHub")[0]
+    setup, run = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    for script in (setup, run):
+        assert script.startswith("#!/usr/bin/env bash\n")
+        assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert "/opt/grader" in setup
+    (tmp_path / "source").symlink_to(HOUSE)
+    for folder in ("results", "submission"):
+        (tmp_path / folder).mkdir()
+    file = tmp_path / "run_autograder"
+    file.write_text(run.replace("/autograder/", f"{tmp_path}/").replace("/opt/grader/bin/python", sys.executable))
+    file.chmod(0o755)
+    results = tmp_path / "results" / "results.json"
+    for text, is_graded in (("def step(:\n", True), (None, False)):
+        submitted = tmp_path / "submission" / "assignment.py"
+        submitted.write_text(text) if text else submitted.unlink()
+        subprocess.run([file], capture_output=True, timeout=100)
+        assert results.exists() == is_graded
+        assert not is_graded or json.loads(results.read_text())["score"] == 0
 
 
 def test_a_file_that_is_not_python(tmp_path):
@@ -413,7 +439,7 @@ def test_the_command_itself():
     assert done.returncode == 2 and done.stdout == "" and "nothing.py is not a file" in done.stderr
 
 
-# ------------------------------------------------------------------------------------------------- a machine that is busy
+# ----------------------------------------------------------------------------------------------- a machine that is busy
 
 
 def _child(work):

@@ -1,6 +1,7 @@
 """Weights leave as a safetensors file that a plain model loads, and come back; from transformers' files, too."""
 
 import json
+import re
 import resource
 import signal
 import sys
@@ -17,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 from saved_models import Model
 
 from zero_minimal.__main__ import main
-from zero_minimal.foundations import saved_state
+from zero_minimal.foundations import interrupts, saved_state
 from zero_minimal.foundations.mesh import make_mesh
+from zero_minimal.programs import progress
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.zero_100b import System
 
@@ -68,6 +70,17 @@ def test_there_and_back(stage, world, dtype, tmp_path, capsys):
     said = capsys.readouterr().out
     assert said == (f"{file}: 7,056 parameters of {tmp_path / 'a' / 'step-00000000'}\n"
                     f"{tmp_path / 'b'}: 42 tensors. Go on with --resume {tmp_path / 'b'}\n")
+
+
+def test_a_terminal_is_cleared_of_what_is_under_way(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress.meanwhile("reading …"):
+        pass
+    assert re.fullmatch(r"\r +\rreading …\r +\r", capsys.readouterr().err)
+    progress.announce("building …")
+    with pytest.raises(SystemExit):
+        interrupts.refuse("error: no")
+    assert re.fullmatch(r"\r +\rbuilding …\r +\rerror: no\n", capsys.readouterr().err)
 
 
 def save_system(folder):

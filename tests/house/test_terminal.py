@@ -259,6 +259,7 @@ WRONG = {  # command: what its one line says
     "torchrun --nproc-per-node=3 zero_minimal/zero_100b.py --model-parallel=2": "accepted: 1, 3",
     "zero_minimal/stage0.py --dtypes=fp32": "did you mean --dtype?",
     f"{TWO}/stage2.py {TINY} --offload=disk:. --host-budget=1MB": "is the smallest, for shards of up to",
+    f"{TWO}/stage2.py {TINY} --offload=disk:/proc": "the disk tier cannot keep a file in /proc",
     "compare --rnks=2": "there is no --rnks: did you mean --ranks?",
     "compare --bucket_mb 2": "did you mean --bucket-mb?",
     "bench --sweeps size": "did you mean --sweep?",

@@ -184,11 +184,13 @@ def _calls_of_folder(parser, options, lessons: dict[str, Lesson]) -> list[Call]:
         parser.error(f"{single[0]} is for one file, and {options.file} is a folder: name the assignment.py in it")
     folder, calls, unknown = options.file, [], []
     for file in sorted([*folder.rglob("assignment.py"), *(folder.glob("*.py") if options.lesson else [])]):
+        if any(part.startswith(".") for part in file.relative_to(folder).parts):
+            continue  # .ipynb_checkpoints, say
         own = file.resolve().parent.name
         name = own if own in lessons else options.lesson
         if name is None:
             unknown.append(file)
-        elif name == (options.lesson or name) and lessons[name].tests.exists() and "/." not in str(file):
+        elif name == (options.lesson or name) and lessons[name].tests.exists():
             calls.append(Call(options, file, drawn.as_drawn(lessons[name], text_of(file)), None))
     if unknown and not calls:
         parser.error(f"which lesson is {unknown[0]}? Its folder is none of {', '.join(lessons)}: say --lesson NAME")
