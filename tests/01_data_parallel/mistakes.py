@@ -273,9 +273,8 @@ WRONG = {
     "each rank keeps its own running statistics": Wrong(
         5, "test_a_step_leaves_rank_0s_statistics", r"Stage0: after step\(\) norm.running_mean.* of rank 1 is not what",
         {"Stage0.step": "@torch.no_grad()\n" + function(
-            "def step(self):", "self.reduced_gradients()", function(
-                "for bucket in self.buckets:",
-                "optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)"), "self.backward.spent = True")}),
+            "def step(self):", "self.reduced_gradients()", function("for bucket in self.buckets:", (
+                "optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)")), "self.backward.spent = True")}),
     "each rank keeps its own running statistics, the naive way": Wrong(
         5, "test_a_step_leaves_rank_0s_statistics", r"Naive: after step\(\) norm.running_mean.* of rank 1 is not what",
         {"Naive.step": function("def step(self):", "self.reduced_gradients()", "self.optimizer.step()")}),
