@@ -328,6 +328,6 @@ UNTOLD = {
     "Stage0.zero_grad: `self.backward.forget()` a statement later": "the statements concern different things",
     "Stage0.zero_grad: `self.gradient_scale = None` a statement later": "the statements concern different things",
     "Stage0.zero_grad: without `self._wait()`": "backward has waited already, or has raised an error",
-    "Stage0.zero_grad: `self._wait()` a statement later": "as without it",
+    "Stage0.zero_grad: `self._wait()` a statement later": "as without it: nothing is under way there",
     "Stage0._wait: without `self.reducing = None`": "to wait once more for what has arrived takes no time",
 }
