@@ -50,7 +50,8 @@ def test_what_nobody_looked_at_is_lost_as_itself():
     grades = Grades(lesson)
     reported = Reported(lesson, grades, whole=True)
     reported.take(json.dumps({"tests": [
-        {"test": "a", "step": 1, "points": 20, "check": "other"}, {"test": "b", "step": 1, "points": 0, "check": "core"},
+        {"test": "a", "step": 1, "points": 20, "check": "other"},
+        {"test": "b", "step": 1, "points": 0, "check": "core"},
         {"test": "c", "step": 2, "points": 10, "check": "third"}]}).encode())
     reported.take(b'{"test": "a", "passed": true, "message": ""}')
     reported.fail_the_rest(USED_UP)
@@ -97,7 +98,8 @@ def test_what_is_not_written_yet_is_waited_for():
 @pytest.mark.parametrize("words, hinted", [
     ("AttributeError: 'NoneType' object has no attribute 'norm'", True), ("RuntimeError: sizes do not match", True),
     ("TypeError: unsupported operand type(s) for +: 'NoneType' and 'int'", True),
-    ("AttributeError: 'Bucket' object has no attribute 'gradient'", False), ("NameError: name 'x' is not defined", False),
+    ("AttributeError: 'Bucket' object has no attribute 'gradient'", False),
+    ("NameError: name 'x' is not defined", False),
     ("TypeError: take() missing 1 required positional argument: 'x'", False),
     ("TypeError: send() got an unexpected keyword argument 'y'", False),
     ("TypeError: 'Tensor' object is not callable", False)])
