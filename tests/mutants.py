@@ -17,7 +17,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import submissions
@@ -42,20 +42,22 @@ TAKEN_FOR = {"gradient_shard": "parameter_shard", "parameter_shard": "gradient_s
 COPIES = ("float", "to", "clone", "detach", "contiguous", "double", "zero_", "requires_grad_")
 
 
-def mutants(lesson: Lesson) -> dict[str, str]:
-    """name: text of the file, of all mutants of what the lesson's learner writes."""
-    source = reference(lesson)
-    functions, made, known = functions_of(ast.parse(source)), {}, {source}
+def mutants(lesson: Lesson, of: Container[str] = ()) -> dict[str, dict[str, str]]:
+    """name: {function: its text}, of all mutants of what the lesson's learner writes, or of these functions alone."""
+    functions, made = functions_of(ast.parse(reference(lesson))), {}
     for name in lesson.tasks:
+        if of and name not in of:
+            continue
+        known = {ast.unparse(functions[name])}
         for words, changed in changes(functions[name]):
-            text = submissions.spliced(lesson, {name: ast.unparse(ast.fix_missing_locations(changed))})
+            text = ast.unparse(ast.fix_missing_locations(changed))
             if text in known:
                 continue
             known.add(text)
             label, number = f"{name}: {words}", 2
             while label in made:
                 label, number = f"{name}: {words} ({number})", number + 1
-            made[label] = text
+            made[label] = {name: text}
     return made
 
 
@@ -207,13 +209,13 @@ def main() -> int:
     chosen = [entry for entry in mutants(lesson).items() if entry[0].startswith(options.of)]
     chosen = chosen[options.first :: options.every]
     jury, kept = None if options.list else Jury(lesson), 0
-    for number, (name, text) in enumerate(chosen, 1):
+    for number, (name, code) in enumerate(chosen, 1):
         if options.list:
             print(name)
             continue
         began = time.monotonic()
         step = lesson.tasks[name.partition(":")[0]][0]
-        said = jury.says(text, step)
+        said = jury.says(submissions.spliced(lesson, code), step)
         kept += not said and name not in untold
         mark = "lost" if said else "untold" if name in untold else "KEPT"
         print(json.dumps({"number": number, "of": len(chosen), "mark": mark, "name": name, "said": said[:300],

@@ -393,3 +393,5 @@ WRONG = {
 RIGHT = {
     "the parts of these mistakes": exchange() | reduce_scatter() | all_gather() | all_reduce() | broadcast(),
 }
+
+UNTOLD = {"broadcast: 4 + 1": "where nobody asks for a number of chunks, any is right"}

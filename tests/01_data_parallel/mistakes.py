@@ -273,9 +273,9 @@ WRONG = {
     "each rank keeps its own running statistics": Wrong(
         5, "test_a_step_leaves_rank_0s_statistics", r"Stage0: after step\(\) norm.running_mean.* of rank 1 is not what",
         {"Stage0.step": "@torch.no_grad()\n" + function(
-            "def step(self):", "self.reduced_gradients()", function(
-                "for bucket in self.buckets:",
-                "optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)"), "self.backward.spent = True")}),
+            "def step(self):", "self.reduced_gradients()", function("for bucket in self.buckets:", (
+                "optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)")),
+            "self.backward.spent = True")}),
     "each rank keeps its own running statistics, the naive way": Wrong(
         5, "test_a_step_leaves_rank_0s_statistics", r"Naive: after step\(\) norm.running_mean.* of rank 1 is not what",
         {"Naive.step": function("def step(self):", "self.reduced_gradients()", "self.optimizer.step()")}),
@@ -322,13 +322,13 @@ UNTOLD = {
     "async_op=True)` without op='avg'": SAME,
     "Stage0.bucket_complete: `collectives.all_reduce(bucket.gradients, op='avg', group=self.group, of=bucket, "
     "async_op=True)` without of=bucket": "it says to who watches whose message this is; what is sent stays the same",
-    "Stage0.bucket_complete: `self._wait()` a statement later": "the message under way is another bucket's: it does not "
-    "matter whether the missing gradients of this one are zeroed before it has arrived",
+    "Stage0.bucket_complete: `self._wait()` a statement later": "the message under way is another bucket's: it does "
+    "not matter whether the missing gradients of this one are zeroed before it has arrived",
     "Backward._gradient: `for bucket in self._buckets_of[param]:` a statement later": "each bucket leaves with the "
     "gradient after its last one: the checks leave room for all-reduces whose second half leaves later than that",
     "Stage0.zero_grad: `self.backward.forget()` a statement later": "the statements concern different things",
     "Stage0.zero_grad: `self.gradient_scale = None` a statement later": "the statements concern different things",
     "Stage0.zero_grad: without `self._wait()`": "backward has waited already, or has raised an error",
-    "Stage0.zero_grad: `self._wait()` a statement later": "as without it",
+    "Stage0.zero_grad: `self._wait()` a statement later": "as without it: nothing is under way there",
     "Stage0._wait: without `self.reducing = None`": "to wait once more for what has arrived takes no time",
 }

@@ -411,8 +411,8 @@ def in_hand(stage_class):
 @pytest.mark.step(2, points=1)
 def test_gradients_that_were_not_counted_leave_too(stage_class):
     assert_mean([0, 1], once(in_hand, 2, stage_class), wide, wide_numbers, hint=". Here the user has put "
-                "the gradients into .grad, and no hook was called. In _hand_over_rest the stage is told of each that is "
-                "in .grad and was not counted")
+                "the gradients into .grad, and no hook was called. In _hand_over_rest the stage is told of each that "
+                "is in .grad and was not counted")
 
 
 def stage_in_a_group(stage_class):

@@ -374,3 +374,8 @@ RIGHT = {
             """,
     },
 }
+
+UNTOLD = {
+    "shard: `blocks * ranks` computed otherwise (2)": "it is a number in the words of an error",
+    "parallel_random: `torch.default_generator.manual_seed(seed)` a statement later": "the other statement is of a GPU",
+}

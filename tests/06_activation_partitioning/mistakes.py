@@ -255,6 +255,8 @@ SHORT = {"forward records a graph, and keeps it", "the input gets no gradient", 
 
 ORDER = "the two statements do not touch what the other one does"
 PAIRS = "what is paired is of one length in every call that comes here"
+GPU = "it matters on a GPU alone, and lessons are graded where there is none"
+EMPTY = ("`torch.empty(tensor.shape, dtype=tensor.dtype, device='cpu', pin_memory=tensor.is_cuda and torch.cuda`")
 CLASS = "torch calls it of the class, where a function is the same"
 UNTOLD = {
     "_Checkpoint.forward: `ctx.run, ctx.keeper = (run, keeper)` a statement later": ORDER,
@@ -269,7 +271,13 @@ UNTOLD = {
     "_Checkpoint.backward: True turned": PAIRS,
     "_Checkpoint.backward: True turned (2)": PAIRS,
     "_Checkpoint.backward: True turned (3)": PAIRS,
-    "random_state_of: 1 + 1": "it asks whether there is a state of a GPU, and lessons are graded where there is none",
+    "random_state_of: 1 + 1": GPU,
     "to_host: `with beside_computation(tensor):` a statement later": ORDER,
+    "to_host: not inside `with beside_computation(tensor):`": GPU,
+    f"to_host: {EMPTY} without device='cpu'": GPU,
+    f"to_host: {EMPTY} without pin_memory=tensor.is_cuda and torch.cuda.is_available()": GPU,
+    "to_host: `copy.copy_(tensor, non_blocking=True)` without non_blocking=True": GPU,
+    "to_host: `tensor.is_cuda and torch.cuda.is_available()`: and for or": GPU,
+    "to_host: True turned": GPU,
     "_Keeper.cut: `mine = tensor.reshape(-1)[rank * size:(rank + 1) * size]` a statement later": ORDER,
 }

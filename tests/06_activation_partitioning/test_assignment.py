@@ -362,7 +362,8 @@ def test_any_arguments(assignment):
                          "argument?")
         assert_gradients(other, frozen_and_twice(plainly, rank), f"rank {rank}, a layer after a frozen block",
                          "Nothing in the block wants a gradient.")
-        assert_gradients(more or {}, {} if more is None else once_more(plainly, rank), f"rank {rank}, backward(retain_graph=True), then backward()",
+        assert_gradients(more, once_more(plainly, rank) if more else {},
+                         f"rank {rank}, backward(retain_graph=True), then backward()",
                          "Each second run begins with tensors of its own (detach), whose .grad is empty")
 
 

@@ -320,3 +320,8 @@ RIGHT = {
         kept="kept = place") | reset(change="for place in getattr(self, 'handed', []):\n    place[..., :0].zero_() "
                                             "if place.dim() else place.fill_(place)\nself.handed = []"),
 }
+
+UNTOLD = {
+    "Pool.give: `if before and (not before.used):` a statement later": "the block behind may be merged first: the free "
+    "block is the same",
+}

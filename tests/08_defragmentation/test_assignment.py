@@ -394,7 +394,7 @@ def kept_in_a_slab(assignment):
             "in it": [tensor.untyped_storage().data_ptr() == storage.data_ptr() for tensor in kept],
             "places": [(address - start, size) for address, size in places], "used": used,
             "room": room, "same": slab.memory.data_ptr() == start, "memory": slab.memory.untyped_storage().nbytes(),
-            "history": [tensor.requires_grad for tensor in kept],
+            "history": [tensor.requires_grad for tensor in (*kept, slab.memory)],
         }
     return found
 
@@ -426,8 +426,8 @@ def test_what_is_kept_lies_side_by_side_in_one_allocation(assignment):
         assert seen["used"] == sums, (
             f"after each keep() in {kind}, slab.used was {seen['used']}, and {sums} is right: it counts elements")
         assert not any(seen["history"]), (
-            "what keep() gave for a tensor that wants a gradient wants one, too: it is a plain copy, and its keeper "
-            "knows what the tensor was")
+            "what keep() gave for a tensor that wants a gradient, or slab.memory, wants one, too: it is a plain copy, "
+            "and its keeper knows what the tensor was")
 
 
 def rounds(assignment):

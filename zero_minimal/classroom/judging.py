@@ -128,9 +128,10 @@ class Reported:
         self._add(self.under_way, False, message)
 
     def fail_the_rest(self, message: str) -> None:
-        """Steps with tests that could not begin."""
-        for step in sorted({worth["step"] for test, worth in self.tests.items() if test not in self.done}):
-            self.grades.add(step, "", 0, False, message)
+        """Tests that could not begin. Each has failed as itself: a step whose core was not looked at earns what it
+        earns without that."""
+        for test in [test for test in self.tests if test not in self.done]:
+            self._add(test, False, message)
         self.ended = True
 
     def _announced(self, tests: dict[str, dict]) -> None:

@@ -22,6 +22,9 @@ BUS = "waited at the bus"
 WHY_AT_THE_BUS = {"send": "all its buffers are in use", "receive": "nothing has come"}
 DIED_AT = "\nit died here (innermost first):\n"  # between what ended a rank, and its stack
 LOST = ("gloo", "is not part of group", "Connection")  # signs that a rank failed because of another
+# errors that say by themselves what is wrong in a line: a name, or the arguments of a call
+_PLAIN = re.compile(r"it raised (NameError|UnboundLocalError|ImportError|ModuleNotFoundError|"
+                    r"AttributeError: (?!'NoneType')|TypeError: .*(argument|is not callable|is not subscriptable))")
 _LATE = re.compile(r"^after (\S+) s rank ([\d, ]+) of (\d+) had not finished")
 
 
@@ -100,7 +103,7 @@ def hint(error: Exception, words: str, hints: dict, path: str) -> str:
     unsent    ranks wait to receive, and none to send
     unheard   ranks wait to send, and none to receive
     stuck     they wait for each other, or failed because of another
-    raised    the file's own line raised
+    raised    the file's own line raised what does not speak for itself
 
     One that speaks of isend is not for a function that calls none.
     """
@@ -119,7 +122,8 @@ def hint(error: Exception, words: str, hints: dict, path: str) -> str:
         found = "left" if "has finished" in words and "left" in hints else "stuck"
     else:
         raised = "it raised" in words or "whose memory was freed" in words
-        found = "stuck" if any(sign in words for sign in LOST) else "raised" if raised else ""
+        found = ("" if _PLAIN.search(words) else "stuck" if any(sign in words for sign in LOST)
+                 else "raised" if raised else "")
     text = hints.get(found, "")
     return f"{LOOK_AT}{text}{'' if text.endswith('?') else '.'}" if text else ""
 

@@ -16,7 +16,7 @@ import pytest
 from zero_minimal.classroom import messages
 from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.guard import guarded, unwritten
-from zero_minimal.classroom.lessons import USED_UP, found, needs
+from zero_minimal.classroom.lessons import UNWRITTEN, USED_UP, found, needs
 from zero_minimal.classroom.serving import Request, Server
 from zero_minimal.classroom.starters import functions_of
 from zero_minimal.classroom.submission import Submission
@@ -136,6 +136,7 @@ class Grading:
     def _begin(self, reports: int, runner: Runner) -> None:
         self.reports, self.runner, self.late = os.fdopen(reports, "w", buffering=1), runner, Late()
         self.over = unwritten_steps(runner.submission)  # step: the message of all its tests from now on
+        self.functions = Functions(runner.submission)
         runner.tell = self._tell
         runner.install()
 
@@ -154,6 +155,7 @@ class Grading:
             hints = item.get_closest_marker("step").kwargs
             message = "" if report.passed else in_words(call.excinfo.value, self.config.submission.path, hints)
             step = _worth(item)["step"]
+            message = self.functions.judge(message, step)
             later = needs(message, step, self.config.submission.lesson.steps) > step
             if 0 < needs(message) <= step or not (report.passed or later) and self.late.again(
                     step, call.excinfo.value, message):
@@ -170,6 +172,27 @@ class Grading:
 
     def _tell(self, **entries):
         self.reports.write(json.dumps(entries) + "\n")
+
+
+class Functions:
+    """Of a submission: which are written, and which step each line belongs to."""
+
+    def __init__(self, submission: Submission):
+        self.lesson, self.all = submission.lesson, functions_of(ast.parse(submission.source))
+
+    def judge(self, message: str, step: int) -> str:
+        """A message of one of the step's checks, if need be with other words: what is written is not waited for, and
+        an error that a function of an earlier step has raised is looked for there."""
+        name = message.partition(UNWRITTEN)[0].rpartition(" ")[2]
+        if needs(message) > step and not any(
+                _is_hole(function) for label, function in self.all.items() if label.rpartition(".")[2] == name):
+            return f"{name}() is written, and raises NotImplementedError all the same: take that line out"
+        lines = re.findall(r"\bline (\d+) in \w+: ", message) if "it raised" in message else []
+        for name, function in self.all.items() if lines else ():
+            owner = next((each.number for each in self.lesson.steps if name in each.tasks), step)
+            if function.lineno <= int(lines[-1]) <= function.end_lineno and owner < step:
+                return f"{message}\n{name} is a function of step {owner}: look there first."
+        return message
 
 
 class Late:
