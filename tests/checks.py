@@ -383,6 +383,9 @@ class Warm(optim.AdamW):
             group["lr"] = rate
 
 
+Warm([torch.zeros(1)])  # torch wraps step() when the first is made: so that none looks replaced later
+
+
 # Adam divides by the size of the gradient. eps keeps it from blowing up gradients that are zero but for rounding (a
 # key's bias has no effect): with them, no bound on the parameters would hold.
 ADAM = dict(lr=1e-2, eps=1e-4)

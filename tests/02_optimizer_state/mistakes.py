@@ -393,3 +393,27 @@ RIGHT = {
     ) | bucket_complete(reduce=REDUCE.replace(", async_op=True", "").replace("pending = ", ""), end="") | step(
         gather="collectives.all_gather(bucket.parameters, bucket.parameter_shard.clone(), group=self.group)", end=""),
 }
+
+UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody could tell them from the reference
+    "Stage1.own: `bucket.gradients = bucket.whole_gradients()` a statement later":
+        "the two statements need nothing of each other",
+    "Stage1.own: `bucket.parameter_shard = shard_of(bucket.parameters, *mine)` a statement later":
+        "the two statements need nothing of each other",
+    "Stage1.bucket_complete: `pending = collectives.reduce_scatter(bucket.gradient_shard, "
+    "bucket.gradients, op='avg', group=self.g` a statement later":
+        "only whether communication and computation overlap, which is not graded, changes",
+    "Stage1.bucket_complete: `self._wait()` a statement later":
+        "only whether communication and computation overlap, which is not graded, changes",
+    "Stage1.bucket_complete: `collectives.reduce_scatter(bucket.gradient_shard, bucket.gradients, "
+    "op='avg', group=self.group, of=b` without op='avg'":
+        "that is the default",
+    "Stage1.bucket_complete: `collectives.reduce_scatter(bucket.gradient_shard, bucket.gradients, "
+    "op='avg', group=self.group, of=b` without of=bucket":
+        "a name for messages",
+    "Stage1.bucket_complete: `collectives.reduce_scatter(bucket.gradient_shard, bucket.gradients, "
+    "op='avg', group=self.group, of=b` without async_op=True":
+        "only whether communication and computation overlap, which is not graded, changes",
+    "Stage1.bucket_complete: True turned":
+        "only whether communication and computation overlap, which is not graded, changes",
+    "Stage1._wait: without `self.reducing = None`": "to wait again for what has arrived does nothing",
+}

@@ -302,6 +302,21 @@ WRONG = {
         3, "test_what_is_changed_in_place_stays",
         r"in forward pass 2, .* the trained parameter has its new values, and the frozen one its old ones",
         _release(keep=KEPT.replace("unit.whole", "unit.whole and bucket.trained"))),
+    "changes in backward are lost": Wrong(
+        5, "test_an_evaluation_leaves_nothing_whole",
+        r"of blocks.4 were changed in place, at its turn in backward, and in",
+        _release(keep=KEPT.replace("unit.whole", "unit.whole and not self.backward.running"))),
+    "changes of the root are lost": Wrong(
+        5, "test_an_evaluation_leaves_nothing_whole",
+        r"of first, of the root, were changed in place, at its turn in forw",
+        _release(keep=KEPT.replace("unit.whole", "unit.whole and unit is not self.units[0]"))),
+    "changes in an evaluation are lost": Wrong(
+        5, "test_an_evaluation_leaves_nothing_whole",
+        r"in pass 5, where parameters are changed in place .* goes back into the",
+        _release(keep=KEPT.replace("unit.whole", "unit.whole and torch.is_grad_enabled()"))),
+    "changes of a unit that is frozen are lost": Wrong(
+        3, "test_what_is_changed_in_place_stays", r"of blocks.2, all of which is frozen, were changed in place",
+        _release(keep=KEPT.replace("unit.whole", "unit.whole and any(each.trained for each in unit.buckets)"))),
     "a barrier before each unit": Wrong(
         2, "test_a_forward_sends_an_all_gather", r"rank 0 called barrier 7 times in a forward pass: all ranks stand",
         unit_turn(begin=BARRIER), 3),
@@ -445,6 +460,13 @@ WRONG = {
         5, "test_an_evaluation_leaves_nothing_whole",
         r"after evaluation 1 .* rank 0 still has \d+.\d kB more than before, and \d+ parameters are whole",
         evaluation_done("pass")),
+    "a barrier at the end of an evaluation": Wrong(
+        5, "test_an_evaluation_leaves_nothing_whole",
+        r"rank 0 called barrier 3 times in two steps and three evaluations",
+        evaluation_done(f"self._release_all()\n{BARRIER}")),
+    "a barrier when gather_parameters ends": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters", r"rank 0 called barrier 1 times in gather_parameters\(\)",
+        gather_parameters(end=f"self._release_all()\n{BARRIER}")),
     "an evaluation leaves what is on its way": Wrong(
         5, "test_an_evaluation_leaves_nothing_whole",
         r"after evaluation 3 .* has \d+.\d kB more than before, and no parameter is whole: blocks.5 was expected",

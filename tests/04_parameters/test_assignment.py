@@ -514,6 +514,69 @@ def edited(stage_class):
     return losses
 
 
+# in each pass, one after the other: when something is changed, and of which unit
+CHANGED = (("forward", "blocks.1"), ("forward", "blocks.2"), ("forward", "first"), ("an evaluation", "blocks.3"),
+           ("backward", "blocks.4"), ("an evaluation", ""))
+UNITS_CHANGED = {"blocks.2": ", all of which is frozen,", "first": ", of the root,"}
+
+
+def frozen_in_part():
+    """A tower in which each block has a frozen parameter, and one block has no other."""
+    tower = partly_frozen()
+    tower.blocks[2].requires_grad_(False)
+    return tower
+
+
+@torch.no_grad()
+def change(module):
+    for param in module.parameters():
+        param.add_(0.05)
+
+
+def changed(stage_class, passes):
+    """The losses of the first passes of CHANGED."""
+    zero, rank, losses = build(stage_class, frozen_in_part), dist.get_rank(), []
+    for step, (when, name) in enumerate(CHANGED[:passes]):
+        module, hook = zero.model.get_submodule(name), None
+        if when == "backward":
+            hook = module.up.bias.register_hook(lambda _, module=module: change(module.down))
+        elif name:
+            hook = module.register_forward_pre_hook(lambda module, _: change(module))
+        with torch.set_grad_enabled(when != "an evaluation"):
+            loss = zero.model(*numbers(rank, step))
+        losses.append(loss.item())
+        if when == "backward":
+            loss.backward()
+            zero.zero_grad()
+        if hook:
+            hook.remove()
+    return losses
+
+
+def changed_losses(step, lost=None):
+    """What is right in a pass, or is found where the change of pass `lost` is lost."""
+    def before(whole):
+        for number, (when, name) in enumerate(CHANGED[: step + 1]):
+            if name and number != lost and (when != "backward" or number < step):
+                change(whole.get_submodule(name + ".down" * (when == "backward")))
+
+    return [loss_of(Tower, rank, step, change=before) for rank in range(2)]
+
+
+def assert_changes_stay(stage_class, passes):
+    ranks = toys.run(changed, 2, stage_class, passes)
+    for step in range(passes):
+        losses = [losses[step] for losses in ranks]
+        for lost, (when, name) in enumerate(CHANGED[:step]):
+            assert losses != pytest.approx(changed_losses(step, lost), rel=1e-5), (
+                f"in pass {lost + 1} parameters of {name}{UNITS_CHANGED.get(name, '')} were changed in place, at its "
+                f"turn in {when}, and in pass {step + 1} they have their old values: what was changed goes back into "
+                "the shards whenever a unit is freed"
+            )
+        assert_losses(losses, changed_losses(step), f"pass {step + 1}, where parameters are changed in place at their "
+                      "unit's turn,", "what was changed goes back into the shards when a unit is freed")
+
+
 @pytest.mark.step(3, points=1)
 def test_what_is_changed_in_place_stays(stage_class):
     ranks = toys.run(edited, 2, stage_class)
@@ -521,6 +584,7 @@ def test_what_is_changed_in_place_stays(stage_class):
         assert_edited([losses[step] for losses in ranks], 1, step, f"forward pass {step + 1}, where parameters of "
                       "blocks.1 were changed in place at its turn in pass 1,", "what was changed goes back into the "
                       "shards when the unit is freed")
+    assert_changes_stay(stage_class, 3)  # all of them forward
 
 
 # ------------------------------------------------------- step 4: backward, where gradients become shards, unit by unit
@@ -857,22 +921,23 @@ def two_numbers(rank, step):
 
 def evaluated(stage_class):
     """After a step: the losses of some evaluations, what is whole and how many bytes live more after each; whether a
-    step of training runs then."""
+    step of training runs then. And all calls of all this."""
     zero, rank, found = build(stage_class, Tower, lr=0.1), dist.get_rank(), []
-    for micro in range(2):
-        zero.model(*two_numbers(rank, micro)).backward()
-    zero.step()
-    zero.zero_grad()
-    before = checks.live_bytes()
-    for step, skip in EVALUATIONS:
-        with torch.no_grad():
-            loss = zero.model(*numbers(rank, step), skip=skip).item()
-        whole = whole_in(zero)
-        more = checks.live_bytes(until=before + 0.2 * BLOCK, looks=LOOKS) - before
-        found.append((loss, whole, more))
-    zero.model(*numbers(rank, 1)).backward()
-    zero.step()
-    return found
+    with checks.Calls() as calls:
+        for micro in range(2):
+            zero.model(*two_numbers(rank, micro)).backward()
+        zero.step()
+        zero.zero_grad()
+        before = checks.live_bytes()
+        for step, skip in EVALUATIONS:
+            with torch.no_grad():
+                loss = zero.model(*numbers(rank, step), skip=skip).item()
+            whole = whole_in(zero)
+            more = checks.live_bytes(until=before + 0.2 * BLOCK, looks=LOOKS) - before
+            found.append((loss, whole, more))
+        zero.model(*numbers(rank, 1)).backward()
+        zero.step()
+    return found, calls.made
 
 
 def stepped(whole):
@@ -885,13 +950,13 @@ def stepped(whole):
 
 @pytest.mark.step(5, points=3, raised=UNITS)
 def test_an_evaluation_leaves_nothing_whole(stage_class):
-    ranks = toys.run(evaluated, 2, stage_class)
+    ranks, made = zip(*toys.run(evaluated, 2, stage_class), strict=True)
     for number, (step, skip) in enumerate(EVALUATIONS):
         assert_losses([found[number][0] for found in ranks],
                       [loss_of(Tower, rank, step, change=stepped, skip=skip) for rank in range(2)],
                       f"evaluation {number + 1} after a step", "does it gather the updated shards? (A unit that "
-                      "backward expected in vain is still on its way when step() begins, with old values: release that, "
-                      "too)")
+                      "backward expected in vain is still on its way when step() begins, with old values: release "
+                      "that, too)")
         for rank, found in enumerate(ranks):
             _, whole, more = found[number]
             still = (f", and {len(whole)} parameters are whole, {whole[0]} first" if whole else
@@ -901,6 +966,9 @@ def test_an_evaluation_leaves_nothing_whole(stage_class):
                 f"after evaluation {number + 1} (a forward under no_grad) rank {rank} still has "
                 f"{in_words(max(more, 0))} more than before{still}: no backward comes that would free it"
             )
+    for rank, calls in enumerate(made):
+        assert_no_barrier(calls, rank, "two steps and three evaluations")
+    assert_changes_stay(stage_class, len(CHANGED))
 
 
 FROZEN = [f"blocks.{place}.down.bias" for place in range(BLOCKS)]
@@ -918,10 +986,10 @@ def shown(stage_class):
 
     for skip in (None, BLOCKS - 1):
         zero.model(*numbers(rank, 0), skip=skip)
-    with zero.gather_parameters():
+    with checks.Calls() as calls, zero.gather_parameters():
         found["state"] = [value.clone() for value in zero.model.state_dict().values()]
         edit(zero.model.blocks[-1])
-    found["whole"] = whole_in(zero)
+    found["whole"], found["made"] = whole_in(zero), calls.made
     found["edited"] = loss()
     try:
         with zero.gather_parameters(), torch.no_grad():
@@ -973,6 +1041,7 @@ def test_all_is_whole_inside_gather_parameters(stage_class):
                 "placeholders? As a checkpoint it would be lost"
             )
         assert_none_whole(found["whole"], rank, "gather_parameters()")
+        assert_no_barrier(found["made"], rank, "gather_parameters()")
         assert "error" in found, (
             f"rank {rank}: an error inside gather_parameters() did not come out of it: nobody would hear of it"
         )
