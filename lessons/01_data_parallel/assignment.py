@@ -30,7 +30,7 @@ from zero_minimal.foundations import (
     optimizers,
     ownership,
     precision,
-    saved_state,
+    sharded_state,
 )
 from zero_minimal.foundations.backward import Hooks
 from zero_minimal.foundations.layout import Bucket
@@ -136,6 +136,11 @@ class Backward(Passes):
         # of each bucket not yet handed over, in order: the parameters whose gradient has not come
         self._waits_for = {bucket: set(bucket.params) for bucket in self.buckets}
         self._completed: list[Bucket] = []  # in the order in which they became complete
+
+    @property
+    def has_handed_over(self) -> bool:
+        """Whether the pass under way has given a bucket to the stage."""
+        return self.running and len(self._waits_for) < len(self.buckets)
 
     # a gradient's way: autograd calls _gradient, which counts, and hands over what is complete
 
@@ -320,11 +325,11 @@ class Stage0(Hooks):
 
     def state_dict(self) -> dict:
         """This rank's training state, for a restart with the same number of ranks."""
-        return saved_state.shard_state(self)
+        return sharded_state.state_dict(self)
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
-        saved_state.load_shards(self, state)
+        sharded_state.load_state_dict(self, state)
 
     @contextmanager
     def gather_parameters(self) -> Iterator[None]:
