@@ -28,7 +28,13 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives, optimizers, ownership, precision, saved_state
+from zero_minimal.foundations import (
+    collectives,
+    optimizers,
+    ownership,
+    precision,
+    sharded_state,
+)
 from zero_minimal.foundations.backward import Backward, Hooks
 from zero_minimal.foundations.gradient_memory import GradientMemory, Reduction
 from zero_minimal.foundations.released import release, restore
@@ -248,12 +254,12 @@ class Stage3(Hooks):
 
     def state_dict(self) -> dict:
         """This rank's training state, for a restart with the same number of ranks."""
-        return saved_state.shard_state(self)
+        return sharded_state.state_dict(self)
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
         self._release_all()
-        saved_state.load_shards(self, state)
+        sharded_state.load_state_dict(self, state)
 
     @contextmanager
     def gather_parameters(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ from zero_minimal.foundations import (
     optimizers,
     ownership,
     precision,
-    saved_state,
+    sharded_state,
 )
 from zero_minimal.foundations.backward import Hooks
 from zero_minimal.foundations.layout import Bucket
@@ -326,11 +326,11 @@ class Stage0(Hooks):
 
     def state_dict(self) -> dict:
         """This rank's training state, for a restart with the same number of ranks."""
-        return saved_state.shard_state(self)
+        return sharded_state.state_dict(self)
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
-        saved_state.load_shards(self, state)
+        sharded_state.load_state_dict(self, state)
 
     @contextmanager
     def gather_parameters(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_minimal.foundations import collectives, ownership, precision, saved_state
+from zero_minimal.foundations import collectives, ownership, precision, sharded_state
 from zero_minimal.foundations.backward import Backward, Hooks
 from zero_minimal.foundations.layout import ALIGNMENT, Bucket
 from zero_minimal.foundations.optimizers import changes_parameters, update
@@ -202,11 +202,11 @@ class Stage1(Hooks):
 
     def state_dict(self) -> dict:
         """This rank's training state, for a restart with the same number of ranks."""
-        return saved_state.shard_state(self)
+        return sharded_state.state_dict(self)
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
-        saved_state.load_shards(self, state)
+        sharded_state.load_state_dict(self, state)
         for bucket in self.buckets:
             collectives.all_gather(
                 bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket.name

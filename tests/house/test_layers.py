@@ -96,3 +96,25 @@ def test_no_file_and_no_room_is_too_large():
 def test_fits_a_projector(path):
     wide = [number for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 100]
     assert not wide, f"lines of more than 100 characters: {wide}"
+
+
+# what a file imports, with all that those import: lines that are not blank, without `if __name__`. They may only fall.
+CLOSURES = {"naive": 1259, "stage0": 2548, "stage1": 2576, "stage2": 2605, "stage3": 3138}
+
+
+def code_lines(path):
+    """How many lines are not blank, without a lesson's last ones."""
+    ends = [node.end_lineno for node in without_last_lines(path).body]
+    return sum(bool(line.strip()) for line in path.read_text().splitlines()[: max(ends, default=0)])
+
+
+@pytest.mark.parametrize("lesson", CLOSURES)
+def test_no_more_to_read_than_before(lesson):
+    to_read, known = [PACKAGE / f"{lesson}.py"], set()
+    while to_read:
+        path = to_read.pop()
+        if path not in known:
+            known.add(path)
+            to_read += [MODULES[name] for name in imports(path, without_last_lines(path))]
+    lines = sum(map(code_lines, known))
+    assert lines <= CLOSURES[lesson], f"{lesson}.py and what it imports have {lines} lines, in {len(known)} files"

@@ -262,14 +262,6 @@ def plain_to_fill(
     return state, buffers, wanted
 
 
-def fill_buffers(model: nn.Module, new: dict[str, torch.Tensor]) -> None:
-    """Give buffers new values; only where they differ, since an expanded one (a mask, say) cannot
-    be written."""
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in new and not torch.equal(buffer, new[name]):
-            buffer.copy_(new[name])
-
-
 def fill_extra_states(model: nn.Module, contents: Contents) -> None:
     """What a module's get_extra_state() returned goes to its set_extra_state()."""
     for path, value in contents.facts.get("extra_states", {}).items():

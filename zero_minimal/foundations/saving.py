@@ -23,6 +23,7 @@ from zero_minimal.foundations import (
     pieces,
     precision,
     random_state,
+    sharded_state,
     state_folder,
 )
 
@@ -79,7 +80,7 @@ def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: boo
 
     _check_numbers(step, keep)
     holding = pieces.holding_of(zero)
-    check_moment(holding.stage)
+    sharded_state.check_moment(holding.stage)
     encoded = as_json.encoded(extra)
     finish_earlier()
     _check_alike(encoded, holding.group)
@@ -133,17 +134,6 @@ def _check_numbers(step: int | None, keep: int) -> None:
         raise ValueError(f"step is {step!r}: give a whole number from 0 up, or None to count on")
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep is {keep!r}: give a whole number; at least one checkpoint is kept")
-
-
-def check_moment(stage) -> None:
-    """Raises: RuntimeError if a checkpoint would lose what was done since the last step()."""
-    if getattr(stage, "shown", False):
-        raise RuntimeError("leave gather_parameters() before you save: what is changed inside of "
-                           "it comes to the shards at its end")
-    if stage.backward.accumulated and not stage.backward.skipped:
-        raise RuntimeError("a checkpoint has no gradients, and those of the backward passes since "
-                           "the last zero.step() would be lost: save after zero.step(); or call "
-                           "zero.zero_grad() first, if they are not needed")
 
 
 def _check_alike(encoded_extra, group) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 from zero_minimal.foundations import collectives, layout, meta, optimizers, ownership, precision
 from zero_minimal.foundations.released import is_released
-from zero_minimal.foundations.saved_state import refuse_other_shards
+from zero_minimal.foundations.sharded_state import refuse_other_shards
 from zero_minimal.foundations.units import Unit, give_back
 
 

@@ -1,0 +1,177 @@
+"""Sharded state: this rank's part of what a stage trains, which fits the same run alone: the same
+stage, rank, number of ranks, model and optimizer. saved_state.py fits any.
+"""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_minimal.foundations import layout, optimizers, precision
+
+
+def state_dict(stage) -> dict:
+    """What a rank must save: its shards (the fp32 masters where there are any), optimizer state,
+    frozen parameters and buffers, but no random state, and not a LossScaler's.
+
+    As in torch, tensors are not copied; but a shard that is a view of a whole bucket is, since
+    torch.save would write all of that.
+    Raises: RuntimeError where gradients wait for a step: they are in no state.
+    """
+    check_moment(stage)
+    for bucket in stage.buckets:
+        precision.keep_changes(bucket)
+    shards = [bucket.master.data if bucket.trained else bucket.parameter_shard
+              for bucket in stage.all_buckets]
+    return _facts(stage) | {
+        "shards": [shard.clone() if _is_part(shard) else shard for shard in shards],
+        "optimizer": stage.optimizer.state_dict(),
+    }
+
+
+@torch.no_grad()
+def load_state_dict(stage, state: dict) -> None:
+    """Put a rank's part back; the stage then gathers what it holds whole.
+
+    Raises: ValueError, before anything is changed, if it was saved by another stage, rank, world
+        size, optimizer or model.
+    """
+    expected = _facts(stage)
+    for key in ("stage", "world_size", "rank", "optimizer_class"):
+        if state.get(key) != expected[key]:
+            raise ValueError(f"this state was saved with {key} {state.get(key)}, and is loaded "
+                             f"with {expected[key]}: load each rank's own part, with the same "
+                             "stage, world size, model and optimizer")
+    for key in ("buckets", "parameters", "frozen", "buffers"):
+        _compare(key, _names(state.get(key, ())), _names(expected[key]))
+    here = [bucket.parameter_shard for bucket in stage.all_buckets]
+    _compare("shards", _shapes(state.get("shards", ())), _shapes(here))
+    _compare_optimizers(state.get("optimizer", {}), stage.optimizer)
+    for bucket in stage.buckets:
+        layout.wait_until_left(bucket)
+    stage.optimizer.load_state_dict(state["optimizer"])
+    for bucket, shard in zip(stage.all_buckets, state["shards"], strict=True):
+        if bucket.trained:
+            bucket.master.copy_(shard)
+        bucket.parameter_shard.copy_(shard)
+        optimizers.tell_autograd(bucket)
+    fill_buffers(stage.model, state["buffers"])
+    for name, param in expected["frozen"].items():
+        param.copy_(state["frozen"][name])
+    stage.backward.loads += 1  # by which ranks that have not loaded are told
+
+
+def fill_buffers(model: nn.Module, new: dict[str, torch.Tensor]) -> None:
+    """Give buffers new values; only where they differ, since an expanded one (a mask, say) cannot
+    be written."""
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in new and not torch.equal(buffer, new[name]):
+            buffer.copy_(new[name])
+
+
+def check_moment(stage) -> None:
+    """Raises: RuntimeError if a checkpoint would lose what was done since the last step()."""
+    if getattr(stage, "shown", False):
+        raise RuntimeError("leave gather_parameters() before you save: what is changed inside of "
+                           "it comes to the shards at its end")
+    if stage.backward.accumulated and not stage.backward.skipped:
+        raise RuntimeError("a checkpoint has no gradients, and those of the backward passes since "
+                           "the last zero.step() would be lost: save after zero.step(); or call "
+                           "zero.zero_grad() first, if they are not needed")
+
+
+def refuse_other_shards(stage) -> None:
+    """Let stage.optimizer.state_dict() say whose it is, and load_state_dict() refuse another
+    rank's: it would fit, and momentum would go on with what belongs to other elements."""
+    shards = [bucket.parameter_shard for bucket in stage.buckets]
+    if all(shard is bucket.parameters for shard, bucket in zip(shards, stage.buckets, strict=True)):
+        return  # stage 0: they are alike on all ranks
+    own = f"rank {stage.rank} of {stage.world_size}"
+
+    def say(optimizer, state):
+        state["shards_of"] = own
+
+    def look(optimizer, state):
+        if (whose := state.get("shards_of", own)) != own:
+            raise ValueError(f"this optimizer state belongs to the shards of {whose}, and is "
+                             f"loaded on {own}: on every rank save its own zero.state_dict(), and "
+                             "give it to zero.load_state_dict() there")
+
+    stage.optimizer.register_state_dict_post_hook(say)
+    stage.optimizer.register_load_state_dict_pre_hook(look)
+
+
+def _facts(stage) -> dict:
+    """What must be alike where a state is saved and where it is loaded, and what no shard holds."""
+    return {
+        "stage": type(stage).__name__,
+        "rank": dist.get_rank(stage.group),
+        "world_size": dist.get_world_size(stage.group),
+        "buckets": [(bucket.name, bucket.numel, bucket.padded) for bucket in stage.all_buckets],
+        "parameters": _layout_of(stage),
+        "optimizer_class": type(stage.optimizer).__name__,
+        "frozen": _frozen(stage),
+        "buffers": dict(stage.model.named_buffers()),
+    }
+
+
+def _frozen(stage) -> dict:
+    """Parameters that no bucket holds."""
+    packed = {param for bucket in stage.all_buckets for param in bucket.params}
+    named = stage.model.named_parameters()
+    return {name: param.data for name, param in named if param not in packed}
+
+
+def _layout_of(stage) -> list[tuple]:
+    """Of each parameter in a bucket: its name, and where in the bucket it begins. Two models may
+    have the same sizes and other names."""
+    names = {param: name for name, param in stage.model.named_parameters()}
+    return [(names[param], bucket.flat.offsets[param] - bucket.start)
+            for bucket in stage.all_buckets for param in bucket.params]
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds more than this tensor."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def _names(content) -> list[tuple]:
+    """What can be compared: entries of a list, or names and shapes of tensors in a dict."""
+    if isinstance(content, dict):
+        return [(name, tuple(tensor.shape)) for name, tensor in content.items()]
+    return [tuple(entry) for entry in content]
+
+
+def _compare(key: str, saved: list[tuple], here: list[tuple]) -> None:
+    """Raise ValueError, with the first difference, if two lists are not the same."""
+    for one, other in itertools.zip_longest(saved, here):
+        if one != other:
+            raise ValueError(f"this state was saved with other {key}: the first that differs was "
+                             f"{_words(one)}, and is {_words(other)} here. Load it with the same "
+                             "model and bucket_bytes")
+
+
+def _compare_optimizers(saved: dict, optimizer: torch.optim.Optimizer) -> None:
+    """torch checks the number of groups and of their parameters; a moment of another shape it
+    would take over, and fail in the next step."""
+    groups = saved.get("param_groups", ()), optimizer.param_groups
+    sizes = [[len(group["params"]) for group in its_groups] for its_groups in groups]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"this state was saved with optimizer groups of {sizes[0]} shards, and is "
+                         f"loaded with {sizes[1]}: give the same param_groups")
+    numbers, masters = [[param for group in its_groups for param in group["params"]]
+                        for its_groups in groups]
+    for number, master in zip(numbers, masters, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape != master.shape:
+                raise ValueError(f"this state was saved with other optimizer state: {name} of "
+                                 f"{list(value.shape)}, for a shard of {list(master.shape)} here")
+
+
+def _shapes(tensors) -> list[tuple]:
+    return [tuple(tensor.shape) for tensor in tensors]
+
+
+def _words(entry: tuple | None) -> str:
+    return "missing" if entry is None else " ".join(map(str, entry))
