@@ -23,8 +23,8 @@ def write(path: Path, lesson: Lesson, file: Path, points: list[dict]) -> None:
     """
     story, note = told(lesson, file)
     title = f"{lesson.name[:2]} {lesson.title}"
-    path.write_text(page(title, f"{file.parent.name}/{file.name}, graded on {lesson.world}", points, story, note), encoding="utf-8",
-                    errors="replace")
+    written = page(title, f"{file.parent.name}/{file.name}, graded on {lesson.world}", points, story, note)
+    path.write_text(written, encoding="utf-8", errors="replace")
 
 
 def told(lesson: Lesson, file: Path) -> tuple[Story | None, str]:
