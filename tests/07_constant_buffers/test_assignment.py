@@ -155,8 +155,8 @@ def test_two_buffers_for_ever(lesson):
             "allocated once, when the object is made, and used again and again"
         )
         assert set(taken) == {0, 1} and all(a != b for a, b in zip(taken, taken[1:], strict=False)), (
-            f"take() returned the buffers {', '.join(map(str, taken))}: they must take turns, 0, 1, 0, 1 or 1, 0, 1, 0, "
-            "also after a wait() (which was before the last one)"
+            f"take() returned the buffers {', '.join(map(str, taken))}: they must take turns, 0, 1, 0, 1 or 1, 0, 1, "
+            "0, also after a wait() (which was before the last one)"
         )
 
 

@@ -379,8 +379,8 @@ def test_the_command_that_plan_prints_trains_what_was_planned(asked, tmp_path, c
     """Layers, heads, recomputation … of the model, and what is in the file: batch, dtype, ranks."""
     file, told = tmp_path / "ds.json", tmp_path / "plan.json"
     sizes = "" if "--params" in asked else "--layers 6 --hidden 256 --vocabulary 256 --sequence 64"
-    program_main.main(["plan", *f"{sizes} --batch 4 --ranks 2 --dtype bf16 --stage 2 {asked}".split(), "--json", str(told),
-                       "--write-deepspeed-config", str(file)])
+    program_main.main(["plan", *f"{sizes} --batch 4 --ranks 2 --dtype bf16 --stage 2 {asked}".split(),
+                       "--json", str(told), "--write-deepspeed-config", str(file)])
     [command] = re.findall(r"    torchrun .*?\n\n", capsys.readouterr().out, re.DOTALL)
     launcher, flags = command.replace("\\\n", " ").split(" zero_minimal/stage")
     stage, flags = flags.split(".py ")

@@ -67,7 +67,8 @@ class Codebook(nn.Module):
         return x + self.weight
 
 
-LAYERS = {"frozen": Codebook, "in place": lambda: SetByFirstBatch(False), "by .data": lambda: SetByFirstBatch(True), "alike": Alike}
+LAYERS = {"frozen": Codebook, "in place": lambda: SetByFirstBatch(False), "by .data": lambda: SetByFirstBatch(True),
+          "alike": Alike}
 
 
 class Model(nn.Module):

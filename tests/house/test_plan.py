@@ -309,8 +309,8 @@ def test_it_says_that_attention_is_fused():
 
 
 LONG = ["--params=7.5B --ranks=64", "--params=1T --ranks=1024 --hardware=H200", "--params=3M --ranks=2",
-        "--params=100B --mp=16 --ranks=400 --batch=32 --recompute --checkpoints=P_a", "--params=175B --mp=8 --ranks=1024 "
-        "--sequence=131072 --batch=16 --no-recompute --hardware=A100-80GB", "--params=14B --ranks=2000 --memory=30GB"]
+        "--params=100B --mp=16 --ranks=400 --batch=32 --recompute --checkpoints=P_a",
+        "--params=175B --mp=8 --ranks=1024 --sequence=131072 --batch=16 --no-recompute --hardware=A100-80GB", "--params=14B --ranks=2000 --memory=30GB"]
 
 
 def test_it_says_on_how_many_ranks_it_would_fit():

@@ -121,8 +121,8 @@ def test_the_command_says_and_writes_what_was_asked_for(written, tmp_path, capsy
     assert max(len(line) for line in said.splitlines() if not line.startswith("    ") and "/" not in line) <= 80
     words = " ".join(said.split())
     for part in ("A step is 3 micro-batches", "own unfused code, computed again in backward", "offloaded, ",
-                 f"--model {model} --sequence 64 --recompute", "(but its attention is fused):", "for block in model.layers:",
-                 "model(**next(batches)).loss / 3", "gradient_checkpointing_enable()"):
+                 f"--model {model} --sequence 64 --recompute", "(but its attention is fused):",
+                 "for block in model.layers:", "model(**next(batches)).loss / 3", "gradient_checkpointing_enable()"):
         assert part in words, part
     asked = Wanted(deepspeed_file.read(str(ds)), {}, {"batch": 8, "accumulate": 1, "dtype": "fp32"}, 4)
     assert asked.stage == 3 and asked.flags["offload"] == "cpu" and asked.fp16["initial_scale_power"] == 16

@@ -236,7 +236,7 @@ def test_a_rank_that_finds_no_torchrun_says_so_in_a_line_and_in_time():
                         done.stderr), done.stderr
 
 
-# ----------------------------------------------------------------------------------------------------- the first seconds
+# ---------------------------------------------------------------------------------------------------- the first seconds
 
 
 def test_what_is_imported_first_is_torch_and_no_compiler():

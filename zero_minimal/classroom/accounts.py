@@ -40,7 +40,7 @@ class Clock:
 
     def __init__(self):
         self.begun = self.looked = time.monotonic()
-        self.known: dict[tuple[int, str], tuple[float, float]] = {}  # (process, thread): seconds it ran, and stood ready
+        self.known: dict[tuple[int, str], tuple[float, float]] = {}  # (process, thread): seconds it ran, stood ready
         self.ran: dict[int, float] = {}  # process: seconds
         self.free = 0.0  # seconds in which none of them stood ready
         self._ready([os.getpid()])

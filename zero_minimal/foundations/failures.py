@@ -84,7 +84,8 @@ def _waited_in(error: BaseException) -> str:
            if not frame.filename.startswith(package)
            and not any(name in frame.filename for name in theirs)]
     line = f"{os.path.basename(own[-1].filename)}, line {own[-1].lineno}" if own else ""
-    return ", at ".join(filter(None, [*getattr(error, "__notes__", ())[:1], line])) or "a collective"
+    notes = getattr(error, "__notes__", ())[:1]
+    return ", at ".join(filter(None, [*notes, line])) or "a collective"
 
 
 def _who_stands_where(notes: dist.Store) -> str | None:

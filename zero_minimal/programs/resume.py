@@ -149,8 +149,8 @@ class Checkpoints:
             self._say("other settings than before: " + "; ".join(differ))
         if ranks != self.rank.world_size:
             each = self.settings.batch * self.settings.accumulate
-            self._say(f"another number of ranks than before: {ranks}, and now {self.rank.world_size}. A step now learns "
-                      f"from {each * self.rank.world_size} sequences, and not {each * ranks}: set --batch or "
+            self._say(f"another number of ranks than before: {ranks}, and now {self.rank.world_size}. A step now "
+                      f"learns from {each * self.rank.world_size} sequences, and not {each * ranks}: set --batch or "
                       "--accumulate for what you want")
 
     def after(self, step: int) -> None:

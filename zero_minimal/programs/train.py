@@ -69,7 +69,8 @@ def train(
     return measured | (bus.report(measured["memory"]) if bus else {}) | {
         "losses": loop.mean_over_ranks(losses, rank),
         "validation_losses": validation_losses,
-    } | finished | trained.described(settings) | ({"resumed_after": first, "settings": asdict(settings)} if first else {})
+    } | finished | trained.described(settings) | (
+        {"resumed_after": first, "settings": asdict(settings)} if first else {})
 
 
 def bar_over(steps, settings: Settings, name: str, rank: ranks.Rank):
