@@ -203,7 +203,7 @@ WRONG = {
         _arrive(wait=""), 2, True),
     "the root is never gathered": Wrong(
         2, "test_each_unit_is_whole_at_its_turn",
-        r"(?s)parameter 'first.weight' is released.*To look at: each unit must be whole when its turn comes, the root",
+        r"(?s)parameter 'last.bias' is released.*To look at: each unit must be whole when its turn comes, the root",
         unit_turn(begin="if unit is self.units[0]:\n    return"), 2),
     "shards come to their neighbour's place": Wrong(
         2, "test_each_unit_is_whole_at_its_turn", r"rank 0's loss is .* in rank order",
@@ -218,7 +218,7 @@ WRONG = {
             """), 2),
     "parameters still point to the placeholder": Wrong(
         2, "test_each_unit_is_whole_at_its_turn",
-        r"(?s)parameter 'first.weight' is released.*To look at: each unit must",
+        r"(?s)parameter 'last.bias' is released.*To look at: each unit must",
         _arrive(restore="pass"), 2),
     "units around are forgotten": Wrong(
         2, "test_units_inside_a_unit", r"(?s)is released.*so must the units around it \(unit.around\)",
