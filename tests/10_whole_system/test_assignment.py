@@ -279,7 +279,8 @@ def system_of(assignment, name, model_parallel, optimizer=optim.SGD, **options):
     with torch.no_grad():
         for path, param in system.model.named_parameters():
             dist.broadcast(whole[path].data, 0)
-            param.copy_(part_of(path, whole[path], model_parallel, mesh.model_rank))
+            # .data: else the ranks of a wrong group hear that these values differ, and nothing of their group
+            param.data.copy_(part_of(path, whole[path], model_parallel, mesh.model_rank))
     return system
 
 
