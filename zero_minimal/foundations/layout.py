@@ -129,8 +129,6 @@ class Bucket:
         self.numel = sum(end - begin for begin, end in self._pieces.values())  # without padding
         self.trained = self.group_index >= 0
         self.dtype = self.flat.dtype
-        self.changed = ""  # in words, what forward made of its parameters (changed_in_forward.py)
-        self.edited = ""  # the same of what was edited by hand
         self.moment = ""  # of training, in which it is on its way: "backward 1 of step 3"
 
     @property
