@@ -38,6 +38,7 @@ class Fuzzer:
 
     def __init__(self, pools: Pools):
         self.pools, self.verdicts, self.reasons, self.where = pools, Counter(), Counter(), Counter()
+        self.examples = {}  # a program for each reason
         self.last = None  # what was found: (program, stage, why)
 
     @property
@@ -55,7 +56,9 @@ class Fuzzer:
             if not self.last:
                 self.verdicts[verdict] += 1
                 self.where[stage, program["world"], verdict] += 1
-                self.reasons[verdict, why] += verdict in ("refused", "neither")
+                if verdict in ("refused", "neither"):
+                    self.reasons[verdict, why] += 1
+                    self.examples.setdefault((verdict, why), f"{stage} {program}")
             if verdict == "finding":
                 if not self.last:
                     print(f"found, after {self.count} programs: {stage}, {program}\n{why}", file=sys.stderr, flush=True)
@@ -119,8 +122,7 @@ def report(fuzzer, findings, seconds):
             counts = {verdict: fuzzer.where[stage, world, verdict] for verdict in fuzzer.verdicts}
             print(f"  {stage} on {world}: " + ", ".join(f"{verdict} {count}" for verdict, count in counts.items()))
     for (verdict, why), count in fuzzer.reasons.most_common():
-        if count:
-            print(f"{count:6} {verdict}: {why}")
+        print(f"{count:6} {verdict}: {why}\n       such as {fuzzer.examples[verdict, why]}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from misuse import refused
 from thorough import sample
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from zero_minimal.kept_units import Kept3
 from zero_minimal.stage0 import Stage0
@@ -86,15 +87,18 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(way) for _ in range(DEPTH))
         self.head = nn.Linear(SIZE, SIZE)
-        self.saves_on_cpu = False
+        self.saves_on_cpu = self.recomputes = False
 
     def forward(self, x):
         self.auxes = []
+        return self.head(checkpoint(self.through, x, use_reentrant=False) if self.recomputes else self.through(x))
+
+    def through(self, x):
         for block in self.blocks:
             with save_on_cpu() if self.saves_on_cpu else contextlib.nullcontext():
                 x, *given = out if isinstance(out := block(x), tuple) else (out, None)
             self.auxes.append(functools.partial(aux_of, block, given[0]))
-        return self.head(x)
+        return x
 
 
 def trained(stage_class, way, loop, rank=None):
@@ -105,7 +109,8 @@ def trained(stage_class, way, loop, rank=None):
     zero = stage_class(model, torch.optim.SGD, lr=0.1)
     losses = []
     model.saves_on_cpu = loop == "saved on the CPU, inside"  # on a CPU that copies nothing
-    around = save_on_cpu if loop == "saved on the CPU" else contextlib.nullcontext
+    model.recomputes = "all blocks recomputed" in loop
+    around = save_on_cpu if "saved on the CPU" in loop and not model.saves_on_cpu else contextlib.nullcontext
     for step in range(4):
         for micro in range(2 if loop == "micro-batches" else 1):
             batch = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
@@ -128,9 +133,10 @@ def trained(stage_class, way, loop, rank=None):
 CASES = [(way, loop, size) for way in WAYS for loop in ("together", "sometimes", "micro-batches")
          for size in (1, 2, 3)] + [
              ("a dict", "the auxiliary loss first", 2), ("a dict", "saved on the CPU", 2),
-             ("a deque", "saved on the CPU, inside", 2)]
+             ("a deque", "saved on the CPU, inside", 2), ("a deque", "all blocks recomputed, saved on the CPU", 3),
+             ("a dict", "all blocks recomputed", 2)]
 ALWAYS = [("a dict", "sometimes", 2), ("a deque", "together", 3), ("a closure", "micro-batches", 2),
-          *CASES[-2:]]
+          *CASES[-4:]]
 
 
 @pytest.mark.parametrize("way, loop, world_size", sample(CASES, ALWAYS))

@@ -38,10 +38,10 @@ class SavedParameters:
 
     def begin(self, depth: int) -> None:
         """From here on autograd saves through this object, in a call inside so many others. Hooks
-        of the user's (save_on_cpu) get what is no parameter. A checkpoint's get all: they compute
-        again what is read."""
+        of the user's (save_on_cpu) get what is no parameter. A checkpoint's get all: they count
+        what is saved, and compute it again."""
         theirs = _top_hooks()
-        if theirs and (theirs[0] == self._last or theirs[0].__module__ == CHECKPOINT):
+        if theirs and theirs[0] == self._last:
             return
         if not self._begun:
             self._unit_at = {bucket.parameters.untyped_storage()._cdata: unit
@@ -58,23 +58,23 @@ class SavedParameters:
             self._begun.pop()[1].__exit__()
 
     def _pack(self, theirs: tuple | None, tensor: torch.Tensor) -> tuple:
-        """(the tensor, its unit or None, how often it was changed in place, None), or what hooks of
-        the user's made of it, and theirs to unpack it."""
+        """(the tensor, its unit or None, how often it was changed in place, None). Or what other
+        hooks made of it, its unit or None, None, and theirs to unpack it."""
         unit = None
         if tensor.layout == torch.strided:
             unit = self._unit_at.get(tensor.untyped_storage()._cdata)
         if unit and unit() is None:  # its stage is gone, and the memory is somebody else's
             unit = None
-        if unit is None and theirs:
-            return theirs[0](tensor), None, None, theirs[1]
+        if theirs and (unit is None or theirs[0].__module__ == CHECKPOINT):
+            return theirs[0](tensor), unit, None, theirs[1]
         # detached, since it may be what the node returns: a node that holds itself is never freed
         return tensor.detach(), unit, tensor._version, None
 
     def _unpack(self, packed: tuple) -> torch.Tensor:
         tensor, unit, version, unpack = packed
-        if unpack:
-            return unpack(tensor)
-        if tensor._version != version:  # autograd compares only where there are no hooks
+        if unpack:  # a checkpoint goes through its units, and frees all but the last
+            tensor = unpack(tensor)
+        elif tensor._version != version:  # autograd compares only where there are no hooks
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is at "
