@@ -5,16 +5,16 @@ import torch
 import torch.distributed as dist
 
 
-def share(model, group):
+def share(tensors, group):
     root = dist.get_global_rank(group, 0) if group is not None else 0
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in tensors:
         dist.broadcast(tensor.data, root, group=group)
 
 
 class Naive:
     def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=None, **options):
         self.model, self.group = model, group
-        share(model, group)
+        share((*model.parameters(), *model.buffers()), group)
         self.optimizer = optimizer_class(self.trained(), **options)
 
     def trained(self):
@@ -32,7 +32,7 @@ class Naive:
 class Stage0:
     def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=2**20, param_groups=None, **options):
         self.model, self.group, self.gradient_scale = model, group, None
-        share(model, group)
+        share((*model.parameters(), *model.buffers()), group)
         self.buckets, size = [[]], 0
         for param in reversed([param for param in model.parameters() if param.requires_grad]):
             if size + param.nbytes > bucket_bytes and self.buckets[-1]:
@@ -97,6 +97,7 @@ class Stage0:
     def step(self):
         self.reduced_gradients()
         self.optimizer.step()
+        share(filter(torch.is_floating_point, self.model.buffers()), self.group)
 
     def zero_grad(self):
         self.reduced = False
