@@ -128,6 +128,7 @@ def test_tests_go_on_when_the_judge_is_gone_or_stands_still(tmp_path, monkeypatc
 
 @on_linux
 @pytest.mark.thorough
+@pytest.mark.timeout(400)  # 40 s on a quiet machine: time in which others have the processors does not count
 def test_a_loop_costs_two_time_outs_a_step(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("while True:\n    try:\n        print('again' * 99)\n    except BaseException:\n        pass\n")
@@ -137,7 +138,7 @@ def test_a_loop_costs_two_time_outs_a_step(tmp_path):
     done = subprocess.run(list(map(str, command)), cwd=HOUSE, text=True, capture_output=True)
     assert done.returncode == 1 and "0 of 100 points" in done.stdout and "Traceback" not in done.stderr
     assert "line " in done.stdout and json.loads((tmp_path / "results.json").read_text())["score"] == 0
-    assert time.monotonic() - began < 100
+    assert time.monotonic() - began < 300
 
 
 # --------------------------------------------------------------------------------------------------- right all the same
