@@ -32,6 +32,8 @@ class ChangedInForward:
 
     def __init__(self, module: torch.nn.Module, buckets: list[Bucket | Frozen]):
         self.buckets, self.is_first = buckets, True
+        for bucket in buckets:
+            bucket.changed = bucket.edited = ""  # in words; the second of what was edited by hand
         self.before: list[tuple] = []
         module.register_forward_pre_hook(Tie(ChangedInForward._begin, self))
         module.register_forward_hook(Tie(ChangedInForward._end, self))

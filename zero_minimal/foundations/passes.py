@@ -48,9 +48,6 @@ class Passes:
         self.left = handed_over.Left(self.stage, flats)
         stage.model.register_forward_pre_hook(Tie(Passes._before_forward, self))
         stage.model.register_forward_hook(Tie(Passes._watch_output, self))
-        for bucket in stage.buckets:
-            # in words, what became of its parameters in forward, and by hand (changed_in_forward.py)
-            bucket.changed = bucket.edited = ""
         self.frozen: list[Frozen] = []
         self.watched: list[ChangedInForward] = []
         for one in [stage] if not self.by_turns else stage.units:
