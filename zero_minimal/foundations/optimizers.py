@@ -136,13 +136,12 @@ def rate_of(stage, bucket) -> str:
 
 
 def _simple(group: dict) -> dict:
+    def of_tensors(value):
+        return isinstance(value, tuple) and any(isinstance(part, Tensor) for part in value)
+
     return {name: value for name, value in group.items()
             if name != "lr" and isinstance(value, (int, float, tuple, str))
-            and not any(isinstance(part, Tensor) for part in (value, *_parts(value)))}
-
-
-def _parts(value) -> tuple:
-    return value if isinstance(value, tuple) else ()
+            and not of_tensors(value)}
 
 
 def tell_autograd(bucket: Bucket) -> None:
