@@ -1,7 +1,6 @@
 """Offload: the same bits as without it, whatever the speed of the bus; less memory; the bytes of the formula."""
 
 import contextlib
-import ctypes
 import dataclasses
 import gc
 import os
@@ -25,9 +24,9 @@ from torch import nn
 from zero_minimal import offload
 from zero_minimal.foundations import ranks, saved_state
 from zero_minimal.foundations.averages import Average
-from zero_minimal.foundations.away import resident_bytes
 from zero_minimal.foundations.bus import Bus, Queues
 from zero_minimal.foundations.ranks import RankError
+from zero_minimal.meters.bus_times import settled_bytes
 from zero_minimal.programs import report
 from zero_minimal.programs.offload import Offload
 from zero_minimal.workload.settings import Parser, Settings
@@ -307,16 +306,14 @@ class Wide(nn.Module):
 
 def resident(kind):
     """Bytes that this rank's process has more than before there was a model, after two steps, gradients and all."""
-    before = resident_bytes()
+    before = settled_bytes()
     zero = kind(Wide().bfloat16(), torch.optim.AdamW, lr=1e-3, fused=True)
     for _ in range(2):
         zero.zero_grad()
         zero.model(torch.randn(2, 1000, dtype=torch.bfloat16)).backward()
         zero.step()
-    gc.collect()
-    # what is free and still glibc's is held by nobody: 20 to 150 MB of it, another amount in each run
-    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
-    return resident_bytes() - before
+    # what is free and still the C library's is held by nobody: 20 to 150 MB of it, another amount in each run
+    return settled_bytes() - before
 
 
 @in_proc
