@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -132,13 +133,13 @@ def test_tests_go_on_when_the_judge_is_gone_or_stands_still(tmp_path, monkeypatc
 def test_a_loop_costs_two_time_outs_a_step(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("while True:\n    try:\n        print('again' * 99)\n    except BaseException:\n        pass\n")
-    began = time.monotonic()
+    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     command = [sys.executable, "-m", "zero_minimal", "grade", file, "--lesson", "03_gradients", "--json",
                tmp_path / "results.json"]
     done = subprocess.run(list(map(str, command)), cwd=HOUSE, text=True, capture_output=True)
     assert done.returncode == 1 and "0 of 100 points" in done.stdout and "Traceback" not in done.stderr
     assert "line " in done.stdout and json.loads((tmp_path / "results.json").read_text())["score"] == 0
-    assert time.monotonic() - began < 300
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began < 150  # of two ranks, or more: 70 are usual
 
 
 # --------------------------------------------------------------------------------------------------- right all the same
