@@ -65,9 +65,8 @@ def end_together(notes: dist.Store, rank: int, error: BaseException) -> NoReturn
         first = _within(GRACE, lambda: notes.get("first").decode())  # it waits until it is there
         if not first:
             traceback.print_exc()
-            first = _who_stands_where(notes) or ""
-            first = ("another rank is gone without a word or never came "
-                     f"({str(error).strip().splitlines()[0]}){first}")
+            reason, where = str(error).strip().splitlines()[0], _who_stands_where(notes) or ""
+            first = f"another rank is gone without a word or never came ({reason}){where}"
         print(f"rank {rank} stops: {first}", file=sys.stderr, flush=True)
     _exit()
 
