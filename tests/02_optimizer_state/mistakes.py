@@ -415,5 +415,8 @@ UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody coul
         "only whether communication and computation overlap, which is not graded, changes",
     "Stage1.bucket_complete: True turned":
         "only whether communication and computation overlap, which is not graded, changes",
+    "Stage1.step: `collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, "
+    "of=bucket, async` without of=bucket":
+        "a name for messages",
     "Stage1._wait: without `self.reducing = None`": "to wait again for what has arrived does nothing",
 }

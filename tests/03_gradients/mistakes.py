@@ -515,3 +515,13 @@ RIGHT = {
                 self.memory = GradientMemory(self.buckets, group)
             """},
 }
+
+UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody could tell them from the reference
+    "Stage2.step: `collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, "
+    "of=bucket, async` without of=bucket":
+        "a name for messages",
+    "Stage2.step: `for pending in gathering:` a statement later":
+        "statistics are no parameters: who sends them first has both when step() ends",
+    "Stage2.zero_grad: `self.buckets`: all_buckets":
+        "stage 3 alone has more in all_buckets: those of frozen parameters",
+}

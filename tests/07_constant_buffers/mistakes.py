@@ -251,5 +251,6 @@ def fill(buffer, load):
 }
 
 UNTOLD = {
+    "loads: `load.append(piece)` a statement later": "the two statements need nothing of each other",
     "ConstantBuffers.__init__: 0 + 1": "either buffer may come first: they take turns all the same",
 }
