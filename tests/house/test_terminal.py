@@ -217,6 +217,20 @@ def test_ranks_end_with_the_torchrun_that_started_them(tmp_path):
     assert not running(str(tmp_path / "mark")), "processes are left"
 
 
+LOST = """
+from zero_minimal.foundations import failures, interrupts
+interrupts._launcher = 2**30
+failures.end_together(None, 0, RuntimeError("connection closed by peer"))
+"""
+
+
+def test_who_loses_a_rank_by_that_says_the_same():
+    """The other one was the first to see that torchrun is gone, and with it the store of the ranks' words."""
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=SLOW, cwd=HOUSE,
+                          env=ENVIRONMENT | {"RANK": "0"})
+    assert (done.returncode, done.stderr) == (1, f"rank 0 stops: {interrupts.GONE}\n")
+
+
 ALONE = """
 from zero_minimal.foundations import ranks
 with ranks.start(timeout=2):

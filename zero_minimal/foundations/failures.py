@@ -61,6 +61,7 @@ def end_together(notes: dist.Store, rank: int, error: BaseException) -> NoReturn
         traceback.print_exc()
         print(f"\n{words}", file=sys.stderr, flush=True)
     else:
+        interrupts.end_if_torchrun_is_gone()
         leave_word(notes, rank, f"waited in {_waited_in(error)}")
         first = _within(GRACE, lambda: notes.get("first").decode())  # it waits until it is there
         if not first:

@@ -34,6 +34,7 @@ GONE = "the torchrun that started it is gone"
 
 _stopping = threading.Lock()  # held by the thread that says the last words
 _in_program = False  # whether this process runs one of our programs, not a user's
+_launcher = 0  # the process of the torchrun that started this rank
 
 
 def program(main: Callable) -> Callable:
@@ -147,18 +148,26 @@ def take_back() -> None:
 
 def end_with_torchrun() -> None:
     """End this rank, from now on, a second or two after the torchrun that started it."""
-    parent = os.getppid()
+    global _launcher
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _launcher = os.getppid()
+        threading.Thread(target=_watch_torchrun, daemon=True).start()
 
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(1)
+
+def _watch_torchrun() -> None:
+    while True:
+        end_if_torchrun_is_gone()
+        time.sleep(1)
+
+
+def end_if_torchrun_is_gone() -> None:
+    """Say so, and exit with code 1. Whoever has lost a rank asks this first: that rank may have
+    ended by it, and the store in which ranks leave their words was torchrun's."""
+    if _launcher and os.getppid() != _launcher:
         _stopping.acquire()  # who ended torchrun has said why
         sys.stdout.flush()
         print(f"rank {os.environ['RANK']} stops: {GONE}", file=sys.stderr, flush=True)
         os._exit(1)
-
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=watch, daemon=True).start()
 
 
 def end_torchrun() -> None:
