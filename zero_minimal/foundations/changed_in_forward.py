@@ -31,10 +31,9 @@ class ChangedInForward:
     """
 
     def __init__(self, module: torch.nn.Module, buckets: list[Bucket | Frozen]):
-        self.buckets, self.is_first = buckets, True
+        self.buckets, self.is_first, self.before = buckets, True, []
         for bucket in buckets:
             bucket.changed = bucket.edited = ""  # in words; the second of what was edited by hand
-        self.before: list[tuple] = []
         module.register_forward_pre_hook(Tie(ChangedInForward._begin, self))
         module.register_forward_hook(Tie(ChangedInForward._end, self))
 
@@ -45,10 +44,11 @@ class ChangedInForward:
         for bucket, before in zip(self.buckets, self.before, strict=False):
             if self._seen(bucket) != before:
                 bucket.changed = f"{notes.CHANGED} (sum {_sum(bucket)!r})"
-        self.before, self.is_first = [], False
+        self.before, self.is_first = [], self.is_first and torch.jit.is_tracing()
 
     def _seen(self, bucket: Bucket | Frozen) -> tuple:
-        return sum(map(_edits, bucket.params)), _sum(bucket) if self.is_first else None
+        looks = self.is_first and not torch.jit.is_tracing()  # a sum would be traced, too
+        return sum(map(_edits, bucket.params)), _sum(bucket) if looks else None
 
 
 def edited_by_hand(bucket: Bucket) -> str:
