@@ -109,7 +109,8 @@ def test_losses_and_speed():
     losses = {name: row["losses"] for name, row in LADDER.items()}
     assert all(losses[name] == losses["C1"] for name in CONFIGS)
     apart = max(abs(one - other) / one for one, other in zip(losses["data parallel"], losses["C1"], strict=True))
-    assert 1.5e-7 < apart < 2.5e-7 and "agree to 2 parts in ten million" in PROSE
+    # processors of another kind gave the same bits
+    assert apart < 2.5e-7 and "differ by the last bit at most, 2 parts in ten million" in PROSE
     recorded = json.loads((HOUSE / "lessons/pictures/configs.json").read_text())["rows"]
     speeds = [row["tokens_per_second"] for row in recorded]
     assert f"C1 to C5 did {min(speeds):,.0f} to {max(speeds):,.0f} tokens in a second, all within 2%" in PROSE
