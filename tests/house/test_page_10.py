@@ -108,9 +108,7 @@ def test_why_p_a_alone_spares_less():
 def test_losses_and_speed():
     losses = {name: row["losses"] for name, row in LADDER.items()}
     assert all(losses[name] == losses["C1"] for name in CONFIGS)
-    apart = max(abs(one - other) / one for one, other in zip(losses["data parallel"], losses["C1"], strict=True))
-    # processors of another kind gave the same bits
-    assert apart < 2.5e-7 and "differ by the last bit at most, 2 parts in ten million" in PROSE
+    assert losses["data parallel"] == losses["C1"] and "here data parallelism alone gives the same bits, too" in PROSE
     recorded = json.loads((HOUSE / "lessons/pictures/configs.json").read_text())["rows"]
     speeds = [row["tokens_per_second"] for row in recorded]
     assert f"C1 to C5 did {min(speeds):,.0f} to {max(speeds):,.0f} tokens in a second, all within 2%" in PROSE
