@@ -23,7 +23,7 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Recipe
 
-from zero_minimal.foundations import notes
+from zero_minimal.guards import collective_fingerprint as notes
 from zero_minimal.foundations.ranks import RankError
 
 # torch 2.6's own fully_shard asks for what its CPU streams do not have

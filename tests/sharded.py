@@ -17,7 +17,7 @@ import toys
 from checks import in_words
 from torch import optim
 
-from zero_minimal.foundations import notes
+from zero_minimal.guards import collective_fingerprint as notes
 from zero_minimal.foundations.ranks import RankError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

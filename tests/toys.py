@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zero_minimal.foundations import ranks
-from zero_minimal.foundations.released import is_released
+from zero_minimal.guards.released import is_released
 
 WORLDS = (1, 2, 3, 4)
 VOCABULARY, SEQUENCE = 31, 9

@@ -14,7 +14,7 @@ PyTorch, C++ extensions and CUDA graphs say, needs `zero.on_the_way.wait()` befo
 
 import torch
 
-from zero_minimal.foundations import collectives, optimizers, ownership
+from zero_minimal.foundations import collectives, optimizers, replicas
 from zero_minimal.foundations.on_the_way import OnTheWay
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
@@ -34,7 +34,7 @@ class Late:
         leaves first."""
         self.reduced_gradients()
         # before the parameters: messages to a rank arrive in the order in which they were sent
-        ownership.broadcast_statistics(self.model, self.group)
+        replicas.broadcast_statistics(self.model, self.group)
         for bucket in reversed(self.buckets):  # backward completes the last layers first
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
             self.on_the_way.send(bucket, lambda bucket=bucket: collectives.all_gather(

@@ -24,7 +24,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives, ownership
+from zero_minimal.foundations import collectives, replicas
 
 
 class Naive:
@@ -88,7 +88,7 @@ class Naive:
         """Make the update; on every rank alike, since the gradients are."""
         self.reduced_gradients()
         self.optimizer.step()
-        ownership.broadcast_statistics(self.model, self.group)
+        replicas.broadcast_statistics(self.model, self.group)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

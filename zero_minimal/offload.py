@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from zero_minimal.foundations import (
     collectives,
     disk_set_up,
-    layout,
     optimizers,
-    ownership,
     precision,
+    replicas,
+    seams,
 )
 from zero_minimal.foundations.away import (
     Away,
@@ -194,7 +194,6 @@ class Offloaded:
 
     def _returned(self) -> Iterator:
         """Let the host update; yields each bucket when its parameters are back."""
-        ownership.check_trained(self.model)
         scale = self.gradient_scale
         scale = scale.cpu() if isinstance(scale, Tensor) else scale
         self.host.send(("update", _options_of(self.optimizer), scale))
@@ -259,7 +258,7 @@ class GatheredAfter:
         the ranks while the next crosses the bus, and the one after that is updated."""
         self.backward.complete()
         for bucket in self.buckets:
-            layout.wait_until_left(bucket)
+            seams.tell("update_begins", bucket)
             precision.keep_changes(bucket)
         gathering = [
             collectives.all_gather(
@@ -270,7 +269,7 @@ class GatheredAfter:
         ]
         for pending in gathering:
             pending.wait()
-        ownership.broadcast_statistics(self.model, self.group)
+        replicas.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
 
@@ -316,11 +315,10 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
         """Let the host update its shards. All but the first come beside the next forward."""
         self._release_all()
         self.backward.complete()
-        ownership.check_trained(self.model)  # here it raises before the bus is in use
         for bucket in self.buckets:
-            layout.wait_until_left(bucket)
+            seams.tell("update_begins", bucket)
         self.returning.begin(self._returned(), self.buckets)
-        ownership.broadcast_statistics(self.model, self.group)
+        replicas.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
     def _gather(self, unit):

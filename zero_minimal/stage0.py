@@ -24,13 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from zero_minimal.foundations import (
-    collectives,
-    optimizers,
-    ownership,
-    precision,
-    sharded_state,
-)
+from zero_minimal.foundations import collectives, optimizers, precision, replicas
 from zero_minimal.foundations.backward import Backward, Hooks
 from zero_minimal.foundations.set_up import set_up
 
@@ -119,7 +113,7 @@ class Stage0(Hooks):
         self.reduced_gradients()
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
-        ownership.broadcast_statistics(self.model, self.group)
+        replicas.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
     def zero_grad(self) -> None:
@@ -130,23 +124,13 @@ class Stage0(Hooks):
         for param in self.model.parameters():
             param.grad = None
 
-    # state
-
-    def state_dict(self) -> dict:
-        """This rank's training state, for a restart with the same number of ranks."""
-        return sharded_state.state_dict(self)
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
-        sharded_state.load_state_dict(self, state)
-
     @contextmanager
     def gather_parameters(self) -> Iterator[None]:
         """Context in which every parameter is whole: here it always is. All ranks must enter it.
         Edits are kept: make them alike on all ranks, else RuntimeError."""
         try:
             yield
-            ownership.check_alike(self.model, self.group)
+            replicas.check_alike(self.model, self.group)
         finally:
             for bucket in self.buckets:
                 precision.keep_changes(bucket)

@@ -28,24 +28,13 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from zero_minimal.foundations import (
-    collectives,
-    optimizers,
-    ownership,
-    precision,
-    sharded_state,
-)
+from zero_minimal.foundations import collectives, optimizers, precision, replicas
 from zero_minimal.foundations.backward import Backward, Hooks
 from zero_minimal.foundations.gradient_memory import GradientMemory, Reduction
 from zero_minimal.foundations.released import release, restore
 from zero_minimal.foundations.set_up import set_up
 from zero_minimal.foundations.turns import Turns
-from zero_minimal.foundations.units import (
-    find_units,
-    refuse_nested_tensors,
-    refuse_state_dict,
-    whole_parameters,
-)
+from zero_minimal.foundations.units import find_units, whole_parameters
 
 
 class Stage3(Hooks):
@@ -96,8 +85,6 @@ class Stage3(Hooks):
         self.shown = False  # inside gather_parameters()
         self.backward = Backward(self, by_turns=True)
         self.turns = Turns(self)  # after Backward, whose hook on the model's output runs first
-        refuse_state_dict(self)
-        refuse_nested_tensors(self)
 
     def own(self, bucket):
         """A rank keeps a shard of every bucket, and of its parameters nothing else
@@ -237,7 +224,7 @@ class Stage3(Hooks):
         self.reduced_gradients()
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
-        ownership.broadcast_statistics(self.model, self.group)
+        replicas.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
     def zero_grad(self) -> None:
@@ -250,17 +237,6 @@ class Stage3(Hooks):
         for param in self.model.parameters():
             param.grad = None
 
-    # state
-
-    def state_dict(self) -> dict:
-        """This rank's training state, for a restart with the same number of ranks."""
-        return sharded_state.state_dict(self)
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
-        self._release_all()
-        sharded_state.load_state_dict(self, state)
-
     @contextmanager
     def gather_parameters(self) -> Iterator[None]:
         """Context in which every parameter is whole. All ranks must enter it, and call no
@@ -271,7 +247,7 @@ class Stage3(Hooks):
         try:
             with whole_parameters(self.all_buckets, self.rank, self.group):
                 yield
-                ownership.check_alike(self.model, self.group)
+                replicas.check_alike(self.model, self.group)
         finally:
             self.shown = False
             self._release_all()

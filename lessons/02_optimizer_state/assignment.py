@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_minimal.foundations import collectives, ownership, precision, sharded_state
+from zero_minimal.foundations import collectives, precision, replicas
 from zero_minimal.foundations.backward import Backward, Hooks
 from zero_minimal.foundations.layout import ALIGNMENT, Bucket
 from zero_minimal.foundations.optimizers import changes_parameters, update
@@ -198,27 +198,13 @@ class Stage1(Hooks):
         for param in self.model.parameters():
             param.grad = None
 
-    # state
-
-    def state_dict(self) -> dict:
-        """This rank's training state, for a restart with the same number of ranks."""
-        return sharded_state.state_dict(self)
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
-        sharded_state.load_state_dict(self, state)
-        for bucket in self.buckets:
-            collectives.all_gather(
-                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket.name
-            )
-
     @contextmanager
     def gather_parameters(self) -> Iterator[None]:
         """Context in which every parameter is whole: here it always is. All ranks must enter it.
         Edits are kept: make them alike on all ranks, else RuntimeError."""
         try:
             yield
-            ownership.check_alike(self.model, self.group)
+            replicas.check_alike(self.model, self.group)
         finally:
             for bucket in self.buckets:
                 precision.keep_changes(bucket)

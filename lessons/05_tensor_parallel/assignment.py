@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero_minimal.foundations import collectives, values
+from zero_minimal.foundations import collectives, seams
 from zero_minimal.foundations.mesh import Group, divisors
 
 # -------------------------------------------------------------- the two ends of the parallel region
@@ -313,12 +313,8 @@ class ParallelGPT(nn.Module):
         length, longest, vocabulary = tokens.shape[1], self.config.sequence, self.config.vocabulary
         if length > longest:
             raise ValueError(f"this model reads at most {longest} tokens at once, not {length}")
-        if not values.present():
-            return
         for numbers in (tokens,) if targets is None else (tokens, targets):
-            if not 0 <= numbers.min() <= numbers.max() < vocabulary:  # no rank would have it
-                raise ValueError(f"tokens must be from 0 to {vocabulary - 1}: found "
-                                 f"{int(numbers.min())} to {int(numbers.max())}")
+            seams.tell("tokens_given", numbers, vocabulary)
 
     def replicated(self) -> list[nn.Parameter]:
         """What every rank of the group holds whole: norms, row-parallel biases, positions."""

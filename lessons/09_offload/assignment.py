@@ -39,10 +39,10 @@ from torch import Tensor, nn
 from zero_minimal.foundations import (
     collectives,
     disk_set_up,
-    layout,
     optimizers,
-    ownership,
     precision,
+    replicas,
+    seams,
 )
 from zero_minimal.foundations.away import (
     Away,
@@ -263,8 +263,8 @@ class Offloaded:
         # as a number, None, or a tensor on the CPU. Yields each of self.in_turn(), in that order,
         # as soon as bucket.parameter_shard holds what came back for it, the bus's buffer can be
         # filled again, bucket.away knows the new values, and optimizers.tell_autograd was told.
-        # Before: ownership.check_trained(self.model). self.optimizer._opt_called is True before the
-        # first parcel is asked for: Offloaded3 asks for the others in its next forward.
+        # self.optimizer._opt_called is True before the first parcel is asked for: Offloaded3 asks
+        # for the others in its next forward.
         raise NotImplementedError("step 3: _returned")
 
     # what needs the gradients asks the host
@@ -363,11 +363,10 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
         """Let the host update its shards. All but the first come beside the next forward."""
         self._release_all()
         self.backward.complete()
-        ownership.check_trained(self.model)  # here it raises before the bus is in use
         for bucket in self.buckets:
-            layout.wait_until_left(bucket)
+            seams.tell("update_begins", bucket)
         self.returning.begin(self._returned(), self.buckets)
-        ownership.broadcast_statistics(self.model, self.group)
+        replicas.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
     def _gather(self, unit):

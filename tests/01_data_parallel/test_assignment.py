@@ -729,7 +729,7 @@ def test_a_step_leaves_rank_0s_statistics(stage_class):
             assert not off, (
                 f"{name}: after step() {in_a_list(off)} of rank {rank} is not what rank 0's batch has made of it. Each "
                 "rank's statistics are of its own batches, and step() gives rank 0's to all "
-                "(ownership.broadcast_statistics): the file that you were given does that"
+                "(replicas.broadcast_statistics): the file that you were given does that"
             )
 
 

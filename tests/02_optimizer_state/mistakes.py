@@ -64,7 +64,7 @@ gathering.append(collectives.all_gather(whole, own, group=self.group, async_op=T
 
 def step(ends="self.reduced_gradients()", begin="",
          update="update_shard(self.optimizer, bucket, self.gradient_scale)", gather=GATHER,
-         end="for pending in gathering:\n    pending.wait()", statistics="ownership.broadcast_statistics(self.model, "
+         end="for pending in gathering:\n    pending.wait()", statistics="replicas.broadcast_statistics(self.model, "
          "self.group)", spent="self.backward.spent = True"):
     loop = function("for bucket in self.buckets:", update, gather)
     return {"Stage1.step": "@torch.no_grad()\n" + function(

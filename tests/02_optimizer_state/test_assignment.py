@@ -419,7 +419,7 @@ def test_running_statistics_are_alike(stage_class):
     for rank, (_, after) in enumerate(means):
         assert torch.equal(after, means[0][1]), (
             f"after step() batch norm's running mean is {after[0]:.4g}, … on rank {rank} and {means[0][1][0]:.4g}, … "
-            "on rank 0: each rank has that of its own data, and ownership.broadcast_statistics gives all rank 0's"
+            "on rank 0: each rank has that of its own data, and replicas.broadcast_statistics gives all rank 0's"
         )
         assert not torch.equal(after, means[rank][0]), "after step() batch norm's running mean is as at the start"
 

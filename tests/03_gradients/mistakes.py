@@ -48,7 +48,7 @@ def step(begin="", ends="self.reduced_gradients()", buckets="self.buckets", upda
     loop = function(f"for bucket in {buckets}:", update, gather)
     return {"Stage2.step": "@torch.no_grad()\n" + function(
         "def step(self):", begin, ends, "gathering = []", loop, end,
-        "ownership.broadcast_statistics(self.model, self.group)", "self.backward.spent = True")}
+        "replicas.broadcast_statistics(self.model, self.group)", "self.backward.spent = True")}
 
 
 def zero_grad(forget="self.backward.forget()", scale="self.gradient_scale = None",
@@ -371,7 +371,7 @@ WRONG = {
         step(gather=GATHER.replace("group=self.group, ", "")), hangs=True),
     "running statistics stay each rank's own": Wrong(
         2, "test_running_statistics_are_alike", r"running mean is .* on rank 1 and .* on rank 0: each rank has that of",
-        {"Stage2.step": step()["Stage2.step"].replace("ownership.broadcast_statistics(self.model, self.group)", "")}),
+        {"Stage2.step": step()["Stage2.step"].replace("replicas.broadcast_statistics(self.model, self.group)", "")}),
     "backward is not ended where none ran": Wrong(
         2, "test_a_rank_without_a_backward_takes_the_step",
         r"(?s)^rank \d: it raised AttributeError: .*where no backward ran: first on rank 1.*reduced_gradients\(\)",

@@ -101,7 +101,7 @@ def wait(wait="self.reducing.pending.wait()", free=GIVEN_BACK, keep=KEEP):
 
 
 UPDATE = "optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)"
-STATISTICS = "ownership.broadcast_statistics(self.model, self.group)"
+STATISTICS = "replicas.broadcast_statistics(self.model, self.group)"
 
 
 def step(begin="self._release_all()", buckets="self.buckets", update=UPDATE, statistics=STATISTICS,
@@ -116,7 +116,7 @@ def evaluation_done(body="self._release_all()"):
 
 
 def gather_parameters(begin="self._release_all()", whole="whole_parameters(self.all_buckets, self.rank, self.group)",
-                      alike="ownership.check_alike(self.model, self.group)", end="self._release_all()"):
+                      alike="replicas.check_alike(self.model, self.group)", end="self._release_all()"):
     return {"Stage3.gather_parameters": "@contextmanager\n" + function(
         "def gather_parameters(self):", begin, "self.shown = True",
         function("try:", function(f"with {whole}:", "yield", alike)),
@@ -483,7 +483,7 @@ WRONG = {
         5, "test_all_is_whole_inside_gather_parameters",
         r"in the forward after an edit .* the trained parameter has its new values, and the frozen one its old ones",
         gather_parameters(alike="""
-            ownership.check_alike(self.model, self.group)
+            replicas.check_alike(self.model, self.group)
             for bucket in self.all_buckets:
                 if not bucket.trained:
                     give_back([bucket], self.group)
@@ -513,7 +513,7 @@ WRONG = {
     "edits are lost": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"the forward after an edit inside gather_parameters\(\)",
         gather_parameters(alike="""
-            ownership.check_alike(self.model, self.group)
+            replicas.check_alike(self.model, self.group)
             give_back(self.all_buckets, self.group)
             """) | GIVES_BACK),
     "an error inside gather_parameters is swallowed": Wrong(

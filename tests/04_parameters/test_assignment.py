@@ -45,7 +45,7 @@ from toys import Recipe
 from turns_seen import BLOCKS, Marks, Sight, Tower, block_bytes, numbers, seeded_numbers
 
 from zero_minimal.foundations import collectives
-from zero_minimal.foundations.released import Released, is_released
+from zero_minimal.guards.released import Released, is_released
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -902,7 +902,7 @@ def test_statistics_and_a_backward_too_many(stage_class):
         assert torch.equal(after, found[0][0][1]), (
             f"after step() batch norm's running mean is {after[0]:.4g}, … on rank {rank} and {found[0][0][1][0]:.4g}, "
             "… "
-            "on rank 0: each rank has that of its own data, and ownership.broadcast_statistics gives all rank 0's"
+            "on rank 0: each rank has that of its own data, and replicas.broadcast_statistics gives all rank 0's"
         )
         assert not torch.equal(after, before), "after step() batch norm's running mean is as at the start"
         assert refused, (
@@ -1048,7 +1048,7 @@ def test_all_is_whole_inside_gather_parameters(stage_class):
         assert found["unlike"] == "refused", (
             f"inside gather_parameters() the ranks made different edits, and rank {rank} went on without a word: it "
             "must "
-            "be a RuntimeError (ownership.check_alike), or each shard holds something else"
+            "be a RuntimeError (replicas.check_alike), or each shard holds something else"
         )
         assert_none_whole(found["stepped"], rank, "step()")
     assert_edited([found["edited"] for found in ranks], BLOCKS - 1, 0, "the forward after an edit inside "

@@ -72,7 +72,7 @@ def returned(*, scale="self.gradient_scale", options="_options_of(self.optimizer
              told="optimizers.tell_autograd(bucket)", over="yield bucket", first="", turns="self.in_turn()"):
     body = [parcel, copied, emptied, known, told, over]
     return {"Offloaded._returned": function(
-        RETURNED, "ownership.check_trained(self.model)", f"scale = {scale}",
+        RETURNED, f"scale = {scale}",
         "scale = scale.cpu() if isinstance(scale, Tensor) else scale", first,
         f'self.host.send(("update", {options}, scale))', "self.optimizer._opt_called = True",
         function(f"for bucket in {turns}:", *body))}
@@ -85,7 +85,7 @@ def gather(bucket):
     return collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket,
                                   async_op=True)
 """
-STATISTICS = "ownership.broadcast_statistics(self.model, self.group)"
+STATISTICS = "replicas.broadcast_statistics(self.model, self.group)"
 SPENT = "self.backward.spent = True"
 GATHERED = "for pending in [gather(bucket) for bucket in self._returned()]:\n    pending.wait()"
 

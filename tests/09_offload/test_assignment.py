@@ -871,7 +871,7 @@ def test_statistics_are_alike_and_a_late_backward_is_refused(assignment):
         for name, ((_, after), refused, _), ((_, first), *_) in zip(STAGES, of_rank, results[0], strict=False):
             assert torch.equal(after, first), (
                 f"{name}: after step() batch norm's running mean is {after[0]:.4g}, … on rank {rank} and "
-                f"{first[0]:.4g}, … on rank 0: ownership.broadcast_statistics gives all rank 0's"
+                f"{first[0]:.4g}, … on rank 0: replicas.broadcast_statistics gives all rank 0's"
             )
             assert refused, (
                 f"{name}: backward, step(), backward without zero_grad(): rank {rank} let it pass. It must be an "

@@ -9,7 +9,7 @@ import torch
 import toys
 
 from zero_minimal import __main__ as program
-from zero_minimal.foundations import beside, host_here, ranks, values
+from zero_minimal.foundations import beside, host_here, ranks
 from zero_minimal.foundations.bus import Bus, Parcel
 from zero_minimal.offload import Offloaded3
 from zero_minimal.paper import formulas
@@ -199,4 +199,4 @@ def test_rank_and_host_take_turns_over_a_bus_of_two_buffers():
 
 def test_no_trace_is_left():
     simulate(Case(SMALL, 2, 2, "bf16", steps=1, offload="cpu"))
-    assert beside.here is None and not host_here.at_work() and values.present()
+    assert beside.here is None and not host_here.at_work()

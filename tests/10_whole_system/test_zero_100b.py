@@ -16,7 +16,7 @@ from torch import optim
 
 from zero_minimal import __main__ as program
 from zero_minimal.foundations import ranks
-from zero_minimal.foundations.handed_over import has_gradient
+from zero_minimal.guards.handed_over import has_gradient
 from zero_minimal.foundations.mesh import make_mesh
 from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.foundations.ranks import RankError

@@ -21,15 +21,16 @@ from zero_minimal.foundations import (
     collectives,
     host,
     joining,
-    ownership,
     precision,
     random_state,
     ranks,
+    replicas,
     uneven,
 )
 from zero_minimal.foundations.bus import BUFFERS, Queues
 from zero_minimal.foundations.mesh import make_mesh
 from zero_minimal.foundations.pinned import PinnedBus
+from zero_minimal.guards.same_on_all_ranks import checksum
 from zero_minimal.meters import timing
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
 from zero_minimal.programs.registry import STAGES
@@ -80,7 +81,7 @@ def train(name, on_gpu):
                 param.data.mul_(0.5)
         zero.load_state_dict(state)
         with zero.gather_parameters():
-            sums = [ownership.checksum(param) for param in zero.model.parameters()]
+            sums = [checksum(param) for param in zero.model.parameters()]
         del zero, steps
         gc.collect()
         return losses, sums
@@ -239,7 +240,7 @@ def on_native_collectives():
             collectives.reduce(own, op="sum")
             found["reduced"] = own.tolist()
             found["batches"] = list(uneven.together(range(2)))
-            found["numbers"] = ownership.numbers_of_all_ranks([dist.get_rank(), 7])
+            found["numbers"] = replicas.numbers_of_all_ranks([dist.get_rank(), 7])
             return found
 
 

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as hooks_of_all_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.foundations import collectives, notes, pending, ranks
+from zero_minimal.foundations import collectives, pending, ranks, seams
+from zero_minimal.guards import collective_fingerprint as notes
 from zero_minimal.meters.memory import CATEGORIES, Ledger
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
@@ -331,7 +332,7 @@ def test_leaves_torch_as_it_was():
     def everything_it_touches():
         return (
             torch.UntypedStorage.resize_,
-            list(pending._listeners),
+            list(seams._listeners["collective"]),
             len(hooks_of_all_modules._global_forward_hooks),
             len(hooks_of_all_modules._global_forward_pre_hooks),
             len(hooks_of_all_modules._global_forward_hooks_always_called),

@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.foundations import collectives, ranks
-from zero_minimal.foundations.notes import LENGTH, Mismatch
+from zero_minimal.guards.collective_fingerprint import LENGTH, Mismatch
 from zero_minimal.foundations.uneven import together
 
 by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))

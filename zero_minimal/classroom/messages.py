@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import LOOK_AT, UNWRITTEN
-from zero_minimal.foundations.notes import Mismatch
+from zero_minimal.guards.collective_fingerprint import Mismatch
 from zero_minimal.foundations.ranks import RankError
 
 COLLECTIVES = {"collectives.py", "pending.py"}  # the files of foundations in which ranks wait for each other

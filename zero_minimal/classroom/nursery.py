@@ -97,7 +97,7 @@ def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
     import toys
 
     from zero_minimal.classroom import fence, hosts, results
-    from zero_minimal.foundations import beside, failures, joining, notes
+    from zero_minimal.foundations import beside, failures, joining, seams
 
     fence.end_with_parent()
     checks.listen_in_threads()
@@ -119,7 +119,7 @@ def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
         _send(line, HERE)
         function, args = pickle.loads(receive(line))
         answer = b"result\n" + results.encode(function(*args))
-        notes.say_goodbye()
+        seams.tell("rank_ends")
     except BaseException as error:  # SystemExit too: the judge must hear of it
         told = {"words": str(error) or type(error).__name__, "kind": type(error).__name__,
                 "lost_a_peer": failures.lost_a_peer(error), "seconds": time.time()}

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zero_minimal.foundations import ownership, values
 from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.bus import Bus, Parcel
 from zero_minimal.foundations.layout import Bucket
+from zero_minimal.guards.same_on_all_ranks import checksum
 
 AT_ONCE = 2**20  # words of a fingerprint on a GPU: of more, a shard would take 16 times its memory
 
@@ -41,11 +41,11 @@ class Away:
 
     def know(self, bucket: Bucket) -> None:
         """Rank and host have the same parameters."""
-        self.seen, self.is_back = _fingerprint(bucket.parameter_shard), True
+        self.seen, self.is_back = fingerprint(bucket.parameter_shard), True
 
     def keep_changes(self, bucket: Bucket) -> None:
         """Carry a user's edit of the parameters over to the host, if there was one."""
-        if _fingerprint(bucket.parameter_shard) != self.seen:
+        if fingerprint(bucket.parameter_shard) != self.seen:
             self.host.send(("changed", self.number), bucket.parameter_shard)
             self.know(bucket)
 
@@ -142,13 +142,11 @@ class StateOnHost(defaultdict):
     clear = pop = popitem = setdefault = update = refuse_state
 
 
-def _fingerprint(shard: Tensor) -> object:
-    """Another number if any bit is another. None if there are no bits. On a GPU a tensor []: the
+def fingerprint(shard: Tensor) -> object:
+    """Another number if any bit is another. On a GPU a tensor []: the
     CPU waits for it only when it is compared, in the next step."""
-    if not values.present():
-        return None
     if not shard.is_cuda:
-        return ownership.checksum(shard)
+        return checksum(shard)
     words = shard.detach().contiguous().view(-1).view(torch.int16)
     total = words.new_zeros((), dtype=torch.int64)
     for piece, first in zip(words.split(AT_ONCE), range(0, len(words), AT_ONCE), strict=True):

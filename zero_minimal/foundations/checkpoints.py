@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_minimal.foundations import ownership, values
+from zero_minimal.foundations import replicas
 from zero_minimal.foundations.mesh import Group
 from zero_minimal.foundations.outputs import tensors_in
+from zero_minimal.guards import same_on_all_ranks
 
 # which functions had their arguments compared, over which groups
 _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -60,8 +61,8 @@ def check_group(function: Callable, leaves: list, group: Group) -> None:
             "model-parallel group has one rank. Data-parallel ranks have batches of their own, so "
             "they have no copies to cut.", stacklevel=4
         )
-    elif values.present() and _is_first(function, group):
-        sums = ownership.numbers_of_all_ranks([checksum(leaves)], group)
+    elif _is_first(function, group):
+        sums = replicas.numbers_of_all_ranks([checksum(leaves)], group)
         odd = [rank for rank, other in enumerate(sums) if other != sums[0]]
         if odd:
             raise RuntimeError(
@@ -80,7 +81,7 @@ def checksum(leaves: list) -> int:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             if not isinstance(tensor, nn.Parameter):
                 total = zlib.crc32(repr((tensor.dtype, tuple(tensor.shape))).encode(), total)
-                total = ownership.checksum(tensor, total)
+                total = same_on_all_ranks.checksum(tensor, total)
     return total
 
 

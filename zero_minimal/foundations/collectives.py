@@ -24,8 +24,8 @@ since gloo runs on the CPU. On NCCL the native functions are called.
 
 The decorator `collective` adds two arguments to each function. With async_op=True it returns a
 `Pending` (pending.py) at once; else None, when the result is in place. `of=` names what is sent,
-for the error that a rank gets which is in another collective (notes.py). A `group` of None is all
-ranks; the functions below are given the process group itself.
+for the error that a rank gets which is in another collective. A `group` of None is all ranks; the
+functions below are given the process group itself.
 What a rank sends, and when, is heard from outside (`heard_by`): no stage has a line for it.
 """
 
@@ -34,20 +34,20 @@ import time
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations.notes import other_ranks
 from zero_minimal.foundations.pending import (
     Call,
+    Channel,
     Pending,
+    channel,
     collective,
     heard_by,
     inside_collective,
-    notes_of_this_one,
 )
 from zero_minimal.foundations.sums import sum_in_rank_order
 
 __all__ = [
-    "Call", "Pending", "all_gather", "all_reduce", "broadcast", "free", "heard_by",
-    "inside_collective", "reduce", "reduce_scatter",
+    "Call", "Channel", "Pending", "all_gather", "all_reduce", "broadcast", "free", "heard_by",
+    "inside_collective", "other_ranks", "reduce", "reduce_scatter",
 ]
 
 # torch 2.13 renamed both
@@ -120,7 +120,7 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
     if dist.get_backend(group) != "gloo":
         return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)])
     if op == "max":
-        _agree()
+        channel().check()  # gloo's own would take a message of any other collective
         host = _on_host(tensor, group)
         work = dist.all_reduce(host, op=_OPS[op], group=group, async_op=True)
         return Pending([work], lambda: tensor.copy_(host))
@@ -148,7 +148,7 @@ def reduce(tensor: torch.Tensor, root: int = 0, *, op: str = "avg", group=None) 
     received = host.new_empty(world_size, host.numel()) if is_root else None
     places = list(received) if is_root else None
     destination = dist.get_global_rank(group, root)
-    _agree()
+    channel().check()
     work = dist.gather(host, places, destination, group=group, async_op=True)
 
     def finish():
@@ -166,7 +166,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Pending:
     host = _on_host(tensor, group).contiguous()
     as_bytes = host.view(-1).view(torch.uint8)
     source = dist.get_global_rank(group, root)
-    _agree()
+    channel().check()
     work = dist.broadcast(as_bytes, source, group=group, async_op=True)
 
     def finish():
@@ -182,13 +182,6 @@ def _check(op: str, *known: str) -> None:
         raise ValueError(f"unknown op {op!r}: use {' or '.join(known)}")
 
 
-def _agree() -> None:
-    """Check the notes before one of gloo's own collectives: gloo would take another rank's message
-    for this one's, whatever it belongs to."""
-    if notes_of_this_one() is not None:
-        notes_of_this_one().check()
-
-
 def free(tensor: torch.Tensor) -> None:
     """Free a tensor's memory now, even if gloo's threads or autograd still refer to it."""
     tensor.untyped_storage().resize_(0)
@@ -198,20 +191,22 @@ def _exchange(leaving: list, arriving: list, group) -> list:
     """Start to send leaving[r] to every other rank r, and to receive arriving[r] from it. Returns
     the works to wait for.
 
-    Receives are posted before sends, so that a message is written to its place as it comes. Notes,
-    which are short, go last.
+    Receives are posted before sends, so that a message is written to its place as it comes.
     """
     # the group's own methods: what dist.isend and dist.irecv check besides costs time
-    notes = notes_of_this_one()
-    tag = notes.expect() if notes is not None else 0
-    others = other_ranks(group)
+    tag, others = channel().opens(), other_ranks(group)
     works = [group.recv([arriving[other]], other, tag) for other in reversed(others)]
     if others and leaving[others[0]].nbytes >= LONG:
         time.sleep(NAP)
     works += [group.send([leaving[other]], other, tag) for other in others]
-    if notes is not None:
-        notes.send()
+    channel().sent()
     return works
+
+
+def other_ranks(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks of a group by their number there: the next one first."""
+    world_size, rank = group.size(), group.rank()
+    return [(rank + distance) % world_size for distance in range(1, world_size)]
 
 
 def _on_host(tensor, group):

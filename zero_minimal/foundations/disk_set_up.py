@@ -15,10 +15,11 @@ import cloudpickle
 import torch
 from torch import nn
 
-from zero_minimal.foundations import files, optimizers, ownership
+from zero_minimal.foundations import files, optimizers, replicas
 from zero_minimal.foundations.away import Kept
 from zero_minimal.foundations.budget import Budget
 from zero_minimal.foundations.bus import Parcel
+from zero_minimal.foundations.set_up import parameter_groups
 
 TRIED = 16  # elements of the shard that an optimizer is tried on
 
@@ -71,7 +72,7 @@ def asked(
         raise ValueError(f"host_budget is {budget!r}: give bytes, 200e6 say, or None")
     if not folder:
         raise ValueError(f"disk is {folder!r}: give a folder, \".\" for the current one")
-    groups = ownership.parameter_groups(model, options.get("param_groups"))
+    groups = parameter_groups(model, options.get("param_groups"))
     options["param_groups"] = groups
     of_groups = [{name: value for name, value in group.items() if name != "params"}
                  for group in groups]
@@ -94,7 +95,7 @@ def set_up(stage, asked: Asked, buckets: list) -> None:
     })
     answer = stage.host.ask("on_disk", asked)
     own = [answer.needed, answer.free, answer.error, answer.smallest]
-    every = ownership.numbers_of_all_ranks(own, stage.group, of="set-up of the disk tier")
+    every = replicas.numbers_of_all_ranks(own, stage.group, of="set-up of the disk tier")
     try:
         _check_answers(asked, [Answer(*numbers) for numbers in every])
     except BaseException:

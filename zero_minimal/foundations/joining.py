@@ -22,7 +22,7 @@ import torch.distributed as dist
 # imported while a group is up, this one's default arguments would keep the group alive
 import torch.distributed.nn  # noqa: F401
 
-from zero_minimal.foundations import failures, interrupts, notes
+from zero_minimal.foundations import failures, interrupts, seams
 
 SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
 COLLECTIVE_TIMEOUT = 300  # seconds a collective waits for the other ranks before it fails
@@ -173,7 +173,7 @@ def come_to_the_end() -> None:
     """This rank has done its work."""
     for function in _before_the_end:
         function()
-    notes.say_goodbye()
+    seams.tell("rank_ends")
 
 
 _local: dict = {}  # device and local rank of this process, for _describe

@@ -18,7 +18,6 @@ of a tensor differently.
 """
 
 import math
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -108,8 +107,6 @@ class Bucket:
     parameter_shard: torch.Tensor | None = None  # [padded / N] what this rank updates
     gradients: torch.Tensor | None = None  # [padded] whole, at stages 0 and 1
     gradient_shard: torch.Tensor | None = None  # [padded / N]
-    # set when its bytes have left for a checkpoint that is being written: step() waits for that
-    leaving: threading.Event | None = None
     # [padded / N] what the optimizer updates: for 16-bit parameters an fp32 copy of the shard, for
     # wider ones the shard itself, in the same memory
     master: nn.Parameter | None = None
@@ -197,14 +194,6 @@ class Bucket:
         """Which elements of the parameter lie here: from, to."""
         offset = self.flat.offsets[param]
         return max(0, self.start - offset), min(param.numel(), self.start + self.padded - offset)
-
-
-def wait_until_left(bucket: Bucket) -> None:
-    """Before a bucket changes, wait until the checkpoint that is being written, if any, has it."""
-    leaving = getattr(bucket, "leaving", None)  # an assignment's own kind of bucket has none
-    if leaving is not None:
-        leaving.wait()
-        bucket.leaving = None
 
 
 def pack(

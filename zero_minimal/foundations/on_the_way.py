@@ -31,9 +31,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from zero_minimal.foundations import joining, released
+from zero_minimal.foundations import joining, seams
 from zero_minimal.foundations.layout import Bucket, same_storage
 from zero_minimal.foundations.ties import Tie
+from zero_minimal.guards import released
 
 # what would tell where a parameter's memory is, and how it lies there
 PLACES = ("stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr", "is_shared")
@@ -64,7 +65,7 @@ except TypeError:  # older ones, 2.6 among them, ask for no reason
     not_compiled = torch.compiler.disable
 
 
-class Awaited(released.Watched, nn.Parameter):
+class Awaited(nn.Parameter):
     """A parameter whose new values, or those of its neighbours, are not here yet."""
 
     @classmethod
@@ -89,6 +90,12 @@ class Awaited(released.Watched, nn.Parameter):
     def __reduce_ex__(self, protocol):
         _wait_for(self, and_neighbours=True)
         return self.__reduce_ex__(protocol)
+
+
+@seams.at("parameter_restored")
+def becomes_plain(param: nn.Parameter) -> None:
+    if isinstance(param, Awaited):
+        param.__class__ = nn.Parameter
 
 
 class OnTheWay:

@@ -27,7 +27,8 @@ from pathlib import Path
 
 import torch
 
-from zero_minimal.foundations import loading, pieces, saving, sharded_state
+from zero_minimal.foundations import loading, pieces, saving
+from zero_minimal.checkpoint.sharded_state import fill_buffers
 from zero_minimal.foundations.saving import NotSaved, Saving
 from zero_minimal.foundations.state_folder import Damaged
 
@@ -119,7 +120,7 @@ def load_plain(
     loading.check(contents.facts, loading.plain_facts(model, optimizer, contents.facts))
     state, buffers, wanted = loading.plain_to_fill(model, optimizer, contents)
     loading.read_alone(contents, wanted)
-    sharded_state.fill_buffers(model, buffers)
+    fill_buffers(model, buffers)
     loading.fill_extra_states(model, contents)
     if optimizer is not None:
         optimizer.load_state_dict(state)

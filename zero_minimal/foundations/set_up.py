@@ -1,28 +1,26 @@
 """Set-up: what the constructors of all stages have in common.
 
-    1. refuse what cannot be trained, while the model is still as it was
-    2. plan the buckets, and check that all ranks have the same model (but for its values) and
-       the same buckets
-    3. move the parameters into flat tensors, and broadcast rank 0's values
-    4. stage.own(bucket): the stage decides what of the bucket this rank keeps;
+    1. plan the buckets
+    2. move the parameters into flat tensors, and broadcast rank 0's values
+    3. stage.own(bucket): the stage decides what of the bucket this rank keeps;
        the rank's shard gets an fp32 master if it is in 16 bit
-    5. make the user's optimizer, over the shards
+    4. make the user's optimizer, over the shards
 
-Stage 3 does steps 3 and 4 for one unit, then for the next, since no rank may be able to hold the
-whole model.
+Stage 3 does steps 2 and 3 for one unit, then for the next, since no rank may be able to hold the
+whole model. What cannot be trained is refused before (zero_minimal/guards), while the model is
+still as it was.
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_minimal.foundations import collectives, layout, meta, optimizers, ownership, precision
-from zero_minimal.foundations.released import is_released
-from zero_minimal.foundations.sharded_state import refuse_other_shards
-from zero_minimal.foundations.units import Unit, give_back
+from zero_minimal.foundations import collectives, layout, optimizers, precision, replicas
+from zero_minimal.foundations.seams import tell
+from zero_minimal.foundations.units import Unit
 
 
 def set_up(
@@ -46,29 +44,22 @@ def set_up(
             optimizer group).
         padded_size, master_of, over_shards: functions that do what those of layout, precision and
             optimizers do. Stage 1, which introduces them, names them.
-    Raises: what ownership.parameter_groups, optimizers.check_element_wise, optimizers.check_groups,
-        ownership.check_member, meta.check, layout.pack, ownership.adopt and meta.materialise raise.
+    Raises: what layout.pack raises, and whatever zero_minimal/guards refuses.
     """
-    groups = ownership.parameter_groups(model, param_groups)
-    ownership.check_member(group)
-    ownership.check_forward(model)
-    optimizers.check_element_wise(optimizer_class, optimizer_options)
-    optimizers.check_groups(optimizer_class, optimizer_options, groups)
-    meta.check(model, by_units=units is not None)
+    tell("model_given", model, group, units)
+    groups = parameter_groups(model, param_groups)
+    tell("optimizer_given", optimizer_class, optimizer_options, groups)
     stage.model, stage.group = model, group
     stage.rank, stage.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     # without units= the whole model is a single one, which bucket_bytes cuts into buckets
-    parts = units or [Unit("", model, ownership.trained(model, groups))]
+    parts = units or [Unit("", model, trained(model, groups))]
     size, nameless = (None, "the root unit") if units else (bucket_bytes, "bucket {}")
     _plan_buckets(stage, parts, groups, size, padded_size, nameless)
-    ownership.adopt(stage, model, stage.all_buckets, optimizer_class, [optimizer_options, *groups],
-                    group)
-
-    with _whole_if_it_fails(stage), meta.back_if_it_fails(model):
+    tell("buckets_planned", stage, parts, optimizer_class, [optimizer_options, *groups])
+    try:
         for part in parts:
-            if units:
-                meta.materialise(part, model)  # gives it memory, if it is on the meta device
+            tell("unit_to_flatten", part, model)
             layout.flatten(part.buckets)  # sets bucket.parameters, [padded]
             for bucket in part.buckets:
                 collectives.broadcast(bucket.parameters, group=group, of=bucket)
@@ -77,15 +68,36 @@ def set_up(
                     own = bucket.parameter_shard
                     narrow = own.element_size() < 4
                     bucket.master = master_of(own) if narrow else nn.Parameter(own)
-        ownership.broadcast_rest(model, stage.all_buckets, group)
-        stage.optimizer = optimizers.on_shards(
-            optimizer_class, optimizer_options, groups, stage.buckets, over_shards
-        )
-    refuse_other_shards(stage)
-    drop = weakref.WeakMethod(stage.zero_grad)
-    stage.optimizer.zero_grad = lambda set_to_none=True: drop()()
+        replicas.broadcast_rest(model, stage.all_buckets, group)
+        stage.optimizer = over_shards(optimizer_class, optimizer_options, groups, stage.buckets)
+    except Exception:
+        tell("wrap_failed", stage)
+        raise
     stage.gradient_scale: precision.Scale = None
-    ownership.mark(stage, model)  # last: a wrap that fails leaves the model free
+    tell("wrapped", stage)
+
+
+def parameter_groups(model: nn.Module, param_groups: Iterable | None = None) -> list[dict]:
+    """What the user asked to train, as torch.optim takes it: dicts with "params" and options.
+    Frozen parameters are left out."""
+    given = list(model.parameters() if param_groups is None else param_groups)
+    if given and not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = [dict(group) for group in given]
+    for group in groups:
+        params = group["params"]
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        # torch.optim takes (name, parameter) pairs too
+        group["params"] = [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
+    tell("groups_given", model, groups)
+    return [{**group, "params": [param for param in group["params"] if param.requires_grad]}
+            for group in groups]
+
+
+def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
+    """The parameters that are trained, in the order of the model."""
+    chosen = {param for group in groups for param in group["params"]}
+    return [param for param in model.parameters() if param in chosen]
 
 
 def _plan_buckets(
@@ -115,16 +127,3 @@ def _next_model(group) -> str:
     group = group or dist.group.WORLD
     _models[group] = number = _models.get(group, 0) + 1
     return f" of model {number}" if number > 1 else ""
-
-
-@contextlib.contextmanager
-def _whole_if_it_fails(stage) -> Iterator[None]:
-    """Context that an error on all ranks leaves with a model that can be wrapped again. Its values
-    may be rank 0's by then."""
-    try:
-        yield
-    except Exception:
-        lost = [bucket for bucket in stage.all_buckets if any(map(is_released, bucket.params))]
-        with contextlib.suppress(RuntimeError):  # the others may be elsewhere, or gone
-            give_back(lost, stage.group)
-        raise

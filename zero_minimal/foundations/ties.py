@@ -1,23 +1,15 @@
-"""Ties: how a model holds on to its stage, by hooks and by a mark on each parameter. Loosely, since
-a model may live longer than its stage, and is copied and saved without it:
+"""Ties: how a model holds on to its stage, by hooks. Loosely, since a model may live longer than its
+stage, and is copied and saved without it:
 
     del zero                 frees shards and optimizer state at once: a tie holds its stage weakly
     copy.deepcopy(model)     is a plain model: the copy of a tie does nothing
     torch.save(model, file)  the same, when it is loaded
-
-At stage 3 the parameters go with the stage, and a model that was left behind says so when used.
 """
 
 import weakref
 from collections.abc import Callable
 
 import torch
-
-LEFT_BEHIND = (
-    "the stage of this model is gone (del zero), and with it went the parameters, of which the "
-    "model itself holds none at stage 3: keep `zero` as long as the model, or copy the model "
-    "before, under `with zero.gather_parameters():`, on all ranks"
-)
 
 
 def nothing(*_) -> None:
@@ -55,24 +47,3 @@ class Tie:
 
     def __reduce__(self):  # for copies, and for pickle
         return Tie, ()
-
-
-class Mark:
-    """On a parameter: which stage trains it."""
-
-    def __init__(self, stage=None):
-        self._stage = nothing if stage is None else weakref.ref(stage)
-
-    @property
-    def stage(self):
-        """None if it is gone."""
-        return self._stage()
-
-    def __reduce__(self):
-        return Mark, ()
-
-
-def trained_by(param: torch.Tensor):
-    """The stage that trains a parameter, or None."""
-    mark = vars(param).get("_zero_stage")
-    return mark.stage if isinstance(mark, Mark) else mark

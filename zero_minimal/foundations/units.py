@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives
+from zero_minimal.foundations import collectives, seams
 from zero_minimal.foundations.layout import Bucket
 from zero_minimal.foundations.precision import keep_changes
-from zero_minimal.foundations.released import refuse_left_behind, restore
-from zero_minimal.foundations.ties import Tie
-from zero_minimal.foundations.wrappers import refuse_script
+from zero_minimal.foundations.released import restore
 
 
 @dataclass(eq=False)
@@ -37,18 +35,12 @@ class Unit:
 def find_units(model: nn.Module, units: Iterable[nn.Module] | None = None) -> list[Unit]:
     """The model's units in the order of registration, the root first.
 
-    Args: units: modules to take instead of the elements of module lists.
-    Raises: TypeError if `model` is not a module, ValueError if a unit is not a part of it.
+    Args: units: modules of the model to take instead of the elements of module lists.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"a stage takes an nn.Module, and was given a {type(model).__name__}")
-    refuse_script(model)
+    modules = units if units is None else list(units)
+    seams.tell("units_given", model, modules)
+    modules = list(_elements(model)) if modules is None else modules
     names = {module: name for name, module in model.named_modules()}
-    modules = list(_elements(model) if units is None else units)
-    strangers = [module for module in modules if module not in names]
-    if strangers:
-        stranger = type(strangers[0]).__name__
-        raise ValueError(f"units= holds a {stranger} that is not a part of the model")
     root = Unit("", model)
     found = {model: root}
     for module in sorted(set(modules), key=list(names).index):
@@ -120,39 +112,3 @@ def give_back(buckets: list[Bucket], group=None) -> None:
         collectives.all_gather(whole, bucket.parameter_shard, group=group, of=bucket.name)
         for param in bucket.params:
             restore(param, bucket.flat.view(whole, param))
-
-
-def refuse_state_dict(stage) -> None:
-    """Let state_dict() and load_state_dict() of stage.model, and of each module in it, raise an
-    error that says what to do, unless stage.shown: a state dict of placeholders would be a
-    checkpoint of NaN."""
-
-    def refuse(stage, module, *_):
-        if not stage.shown and any(True for _ in module.parameters()):
-            raise RuntimeError("at stage 3 a rank holds shards only: put model.state_dict() or "
-                               "model.load_state_dict() under `with zero.gather_parameters():`, "
-                               "on all ranks; or save zero.state_dict(), this rank's part")
-
-    tie = Tie(refuse, stage, left=refuse_left_behind)
-    for module in stage.model.modules():
-        module.register_state_dict_pre_hook(tie)
-        module.register_load_state_dict_pre_hook(tie)
-
-
-def refuse_nested_tensors(stage) -> None:
-    """Let each nn.TransformerEncoder of stage.model refuse what it would answer differently here.
-    In evaluation it looks at its first layer's parameters: released, they turn off a fast path that
-    leaves zeros where the padding is."""
-
-    def refuse(stage, module, args, kwargs):
-        padding = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
-        plain = module.training or torch.is_grad_enabled() or stage.shown
-        if padding is not None and module.use_nested_tensor and not plain:
-            raise RuntimeError("at stage 3 an evaluation with src_key_padding_mask would not put "
-                               "zeros where the padding is, as nested tensors do: build "
-                               "nn.TransformerEncoder(…, enable_nested_tensor=False), or evaluate "
-                               "under `with zero.gather_parameters():`, on all ranks")
-
-    for module in stage.model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            module.register_forward_pre_hook(Tie(refuse, stage), with_kwargs=True)

@@ -7,3 +7,6 @@ import torch.optim  # noqa: F401
 import torch.utils.checkpoint  # noqa: F401
 
 import zero_minimal.foundations.joining  # noqa: F401
+from zero_minimal.foundations import seams
+
+seams.attach()

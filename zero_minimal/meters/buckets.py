@@ -11,7 +11,7 @@ import contextlib
 
 from zero_minimal.foundations import collectives
 from zero_minimal.foundations.gradient_memory import Reduction
-from zero_minimal.foundations.handed_over import has_gradient
+from zero_minimal.guards.handed_over import has_gradient
 
 KINDS = (
     "coming",  # gradients that this rank has computed, not yet on their way

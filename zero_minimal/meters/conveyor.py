@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from zero_minimal.foundations import collectives
 from zero_minimal.foundations.layout import same_storage
-from zero_minimal.foundations.released import is_released
+from zero_minimal.guards.released import is_released
 from zero_minimal.foundations.units import Unit
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.owners import OF_A_BUCKET

@@ -19,12 +19,13 @@ from types import CodeType, FrameType
 
 import torch
 
-from zero_minimal.foundations import collectives, notes, pending
+from zero_minimal.foundations import collectives, pending
+from zero_minimal.guards import collective_fingerprint
 from zero_minimal.notebook import attempt
 
 PROJECT = Path(collectives.__file__).parent.parent
 TORCH = Path(torch.__file__).parent
-PLUMBING = {collectives.__file__, pending.__file__, notes.__file__}  # where these stand tells nobody anything
+PLUMBING = {collectives.__file__, pending.__file__, collective_fingerprint.__file__}  # where these stand tells nobody anything
 # what stands here and does not compute, waits: for a store, a message, a collective
 SPEAKING = {str(TORCH / file) for file in ("distributed/distributed_c10d.py", "distributed/utils.py",
                                            "nn/parallel/distributed.py")}
@@ -117,9 +118,9 @@ def _words(frame: FrameType) -> str:
     """What a frame of torch.distributed or of our collectives is about: "recv from rank 2"."""
     code = frame.f_code
     if code.co_filename == pending.__file__ and code.co_name == "wait":
-        its_notes = frame.f_locals["self"].notes
-        return its_notes.words if its_notes else ""
-    if code.co_filename == notes.__file__ and code.co_name == "check":
+        call = frame.f_locals["self"].call
+        return getattr(call.channel, "words", "") if call else ""
+    if code.co_filename == collective_fingerprint.__file__ and code.co_name == "check":
         return frame.f_locals["self"].words
     if code.co_filename not in SPEAKING:
         return ""

@@ -4,7 +4,7 @@
         model = GPT(config)        # a trillion parameters, if you like
         model(tokens, tokens).backward()
 
-torch's FakeTensorMode does it. What reads a value, or sends one, asks foundations/values.py first.
+torch's FakeTensorMode does it. The algorithm runs as it is, by itself: nothing travels, and no guard looks at values.
 """
 
 import contextlib
@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zero_minimal.foundations import values
+from zero_minimal.extensions import meta_device
+from zero_minimal.foundations import away, checkpoints, collectives, replicas, seams
 
 
 @contextlib.contextmanager
@@ -31,7 +33,25 @@ def new_tensors_in(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """FakeTensorMode, and everybody knows."""
-    # torch's swap_tensors refuses tensors that have weak references, and fake tensors have some of torch's own
-    with values.absent(), mock.patch.object(weakref, "getweakrefs", lambda tensor: []), FakeTensorMode():
+    """FakeTensorMode, and the algorithm without its guards."""
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(seams.without("zero_minimal.guards"))
+        undo.enter_context(seams.heard_by("collective", _nothing_travels))
+        for owner, name, instead in NOT_READ:
+            undo.enter_context(mock.patch.object(owner, name, instead))
+        undo.enter_context(FakeTensorMode())
         yield
+
+
+def _nothing_travels(moment: str, call: collectives.Call) -> None:
+    call.travels = False
+
+
+NOT_READ = (  # functions of the algorithm that read values
+    (replicas, "numbers_of_all_ranks", lambda numbers, group=None, of="": [numbers] * dist.get_world_size(group)),
+    (away, "fingerprint", lambda shard: None),
+    (meta_device, "has_no_value", lambda tensor: False),
+    (checkpoints, "checksum", lambda leaves: 0),
+    # torch's swap_tensors refuses tensors that have weak references, and fake tensors have some of torch's own
+    (weakref, "getweakrefs", lambda tensor: []),
+)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zero_minimal.foundations import collectives, optimizers, ownership, ranks
+from zero_minimal.foundations import collectives, optimizers, ranks, replicas
 from zero_minimal.foundations.away import resident_bytes
 from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.bus import Bus
@@ -67,7 +67,7 @@ class GradientsAway(LeavesAtOnce, Stage2):
             bucket.gradient_shard = None
             self.host.emptied(parcel)
             collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket)
-        ownership.broadcast_statistics(self.model, self.group)
+        replicas.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
 

@@ -28,7 +28,8 @@ from torch.optim import AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from zero_minimal.foundations import beside, host, host_here, optimizers
+from zero_minimal.foundations import beside, host, host_here
+from zero_minimal.guards.refused_optimizers import check_element_wise
 from zero_minimal.foundations.mesh import Mesh, make_mesh
 from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.meters.crossings import BusMeter
@@ -74,7 +75,7 @@ def simulate(case: Case, tell: Callable[[str], None] = lambda phase: None, aroun
     """
     if dist.is_initialized():
         raise RuntimeError("a simulation makes ranks of its own: call it where no process group is up")
-    optimizers.check_element_wise(AdamW, OPTIONS)  # with values, before there are none
+    check_element_wise(AdamW, OPTIONS)  # with values, before there are none
     dist.init_process_group("fake", rank=case.rank, world_size=case.ranks, store=FakeStore())
     try:
         run = _Run(case, tell, around)

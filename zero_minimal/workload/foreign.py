@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zero_minimal.foundations import meta
+from zero_minimal.extensions import meta_device
 from zero_minimal.foundations.units import find_units
 
 PIP = "pip install 'transformers>=5'"
@@ -164,7 +164,7 @@ class ForeignModel:
         """The same on torch's default device, with its values."""
         model = self.on_meta(dtype, **how)
         if torch.get_default_device().type != "meta":
-            meta.materialise(find_units(model, [])[0], model)
+            meta_device.materialise(find_units(model, [])[0], model)
         return model
 
 
@@ -220,6 +220,6 @@ class WithLoss:
 def with_loss(model: nn.Module) -> nn.Module:
     """This model, of a class that is WithLoss, too: the names of its parameters stay."""
     places = {module: place for place, module in enumerate(model.modules())}
-    model.drawing = torch.initial_seed(), places, meta.drawers(model)
+    model.drawing = torch.initial_seed(), places, meta_device.drawers(model)
     model.__class__ = type(type(model).__name__, (WithLoss, type(model)), {})
     return model

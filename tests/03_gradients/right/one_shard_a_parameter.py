@@ -4,7 +4,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import optimizers, ownership, precision
+from zero_minimal.foundations import optimizers, precision, replicas, set_up
 from zero_minimal.foundations.backward import Backward, Hooks
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -39,17 +39,17 @@ class Sharded:
 
 class Stage2(Hooks):
     def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=None, param_groups=None, **options):
-        groups = ownership.parameter_groups(model, param_groups)
+        groups = set_up.parameter_groups(model, param_groups)
         self.model, self.group, self.gradient_scale = model, group, None
         index = {param: place for place, entry in enumerate(groups) for param in entry["params"]}
-        self.buckets = [Sharded(param, index[param], group) for param in reversed(ownership.trained(model, groups))]
+        self.buckets = [Sharded(param, index[param], group) for param in reversed(set_up.trained(model, groups))]
         for param in model.parameters():
             param._zero_stage = "Stage2"
             if param not in index:
                 dist.broadcast(param.data, 0, group=group)
         for buffer in model.buffers():
             dist.broadcast(buffer, 0, group=group)
-        self.optimizer = optimizers.on_shards(optimizer_class, options, groups, self.buckets)
+        self.optimizer = optimizers.over_shards(optimizer_class, options, groups, self.buckets)
         self.backward = Backward(self)
 
     def bucket_complete(self, bucket, done):

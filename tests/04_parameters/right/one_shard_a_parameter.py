@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_minimal.foundations import optimizers, ownership, precision
+from zero_minimal.foundations import optimizers, precision, replicas, set_up
 from zero_minimal.foundations.backward import Backward, Hooks
 from zero_minimal.foundations.released import release, restore
 from zero_minimal.foundations.turns import Turns
-from zero_minimal.foundations.units import find_units, refuse_state_dict
+from zero_minimal.foundations.units import find_units
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,7 +60,7 @@ class Sharded:
 
 class Stage3(Hooks):
     def __init__(self, model, optimizer_class, *, group=None, bucket_bytes=None, param_groups=None, **options):
-        groups = ownership.parameter_groups(model, param_groups)
+        groups = set_up.parameter_groups(model, param_groups)
         self.model, self.group, self.gradient_scale, self.shown = model, group, None, False
         index = {param: place for place, entry in enumerate(groups) for param in entry["params"]}
         self.units = find_units(model)
@@ -71,10 +71,9 @@ class Stage3(Hooks):
             param._zero_stage = "Stage3"
         for buffer in model.buffers():
             dist.broadcast(buffer, dist.get_global_rank(group or dist.group.WORLD, 0), group=group)
-        self.optimizer = optimizers.on_shards(optimizer_class, options, groups, self.buckets)
+        self.optimizer = optimizers.over_shards(optimizer_class, options, groups, self.buckets)
         self.backward = Backward(self, by_turns=True)
         self.turns = Turns(self)
-        refuse_state_dict(self)
 
     def unit_turn(self, unit, following):
         for other in self.units:
@@ -137,7 +136,7 @@ class Stage3(Hooks):
         self.reduced_gradients()
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
-        ownership.broadcast_statistics(self.model, self.group)
+        replicas.broadcast_statistics(self.model, self.group)
         self.backward.spent = True
 
     def zero_grad(self):
@@ -156,7 +155,7 @@ class Stage3(Hooks):
             part.is_here()
         try:
             yield
-            ownership.check_alike(self.model, self.group)
+            replicas.check_alike(self.model, self.group)
             for part in parts:
                 whole = nn.functional.pad(part.params[0].data.flatten(), (0, part.padded - part.size))
                 part.parameter_shard.copy_(whole.chunk(part.count)[part.rank])

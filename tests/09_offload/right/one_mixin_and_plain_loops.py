@@ -9,7 +9,7 @@ import cloudpickle
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives, disk_set_up, layout, optimizers, ownership, precision
+from zero_minimal.foundations import collectives, disk_set_up, optimizers, precision, replicas, seams
 from zero_minimal.foundations.away import Away, Kept, Shard, refuse_alone
 from zero_minimal.foundations.beside import Host
 from zero_minimal.foundations.disk import OnDisk
@@ -185,9 +185,8 @@ class Mixin:
         if whole:
             self._release_all()
         self.backward.complete()
-        ownership.check_trained(self.model)
         for bucket in self.buckets:
-            layout.wait_until_left(bucket)
+            seams.tell("update_begins", bucket)
             precision.keep_changes(bucket)
         scale = self.gradient_scale
         self.host.send(("update", self._options(), scale))
@@ -205,7 +204,7 @@ class Mixin:
                 under_way.popleft().wait()
         while under_way:
             under_way.popleft().wait()
-        ownership.broadcast_statistics(self.model, self.group)
+        replicas.broadcast_statistics(self.model, self.group)
         self.backward.spent = self.optimizer._opt_called = True
 
 

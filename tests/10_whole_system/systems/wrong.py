@@ -54,10 +54,10 @@ class Wrong:
 WRONG = {
     "asks for the backend": Wrong("text", "uses get_backend: it could tell simulated ranks from real", system(
         first="fake = dist.get_backend() == 'fake'")),
-    "asks whether there are values": Wrong("text", "imports zero_minimal.foundations.values", system(
-        top="from zero_minimal.foundations.values import present\n")),
+    "asks whether there are values": Wrong("text", "imports zero_minimal.foundations.seams", system(
+        top="from zero_minimal.foundations.seams import tell\n")),
     "asks by a module": Wrong("text", "imports zero_minimal.foundations", system(
-        top="from zero_minimal.foundations import values as v\n")),
+        top="from zero_minimal.foundations import seams as s\n")),
     "looks for fake tensors": Wrong("text", "imports|uses", system(
         top="from torch._subclasses.fake_tensor import FakeTensor\n")),
     "looks by a computed name": Wrong("text", "with a computed name: write the name", system(

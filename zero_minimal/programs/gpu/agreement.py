@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
-from zero_minimal.foundations import ownership, ranks
+from zero_minimal.foundations import ranks
+from zero_minimal.guards.same_on_all_ranks import checksum
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
 from zero_minimal.programs.gpu.place import Check, Place, ask_for_same_bits, one_gpu_only, result, same_bits
 from zero_minimal.programs.registry import STAGES
@@ -99,7 +100,7 @@ def train_all(settings: Settings, names: Sequence[str]) -> list[dict]:
             steps = loop.steps(zero, loop.training_batches(settings, rank.rank), settings)
             losses = [sum(part.item() for part in parts) for parts in steps]
             with zero.gather_parameters():
-                sums = [ownership.checksum(param) for param in zero.model.parameters()]
+                sums = [checksum(param) for param in zero.model.parameters()]
             rows.append({"name": name, "dtype": settings.dtype, "losses": loop.mean_over_ranks(losses, rank),
                          "backend": rank.backend, "sum": zlib.crc32(repr(sums).encode())})
             del zero, steps

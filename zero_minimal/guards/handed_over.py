@@ -1,6 +1,8 @@
 """Handed over: what a parameter's .grad is once its gradient lives in shards. Reading it is an
 error.
 
+Seams: followed, backward_begins, gradients_reduced, gradients_asked, gradients_dropped.
+
 At stages 1 to 3 no rank holds the averaged gradient of a whole parameter. If .grad were None then,
 torch's clip_grad_norm_ would find no gradient and clip nothing; if it were what this rank alone has
 computed, it would clip by another norm on each rank. Both go on without a word. So between a
@@ -13,9 +15,12 @@ import weakref
 import torch
 from torch import nn
 
-from zero_minimal.foundations import ownership, values
+from zero_minimal.foundations import seams
 from zero_minimal.foundations.layout import Flat
-from zero_minimal.foundations.released import ALLOWED
+from zero_minimal.foundations.ties import Tie
+from zero_minimal.guards.ownership import name_of
+from zero_minimal.guards.released import ALLOWED
+from zero_minimal.guards.used_gradients import note_pass, refuse_used
 
 
 class HandedOver(torch.Tensor):
@@ -67,7 +72,7 @@ class Left:
     def leave(self) -> None:
         """The pass is over, and the stage has done with .grad what it does."""
         for param, flat in self._flats.items():
-            if flat is not None and param.grad is None and values.present():
+            if flat is not None and param.grad is None:
                 if param not in self._stand_ins:
                     self._stand_ins[param] = stand_in(flat.placeholder(param))
                 param.grad = self._grads[param] = self._stand_ins[param]
@@ -84,14 +89,15 @@ class Left:
         for param, left in self._grads.items():
             if param.grad is not left:
                 raise RuntimeError(
-                    f"the gradient of {ownership.name_of(param)} was replaced after backward, and "
+                    f"the gradient of {name_of(param)} was replaced after backward, and "
                     "the one that is reduced is elsewhere. Drop all gradients with "
                     "zero.zero_grad(); change them in place, in zero.reduced_gradients(); or "
                     "change one on its way: param.register_hook(lambda gradient: …)"
                 )
 
-    def put_aside(self) -> None:
-        """Before a forward: torch.compile looks at .grad of all that it meets."""
+    def before_forward(self, *_) -> None:
+        """Put it aside: torch.compile looks at .grad of all that it meets."""
+        self.look()
         for param in self._grads:
             if not has_gradient(param):
                 param.grad, self._aside = None, True
@@ -117,3 +123,34 @@ def _take_away(grads: dict[nn.Parameter, torch.Tensor]) -> None:
     for param in grads:
         if not has_gradient(param):
             param.grad = None
+
+
+@seams.at("followed")
+def follow(backward) -> None:
+    flats = {param: buckets[0].flat for param, buckets in backward.buckets_of.items()}
+    backward.left = left = Left(backward.stage, flats)
+    backward.stage.model.register_forward_pre_hook(Tie(Left.before_forward, left))
+    backward.stage.model.register_forward_hook(Tie(lambda left, *_: left.come_back(), left))
+
+
+@seams.at("backward_begins")
+def next_pass(backward) -> None:
+    backward.left.look()
+    refuse_used(backward)
+    note_pass(backward)
+    backward.left.take_away()
+
+
+@seams.at("gradients_asked")
+def look(backward) -> None:
+    backward.left.look()
+
+
+@seams.at("gradients_reduced")
+def leave(backward) -> None:
+    backward.left.leave()
+
+
+@seams.at("gradients_dropped")
+def forget(backward) -> None:
+    backward.left.forget()

@@ -1,4 +1,7 @@
-"""Notes: every collective says what it is, so that ranks that are not in the same one find out.
+"""Fingerprints: every collective says what it is, so that ranks that are not in the same one find
+out.
+
+Seam: collective, whose Call gets a channel of its own.
 
 Messages between two ranks arrive in the order in which they were sent, whatever they mean. If one
 rank ran a batch more than the other, gradients would arrive as parameters, and training would go on
@@ -19,6 +22,9 @@ import zlib
 
 import torch
 import torch.distributed as dist
+
+from zero_minimal.foundations import seams
+from zero_minimal.foundations.collectives import Call, Channel, other_ranks
 
 LENGTH = 256  # bytes of a note
 TAG = 2**30  # of notes; those of data are below it
@@ -41,36 +47,47 @@ class Mismatch(RuntimeError):
     """The ranks are not in the same collective."""
 
 
-class Notes:
+@seams.at("collective")
+def give_notes(moment: str, call: Call) -> None:
+    """To a collective of several ranks, on gloo."""
+    sends = moment == "start" and call.travels and call.world_size > 1
+    if sends and dist.get_backend(call.group) == "gloo":
+        what = f"{call.name} of {call.of}" if call.of else call.name
+        dtype = str(call.tensors[0].dtype)[6:]
+        call.channel = Notes(f"{what}, {call.bytes:,} bytes of {dtype}", call.group)
+
+
+class Notes(Channel):
     """The notes of one collective: this rank's, and those of the others, which are awaited.
 
     They go out with the first data, not before: a collective that is refused for its arguments has
     sent nothing, and the next one finds everybody as if it had not been.
     """
 
-    def __init__(self, words: str, group=None):
-        written = words.encode()[:LENGTH]
-        self.words, self.group = written.decode(errors="replace"), group
-        self.tag = zlib.crc32(written) % TAG  # of the data; not hash(): salted in each process
-        self.own = _as_tensor(written)  # [LENGTH]
-        self.arriving, self.leaving, self.expected, self.sent = {}, [], False, False
+    def __init__(self, words: str, group: dist.ProcessGroup):
+        self.written = words.encode()[:LENGTH]
+        self.words, self.group = self.written.decode(errors="replace"), group
+        self.tag = zlib.crc32(self.written) % TAG  # of the data; not hash(): salted in each process
+        self.own: torch.Tensor | None = None  # [LENGTH], from opens() on
+        self.arriving, self.leaving, self.has_left = {}, [], False
 
-    def expect(self) -> int:
+    def opens(self) -> int:
         """From here on the others' notes can arrive. Returns the tag of the data."""
-        if not self.expected:
-            group, self.expected = self.group or dist.group.WORLD, True
-            _open.setdefault(group, []).append(self)
-            for other in other_ranks(group):
+        if self.own is None:
+            self.own = _as_tensor(self.written)
+            _open.setdefault(self.group, []).append(self)
+            for other in other_ranks(self.group):
                 note = torch.empty_like(self.own)
-                self.arriving[other] = note, group.recv([note], other, TAG)
+                self.arriving[other] = note, self.group.recv([note], other, TAG)
         return self.tag
 
-    def send(self) -> None:
+    def sent(self) -> None:
         """This rank's note goes out."""
-        if not self.sent:
-            group, self.sent = self.group or dist.group.WORLD, True
-            _groups[self.group] = None
-            self.leaving = [group.send([self.own], other, TAG) for other in other_ranks(group)]
+        if not self.has_left:
+            self.has_left = True
+            _groups[None if self.group is dist.group.WORLD else self.group] = None
+            self.leaving = [self.group.send([self.own], other, TAG)
+                            for other in other_ranks(self.group)]
 
     def check(self) -> None:
         """Wait for the others' notes. Raises: Mismatch if one says something else. A second call
@@ -79,9 +96,9 @@ class Notes:
         Those of earlier collectives come first, waited for or not: a rank that disagreed in one of
         them has left, and never comes to this one.
         """
-        self.expect()
-        self.send()
-        line = _open[self.group or dist.group.WORLD]
+        self.opens()
+        self.sent()
+        line = _open[self.group]
         while self in line:
             line.pop(0)._compare()
 
@@ -145,6 +162,7 @@ class Notes:
                    "nn.ModuleList([one, other])" if " of model " in self.words + words else ""))
 
 
+@seams.at("rank_ends")
 def say_goodbye() -> None:
     """This rank comes to its end: whoever still waits for it, or ever will, gets an error."""
     for group in _groups if dist.is_initialized() else ():  # the user may have parted them already
@@ -165,8 +183,3 @@ def _as_tensor(words: bytes) -> torch.Tensor:
 def _read(note: torch.Tensor) -> str:
     return bytes(note.tolist()).decode(errors="replace").rstrip()
 
-
-def other_ranks(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks of a group by their number there: the next one first."""
-    world_size, rank = group.size(), group.rank()
-    return [(rank + distance) % world_size for distance in range(1, world_size)]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero_minimal.foundations.ties import LEFT_BEHIND
+from zero_minimal.guards.marks import LEFT_BEHIND
 
 CHECKPOINT = "torch.utils.checkpoint"
 

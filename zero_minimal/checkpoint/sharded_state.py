@@ -1,5 +1,7 @@
 """Sharded state: this rank's part of what a stage trains, which fits the same run alone: the same
 stage, rank, number of ranks, model and optimizer. saved_state.py fits any.
+
+Seams: the base class of the stages, which gets both methods; wrapped, update_begins.
 """
 
 import itertools
@@ -8,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_minimal.foundations import layout, optimizers, precision
+from zero_minimal.foundations import collectives, optimizers, precision, seams
+from zero_minimal.foundations.backward import Hooks
+from zero_minimal.guards.used_gradients import accumulated
 
 
 def state_dict(stage) -> dict:
@@ -32,11 +36,13 @@ def state_dict(stage) -> dict:
 
 @torch.no_grad()
 def load_state_dict(stage, state: dict) -> None:
-    """Put a rank's part back; the stage then gathers what it holds whole.
+    """Put back what `state_dict` returned on this rank; the stage then gathers what it holds whole.
 
     Raises: ValueError, before anything is changed, if it was saved by another stage, rank, world
         size, optimizer or model.
     """
+    if hasattr(stage, "evaluation_done"):
+        stage.evaluation_done()  # stage 3 has nothing whole then
     expected = _facts(stage)
     for key in ("stage", "world_size", "rank", "optimizer_class"):
         if state.get(key) != expected[key]:
@@ -49,7 +55,7 @@ def load_state_dict(stage, state: dict) -> None:
     _compare("shards", _shapes(state.get("shards", ())), _shapes(here))
     _compare_optimizers(state.get("optimizer", {}), stage.optimizer)
     for bucket in stage.buckets:
-        layout.wait_until_left(bucket)
+        wait_until_left(bucket)
     stage.optimizer.load_state_dict(state["optimizer"])
     for bucket, shard in zip(stage.all_buckets, state["shards"], strict=True):
         if bucket.trained:
@@ -60,6 +66,24 @@ def load_state_dict(stage, state: dict) -> None:
     for name, param in expected["frozen"].items():
         param.copy_(state["frozen"][name])
     stage.backward.loads += 1  # by which ranks that have not loaded are told
+    for bucket in stage.buckets:
+        whole = bucket.parameters.untyped_storage().nbytes() and bucket.parameters.numel()
+        if whole > bucket.parameter_shard.numel():
+            collectives.all_gather(
+                bucket.parameters, bucket.parameter_shard, group=stage.group, of=bucket.name
+            )
+
+
+Hooks.state_dict, Hooks.load_state_dict = state_dict, load_state_dict
+
+
+@seams.at("update_begins")
+def wait_until_left(bucket) -> None:
+    """Before a bucket changes, wait until the checkpoint that is being written, if any, has it."""
+    leaving = getattr(bucket, "leaving", None)  # a threading.Event
+    if leaving is not None:
+        leaving.wait()
+        bucket.leaving = None
 
 
 def fill_buffers(model: nn.Module, new: dict[str, torch.Tensor]) -> None:
@@ -75,12 +99,13 @@ def check_moment(stage) -> None:
     if getattr(stage, "shown", False):
         raise RuntimeError("leave gather_parameters() before you save: what is changed inside of "
                            "it comes to the shards at its end")
-    if stage.backward.accumulated and not stage.backward.skipped:
+    if accumulated(stage.backward) and not stage.backward.skipped:
         raise RuntimeError("a checkpoint has no gradients, and those of the backward passes since "
                            "the last zero.step() would be lost: save after zero.step(); or call "
                            "zero.zero_grad() first, if they are not needed")
 
 
+@seams.at("wrapped")
 def refuse_other_shards(stage) -> None:
     """Let stage.optimizer.state_dict() say whose it is, and load_state_dict() refuse another
     rank's: it would fit, and momentum would go on with what belongs to other elements."""

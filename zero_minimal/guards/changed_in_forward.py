@@ -3,16 +3,19 @@
 A layer that sets its parameters by the first batch (ActNorm), or F.embedding(max_norm=1), changes
 them by what a rank sees. Shards would then be put together from different values, and at stage 0
 each rank would train a model of its own. So what a forward has changed is summed up, and travels in
-the note of the bucket (notes.py): ranks that differ are told before step().
+the fingerprint of the bucket: ranks that differ are told before step().
+
+Seams: wrapped, followed, gradients_asked, gradients_dropped, update_ends, parameters_edited.
 """
 
 from collections.abc import Iterable
 
 import torch
 
-from zero_minimal.foundations import notes, values
+from zero_minimal.foundations import seams
 from zero_minimal.foundations.layout import Bucket
 from zero_minimal.foundations.ties import Tie
+from zero_minimal.guards.collective_fingerprint import CHANGED, EDITED
 
 
 class Frozen:
@@ -43,7 +46,7 @@ class ChangedInForward:
     def _end(self, *_) -> None:
         for bucket, before in zip(self.buckets, self.before, strict=False):
             if self._seen(bucket) != before:
-                bucket.changed = f"{notes.CHANGED} (sum {_sum(bucket)!r})"
+                bucket.changed = f"{CHANGED} (sum {_sum(bucket)!r})"
         self.before, self.is_first = [], self.is_first and torch.jit.is_tracing()
 
     def _seen(self, bucket: Bucket | Frozen) -> tuple:
@@ -57,7 +60,7 @@ def edited_by_hand(bucket: Bucket) -> str:
     if not any(map(_edits, bucket.params)):
         return ""
     all_alike(bucket.params)
-    return "" if bucket.changed else f"{notes.EDITED} (sum {_sum(bucket)!r})"
+    return "" if bucket.changed else f"{EDITED} (sum {_sum(bucket)!r})"
 
 
 def all_alike(params: Iterable[torch.nn.Parameter]) -> None:
@@ -71,8 +74,59 @@ def _edits(param: torch.nn.Parameter) -> int:
 
 
 def _sum(bucket: Bucket | Frozen) -> float | None:
-    if not values.present() or any(param.is_meta for param in bucket.params):
+    if any(param.is_meta for param in bucket.params):
         return None
     precise = {True: torch.complex128, False: torch.float64}
     return sum(param.detach().sum(dtype=precise[param.is_complex()]).item()
                for param in bucket.params)
+
+
+@seams.at("followed")
+def follow(backward) -> None:
+    stage = backward.stage
+    backward.frozen, backward.watched = [], []
+    for one in stage.units if backward.by_turns else [stage]:
+        module = one.module if backward.by_turns else one.model
+        held = one.params if backward.by_turns else module.parameters()
+        frozen = Frozen([param for param in held if param not in backward.buckets_of])
+        trained = [bucket for bucket in one.buckets if bucket in stage.buckets]
+        backward.frozen.append(frozen)
+        backward.watched.append(ChangedInForward(module, [*trained, frozen]))
+
+
+@seams.at("gradients_asked")
+def look_for_edits(backward) -> None:
+    if not backward.by_turns:  # step() mixes shards
+        for bucket in backward.stage.buckets:
+            bucket.edited = bucket.edited or edited_by_hand(bucket)
+
+
+def changes_of(backward, bucket: Bucket) -> str:
+    """In words, what forward or somebody's hand has changed."""
+    changed = bucket.changed or "".join(frozen.changed for frozen in backward.frozen)
+    edited = "" if backward.by_turns else bucket.edited or edited_by_hand(bucket)
+    bucket.edited = ""
+    return changed + edited
+
+
+@seams.at("gradients_dropped")
+def forget(backward) -> None:
+    for bucket in (*backward.stage.buckets, *backward.frozen):
+        bucket.changed = ""
+
+
+@seams.at("wrapped")
+def begin_to_count(stage) -> None:
+    all_alike(stage.model.parameters())
+
+
+@seams.at("parameters_edited")
+def compared(model: torch.nn.Module, group) -> None:
+    all_alike(model.parameters())
+
+
+@seams.at("update_ends")
+def update_is_no_edit(bucket: Bucket) -> None:
+    for param in bucket.params:
+        if hasattr(param, "_zero_edits"):
+            param._zero_edits += 1

@@ -5,21 +5,24 @@
     zero = Stage3(model, torch.optim.AdamW)    # each unit gets memory and values, and is cut
 
 So stage 3 can begin with a model that no rank could hold.
+
+Seams: model_given, buckets_planned, unit_to_flatten, wrap_failed.
 """
 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
-from zero_minimal.foundations import values
-from zero_minimal.foundations.released import in_the_void, restore
+from zero_minimal.foundations import seams
+from zero_minimal.foundations.released import restore
 from zero_minimal.foundations.units import Unit
 
 
+@seams.at("unit_to_flatten")
 @torch.no_grad()
 def materialise(unit: Unit, model: nn.Module) -> None:
     """Give what a unit has on the meta device memory on torch's default device, and values.
@@ -57,14 +60,15 @@ ADVICE = ("give it one that draws all it has, or the model a method initialise(m
           "the model on a real device")
 
 
-def check(model: nn.Module, by_units: bool) -> None:
+@seams.at("model_given")
+def check(model: nn.Module, group, units: list[Unit] | None) -> None:
     """Raise ValueError for a model on the meta device if no stage 3 gathers it by units, or if one
     of its modules has values that nobody draws."""
     draw = drawers(model)
     for path, module in model.named_modules():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         names = [name for name, tensor in tensors if tensor.is_meta]
-        if names and not by_units:
+        if names and units is None:
             raise ValueError(f"{f'{path}.{names[0]}'.lstrip('.')!r} is on the meta device: only "
                              "stage 3 can bring a model into being, unit by unit")
         if names and not draw[module]:
@@ -93,8 +97,6 @@ def _initialises_others(module: nn.Module) -> bool:
 
 def has_no_value(tensor: torch.Tensor) -> bool:
     """Whether an element is still as `_nothing_like` made it."""
-    if not values.present():
-        return False
     if tensor.dtype == torch.bool:
         return tensor._version == UNTOUCHED
     is_whole = tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -136,19 +138,42 @@ def _become(param: nn.Parameter, tensor: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def back_if_it_fails(model: nn.Module) -> Iterator[None]:
-    """Context that an error leaves with all on the meta device that was there before."""
-    params = [param for param in model.parameters() if param.is_meta]
-    buffers = [(module, name) for module in model.modules()
-               for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-    try:
-        yield
-    except Exception:
-        for param in params:
-            nowhere = torch.empty(param.shape, dtype=param.dtype, device="meta")
-            if not param.is_meta:
-                restore(param, torch.empty(0, dtype=param.dtype, device=param.device))
-                _become(param, nowhere)
-        for module, name in buffers:
-            setattr(module, name, getattr(module, name).to("meta"))
-        raise
+def in_the_void(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context in which each has memory that is thrown away afterwards: whoever draws values for all
+    that a module has changes none of these."""
+    before = {}
+    for param in params:
+        with torch._C.DisableTorchFunctionSubclass():
+            before[param] = type(param), param.data
+        restore(param, torch.empty(param.shape, dtype=param.dtype, device=param.device))
+    yield
+    for param, (kind, data) in before.items():
+        param.data, param.__class__ = data, kind
+
+
+@seams.at("buckets_planned")
+def remember(stage, *_) -> None:
+    """What is on the meta device now, as long as the wrapping may fail."""
+    stage._on_meta = (
+        [param for param in stage.model.parameters() if param.is_meta],
+        [(module, name) for module in stage.model.modules()
+         for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta],
+    )
+
+
+@seams.at("wrapped")
+def forget(stage) -> None:
+    del stage._on_meta
+
+
+@seams.at("wrap_failed")
+def put_back(stage) -> None:
+    """On the meta device is again what was there before."""
+    params, buffers = stage._on_meta
+    for param in params:
+        nowhere = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        if not param.is_meta:
+            restore(param, torch.empty(0, dtype=param.dtype, device=param.device))
+            _become(param, nowhere)
+    for module, name in buffers:
+        setattr(module, name, getattr(module, name).to("meta"))

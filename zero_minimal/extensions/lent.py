@@ -8,6 +8,8 @@ parameter itself, which in backward may be gone. So whatever is computed from a 
 from a view of it, is watched: each such operation is a small call of the unit, with a turn in
 backward. And a view that is kept says so when it is read after the parameter is released; its
 memory is gone then.
+
+Seam: parameter_restored.
 """
 
 from collections.abc import Iterator
@@ -16,10 +18,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from zero_minimal.foundations import released
+from zero_minimal.foundations import seams
 from zero_minimal.foundations.layout import same_storage
 from zero_minimal.foundations.outputs import tensors_in
 from zero_minimal.foundations.ties import Tie
+from zero_minimal.guards import released
 
 TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
 
@@ -54,7 +57,7 @@ class _Followed:
             return repr(self.detach().clone())
 
 
-class Lent(_Followed, released.Watched, nn.Parameter):
+class Lent(_Followed, nn.Parameter):
     """A parameter that is whole while its unit's forward does not run."""
 
     def __deepcopy__(self, memo):  # a plain one
@@ -72,6 +75,11 @@ def lend(params: list[nn.Parameter], used: Tie) -> None:
     for param in params:
         if type(param) is nn.Parameter:
             param.__class__, param._zero_used = Lent, used
+
+
+@seams.at("parameter_restored")
+def becomes_plain(param: nn.Parameter) -> None:
+    take_back([param])
 
 
 def take_back(params: list[nn.Parameter]) -> None:

@@ -1,0 +1,70 @@
+"""Seams: where guards, checkpoints and rare cases attach to the algorithm, from outside.
+
+What a stage file imports, with all that those files import, is the algorithm. It tells what it
+does, and knows nobody who listens:
+
+    wrapping    units_given, model_given, groups_given, optimizer_given, buckets_planned,
+                unit_to_flatten, wrap_failed, wrapped
+    backward    followed, backward_begins, gradient_arrives, bucket_complete, backward_ends,
+                gradients_reduced, gradients_asked, gradients_dropped
+    update      update_begins, update_ends, parameters_edited
+    stage 3     unit_turn, parameter_released, parameter_restored
+    messages    collective
+
+Who listens is named in zero_minimal/__init__.py, and imported before the first moment is told.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+
+attached: list[str] = []  # modules that listen, to be imported still
+_listeners: dict[str, list[Callable]] = {}
+
+
+def at(*moments: str) -> Callable:
+    """Decorator of a function that is called at these moments, with what is told."""
+
+    def listens(function: Callable) -> Callable:
+        for moment in moments:
+            _listeners.setdefault(moment, []).append(function)
+        return function
+
+    return listens
+
+
+def attach() -> None:
+    """Import who is named in `attached`. tell() does so too."""
+    while attached:
+        importlib.import_module(attached.pop(0))
+
+
+def tell(moment: str, *what) -> None:
+    """Call who listens, in the order in which they attached."""
+    attach()
+    for listener in list(_listeners.get(moment, ())):
+        listener(*what)
+
+
+@contextlib.contextmanager
+def heard_by(moment: str, listener: Callable) -> Iterator[None]:
+    """Context in which `listener` is called at this moment."""
+    at(moment)(listener)
+    try:
+        yield
+    finally:
+        _listeners[moment].remove(listener)
+
+
+@contextlib.contextmanager
+def without(package: str) -> Iterator[None]:
+    """Context in which nobody of this package listens: "zero_minimal.guards", say."""
+    attach()
+    kept = {moment: list(listeners) for moment, listeners in _listeners.items()}
+    for listeners in _listeners.values():
+        listeners[:] = [each for each in listeners if not each.__module__.startswith(package)]
+    try:
+        yield
+    finally:
+        for moment, listeners in kept.items():
+            _listeners[moment][:] = listeners

@@ -1,0 +1,112 @@
+"""Ownership: a model belongs to one stage, and its parameters stay where that stage has put them.
+
+Seams: model_given, buckets_planned, wrapped, gradient_arrives, gradients_asked, backward_ends.
+Mistakes: a model that is wrapped twice; a parameter that was moved, replaced, frozen or unfrozen
+after wrapping.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_minimal.foundations import seams
+from zero_minimal.foundations.layout import same_storage
+from zero_minimal.guards.marks import LEFT_BEHIND, Mark, trained_by
+from zero_minimal.guards.released import Released
+
+
+@seams.at("model_given")
+def refuse_taken(model: nn.Module, group, units) -> None:
+    """Raises: TypeError if it is not a module; RuntimeError if there are no ranks, or this rank is
+    none of the group's; ValueError
+    for a model that has a stage already, or had one that took its parameters along."""
+    refuse_no_module(model)
+    if not dist.is_initialized():
+        raise RuntimeError("there are no ranks yet: put the program under `with ranks.start():` "
+                           "and start it with torchrun, or call it through "
+                           "ranks.run(function, world_size)")
+    if dist.get_rank(group) < 0:
+        raise RuntimeError(f"this rank, {dist.get_rank()} of the world, is not in group=: wrap the "
+                           "model on the ranks of the group alone")
+    for name, param in model.named_parameters():
+        if (stage := trained_by(param)) is not None:
+            raise ValueError(f"this model belongs to a {type(stage).__name__} already: wrap it "
+                             "once, or build a new one (`del zero` gives it back at stages 0 to 2)")
+        if isinstance(param, Released):
+            raise ValueError(f"parameter {name!r} is released: {LEFT_BEHIND}")
+
+
+def refuse_no_module(model) -> None:
+    """Raises: TypeError."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a stage takes an nn.Module, and was given a {type(model).__name__}")
+
+
+@seams.at("buckets_planned")
+def name_parameters(stage, *_) -> None:
+    for name, param in stage.model.named_parameters():
+        param._zero_name, param._zero_trained = name, param.requires_grad
+
+
+@seams.at("wrapped")
+def mark(stage) -> None:
+    """From now on the model belongs to the stage, as long as that lives."""
+    for param in stage.model.parameters():
+        param._zero_stage = Mark(stage)
+
+
+def name_of(param: nn.Parameter) -> str:
+    """Its name in the model, in words."""
+    return f"parameter {getattr(param, '_zero_name', '')!r}"
+
+
+@seams.at("gradient_arrives")
+def check_arrived(backward, param: nn.Parameter, buckets: list) -> None:
+    check_place(param, buckets[0].parameters)
+
+
+@seams.at("gradients_asked")
+def check_all(backward) -> None:
+    check_trained(backward.stage.model)
+    if not backward.by_turns:  # at stage 3 execution order knows where they are
+        for bucket in backward.stage.buckets:
+            for param in bucket.params:
+                check_place(param, bucket.parameters)
+
+
+@seams.at("backward_ends")
+def check_owned(backward) -> None:
+    check_owner(backward.stage.model)
+
+
+def check_owner(model: nn.Module) -> None:
+    """Raise RuntimeError if the model has a parameter that its stage does not know."""
+    for name, param in model.named_parameters():
+        if trained_by(param) is None:
+            raise RuntimeError(f"parameter {name!r} was moved or replaced after wrapping, perhaps "
+                               "by load_state_dict(assign=True), so the stage does not train it: "
+                               "do that before")
+
+
+def check_trained(model: nn.Module) -> None:
+    """Raise RuntimeError if a parameter was frozen or unfrozen since wrapping."""
+    for name, param in model.named_parameters():
+        if param.requires_grad != getattr(param, "_zero_trained", param.requires_grad):
+            word = "unfrozen" if param.requires_grad else "frozen"
+            raise RuntimeError(f"parameter {name!r} was {word} after wrapping, and the stage's "
+                               "buckets are as they were: set requires_grad before, and build "
+                               "model and stage anew to change it (load_state_dict() takes the "
+                               "weights over)")
+
+
+def check_place(param: nn.Parameter, parameters: torch.Tensor) -> None:
+    """Raise RuntimeError if a parameter no longer lies in `parameters`, which its stage updates."""
+    if not same_storage(param, parameters):
+        raise RuntimeError(
+            f"{name_of(param)}, of shape {tuple(param.shape)}, is not where its stage put it. It "
+            "was moved or replaced after wrapping (model.to, load_state_dict(assign=True), "
+            "param.data = …): do that before, and change values in place, param.data.copy_(…). Or, "
+            "at stage 3, this gradient comes from something that was computed inside "
+            "gather_parameters(), or inside a unit that does not return it: compute it after that "
+            "unit's turn, or return it"
+        )

@@ -1,0 +1,190 @@
+"""Models that cannot be trained are refused before anything of them is changed.
+
+Seams: model_given, groups_given, units_given, wrapped.
+Mistakes: two parameters over the same memory, a parameter that has no shape yet, one of another
+model, a wrapper that sends gradients itself, a model whose forward changes its parameters, …
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from zero_minimal.foundations import seams
+from zero_minimal.foundations.ties import Tie
+from zero_minimal.guards.ownership import refuse_no_module
+
+
+@seams.at("model_given")
+def refuse_model(model: nn.Module, *_) -> None:
+    """Raises: ValueError for one that has a wrapper around it or
+    inside, two parameters over the same memory, one that cannot lie in a flat tensor, or a forward
+    that changes parameters."""
+    refuse_wrapped(model)
+    for name, param in model.named_parameters():
+        _refuse_odd("parameter", name, param)
+    for name, buffer in model.named_buffers():
+        _refuse_odd("buffer", name, buffer)
+    _refuse_shared_memory(model)
+    _refuse_max_norm(model)
+
+
+@seams.at("groups_given")
+def refuse_groups(model: nn.Module, groups: list[dict]) -> None:
+    """Raises: ValueError if there is nothing to train, for a parameter of another model, or one
+    that stands in two groups."""
+    own, seen = set(model.parameters()), set()
+    for param in [param for group in groups for param in group["params"]]:
+        if param not in own:
+            raise ValueError("param_groups holds a parameter that the model does not have")
+        if param in seen:
+            raise ValueError("a parameter stands twice in param_groups")
+        seen.add(param)
+    if not any(param.requires_grad for param in seen):
+        raise ValueError("the model has no parameter to train: it is empty, or all of them are "
+                         "frozen")
+
+
+def _refuse_odd(kind: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError for what cannot lie in a flat tensor or travel."""
+    if is_lazy(tensor):
+        raise ValueError(f"{kind} {name!r} has no shape yet: run a batch through the model, then "
+                         "wrap it")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{kind} {name!r} is sparse, and ranks exchange dense tensors: make it "
+                         "dense, or let it be no part of the model")
+    if tensor.is_inference():
+        raise ValueError(f"{kind} {name!r} was made under torch.inference_mode(), and cannot be "
+                         "changed any more: build the model outside of it")
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Raise ValueError if a parameter that is trained lies in the same memory as another tensor of
+    the model: each would get memory of its own, and from then on other values."""
+    named = [("parameter", *each) for each in model.named_parameters()]
+    named += [("buffer", *each) for each in model.named_buffers()]
+    known = {tensor for _, _, tensor in named}
+    named += [("attribute", f"{prefix}.{name}".lstrip("."), tensor)
+              for prefix, module in model.named_modules() for name, value in vars(module).items()
+              if not name.startswith("_") and name not in _made_anew(module)
+              for tensor in _kept_in(value)
+              if tensor not in known and tensor.layout == torch.strided]
+    places: dict[int, list[tuple]] = {}
+    for kind, name, tensor in named:
+        if tensor.numel():
+            there = places.setdefault(tensor.untyped_storage()._cdata, [])
+            there.append((tensor, f"{kind} {name!r}"))
+    for there in places.values():
+        for (one, words), (other, others_words) in itertools.combinations(there, 2):
+            if (one.requires_grad or other.requires_grad) and _overlap(one, other):
+                raise ValueError(f"{words} and {others_words} share memory, and here each would "
+                                 "get its own, and other values in training: make them one "
+                                 "parameter (head.weight = embedding.weight; in forward, write "
+                                 ".t() or a slice of it), or clone() one of them")
+
+
+def _made_anew(module: nn.Module) -> set[str]:
+    """Attributes that a hook makes anew before each forward, as torch.nn.utils.spectral_norm does:
+    what they hold now is never read."""
+    return {getattr(hook, "name", "") for hook in module._forward_pre_hooks.values()}
+
+
+def _kept_in(value) -> Iterator[torch.Tensor]:
+    """The tensors in an attribute: itself, or inside of lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _kept_in(inner)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of two tensors over the same storage, transposed or strided in any way: whether an element of
+    one is an element of the other."""
+    begins = [tensor.storage_offset() * tensor.itemsize for tensor in (one, other)]
+    ends = [begin + tensor.itemsize * (1 + sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())))
+            for begin, tensor in zip(begins, (one, other))]
+    if ends[0] <= begins[1] or ends[1] <= begins[0]:
+        return False
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    taken = torch.zeros(max(ends), dtype=torch.bool)
+    taken[_bytes_of(one)] = True
+    return bool(taken[_bytes_of(other)].any())
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Where in its storage the first byte of each element is."""
+    place = torch.full(tensor.shape, tensor.storage_offset(), dtype=torch.int64)
+    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+        along = [1] * tensor.dim()
+        along[axis] = size
+        place += (torch.arange(size) * stride).view(along)
+    return place.flatten() * tensor.itemsize
+
+
+def _refuse_max_norm(model: nn.Module) -> None:
+    """Raise ValueError if the model's forward changes its parameters: on each rank by its own
+    batch, so that ranks would drift apart."""
+    for name, module in model.named_modules():
+        embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if embeds and module.max_norm is not None:
+            raise ValueError(f"{name or 'the model'} has max_norm={module.max_norm:g}, with which "
+                             "forward changes its weight, on each rank by its own batch: set "
+                             "max_norm to None, and after step() call weight.renorm_(2, 0, "
+                             "maxnorm) under torch.no_grad() and zero.gather_parameters()")
+
+
+@seams.at("units_given")
+def refuse_units(model: nn.Module, modules: list | None) -> None:
+    """At stage 3. Raises: TypeError if `model` is not a module; ValueError for TorchScript, or a
+    unit that is not a part of the model."""
+    refuse_no_module(model)
+    refuse_script(model)
+    for stranger in set(modules or ()) - set(model.modules()):
+        raise ValueError(f"units= holds a {type(stranger).__name__} that is not a part of the "
+                         "model")
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises: ValueError, with what to write instead."""
+    if torch.is_inference_mode_enabled():
+        raise ValueError("a stage cannot train what it makes under torch.inference_mode(): wrap "
+                         "the model outside of it")
+    for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
+        if isinstance(module, (DistributedDataParallel, DataParallel)):
+            kind = type(module).__name__
+            raise ValueError(f"{where} is a {kind}, which sends its gradients itself: give the "
+                             f"stage the model in it, its .module, and leave {kind} out")
+    for name, param in model.named_parameters():
+        if type(param).__name__ == "DTensor":
+            raise ValueError(f"parameter {name!r} is a DTensor, cut by fully_shard() or "
+                             "distribute_tensor(): leave that out, since a stage cuts by itself; "
+                             "or train without the stage")
+
+
+def refuse_script(model: nn.Module) -> None:
+    """At stage 3. Raises: ValueError, with what to write instead."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ValueError(f"module {name!r} is TorchScript, in which no hook can gather what "
+                             "stage 3 has freed: give the module that it was made of, and "
+                             "torch.compile() that for speed; or train at stage 2")
+
+
+@seams.at("wrapped")
+def refuse_ddp_around(stage) -> None:
+    """Raises: RuntimeError in the forward of a DistributedDataParallel."""
+    stage.model.register_forward_pre_hook(Tie(_refuse_inside_ddp, stage))
+
+
+def _refuse_inside_ddp(*_) -> None:
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise RuntimeError("DistributedDataParallel is around a model that has a stage, so both "
+                           "would send its gradients: leave DistributedDataParallel out, and call "
+                           "zero.model")

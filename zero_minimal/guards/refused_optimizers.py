@@ -1,0 +1,113 @@
+"""Optimizers that cannot update a shard, and calls of the optimizer that bypass the stage, are
+refused.
+
+Seams: optimizer_given, wrapped.
+Mistakes: Muon, LBFGS or Adafactor, which look at whole matrices; optimizer.step(), add_param_group()
+and an optimizer state of another rank.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_minimal.foundations import seams
+from zero_minimal.foundations.optimizers import update
+
+STEPS = 32  # of the trial: some optimizers begin like SGD, and look at whole matrices later
+
+
+def check_element_wise(
+    optimizer_class: type[Optimizer], options: dict, group: dict | None = None
+) -> None:
+    """Try the optimizer on a small matrix, whole and in two halves that step by themselves: both
+    must agree. `group`: options of a single group of parameters.
+
+    Raises: TypeError for an optimizer that is not a class, or options it does not take; ValueError
+        if the halves go another way than the whole, or if it cannot step without a closure or on a
+        flat tensor.
+    """
+    if not isinstance(optimizer_class, type):
+        raise TypeError("give the optimizer's class and its options: "
+                        "Stage2(model, torch.optim.AdamW, lr=3e-4)")
+    name, group = optimizer_class.__name__, group or {}
+    refusal = (f"{name} is not element-wise, so it cannot update a shard: use AdamW, Adam, SGD or "
+               "another that is")
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(4, 8, generator=generator)
+    gradients = [torch.randn(4, 8, generator=generator) * 10 ** (step % 3 - 1)
+                 for step in range(STEPS)]
+    whole = nn.Parameter(start.clone())
+    halves = [nn.Parameter(half.clone()) for half in start.view(-1).split(16)]
+    try:
+        # the user's options, as they are
+        optimizer_class([group | {"params": [nn.Parameter(start.clone())]}], **options)
+    except TypeError as error:
+        raise TypeError(f"{name} does not take these options: {error}") from None
+    # tiny steps would hide it
+    visible, group = ({**each, "lr": 0.1} if "lr" in each else each for each in (options, group))
+    try:
+        on_whole = optimizer_class([group | {"params": [whole]}], **visible)
+        on_halves = optimizer_class([group | {"params": halves}], **visible)
+        for gradient in gradients:
+            whole.grad = gradient.clone()
+            on_whole.step()
+            for half, its_gradient in zip(halves, gradient.view(-1).split(16), strict=True):
+                update(on_halves, on_halves.param_groups[0], half, its_gradient.clone())
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{refusal} ({error})") from None
+    moved = whole.detach() - start
+    in_halves = torch.cat([half.detach() for half in halves]).view(4, 8) - start
+    if not torch.allclose(moved, in_halves, rtol=1e-3, atol=1e-3 * moved.abs().max().item()):
+        raise ValueError(refusal)
+
+
+@seams.at("optimizer_given")
+def check_optimizer(
+    optimizer_class: type[Optimizer], options: dict, groups: list[dict]
+) -> None:
+    check_element_wise(optimizer_class, options)
+    check_groups(optimizer_class, options, groups)
+
+
+def check_groups(optimizer_class: type[Optimizer], options: dict, groups: list[dict]) -> None:
+    """Make the optimizer with the user's groups, over a few elements of each dtype and device. It
+    raises what it will raise over the shards, but now the model is still as it was. Try the options
+    of each group, too: one of them may make it look at whole matrices."""
+    samples, tried = [], {repr({"lr": 0})}
+    for group in groups:
+        own = {name: value for name, value in group.items() if name != "params"}
+        if (kind := repr({**own, "lr": 0})) not in tried:
+            check_element_wise(optimizer_class, options, own)
+            tried.add(kind)
+        kinds = {(torch.float32 if param.element_size() < 4 else param.dtype,
+                  torch.get_default_device() if param.is_meta else param.device)
+                 for param in group["params"]}
+        params = [nn.Parameter(torch.zeros(16, dtype=dtype, device=device))
+                  for dtype, device in sorted(kinds, key=str)]
+        samples.append({**group, "params": params})
+    optimizer_class(samples, **options)
+
+
+@seams.at("wrapped")
+def refuse_in_optimizer(stage) -> None:
+    """Let the optimizer refuse what only a stage can do."""
+
+    def refuse(optimizer, *_):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if all(param.grad is None for param in params):
+            raise RuntimeError("call zero.step(): zero.optimizer.step() alone sees no gradient, "
+                               "and sends no parameter. (In fp16, take precision.LossScaler in "
+                               "the place of torch's GradScaler)")
+
+    def refuse_group(group):
+        raise RuntimeError("a group cannot be added to zero.optimizer after wrapping, since no "
+                           "bucket belongs to it: name all groups in param_groups= when you wrap")
+
+    optimizer, drop = stage.optimizer, weakref.WeakMethod(stage.zero_grad)
+    optimizer.register_step_pre_hook(refuse)
+    optimizer.add_param_group = refuse_group
+    optimizer.zero_grad = lambda set_to_none=True: drop()()
+    optimizer._step_supports_amp_scaling = True  # so torch's GradScaler comes as far as refuse()
+

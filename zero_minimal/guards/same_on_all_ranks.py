@@ -1,0 +1,70 @@
+"""Every rank has the same model, buckets and optimizer when a stage is made, and the same parameters
+at the end of gather_parameters().
+
+Seams: buckets_planned, parameters_edited.
+Mistakes: a model that is built by the number of the rank; weights that one rank alone has loaded.
+"""
+
+import zlib
+
+import torch
+from torch import nn
+
+from zero_minimal.foundations import replicas, seams
+
+
+@seams.at("buckets_planned")
+def compare_plans(stage, parts: list, optimizer_class: type, options: list[dict]) -> None:
+    """All ranks agree on names, shapes, dtypes and buckets of the model, and on the optimizer and
+    its options. (Values need not agree: set_up broadcasts rank 0's.)
+
+    Raises: RuntimeError on every rank if it is not.
+    """
+    model = stage.model
+    facts = [(name, tuple(param.shape), param.dtype, param.requires_grad)
+             for name, param in model.named_parameters()]
+    facts += [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers()]
+    facts += [(bucket.name, bucket.group_index, bucket.start, bucket.padded, bucket.numel)
+              for bucket in stage.all_buckets]
+    simple = (int, float, str, tuple, type(None))  # others may be written with their address
+    chosen = [optimizer_class.__name__] + [
+        sorted((name, repr(value)) for name, value in each.items() if isinstance(value, simple))
+        for each in options]
+    # not hash(), which differs from process to process
+    own = [zlib.crc32(repr(each).encode()) for each in ((type(stage).__name__, facts), chosen)]
+    digests = replicas.numbers_of_all_ranks(own, stage.group)
+    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if odd and digests[odd[0]][0] == digests[0][0]:
+        raise RuntimeError(f"the optimizer of rank {odd[0]} differs from rank 0's in its class or "
+                           "an option: give the same on every rank, or shards are updated in "
+                           "different ways")
+    if odd:
+        raise RuntimeError(f"the model of rank {odd[0]} differs from rank 0's in names, shapes or "
+                           "dtypes, or its stage, param_groups, units or bucket_bytes do: build "
+                           "the same on every rank")
+
+
+@seams.at("parameters_edited")
+def check_alike(model: nn.Module, group=None) -> None:
+    """Raise RuntimeError, on every rank, if a parameter has other values on a rank than on rank 0:
+    one rank alone has loaded weights, say."""
+    names, params = zip(*model.named_parameters(), strict=True)
+    sums = replicas.numbers_of_all_ranks([checksum(param) for param in params], group,
+                                         of="checksums at the end of gather_parameters()")
+    for rank, theirs in enumerate(sums):
+        odd = [names[place] for place, one in enumerate(theirs) if one != sums[0][place]]
+        if odd:
+            more = f" and {len(odd) - 1} more" if odd[1:] else ""
+            raise RuntimeError(
+                f"rank {rank} leaves gather_parameters() with other values of {odd[0]!r}{more} "
+                "than rank 0: load or edit alike on every rank. If rank 0 alone has the values, "
+                "let it send them at the end of the block, on all ranks: "
+                "`for param in model.parameters(): collectives.broadcast(param.data)`"
+            )
+
+
+def checksum(tensor: torch.Tensor, before: int = 0) -> int:
+    """Of every bit of a tensor's values, and of what came `before` them."""
+    # a clone: memory that NumPy has seen cannot be resized any more
+    whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return zlib.crc32(whole.view(-1).view(torch.uint8).numpy(), before)

@@ -1,0 +1,76 @@
+"""Gradients that step() has used, or that were clipped, take no further backward pass before
+zero_grad(). A pass does not begin inside another one, nor does a gradient come twice.
+
+Seams: followed, gradient_arrives, gradients_dropped; handed_over.py calls the rest as a pass begins.
+"""
+
+import torch
+from torch import nn
+
+from zero_minimal.foundations import seams
+from zero_minimal.foundations.outputs import tensors_in
+from zero_minimal.foundations.ties import Tie
+
+
+@seams.at("followed")
+def follow(backward) -> None:
+    backward.begun = False  # a pass has begun since the last zero_grad()
+    backward.skipped = False  # the loss scaler has left these gradients out
+    backward.task = None  # autograd's number for the pass under way
+    backward.stage.model.register_forward_hook(Tie(watch_output, backward))
+
+
+@seams.at("gradients_dropped")
+def forget(backward) -> None:
+    backward.begun = backward.skipped = False
+
+
+def accumulated(backward) -> bool:
+    """Whether there are gradients that no step() has used."""
+    return backward.begun and not backward.spent
+
+
+def watch_output(backward, module, inputs, output) -> None:
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(Tie(refuse_second, backward))
+
+
+def refuse_second(backward, *_) -> None:
+    """Raises: RuntimeError if another pass has not ended."""
+    if backward.running and backward.task != torch._C._current_graph_task_id():
+        raise RuntimeError(
+            "a backward pass begins while another one has not ended. If that one failed, call "
+            "zero.zero_grad() first; if torch.utils.checkpoint is around the whole model, it "
+            "needs use_reentrant=False"
+        )
+
+
+def refuse_used(backward) -> None:
+    """Raises: RuntimeError if gradients are there to which no pass may add."""
+    if backward.spent:
+        raise RuntimeError("call zero.zero_grad() after zero.step()")
+    if backward.reduced and backward.stage.gradient_scale is not None:
+        raise RuntimeError("the gradients were clipped or unscaled already, and what step() "
+                           "multiplies them with, gradient_scale, does not hold for another "
+                           "backward pass: call zero.clip_grad_norm_() and scaler.unscale_() "
+                           "once, after the last micro-batch; or drop the gradients with "
+                           "zero.zero_grad(), also after a step that the scaler has skipped")
+
+
+def note_pass(backward) -> None:
+    backward.begun, backward.skipped = True, False
+    backward.task = torch._C._current_graph_task_id()
+
+
+@seams.at("gradient_arrives")
+def refuse_late(backward, param: nn.Parameter, buckets: list) -> None:
+    """Raises: RuntimeError if a bucket of this parameter was handed over, or counted it already."""
+    counts = [param in backward.waits_for.get(bucket, ()) for bucket in buckets]
+    if not backward.accumulating and not all(counts):
+        raise RuntimeError(
+            f"a gradient of shape {tuple(param.shape)} came after its bucket was handed over. "
+            "If it was the parameter's second one in this pass: torch.utils.checkpoint around "
+            "a module used several times needs use_reentrant=False, and "
+            "activation_partitioning.checkpoint cannot be around it"
+        )
