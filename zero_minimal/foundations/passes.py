@@ -12,11 +12,7 @@ import torch
 from torch import nn
 
 from zero_minimal.foundations import handed_over, notes, optimizers, ownership, values
-from zero_minimal.foundations.changed_in_forward import (
-    ChangedInForward,
-    Frozen,
-    edited_by_hand,
-)
+from zero_minimal.foundations.changed_in_forward import ChangedInForward, Frozen, edited_by_hand
 from zero_minimal.foundations.layout import Bucket, Flat
 from zero_minimal.foundations.outputs import tensors_in
 from zero_minimal.foundations.ties import Tie
@@ -116,8 +112,9 @@ class Passes:
 
     def _watch_output(self, module, inputs, output) -> None:
         self.left.come_back()
+        in_func = torch._C._functorch.peek_interpreter_stack() is not None  # its passes are its own
         for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
+            if tensor.grad_fn is not None and not in_func:
                 tensor.grad_fn.register_prehook(Tie(Passes._begin_at_output, self))
 
     def _begin_at_output(self, *_) -> None:
@@ -135,7 +132,10 @@ class Passes:
             return
         self.left.look()
         if self.spent:
-            raise RuntimeError("call zero.zero_grad() after zero.step()")
+            which = getattr(self.stage.buckets[0], "model", "") or " of model 1"
+            raise RuntimeError(f"call zero.zero_grad() after zero.step(){which}, a "
+                               f"{type(self.stage.model).__name__}: this backward() comes to its "
+                               "parameters, and step() has used their gradients already")
         if self.reduced and self.stage.gradient_scale is not None:
             raise RuntimeError("the gradients were clipped or unscaled already, and what step() "
                                "multiplies them with, gradient_scale, does not hold for another "

@@ -21,7 +21,8 @@ from zero_minimal.foundations.ties import LEFT_BEHIND, Tie
 from zero_minimal.foundations.units import Unit
 
 IN_BACKWARD = 2**48  # more nodes than any forward makes
-NO_SECOND = "stage 3 frees parameters after each turn, so it cannot serve create_graph=True"
+NO_SECOND = ("stage 3 frees parameters after each turn, and cannot serve create_graph=True: train "
+             "at stage 2, where torch.autograd.grad(loss, parameters, create_graph=True) works")
 JOINT = (
     "this backward() goes through two forward passes, and a backward() came between them: at stage "
     "3 call backward() on each loss by itself, or run both forward passes before the first one"
