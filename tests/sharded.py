@@ -466,18 +466,43 @@ class Normed(torch.nn.Module):
         return (self.layers(x) - y).square().mean()
 
 
-def after_a_step(stage_class):
-    """The running mean before and after a step, and whether a second backward was refused."""
-    zero, rank = build(stage_class, Normed), dist.get_rank()
-    means, refused = [zero.model.layers[1].running_mean.clone()], False
-    zero.model(*toys.numbers(rank, 0)).backward()
-    zero.step()
-    means.append(zero.model.layers[1].running_mean.clone())
+def after_a_step(stage_class, steps=1):
+    """The running statistics at the start, and for each step before and after step(); and whether a backward without
+    zero_grad() was refused."""
+    zero, rank, refused = build(stage_class, Normed), dist.get_rank(), False
+
+    def statistics():
+        return {name.replace("_", " "): buffer.clone() for name, buffer in zero.model.layers[1].named_buffers()}
+
+    states = [statistics()]
+    for step in range(steps):
+        if step:
+            zero.zero_grad()
+        zero.model(*toys.numbers(rank, step)).backward()
+        states.append(statistics())
+        zero.step()
+        states.append(statistics())
     try:
-        zero.model(*toys.numbers(rank, 1)).backward()
+        zero.model(*toys.numbers(rank, steps)).backward()
     except Exception:
         refused = True
-    return means, refused
+    return states, refused
+
+
+def assert_statistics_are_of_rank_0(results):
+    """After each step."""
+    for rank, (states, _) in enumerate(results):
+        for place in range(1, len(states), 2):
+            before, own, after = states[place - 1 : place + 2]
+            for name, wanted in results[0][0][place].items():
+                assert torch.equal(after[name], wanted), (
+                    f"after step() number {place // 2 + 1} batch norm's {name} is {after[name].flatten()[0]:.4g}, … on "
+                    f"rank {rank} and {wanted.flatten()[0]:.4g}, … of the batches on rank 0: each rank has that "
+                    "of its own data, and ownership.broadcast_statistics gives all rank 0's, in each step"
+                )
+            assert not torch.equal(own["running mean"], before["running mean"]), (
+                "batch norm's running mean is as it was before the batch"
+            )
 
 
 _plain: dict = {}

@@ -238,6 +238,9 @@ WRONG = {
     "starts, and waits in the next line": Wrong(
         4, "test_autograd_goes_on_meanwhile", r"rank 0 stood still each time until it came",
         bucket_complete(reduce=REDUCE + "\nself._wait()")),
+    "waits at once in the second pass of a step": Wrong(
+        4, "test_all_has_arrived_when_backward_ends", r"rank 0 stood still each time .* This is the second backward",
+        bucket_complete(reduce=REDUCE + "\nif self.backward.passes:\n    self._wait()")),
     "nobody waits": Wrong(
         4, "test_all_has_arrived_when_backward_ends",
         r"(?s)every all-reduce that was started must be|has not the mean gradients of two .* was each all-reduce wai",
@@ -279,6 +282,13 @@ WRONG = {
     "each rank keeps its own running statistics, the naive way": Wrong(
         5, "test_a_step_leaves_rank_0s_statistics", r"Naive: after step\(\) norm.running_mean.* of rank 1 is not what",
         {"Naive.step": function("def step(self):", "self.reduced_gradients()", "self.optimizer.step()")}),
+    "running statistics are sent in the first step only": Wrong(
+        5, "test_a_step_leaves_rank_0s_statistics", r"Stage0: .* of rank 1 is not what rank 0's batches .* in 2 steps",
+        {"Stage0.step": "@torch.no_grad()\n" + function(
+            "def step(self):", "self.reduced_gradients()", function("for bucket in self.buckets:", (
+                "optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)")),
+            "if not self.backward.steps:\n    ownership.broadcast_statistics(self.model, self.group)",
+            "self.backward.spent = True")}),
     "old gradients stay": Wrong(
         5, "test_the_second_step_starts_afresh", r"the sum of both steps': zero_grad\(\) left the first one's",
         zero_grad(drop="pass")),
@@ -293,6 +303,30 @@ WRONG = {
         5, "test_trains_as_one_process_would",
         r"(?s)rank 0 has other parameters than one process .* counts as one whose .*zero_missing",
         bucket_complete(missing="")),
+    "of a micro-batch that is dropped the gradients stay": Wrong(
+        5, "test_the_second_step_starts_afresh", r"has not the last step's mean gradient. Before it .* under no_sync",
+        zero_grad(begin="reduced = self.backward.reduced",
+                  drop="param.grad = None if reduced else param.grad")),
+    "of a batch that is dropped the gradients stay": Wrong(
+        5, "test_the_second_step_starts_afresh", r"has not the last step's mean gradient. Before it a batch was drop",
+        zero_grad(begin="spent = self.backward.spent", drop="param.grad = None if spent else param.grad")),
+    "the scale of a batch that is dropped stays": Wrong(
+        5, "test_the_second_step_starts_afresh",
+        r"moved rank 0's parameters by \S+, and .* was clipped, to 0.001, and then dropped",
+        zero_grad(begin="if self.backward.spent:\n    self.gradient_scale = None", scale="")),
+    "later steps wait at once": Wrong(
+        5, "test_later_steps_overlap_too", r"rank 0 stood still each time .* This is the fourth step: what is another",
+        bucket_complete(reduce=REDUCE + "\nif self.backward.steps:\n    self._wait()")),
+    "later steps wait until backward has ended": Wrong(
+        5, "test_later_steps_overlap_too", r"rank 0 sent nothing before .* This is the fourth step: what is another",
+        hand_over_complete("if self.steps:\n    return" + HEAD)),
+    "after the first step nobody listens": Wrong(
+        5, "test_later_steps_overlap_too", r"rank 0 sent nothing before .* This is the fourth step: what is another",
+        listen(begin="self.hooks = []", register="self.hooks.append(param.register_post_accumulate_grad_hook(Tie("
+               "Backward._gradient, self)))") | zero_grad(begin="""
+            for hook in self.backward.hooks:
+                hook.remove()
+            """)),
     "clipping stays for the next step": Wrong(
         5, "test_trains_as_one_process_would", r"three micro-batches a step, and clipping, 3 steps: rank 0 has other",
         zero_grad(scale="")),

@@ -313,38 +313,43 @@ def test_the_naive_way_in_a_group(stage_class):
 # ---------------------------------------------------------------------- steps 2 to 4: one backward, watched closely
 
 
-def watched(stage_class, make, batch, bucket_bytes, late=0.0, more=(), last=False):
-    """One backward. {name: gradient}; what was sent, as [bytes, when] a message; when gradients came, as seconds. A
-    rank other than 0 sends each message `late` seconds late. New memory comes filled with NaN. `more`: batches that
-    follow in passes of their own, and whose gradients are added. last: messages and seconds are those of the last
-    pass, not of the first."""
+def watched(stage_class, make, batch, bucket_bytes, steps=(0,), late=0.0):
+    """For each of these batches a backward, whose gradients are added to those before: {name: gradient}; what was sent,
+    as [bytes, when] a message; when gradients came, as seconds. A rank other than 0 sends each message `late` seconds
+    late. New memory comes filled with NaN."""
     torch.use_deterministic_algorithms(True)
-    rank, world_size, came = dist.get_rank(), dist.get_world_size(), []
-    zero = build(stage_class, make, bucket_bytes=bucket_bytes)
-    for param in zero.model.parameters():
+    zero, passes = build(stage_class, make, bucket_bytes=bucket_bytes), []
+    came = moments(zero.model)
+    for step in steps:
+        came.clear()
+        with checks.Calls(pause=late * dist.get_rank()) as calls:
+            zero.model(*batch(dist.get_rank(), step)).backward()
+            found = gradients(zero)
+        passes.append((found, messages(calls), [*came]))
+    return passes
+
+
+def moments(model):
+    """A list that gets the moment at which a gradient comes, in seconds, of each one."""
+    came = []
+    for param in model.parameters():
         if param.requires_grad:
             param.register_hook(lambda gradient: came.append(time.monotonic()))
-    with checks.Calls(pause=late if rank else 0.0) as calls:
-        loss = zero.model(*batch(rank, 0))
-        loss.backward()
-        found, first = gradients(zero), len(came)
-        made = list(calls.made)
-        for step in more:
-            before = len(came), len(calls.made)
-            zero.model(*batch(rank, step)).backward()
-            found = gradients(zero)
-        if last:
-            came, made, first = came[before[0] :], calls.made[before[1] :], len(came) - before[0]
-    sent = [[checks.sent_for(call, world_size), call.at] for call in made]
-    return found, [message for message in sent if message[0] > 0], came[:first]
+    return came
+
+
+def messages(calls):
+    """[bytes, when] of each message."""
+    sent = [[checks.sent_for(call, dist.get_world_size()), call.at] for call in calls.made]
+    return [message for message in sent if message[0] > 0]
 
 
 def small_buckets(stage_class):
-    return watched(stage_class, toys.Transformer, toys.tokens, 4096)
+    return watched(stage_class, toys.Transformer, toys.tokens, 4096)[0]
 
 
 def layer_by_layer(stage_class):
-    return watched(stage_class, wide, wide_numbers, LAYER)
+    return watched(stage_class, wide, wide_numbers, LAYER)[0]
 
 
 @pytest.mark.step(2, points=6)
@@ -386,7 +391,7 @@ def test_a_backward_sends_what_an_all_reduce_does(stage_class, world_size):
 
 
 def awkward(stage_class):
-    return watched(stage_class, checks.Awkward, checks.awkward_batch, 100)
+    return watched(stage_class, checks.Awkward, checks.awkward_batch, 100)[0]
 
 
 @pytest.mark.step(2, points=3, stuck=ALL_TAKE_PART, left=ALL_TAKE_PART, raised=NONE_THERE)
@@ -484,7 +489,7 @@ def test_gradients_that_leave_early_are_the_mean(stage_class, world_size):
 
 
 def crossroads(stage_class):
-    return watched(stage_class, Crossroads, crossroads_batch, ROAD)
+    return watched(stage_class, Crossroads, crossroads_batch, ROAD)[0]
 
 
 OTHER_ORDER = ("here each rank goes through the branches in another order, so that buckets become complete in another "
@@ -506,7 +511,7 @@ def belated(stage_class):
     """None from who has written another Backward: a fixed order is right, too."""
     if not hasattr(stage_class, "Backward"):
         return None
-    return watched(stage_class, Belated, wide_numbers, LAYER, more=[1], last=True)
+    return watched(stage_class, Belated, wide_numbers, LAYER, (0, 1))[-1]
 
 
 @pytest.mark.step(3, points=1, stuck=OTHER_ORDER, left=OTHER_ORDER)
@@ -522,7 +527,7 @@ def test_later_passes_go_in_the_order_of_completion(stage_class):
 
 
 def caught(stage_class):
-    return watched(stage_class, Caught, wide_numbers, LAYER)
+    return watched(stage_class, Caught, wide_numbers, LAYER)[0]
 
 
 @pytest.mark.step(3, points=6)
@@ -540,7 +545,7 @@ LATE = 0.03  # seconds
 
 
 def with_a_late_rank(stage_class):
-    return watched(stage_class, wide, wide_numbers, LAYER, LATE, more=[1])
+    return watched(stage_class, wide, wide_numbers, LAYER, (0, 1), LATE)
 
 
 WAITED_FOR = ("every all-reduce that was started must be waited for, before the next one starts or when backward ends: "
@@ -555,31 +560,31 @@ def overlapped(results):
     return sum(any(start < at < other for at in came) for (_, start), (_, other) in pairs), len(pairs)
 
 
-def assert_overlaps(results):
+def assert_overlaps(results, hint=""):
     count, of = overlapped(results)
     assert count > 0, (
         f"rank 1 sends each message {1000 * LATE:.0f} ms late, and rank 0 stood still each time until it came: of {of} "
         "messages none was under way while rank 0 got another gradient. Start the all-reduce of a bucket "
-        "(async_op=True), go back to autograd, and wait later"
+        f"(async_op=True), go back to autograd, and wait later{hint}"
     )
     assert count >= LAYERS / 3, (
         f"rank 1 sends each message {1000 * LATE:.0f} ms late. Of {of} messages {count} were under way while rank 0 "
-        f"got another gradient, and about {LAYERS - 1} could be: one a bucket"
+        f"got another gradient, and about {LAYERS - 1} could be: one a bucket{hint}"
     )
 
 
 @pytest.mark.step(4, points=10, stuck=WAITED_FOR, left=WAITED_FOR)
 def test_autograd_goes_on_meanwhile(stage_class):
-    assert_overlaps(once(with_a_late_rank, 2, stage_class))
+    assert_overlaps([first for first, _ in once(with_a_late_rank, 2, stage_class)])
 
 
 @pytest.mark.step(4, points=10, stuck=WAITED_FOR, left=WAITED_FOR)
 def test_all_has_arrived_when_backward_ends(stage_class):
-    results = once(with_a_late_rank, 2, stage_class)
+    results = [second for _, second in once(with_a_late_rank, 2, stage_class)]
     assert_mean([0, 1], [found for found, *_ in results], wide, wide_numbers, (0, 1), "the mean gradients of two "
                 "backward passes, added", ". Here rank 1 sends late: was each all-reduce waited for, the last one too, "
                 "before its result was read or its bucket changed?")
-    assert_overlaps(results)
+    assert_overlaps(results, ". This is the second backward, without zero_grad() before it")
 
 
 # ------------------------------------------------------------------------------------ step 5: accumulation, second step
@@ -648,26 +653,45 @@ def test_micro_batches_add_up(stage_class):
 
 
 def three_steps(stage_class):
-    """Gradients and bytes sent of the second and the fourth step; the third one's batch was dropped."""
+    """Gradients and bytes sent of the second and the fourth step; the third one's batch was dropped, and a micro-batch.
+    Messages of the fourth step, in which rank 1 sends late, and when gradients came. after_a_clip()."""
     rank, found, sent = dist.get_rank(), [], []
     zero = build(stage_class, wide, lr=0.0)  # parameters stay, so gradients are known
+    came = moments(zero.model)
     for step in range(4):
-        with checks.Calls() as calls, checks.after_zero_grad():
+        came.clear()
+        with checks.Calls(pause=LATE * rank * (step == 3)) as calls, checks.after_zero_grad():
             zero.model(*wide_numbers(rank, step)).backward()
         found.append(gradients(zero))
         sent.append(calls.sent())
         if step != 2:
             zero.step()
+        else:
+            zero.zero_grad()
+            with zero.no_sync():
+                zero.model(*wide_numbers(rank, step)).backward()
         zero.zero_grad()
     left = sum(param.grad is not None and bool(param.grad.any()) for param in zero.model.parameters())
-    return found[1], found[3], sent, left
+    return found[1], found[3], sent, left, after_a_clip(stage_class), (messages(calls), came)
 
 
-@pytest.mark.step(5, points=3, stuck="this is the second step: what was counted or kept in the first one must start "
+def after_a_clip(stage_class):
+    """How far SGD with lr 1 goes, and how far it must. The batch before was clipped and dropped."""
+    zero, rank = build(stage_class, wide), dist.get_rank()
+    zero.model(*wide_numbers(rank, 0)).backward()
+    zero.clip_grad_norm_(1e-3)
+    zero.zero_grad()
+    zero.model(*wide_numbers(rank, 1)).backward()
+    gradient, before = [*gradients(zero).values()], toys.whole_parameters(zero)
+    zero.step()
+    return toys.distance(before, toys.whole_parameters(zero)), toys.distance(gradient, map(torch.zeros_like, gradient))
+
+
+@pytest.mark.step(5, points=2, stuck="this is the second step: what was counted or kept in the first one must start "
                   "afresh")
 def test_the_second_step_starts_afresh(stage_class):
     results = once(three_steps, 2, stage_class)
-    for rank, (second, _, _, _) in enumerate(results):
+    for rank, (second, *_) in enumerate(results):
         both = own_gradients([0, 1], wide, wide_numbers, (0, 1))
         total = {name: sum(gradients[name] for gradients in both) / 2 for name in both[0]}
         stale = all(second[name] is not None and torch.allclose(second[name].double(), total[name], atol=1e-5)
@@ -676,14 +700,28 @@ def test_the_second_step_starts_afresh(stage_class):
             f"rank {rank}'s gradient of the second step is the sum of both steps': zero_grad() left the first one's"
         )
     for place, step, what in ((0, 1, "the second step's mean gradient"), (
-            1, 3, "the last step's mean gradient, where the batch before was dropped (zero_grad() without step())")):
+            1, 3, "the last step's mean gradient. Before it a batch was dropped, and a micro-batch under no_sync() "
+            "(zero_grad() without step())")):
         assert_mean([0, 1], [result[place] for result in results], wide, wide_numbers, (step,), what)
-    for rank, (_, _, sent, left) in enumerate(results):
+    for rank, (_, _, sent, left, (moved, norm), _) in enumerate(results):
+        assert moved == pytest.approx(norm, rel=1e-3), (
+            f"a step of SGD with lr 1 moved rank {rank}'s parameters by {moved:.4g}, and the norm of its gradient, "
+            f"which was not clipped, is {norm:.4g}. The batch before was clipped, to 0.001, and then dropped: "
+            "zero_grad() without step() ends clipping, too"
+        )
         assert sent[3] <= 1.05 * sent[1], (
             f"rank {rank} sent {in_words(sent[1])} in the second step's backward and {in_words(sent[3])} in the "
             "fourth's: what is added in each step, a hook for example, and stays?"
         )
         assert not left, f"after zero_grad() {left} parameters of rank {rank} still have a gradient"
+
+
+@pytest.mark.step(5, points=1)
+def test_later_steps_overlap_too(stage_class):
+    results = [(None, *last) for *_, last in once(three_steps, 2, stage_class)]
+    hint = ". This is the fourth step: what is another after the first one, or after zero_grad()?"
+    assert_leaves_early(results, hint)
+    assert_overlaps(results, hint)
 
 
 def what_stays(stage_class):
@@ -708,27 +746,32 @@ def test_nothing_stays_of_a_step(stage_class):
 
 
 def statistics(stage_class):
-    """The buffers of a batch norm after a step, which each rank has made with its own batch."""
-    found = []
-    for way in (stage_class.Naive, stage_class):
-        zero = build(way, Normed)
-        zero.model(*toys.numbers(dist.get_rank(), 0)).backward()
-        if hasattr(zero, "step"):  # the contract asks for none of Naive
+    """{(name, step): the buffers of a batch norm after it}; each rank has made them with its own batches."""
+    found = {}
+    for name, way in (("Naive", stage_class.Naive), ("Stage0", stage_class)):
+        zero = build(way, Normed, lr=0.0)
+        if not hasattr(zero, "step") or not hasattr(zero, "zero_grad"):  # the contract asks for none of Naive
+            continue
+        for step in range(2):
+            zero.model(*toys.numbers(dist.get_rank(), step)).backward()
             zero.step()
-            found.append({name: buffer.clone() for name, buffer in zero.model.named_buffers()})
+            zero.zero_grad()
+            found[name, step] = {label: buffer.clone() for label, buffer in zero.model.named_buffers()}
     return found
 
 
 @pytest.mark.step(5, points=1)
 def test_a_step_leaves_rank_0s_statistics(stage_class):
-    model = toys.build(Normed, 0)
-    model(*toys.numbers(0, 0))
-    for rank, ways in enumerate(once(statistics, 3, stage_class)):
-        for name, found in zip(("Naive", "Stage0")[-len(ways):], ways, strict=True):
-            off = [label for label, buffer in model.named_buffers() if not torch.allclose(found[label], buffer)]
+    model, wanted = toys.build(Normed, 0), []
+    for step in range(2):
+        model(*toys.numbers(0, step))
+        wanted.append({label: buffer.clone() for label, buffer in model.named_buffers()})
+    for rank, found in enumerate(once(statistics, 3, stage_class)):
+        for (name, step), buffers in found.items():
+            off = [label for label, buffer in wanted[step].items() if not torch.allclose(buffers[label], buffer)]
             assert not off, (
-                f"{name}: after step() {in_a_list(off)} of rank {rank} is not what rank 0's batch has made of it. Each "
-                "rank's statistics are of its own batches, and step() gives rank 0's to all "
+                f"{name}: after step() {in_a_list(off)} of rank {rank} is not what rank 0's batches have made of it in "
+                f"{step + 1} steps. Each rank's statistics are of its own batches, and step() gives rank 0's to all "
                 "(replicas.broadcast_statistics): the file that you were given does that"
             )
 

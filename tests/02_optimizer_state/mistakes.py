@@ -152,7 +152,7 @@ WRONG = {
         1, "test_each_rank_optimizes_its_part",
         r"rank 0 was given all \d+ elements of the model: .*so no loss will tell", UNSHARDED, 2),
     "one parameter group for all": Wrong(
-        1, "test_groups_stay_groups", r"the user's optimizer has 2 parameter groups, and zero.optimizer has 1 on",
+        1, "test_groups_stay_groups", r"the user's optimizer has 3 parameter groups, and zero.optimizer has 1 on",
         over_shards(end="return optimizer_class([bucket.master for bucket in buckets], **options)")),
     "groups lose what the user set": Wrong(
         1, "test_groups_stay_groups", r"on rank 0 group 0 of zero.optimizer has weight_decay=0.1, and the user gave "
@@ -164,6 +164,33 @@ WRONG = {
     "the user's options without maximize": Wrong(
         1, "test_groups_stay_groups", r"group 1 of zero.optimizer has maximize=False, and the user gave maximize=True",
         over_shards(begin="options = {name: options[name] for name in options if name != 'maximize'}")),
+    "a group in which all is frozen is left out": Wrong(
+        1, "test_groups_stay_groups", r"has 3 parameter groups, and zero.optimizer has 2 on rank 0: .* all frozen",
+        over_shards(end="return optimizer_class([group for group in shards if group['params']], **options)")),
+    "groups of the same options become one": Wrong(
+        1, "test_groups_stay_groups", r"has 3 parameter groups, and zero.optimizer has 2 on rank 0: .* like another",
+        over_shards(end="""
+            merged = {}
+            for group in shards:
+                own = repr([(name, value) for name, value in group.items() if name != "params"])
+                merged.setdefault(own, {**group, "params": []})["params"] += group["params"]
+            return optimizer_class([*merged.values()], **options)
+            """)),
+    "groups in which all is frozen come last": Wrong(
+        1, "test_groups_stay_groups", r"group 1 of zero.optimizer holds \d+ elements on all ranks .* frozen parameters",
+        over_shards(end="return optimizer_class(sorted(shards, key=lambda group: not group['params']), **options)")),
+    "groups without nesterov": Wrong(
+        1, "test_groups_stay_groups", r"group 0 of zero.optimizer has nesterov=nothing, and the user gave .*=True",
+        over_shards(group="{**{name: group[name] for name in group if name != 'nesterov'}, 'params': params}")),
+    "groups without capturable": Wrong(
+        1, "test_groups_stay_groups", r"group 1 of zero.optimizer has capturable=False, and .* gave capturable=None",
+        over_shards(group="{**{name: group[name] for name in group if name != 'capturable'}, 'params': params}")),
+    "the user's options without nesterov": Wrong(
+        1, "test_groups_stay_groups", r"group 0 of zero.optimizer has nesterov=False, and the user gave nesterov=True",
+        over_shards(begin="options = {name: options[name] for name in options if name != 'nesterov'}")),
+    "the user's options without capturable": Wrong(
+        1, "test_groups_stay_groups", r"group 0 of zero.optimizer has capturable=False, and .* gave capturable=None",
+        over_shards(begin="options = {name: options[name] for name in options if name != 'capturable'}")),
     "the options of torch's AdamW alone": Wrong(
         1, "test_groups_stay_groups", r"zero.optimizer has warmth=1.0, and the user gave warmth=0.5",
         over_shards(begin="KNOWN = torch.optim.AdamW([torch.zeros(1)]).defaults",
@@ -296,6 +323,23 @@ WRONG = {
     "running statistics stay each rank's own": Wrong(
         3, "test_running_statistics_are_alike", r"running mean is .* on rank 1 and .* on rank 0: each rank has that of",
         step(statistics="")),
+    "running statistics are sent in the first step only": Wrong(
+        3, "test_running_statistics_are_alike", r"step\(\) number 2 batch norm's running mean is .* on rank 1",
+        step(statistics="if not self.backward.steps:\n    ownership.broadcast_statistics(self.model, self.group)")),
+    "running means are sent, and variances are not": Wrong(
+        3, "test_running_statistics_are_alike", r"step\(\) number 1 batch norm's running var is .* on rank 1",
+        step(statistics="""
+            for name, buffer in self.model.named_buffers():
+                if "mean" in name:
+                    collectives.broadcast(buffer, group=self.group)
+            """)),
+    "the ranks' mean of running statistics": Wrong(
+        3, "test_running_statistics_are_alike", r"step\(\) number 1 batch norm's running mean is .* on rank 0 and",
+        step(statistics="""
+            for buffer in self.model.buffers():
+                if buffer.is_floating_point():
+                    collectives.all_reduce(buffer, op="avg", group=self.group)
+            """)),
     "gradients are used twice without a word": Wrong(
         3, "test_a_backward_after_step_is_refused", r"It must be an error: set self.backward.spent in step\(\)",
         step(spent="")),
@@ -419,4 +463,14 @@ UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody coul
     "of=bucket, async` without of=bucket":
         "a name for messages",
     "Stage1._wait: without `self.reducing = None`": "to wait again for what has arrived does nothing",
+    "Stage1.step: `self.reduced_gradients()` a statement later": "the two statements need nothing of each other",
+    "Stage1.step: `for pending in gathering:` a statement later":
+        "statistics are no parameters: who sends them first has both when step() ends",
+    "Stage1.step: `ownership.broadcast_statistics(self.model, self.group)` a statement later":
+        "the two statements need nothing of each other",
+    "Stage1.step: `self.buckets`: all_buckets": "only stage 3 has buckets of frozen parameters, so the lists are alike",
+    "Stage1.step: without @torch.no_grad()":
+        "the optimizer's step() has its own, and nothing else here needs a gradient",
+    "Stage1.clip_grad_norm_: without @torch.no_grad()":
+        "gradients need no gradient themselves: autograd has nothing to record",
 }

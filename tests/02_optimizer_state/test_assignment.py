@@ -33,6 +33,7 @@ from sharded import (
     assert_kernel_agrees,
     assert_sent,
     assert_shards_hold,
+    assert_statistics_are_of_rank_0,
     assert_stepped,
     assert_steps_without_backward,
     assert_trained_alike,
@@ -79,23 +80,32 @@ OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "foreach": False, "fused": False, "m
 
 
 def with_options(model):
-    """The groups of matrices_decay, with more options of AdamW, and one that is the user's own."""
+    """The groups of matrices_decay, with more options, also of other optimizers, and one that is the user's own.
+    Between them a group like the second, in which all is frozen."""
     matrices, vectors = checks.matrices_decay(model)
-    return [matrices | {"maximize": False, "betas": (0.8, 0.9)}, vectors | {"amsgrad": True, "eps": 1e-6, "name": "1d"}]
+    matrices |= {"maximize": False, "betas": (0.8, 0.9), "nesterov": True, "momentum": 0.8, "dampening": 0.1}
+    vectors |= {"amsgrad": True, "eps": 1e-6, "name": "1d", "capturable": None, "differentiable": None}
+    return [matrices, vectors | {"params": [param for param in model.parameters() if not param.requires_grad]}, vectors]
+
+
+CASES = (  # model, optimizer, its options, groups
+    (checks.Awkward, checks.Warm, OPTIONS | {"warmth": 0.5}, with_options),
+    (model, optim.AdamW, OPTIONS | {"capturable": None}, None),
+    (Lopsided, optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}, None),
+)
 
 
 def given_to_the_optimizer(stage_class):
-    """When the stage is made: for each model and each optimizer group, what is in the group besides parameters, and
+    """When the stage is made: for each of CASES and each optimizer group, what is in the group besides parameters, and
     this rank's elements of them, flat. And bytes that live because of `model`. New memory comes filled with NaN."""
     torch.use_deterministic_algorithms(True)
     rank, found = dist.get_rank(), []
     before = checks.live_bytes()
     zero = build(stage_class, model)
     size = checks.live_bytes(until=before + most_at_the_start(), looks=LOOKS) - before
-    for make, groups in ((model, None), (Lopsided, None), (checks.Awkward, with_options)):
+    for make, optimizer, options, groups in CASES:
         mine = toys.build(make, rank)
-        kept = {"param_groups": groups(mine), "warmth": 0.5} if groups else {}
-        zero = stage_class(mine, checks.Warm if groups else optim.AdamW, bucket_bytes=4096, **OPTIONS | kept)
+        zero = stage_class(mine, optimizer, bucket_bytes=4096, param_groups=groups and groups(mine), **options)
         found.append([
             ({name: value for name, value in group.items() if name != "params"},
              torch.cat([torch.zeros(0), *(param.detach().flatten().clone() for param in group["params"])]))
@@ -109,7 +119,7 @@ def given_to_the_optimizer(stage_class):
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_each_rank_optimizes_its_part(stage_class, world_size):
     ranks = [found for found, _ in once(given_to_the_optimizer, world_size, stage_class)]
-    for case, make in enumerate((model, Lopsided)):
+    for case, make in enumerate((model, Lopsided), 1):
         parts = [torch.cat([elements for _, elements in found[case]]).double() for found in ranks]
         assert_parts(parts, toys.build(make, 0), list(toys.build(make, 0).parameters()))
 
@@ -153,27 +163,36 @@ def assert_parts(parts, example, params, where="the model"):
 
 @pytest.mark.step(1, points=10)
 def test_groups_stay_groups(stage_class):
-    ranks = [found[2] for found, _ in once(given_to_the_optimizer, 3, stage_class)]
+    ranks = [found for found, _ in once(given_to_the_optimizer, 3, stage_class)]
+    for case, (make, optimizer, given, groups_of) in enumerate(CASES):
+        example = toys.build(make, 0)
+        groups = groups_of(example) if groups_of else [{"params": list(example.parameters())}]
+        plain = optimizer([dict(group) for group in groups], **given).param_groups
+        for rank, found in enumerate(ranks):
+            assert len(found[case]) == len(groups), (
+                f"the user's optimizer has {len(groups)} parameter groups, and zero.optimizer has {len(found[case])} "
+                f"on rank {rank}: each group needs one of its own, with its own learning rate and weight decay; also "
+                "one that is like another, or whose parameters are all frozen. A scheduler goes by their numbers"
+            )
+            for number, (options, _) in enumerate(found[case]):
+                for name in [name for name in plain[number] if name != "params"]:
+                    value, wanted = options.get(name, "nothing"), plain[number][name]
+                    assert value == wanted, (
+                        f"on rank {rank} group {number} of zero.optimizer has {name}={value}, and the user gave "
+                        f"{name}={wanted}: a group keeps all that the user set for it, whatever the names are"
+                    )
     example = toys.build(checks.Awkward, 0)
-    groups = with_options(example)
-    plain = checks.Warm([dict(group) for group in groups], warmth=0.5, **OPTIONS).param_groups
-    for rank, found in enumerate(ranks):
-        assert len(found) == len(groups), (
-            f"the user's optimizer has {len(groups)} parameter groups, and zero.optimizer has {len(found)} on rank "
-            f"{rank}: each group needs one of its own, with its own learning rate and weight decay"
+    for number, group in enumerate(with_options(example)):
+        parts = [found[0][number][1].double() for found in ranks]
+        params = [param for param in group["params"] if param.requires_grad]
+        assert params or not any(map(len, parts)), (
+            f"group {number} of zero.optimizer holds {sum(map(len, parts))} elements on all ranks together, and the "
+            "user's group of this number has frozen parameters alone: is the order of the groups the user's?"
         )
-        for number, ((options, _), group) in enumerate(zip(found, groups, strict=True)):
-            for name in [name for name in plain[number] if name != "params"]:
-                value, wanted = options.get(name), plain[number][name]
-                assert value == wanted, (
-                    f"on rank {rank} group {number} of zero.optimizer has {name}={value}, and the user gave "
-                    f"{name}={wanted}: a group keeps all that the user set for it, whatever the names are"
-                )
-    for number, group in enumerate(groups):
-        names = "matrices, which decay" if group["weight_decay"] else "vectors, which do not decay"
-        assert_parts([found[number][1].double() for found in ranks], example, group["params"],
-                     f"group {number} ({names}; a frozen parameter is in no group, one that is used twice is there "
-                     "once)")
+        if params:
+            names = "matrices, which decay" if group["weight_decay"] else "vectors, which do not decay"
+            assert_parts(parts, example, params, f"group {number} ({names}; a frozen parameter is in no group, one "
+                         "that is used twice is there once)")
 
 
 def most_at_the_start():
@@ -415,19 +434,13 @@ def test_a_rank_without_a_backward_takes_the_step(stage_class):
 @pytest.mark.thorough
 @pytest.mark.step(3, points=1)
 def test_running_statistics_are_alike(stage_class):
-    means = [means for means, _ in once(after_a_step, 2, stage_class)]
-    for rank, (_, after) in enumerate(means):
-        assert torch.equal(after, means[0][1]), (
-            f"after step() batch norm's running mean is {after[0]:.4g}, … on rank {rank} and {means[0][1][0]:.4g}, … "
-            "on rank 0: each rank has that of its own data, and replicas.broadcast_statistics gives all rank 0's"
-        )
-        assert not torch.equal(after, means[rank][0]), "after step() batch norm's running mean is as at the start"
+    assert_statistics_are_of_rank_0(once(after_a_step, 2, stage_class, 2))
 
 
 @pytest.mark.thorough
 @pytest.mark.step(3, points=1)
 def test_a_backward_after_step_is_refused(stage_class):
-    for rank, (_, refused) in enumerate(once(after_a_step, 2, stage_class)):
+    for rank, (_, refused) in enumerate(once(after_a_step, 2, stage_class, 2)):
         assert refused, (
             f"backward, step(), backward without zero_grad(): rank {rank} added the second gradient to the first one's "
             "shards without a word. It must be an error: set self.backward.spent in step()"

@@ -39,6 +39,7 @@ from sharded import (
     assert_overflow_is_shared,
     assert_sent,
     assert_shards_hold,
+    assert_statistics_are_of_rank_0,
     assert_stepped,
     assert_steps_without_backward,
     assert_trained_alike,
@@ -189,13 +190,7 @@ def test_a_rank_without_a_backward_takes_the_step(stage_class):
 
 @pytest.mark.step(2, points=2)
 def test_running_statistics_are_alike(stage_class):
-    means = [means for means, _ in once(after_a_step, 2, stage_class)]
-    for rank, (_, after) in enumerate(means):
-        assert torch.equal(after, means[0][1]), (
-            f"after step() batch norm's running mean is {after[0]:.4g}, … on rank {rank} and {means[0][1][0]:.4g}, … "
-            "on rank 0: each rank has that of its own data, and replicas.broadcast_statistics gives all rank 0's"
-        )
-        assert not torch.equal(after, means[rank][0]), "after step() batch norm's running mean is as at the start"
+    assert_statistics_are_of_rank_0(once(after_a_step, 2, stage_class))
 
 
 @pytest.mark.step(2, points=1)

@@ -159,6 +159,7 @@ DROPPED = _free(free="bucket.parameters = None") | _gather(room="bucket.paramete
 HOARD = {"Stage3.copies": "copies = ()"} | _release(
     keep=KEPT + "\nif unit.whole:\n    self.copies = (*self.copies, bucket.parameters.clone())")
 
+NUMBER = "torch.distributed.all_reduce(torch.zeros(1), group=self.group)"
 BARRIER = "torch.distributed.barrier(self.group)"
 # what is on its way stays so
 WHOLE_ALONE = "for unit in self.units:\n    if unit.whole:\n        self._release(unit)"
@@ -167,6 +168,29 @@ GIVES_BACK = {"give_back": """
         from zero_minimal.foundations import units
         units.give_back(buckets, group)
     """}
+
+TAKEN_OVER = """
+with torch.no_grad():
+    whole = bucket.zeros()
+    for param in bucket.params:
+        bucket.flat.view(whole, param).copy_(param.data)
+    bucket.parameter_shard.copy_(bucket.shard(whole, self.rank))
+"""
+
+
+def only_if(number):
+    """gather_parameters that keeps edits of a bucket only where this number of a parameter has become another."""
+    numbers = f"{{param: {number} for param in self.model.parameters()}}"
+    edited = function("if any(before[param] != after[param] for param in bucket.params):", TAKEN_OVER)
+    return GIVES_BACK | {"Stage3.gather_parameters": "@contextmanager\n" + function(
+        "def gather_parameters(self):", "self._release_all()", "self.shown = True",
+        function("try:", "give_back(self.all_buckets, self.group)", f"before = {numbers}", "yield",
+                 "ownership.check_alike(self.model, self.group)", f"after = {numbers}",
+                 function("for bucket in self.all_buckets:", edited)),
+        function("finally:", "self.shown = False", "self._release_all()"))}
+
+
+SUMS = "[param.detach().sum().item() for param in unit.params]"
 
 WRONG = {
     "parameters are never released": Wrong(
@@ -298,6 +322,12 @@ WRONG = {
     "changes in place are lost": Wrong(
         3, "test_what_is_changed_in_place_stays", r"forward pass 2, where parameters of blocks.1 were changed in place",
         _release(keep="")),
+    "changes in place that leave the sum are lost": Wrong(
+        3, "test_what_is_changed_in_place_stays",
+        r"in forward pass 2, where .* of one bias were put in the opposite order, so that no sum of them is another",
+        _arrive(restore=RESTORED + f"\nif bucket is unit.buckets[-1]:\n    unit.sums = {SUMS}") | _release(
+            begin=f"self._arrive(unit)\nedited = unit.whole and unit.sums != {SUMS}",
+            keep=KEPT.replace("unit.whole", "edited"))),
     "changes in place of frozen parameters are lost": Wrong(
         3, "test_what_is_changed_in_place_stays",
         r"in forward pass 2, .* the trained parameter has its new values, and the frozen one its old ones",
@@ -320,6 +350,9 @@ WRONG = {
     "a barrier before each unit": Wrong(
         2, "test_a_forward_sends_an_all_gather", r"rank 0 called barrier 7 times in a forward pass: all ranks stand",
         unit_turn(begin=BARRIER), 3),
+    "a number of each rank before each unit": Wrong(
+        2, "test_a_forward_sends_an_all_gather", r"rank 0 called all_reduce 7 times in a forward pass, where nothing has",
+        unit_turn(begin=NUMBER), 3),
     "a copy of each unit is kept, to the kernel": Wrong(
         3, "test_the_kernel_counts_forwards", r"rank \d holds up to \d+.\d MB, as the kernel counts", HOARD),
 
@@ -448,11 +481,13 @@ WRONG = {
         step(spent=f"self.backward.spent = True\n{BARRIER}")),
     "a number of each rank at the end of a step": Wrong(
         5, "test_a_step_sends_nothing", r"rank 0 of 4 called all_reduce 1 times in step\(\), and this model has no",
-        step(spent="self.backward.spent = True\n"
-                   "torch.distributed.all_reduce(torch.zeros(1), group=self.group)")),
+        step(spent=f"self.backward.spent = True\n{NUMBER}")),
     "running statistics stay each rank's own": Wrong(
         5, "test_statistics_and_a_backward_too_many", r"running mean is .* on rank 1 and .* on rank 0: each rank has",
         step(statistics="")),
+    "running statistics are sent in the first step only": Wrong(
+        5, "test_statistics_and_a_backward_too_many", r"after step\(\) number 2 batch norm's running mean is .* on rank 1",
+        step(statistics=f"if not self.backward.steps:\n    {STATISTICS}")),
     "gradients are used twice without a word": Wrong(
         5, "test_statistics_and_a_backward_too_many", r"It must be an error: set self.backward.spent in step\(\)",
         step(spent="")),
@@ -460,6 +495,13 @@ WRONG = {
         5, "test_an_evaluation_leaves_nothing_whole",
         r"after evaluation 1 .* rank 0 still has \d+.\d kB more than before, and \d+ parameters are whole",
         evaluation_done("pass")),
+    "a number of each rank at the end of an evaluation": Wrong(
+        5, "test_an_evaluation_leaves_nothing_whole",
+        r"in evaluation 1 .* rank 0 called all_gather 7 times, all_reduce 1 times, and in the first forward of training",
+        evaluation_done(f"self._release_all()\n{NUMBER}")),
+    "rank 0 ends each evaluation with a word to all": Wrong(
+        5, "test_an_evaluation_leaves_nothing_whole", r"in evaluation 1 .* rank 0 called .*broadcast 1 times, and in the",
+        evaluation_done(f"self._release_all()\n{NUMBER.replace('all_reduce(', 'broadcast(').replace('1)', '1), 0')}")),
     "a barrier at the end of an evaluation": Wrong(
         5, "test_an_evaluation_leaves_nothing_whole",
         r"rank 0 called barrier 3 times in two steps and three evaluations",
@@ -507,6 +549,14 @@ WRONG = {
         5, "test_all_is_whole_inside_gather_parameters",
         r"after step\(\) a parameter is still whole on rank 0, blocks.0.down.bias",
         step(begin="for bucket in self.buckets:\n    self._free(bucket)")),
+    "edits that leave the sum are lost": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters",
+        r"in the forward after an edit .* of one bias were put in the opposite order, so that no sum of them is another",
+        only_if("param.sum().item()")),
+    "edits that leave the norm are lost": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters",
+        r"in the forward after an edit .* of one bias were put in the opposite order, so that no sum of them is another",
+        only_if("param.norm(dtype=torch.float64).item()")),
     "edits that differ are accepted": Wrong(
         5, "test_all_is_whole_inside_gather_parameters", r"the ranks made different edits, and rank 0 went on without",
         gather_parameters(alike="")),

@@ -23,6 +23,7 @@ from sharded import (
     assert_added_in_32,
     assert_no_barrier,
     assert_shards_hold,
+    assert_statistics_are_of_rank_0,
     assert_stepped,
     assert_trained_alike,
     awkward_backward,
@@ -31,6 +32,7 @@ from sharded import (
     first_backward,
     first_step,
     flat,
+    gradients_left,
     gradients_of,
     in_calls,
     model,
@@ -262,6 +264,11 @@ def test_a_forward_sends_an_all_gather(stage_class):
             f"less than {in_words(share)}, Ψ(N−1)/N: others got their parameters from elsewhere, or not at all"
         )
         assert_no_barrier(made, rank, "a forward pass")
+        sums = [call for call in made if call.name in ("all_reduce", "reduce_scatter", "reduce")]
+        assert not sums, (
+            f"rank {rank} called {in_calls(sums)} in a forward pass, where nothing has to be added up, however little: "
+            "each call waits for the slowest rank. Units are gathered, and that is all"
+        )
 
 
 # ------------------------------------------------------------------- step 3: free what is not needed, prefetch the next
@@ -474,11 +481,19 @@ def test_a_unit_that_was_expected_in_vain(stage_class):
 
 
 def partly_frozen():
-    """A tower in which each block has a frozen parameter."""
+    """A tower in which each block has a frozen parameter, and one bias of few digits: any sum of it is exact."""
     tower = Tower()
     for block in tower.blocks:
         block.down.bias.requires_grad = False
+    with torch.no_grad():
+        tower.blocks[0].up.bias.copy_((256 * tower.blocks[0].up.bias).round() / 256)
     return tower
+
+
+@torch.no_grad()
+def turn(tower):
+    """That bias the other way round: no sum of it changes."""
+    tower.blocks[0].up.bias.copy_(tower.blocks[0].up.bias.flip(0))
 
 
 @torch.no_grad()
@@ -489,12 +504,21 @@ def edit(block, trained_alone=False):
 
 
 def assert_edited(losses, place, step, what, look):
-    """Of a partly frozen tower whose block number `place` was edited."""
+    """Of a partly frozen tower whose block number `place` was edited, and a bias of the first one turned."""
 
-    def wanted(**options):
-        return [loss_of(Tower, rank, step, change=lambda whole: edit(whole.blocks[place], **options))
-                for rank in range(2)]
+    def wanted(turned=True, **options):
+        def change(whole):
+            edit(whole.blocks[place], **options)
+            if turned:
+                turn(whole)
 
+        return [loss_of(partly_frozen, rank, step, change=change) for rank in range(2)]
+
+    assert losses != pytest.approx(wanted(turned=False), rel=1e-5), (
+        f"in {what} a block of which much was changed has its new values, and another one its old ones. There the "
+        "numbers of one bias were put in the opposite order, so that no sum of them is another: how do you find out "
+        "what was changed?"
+    )
     assert losses != pytest.approx(wanted(trained_alone=True), rel=1e-5), (
         f"in {what} the trained parameter has its new values, and the frozen one its old ones: what changes it in "
         "place (a counter, an average) is lost. A frozen parameter has a shard as well, and edits are kept in it, too"
@@ -503,14 +527,16 @@ def assert_edited(losses, place, step, what, look):
 
 
 def edited(stage_class):
-    """Losses of two passes; in the first one a block's parameters are changed in place, at its turn: one that is
-    trained and one that is frozen."""
+    """Losses of two passes; in the first one two blocks' parameters are changed in place, at their turns: of the second
+    block one that is trained and one that is frozen."""
     zero, rank = build(stage_class, partly_frozen), dist.get_rank()
     losses = []
-    hook = zero.model.blocks[1].up.register_forward_pre_hook(lambda *_: edit(zero.model.blocks[1]))
+    hooks = [zero.model.blocks[1].up.register_forward_pre_hook(lambda *_: edit(zero.model.blocks[1])),
+             zero.model.blocks[0].up.register_forward_pre_hook(lambda *_: turn(zero.model))]
     for step in range(2):
         losses.append(zero.model(*numbers(rank, step)).item())
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     return losses
 
 
@@ -582,7 +608,7 @@ def test_what_is_changed_in_place_stays(stage_class):
     ranks = toys.run(edited, 2, stage_class)
     for step in range(2):
         assert_edited([losses[step] for losses in ranks], 1, step, f"forward pass {step + 1}, where parameters of "
-                      "blocks.1 were changed in place at its turn in pass 1,", "what was changed goes back into the "
+                      "blocks.1 were changed in place at its turn in pass 1, and one of blocks.0,", "what was changed goes back into the "
                       "shards when the unit is freed")
     assert_changes_stay(stage_class, 3)  # all of them forward
 
@@ -685,7 +711,7 @@ def memory_of_backwards(stage_class):
     for step in range(3):
         memory.most = 0
         zero.model(*numbers(rank, step)).backward()
-        left = sum(param.grad is not None for param in zero.model.parameters())
+        left = gradients_left(zero.model)
         found.append((memory.most, memory.now(limits(dist.get_world_size())[1]), left))
         if step:
             zero.zero_grad()
@@ -897,14 +923,9 @@ def test_a_step_sends_nothing(stage_class):
 
 @pytest.mark.step(5, points=1)
 def test_statistics_and_a_backward_too_many(stage_class):
-    found = toys.run(after_a_step, 2, stage_class)
-    for rank, ((before, after), refused) in enumerate(found):
-        assert torch.equal(after, found[0][0][1]), (
-            f"after step() batch norm's running mean is {after[0]:.4g}, … on rank {rank} and {found[0][0][1][0]:.4g}, "
-            "… "
-            "on rank 0: each rank has that of its own data, and replicas.broadcast_statistics gives all rank 0's"
-        )
-        assert not torch.equal(after, before), "after step() batch norm's running mean is as at the start"
+    found = toys.run(after_a_step, 2, stage_class, 2)
+    assert_statistics_are_of_rank_0(found)
+    for rank, (_, refused) in enumerate(found):
         assert refused, (
             f"backward, step(), backward without zero_grad(): rank {rank} added the second gradient to the first one's "
             "shards without a word. It must be an error: set self.backward.spent in step()"
@@ -920,24 +941,27 @@ def two_numbers(rank, step):
 
 
 def evaluated(stage_class):
-    """After a step: the losses of some evaluations, what is whole and how many bytes live more after each; whether a
-    step of training runs then. And all calls of all this."""
-    zero, rank, found = build(stage_class, Tower, lr=0.1), dist.get_rank(), []
+    """After a step: the losses of some evaluations, what is whole and how many bytes live more after each, and its
+    calls; whether a step of training runs then. And the calls of the first forward, and of all this."""
+    zero, rank, found, first = build(stage_class, Tower, lr=0.1), dist.get_rank(), [], []
     with checks.Calls() as calls:
         for micro in range(2):
-            zero.model(*two_numbers(rank, micro)).backward()
+            loss = zero.model(*two_numbers(rank, micro))
+            first = first or list(calls.made)
+            loss.backward()
         zero.step()
         zero.zero_grad()
         before = checks.live_bytes()
         for step, skip in EVALUATIONS:
+            begins = len(calls.made)
             with torch.no_grad():
                 loss = zero.model(*numbers(rank, step), skip=skip).item()
             whole = whole_in(zero)
             more = checks.live_bytes(until=before + 0.2 * BLOCK, looks=LOOKS) - before
-            found.append((loss, whole, more))
+            found.append((loss, whole, more, calls.made[begins:]))
         zero.model(*numbers(rank, 1)).backward()
         zero.step()
-    return found, calls.made
+    return found, first, calls.made
 
 
 def stepped(whole):
@@ -950,7 +974,7 @@ def stepped(whole):
 
 @pytest.mark.step(5, points=3, raised=UNITS)
 def test_an_evaluation_leaves_nothing_whole(stage_class):
-    ranks, made = zip(*toys.run(evaluated, 2, stage_class), strict=True)
+    ranks, first, made = zip(*toys.run(evaluated, 2, stage_class), strict=True)
     for number, (step, skip) in enumerate(EVALUATIONS):
         assert_losses([found[number][0] for found in ranks],
                       [loss_of(Tower, rank, step, change=stepped, skip=skip) for rank in range(2)],
@@ -958,13 +982,18 @@ def test_an_evaluation_leaves_nothing_whole(stage_class):
                       "backward expected in vain is still on its way when step() begins, with old values: release "
                       "that, too)")
         for rank, found in enumerate(ranks):
-            _, whole, more = found[number]
+            _, whole, more, sent = found[number]
             still = (f", and {len(whole)} parameters are whole, {whole[0]} first" if whole else
                      f", and no parameter is whole: blocks.{skip} was expected, and is still on its way. Release what "
                      "is on its way, too, once it has arrived" if skip is not None else "")
             assert not whole and more <= 0.2 * BLOCK, (
                 f"after evaluation {number + 1} (a forward under no_grad) rank {rank} still has "
                 f"{in_words(max(more, 0))} more than before{still}: no backward comes that would free it"
+            )
+            assert len(sent) <= len(first[rank]), (
+                f"in evaluation {number + 1} (a forward under no_grad) rank {rank} called {in_calls(sent)}, and in the "
+                f"first forward of training {in_calls(first[rank])}: units are gathered, as there, and nothing else has "
+                "to be sent, however little. Each call waits for the slowest rank"
             )
     for rank, calls in enumerate(made):
         assert_no_barrier(calls, rank, "two steps and three evaluations")
@@ -989,6 +1018,7 @@ def shown(stage_class):
     with checks.Calls() as calls, zero.gather_parameters():
         found["state"] = [value.clone() for value in zero.model.state_dict().values()]
         edit(zero.model.blocks[-1])
+        turn(zero.model)
     found["whole"], found["made"] = whole_in(zero), calls.made
     found["edited"] = loss()
     try:
@@ -1032,7 +1062,7 @@ def assert_none_whole(whole, rank, after):
                   raised="inside gather_parameters() every parameter is whole, and outside it is released")
 def test_all_is_whole_inside_gather_parameters(stage_class):
     ranks = toys.run(shown, 2, stage_class)
-    wanted = [value.detach() for value in toys.build(Tower, 0).parameters()]
+    wanted = [value.detach() for value in toys.build(partly_frozen, 0).parameters()]
     for rank, found in enumerate(ranks):
         for where, state in (("inside", found["state"]), ("outside", found["outside"])):
             assert (not state and where == "outside") or all(map(torch.equal, state, wanted)), (

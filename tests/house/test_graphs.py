@@ -158,6 +158,68 @@ def test_a_graph_from_before_the_step(stage, again):
     assert "has been modified by an inplace operation" in words
 
 
+def second_order(stage, how):
+    """A loss with a penalty on its own gradient; two micro-batches a step, of which rank 1 has others."""
+    zero = wrap(stage, Half)
+    params = dict(zero.model.named_parameters())
+    for step in range(4):
+        loss = zero.model(numbers(step, dist.get_rank())).square().mean()
+        if how == "backward":
+            loss.backward(create_graph=True)
+        elif how == "func":
+            def loss_of(weights, x=numbers(9 + step, 0)):
+                return torch.func.functional_call(zero.model, weights, (x,)).square().mean()
+
+            gradients = torch.func.grad(loss_of)(params).values()
+        elif how == "grad":
+            gradients = torch.autograd.grad(loss, [*params.values()], create_graph=True)
+        else:  # in plain torch, with a model that no stage knows
+            twin = Half()
+            twin.load_state_dict(zero.model.state_dict())
+            gradients = torch.autograd.grad(twin(numbers(9 + step, 0)).square().mean(), [*twin.parameters()])
+        penalty = sum(gradient.square().sum() for gradient in gradients)
+        (loss + (penalty if how == "grad" else penalty.detach())).backward()
+        if step % 2:
+            zero.step()
+            zero.zero_grad()
+    return [*toys.whole_parameters(zero), penalty.detach()]
+
+
+@pytest.mark.parametrize("stage", sample((0, 1, 2), [2]))
+def test_a_penalty_on_gradients(stage):
+    """With torch.autograd.grad(create_graph=True), and with torch.func.grad, whose gradients are a rank's own."""
+    (alone,), (expected,) = (toys.run(second_order, 1, 0, how) for how in ("grad", "twin"))
+    assert not toys.identical(alone, expected)
+    for how, others in ("grad", alone), ("func", expected):
+        (ours,) = toys.run(second_order, 1, stage, how)
+        for one, other in zip(ours, others, strict=True):
+            torch.testing.assert_close(one, other)
+        first, *rest = toys.run(second_order, 2, stage, how)
+        assert all(toys.identical(first[:-1], each[:-1]) for each in rest)
+
+
+@by_stage
+def test_backward_with_a_graph(stage):
+    words = refused(second_order, stage, "backward")
+    assert "torch.autograd.grad(loss, " in words and "create_graph=True)" in words
+
+
+class InNumpy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float(self.weight.detach().numpy().mean())
+
+
+def numpy_in_forward(stage):
+    zero = wrap(stage, lambda: nn.Sequential(nn.ModuleList([InNumpy(8, 8)])[0], nn.Linear(8, 8)))
+    zero.model(numbers(0, 0)).sum().backward()
+    zero.step()
+
+
+def test_an_array_of_numpy_in_forward():
+    assert "write weight.detach().clone().numpy()" in refused(numpy_in_forward, 3)
+    toys.run(numpy_in_forward, 2, 2)
+
+
 # ------------------------------------------------------------------------------------------------------------- autocast
 
 

@@ -137,6 +137,24 @@ def test_clipping_each_micro_batch(stage, how):
     assert "once, after the last micro-batch" in refused(clip_each_micro_batch, stage, how)
 
 
+def forget_zero_grad(stage, whose):
+    """Of one of two models, as a GAN has them."""
+    generator, critic = wrap(stage, model=nn.Linear(3, 3)), wrap(stage, model=nn.Sequential(nn.Linear(3, 1)))
+    for _ in range(2):
+        critic.model(generator.model(torch.ones(2, 3))).sum().backward()
+        for name, zero in (("generator", generator), ("critic", critic)):
+            zero.step()
+            if name != whose:
+                zero.zero_grad()
+
+
+@by_stage
+@pytest.mark.parametrize("whose, words", (("generator", "of model 1, a Linear:"),
+                                          ("critic", "of model 2, a Sequential:")))
+def test_whose_zero_grad_is_forgotten(stage, whose, words):
+    assert f"call zero.zero_grad() after zero.step() {words}" in refused(forget_zero_grad, stage, whose)
+
+
 # -------------------------------------------------------------------------------------------------------- saved and put
 
 

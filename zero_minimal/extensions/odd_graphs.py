@@ -30,7 +30,8 @@ from zero_minimal.foundations.turns import Turns, in_backward, ordered
 from zero_minimal.foundations.units import Unit
 from zero_minimal.guards.released import refuse_left_behind
 
-NO_SECOND = "stage 3 frees parameters after each turn, so it cannot serve create_graph=True"
+NO_SECOND = ("stage 3 frees parameters after each turn, and cannot serve create_graph=True: train "
+             "at stage 2, where torch.autograd.grad(loss, parameters, create_graph=True) works")
 JOINT = (
     "this backward() goes through two forward passes, and a backward() came between them: at stage "
     "3 call backward() on each loss by itself, or run both forward passes before the first one"

@@ -95,8 +95,9 @@ class Backward:
     # where a pass begins and ends
 
     def _watch_output(self, module, inputs, output) -> None:
+        in_func = torch._C._functorch.peek_interpreter_stack() is not None  # its passes are its own
         for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
+            if tensor.grad_fn is not None and not in_func:
                 tensor.grad_fn.register_prehook(Tie(lambda backward, *_: backward.begin(), self))
 
     def begin(self) -> None:

@@ -184,6 +184,9 @@ def _check(op: str, *known: str) -> None:
 
 def free(tensor: torch.Tensor) -> None:
     """Free a tensor's memory now, even if gloo's threads or autograd still refer to it."""
+    if not tensor.untyped_storage().resizable():
+        raise RuntimeError("numpy holds memory that is to be freed, of a parameter, say: write "
+                           "weight.detach().clone().numpy(), or weight.tolist()")
     tensor.untyped_storage().resize_(0)
 
 

@@ -235,26 +235,20 @@ def pack(
 def flatten(buckets: list[Bucket]) -> None:
     """Move the parameters into their flats, which frees their own memory, and set `parameters` of
     each bucket to its stretch of that."""
-    for flat, cut_from_it in _by_flat(buckets):
+    for flat in dict.fromkeys(bucket.flat for bucket in buckets):
         whole = flat.zeros()
         for param in flat.offsets:
             view = flat.view(whole, param)
             view.copy_(param.data)
             param.data = view
-        for bucket in cut_from_it:
-            bucket.parameters = whole[bucket.start : bucket.start + bucket.padded]
+        for bucket in buckets:
+            if bucket.flat is flat:
+                bucket.parameters = whole[bucket.start : bucket.start + bucket.padded]
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     """The gradient itself, or a dense copy: nn.Embedding(sparse=True) makes sparse ones."""
     return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _by_flat(buckets: list[Bucket]):
-    flats: dict = {}
-    for bucket in buckets:
-        flats.setdefault(bucket.flat, []).append(bucket)
-    return flats.items()
 
 
 def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:

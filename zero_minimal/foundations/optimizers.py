@@ -63,9 +63,7 @@ def update_shard(
         bucket.parameter_shard.copy_(bucket.master.data)
 
 
-def update(
-    optimizer: Optimizer, param_group: dict, param: nn.Parameter, gradient: Tensor
-) -> None:
+def update(optimizer: Optimizer, param_group: dict, param: nn.Parameter, gradient: Tensor) -> None:
     """optimizer.step() for one parameter of one of its groups, with this gradient.
 
     There is one optimizer, and step() updates all that it holds. To go bucket by bucket, it holds

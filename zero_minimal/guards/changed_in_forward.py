@@ -34,7 +34,9 @@ class ChangedInForward:
     """
 
     def __init__(self, module: torch.nn.Module, buckets: list[Bucket | Frozen]):
-        self.buckets, self.is_first, self.before = buckets, True, []
+        self.buckets = buckets
+        self.is_first = True  # forward
+        self.before = []  # what was seen of each bucket when it began
         for bucket in buckets:
             bucket.changed = bucket.edited = ""  # in words; the second of what was edited by hand
         module.register_forward_pre_hook(Tie(ChangedInForward._begin, self))

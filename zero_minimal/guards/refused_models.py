@@ -110,21 +110,12 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
             for begin, tensor in zip(begins, (one, other))]
     if ends[0] <= begins[1] or ends[1] <= begins[0]:
         return False
-    if one.is_contiguous() and other.is_contiguous():
+    if one.dtype != other.dtype or one.is_contiguous() and other.is_contiguous():
         return True
-    taken = torch.zeros(max(ends), dtype=torch.bool)
-    taken[_bytes_of(one)] = True
-    return bool(taken[_bytes_of(other)].any())
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Where in its storage the first byte of each element is."""
-    place = torch.full(tensor.shape, tensor.storage_offset(), dtype=torch.int64)
-    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
-        along = [1] * tensor.dim()
-        along[axis] = size
-        place += (torch.arange(size) * stride).view(along)
-    return place.flatten() * tensor.itemsize
+    places = torch.arange(max(ends) // one.itemsize)  # of the elements in their storage
+    taken, asked = (places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                    for tensor in (one, other))
+    return bool(torch.isin(taken.flatten(), asked.flatten()).any())
 
 
 def _refuse_max_norm(model: nn.Module) -> None:

@@ -31,8 +31,9 @@ def accumulated(backward) -> bool:
 
 
 def watch_output(backward, module, inputs, output) -> None:
+    in_func = torch._C._functorch.peek_interpreter_stack() is not None  # its passes are its own
     for tensor in tensors_in(output):
-        if tensor.grad_fn is not None:
+        if tensor.grad_fn is not None and not in_func:
             tensor.grad_fn.register_prehook(Tie(refuse_second, backward))
 
 
@@ -49,7 +50,10 @@ def refuse_second(backward, *_) -> None:
 def refuse_used(backward) -> None:
     """Raises: RuntimeError if gradients are there to which no pass may add."""
     if backward.spent:
-        raise RuntimeError("call zero.zero_grad() after zero.step()")
+        which = getattr(backward.stage.buckets[0], "model", "") or " of model 1"
+        raise RuntimeError(f"call zero.zero_grad() after zero.step(){which}, a "
+                           f"{type(backward.stage.model).__name__}: this backward() comes to its "
+                           "parameters, and step() has used their gradients already")
     if backward.reduced and backward.stage.gradient_scale is not None:
         raise RuntimeError("the gradients were clipped or unscaled already, and what step() "
                            "multiplies them with, gradient_scale, does not hold for another "
@@ -61,6 +65,16 @@ def refuse_used(backward) -> None:
 def note_pass(backward) -> None:
     backward.begun, backward.skipped = True, False
     backward.task = torch._C._current_graph_task_id()
+
+
+@seams.at("gradient_arrives")
+def refuse_graph(backward, param: nn.Parameter, buckets: list) -> None:
+    """Raises: RuntimeError if its gradient has a graph, which a bucket cannot keep."""
+    if param.grad.requires_grad:
+        raise RuntimeError("backward(create_graph=True) leaves gradients with a graph in .grad, "
+                           "and here they are copied into buckets, without it: write gradients = "
+                           "torch.autograd.grad(loss, [*model.parameters()], create_graph=True), "
+                           "add what you make of them to the loss, and call backward() on that")
 
 
 @seams.at("gradient_arrives")
