@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Recipe
 
 from zero_minimal.guards import collective_fingerprint as notes
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.processes.ranks import RankError
 
 # torch 2.6's own fully_shard asks for what its CPU streams do not have
 FSDP2_RUNS_ON_THE_CPU = hasattr(torch.cpu.Stream, "record_event")
@@ -83,7 +83,7 @@ class Watch:
         self.events.append(Event(kind, name))
 
     def __enter__(self):
-        from zero_minimal.foundations import collectives  # here: lesson 0 is graded where there are none
+        from zero_minimal.core import collectives  # here: lesson 0 is graded where there are none
 
         self._listening = collectives.heard_by(self._hear)
         self._listening.__enter__()
@@ -222,7 +222,7 @@ def _bytes_in(value):
 def poisoned_memory():
     """Freed memory is filled with NaN first: who reads it, or frees what a collective still works on, is sure to be
     seen."""
-    from zero_minimal.foundations import collectives  # here: lesson 0 is graded where there are none
+    from zero_minimal.core import collectives  # here: lesson 0 is graded where there are none
 
     free = collectives.free
 
@@ -521,7 +521,7 @@ def assert_small_steps_add_up(stage_class):
 
 def overflow_on_one_rank(stage_class):
     """Steps taken (or not), scales and whether parameters moved, where one element of one rank's gradient overflows."""
-    from zero_minimal.foundations.precision import LossScaler
+    from zero_minimal.core.precision import LossScaler
 
     rank = dist.get_rank()
     model = toys.build(toys.Transformer, rank, torch.float16)

@@ -14,7 +14,7 @@ import torch
 from zero_minimal.classroom.lessons import found
 from zero_minimal.classroom.references import reference
 from zero_minimal.classroom.submission import Submission
-from zero_minimal.foundations import interrupts, ranks
+from zero_minimal.processes import interrupts, ranks
 
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS))  # so that tests can `import toys`, in ranks too
@@ -63,7 +63,7 @@ def ranks_have_imported(request):
     submission is graded its ranks come from elsewhere."""
     if hasattr(request.config, "submission"):
         return
-    set_forkserver_preload(["preloaded", "zero_minimal.foundations.warm"])
+    set_forkserver_preload(["preloaded", "zero_minimal.processes.warm"])
     with contextlib.chdir(TESTS), ranks.main_hidden(), interrupts.held_off():  # it looks for the file where it starts
         forkserver.ensure_running()
 

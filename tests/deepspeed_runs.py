@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from zero_minimal.foundations import ranks
+from zero_minimal.processes import ranks
 from zero_minimal.programs import peers
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.workload import deepspeed_file, loop

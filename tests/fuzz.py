@@ -25,7 +25,6 @@ from fuzzing.verdict import judged  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-
 SMALL_ENOUGH = 150  # tries to make a finding smaller
 
 

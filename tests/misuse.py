@@ -8,7 +8,7 @@ import toys
 from thorough import sample
 from torch import nn
 
-from zero_minimal.foundations import ranks
+from zero_minimal.processes import ranks
 
 by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
 by_world = pytest.mark.parametrize("world_size", sample((2, 3), [2]))

@@ -1,4 +1,4 @@
-"""Imported once, by the server that tests' ranks are forked from (zero_minimal/foundations/ranks.py): what they need.
+"""Imported once, by the server that tests' ranks are forked from (zero_minimal/processes/ranks.py): what they need.
 
 A rank that imports `checks`, and pytest with it, takes longer over that than over most of what a test does in it. Here
 is nothing but imports: a thread or a process group of the server's own would be broken in every rank.
@@ -16,9 +16,10 @@ os.chdir(TESTS.parent)  # it was started beside this file, to find it (conftest.
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 import zero_minimal  # noqa: E402
-import zero_minimal.foundations.warm  # noqa: E402, F401
+import zero_minimal.processes.warm  # noqa: E402, F401
 
-PACKAGES = ("zero_minimal", *(f"zero_minimal.{name}" for name in ("foundations", "meters", "paper", "workload")))
+PACKAGES = ("zero_minimal", *(f"zero_minimal.{name}" for name in ("core", "guards", "processes", "extensions",
+                              "checkpoint", "offloading", "meters", "paper", "workload")))
 
 for package in PACKAGES:
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):

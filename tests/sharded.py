@@ -18,7 +18,7 @@ from checks import in_words
 from torch import optim
 
 from zero_minimal.guards import collective_fingerprint as notes
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.processes.ranks import RankError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from zero_minimal.foundations import ranks
 from zero_minimal.guards.released import is_released
+from zero_minimal.processes import ranks
 
 WORLDS = (1, 2, 3, 4)
 VOCABULARY, SEQUENCE = 31, 9
@@ -215,7 +215,7 @@ def train(stage_class, recipe):
     scheduler = recipe.schedule(zero.optimizer) if recipe.schedule else None
     scaler = None
     if recipe.scale:
-        from zero_minimal.foundations.precision import LossScaler  # lesson 0 is graded where there is none
+        from zero_minimal.core.precision import LossScaler  # lesson 0 is graded where there is none
 
         scaler = LossScaler(recipe.scale)
     torch.manual_seed(200 + rank)  # dropout

@@ -4,7 +4,7 @@ import difflib
 import importlib
 import sys
 
-from zero_minimal.foundations import interrupts
+from zero_minimal.processes import interrupts
 from zero_minimal.programs import progress
 
 COMMANDS = {  # name: (module of this package with main(arguments), what it does)

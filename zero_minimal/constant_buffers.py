@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_minimal.foundations import collectives, fused
-from zero_minimal.foundations.mesh import Group
+from zero_minimal.core import collectives, fused
+from zero_minimal.core.mesh import Group
 
 
 class ConstantBuffers:

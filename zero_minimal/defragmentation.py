@@ -28,7 +28,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from zero_minimal.foundations.blocks import Block, Pool
+from zero_minimal.core.blocks import Block, Pool
 
 
 class Slab:

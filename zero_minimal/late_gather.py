@@ -5,7 +5,7 @@
 
 A forward does not need all parameters at once: the embedding first, the head last. So step() starts
 the all-gathers, in the order of the forward, and returns. In its turn each module waits for its own
-parameters alone (foundations/on_the_way.py), as at stage 3. Bytes, memory and losses are those
+parameters alone (extensions/on_the_way.py), as at stage 3. Bytes, memory and losses are those
 of stages 1 and 2.
 
 Who looks at a parameter meanwhile waits for it, too, and gets the whole, new one. What looks past
@@ -14,8 +14,8 @@ PyTorch, C++ extensions and CUDA graphs say, needs `zero.on_the_way.wait()` befo
 
 import torch
 
-from zero_minimal.foundations import collectives, optimizers, replicas
-from zero_minimal.foundations.on_the_way import OnTheWay
+from zero_minimal.core import collectives, optimizers, replicas
+from zero_minimal.extensions.on_the_way import OnTheWay
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 

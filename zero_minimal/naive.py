@@ -24,7 +24,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives, replicas
+from zero_minimal.core import collectives, replicas
 
 
 class Naive:

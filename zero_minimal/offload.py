@@ -6,7 +6,7 @@ Memory a rank, for Ψ parameters on N ranks, in 16 bit:
     Offloaded1   2Ψ   parameters + 2Ψ gradients     the host: 4Ψ/N masters + 8Ψ/N state + 2Ψ/N
     Offloaded2   2Ψ   parameters + buckets                    gradients
     Offloaded3   2Ψ/N parameters + units, buckets
-and four buffers of one bucket's shard, through which all goes (foundations/bus.py).
+and four buffers of one bucket's shard, through which all goes (offloading/bus.py).
 
 Over the bus, a step and rank; what the ranks send each other stays as it is:
 
@@ -21,7 +21,7 @@ With k micro-batches a step gradients cross once at stage 1, which adds them up 
 k times at stages 2 and 3, where the host adds them up. Crossing once would keep 2Ψ/N bytes of them
 on the rank: k times more on the bus is the price of none.
 
-The host of a rank on a CPU is a process beside it (foundations/beside.py), that of a rank with a
+The host of a rank on a CPU is a process beside it (offloading/beside.py), that of a rank with a
 GPU a thread and pinned memory. The bits are those of the stage by itself; with a GPU those of an
 update on the CPU.
 """
@@ -34,15 +34,9 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from zero_minimal.foundations import (
-    collectives,
-    disk_set_up,
-    optimizers,
-    precision,
-    replicas,
-    seams,
-)
-from zero_minimal.foundations.away import (
+from zero_minimal.core import collectives, optimizers, precision, replicas, seams
+from zero_minimal.offloading import disk_set_up
+from zero_minimal.offloading.away import (
     Away,
     Kept,
     Shard,
@@ -51,11 +45,11 @@ from zero_minimal.foundations.away import (
     refuse_alone,
     stand_in,
 )
-from zero_minimal.foundations.beside import Host
-from zero_minimal.foundations.bus import Bus, Parcel, speed
-from zero_minimal.foundations.disk import OnDisk
-from zero_minimal.foundations.read_ahead import ReadAhead
-from zero_minimal.foundations.returning import Returning
+from zero_minimal.offloading.beside import Host
+from zero_minimal.offloading.bus import Bus, Parcel, speed
+from zero_minimal.offloading.disk import OnDisk
+from zero_minimal.offloading.read_ahead import ReadAhead
+from zero_minimal.offloading.returning import Returning
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
@@ -132,8 +126,8 @@ class Offloaded:
 
     Args:
         bus: bytes a second in each direction; None: as fast as it goes.
-        disk: a folder, for a host that keeps all in a file there (foundations/disk.py).
-        host_budget: bytes of memory that its process may then have (foundations/budget.py).
+        disk: a folder, for a host that keeps all in a file there (offloading/disk.py).
+        host_budget: bytes of memory that its process may then have (offloading/budget.py).
         The others are the stage's.
     zero.optimizer holds the options (lr, …), which go along with each update, so that a scheduler
     attaches to it; its state is on the host. Refused are its step hooks, and reduced_gradients().

@@ -12,7 +12,7 @@ Communication plan, a step; what each rank sends:
 Not counted, since small: running statistics (batch norm) at each step, and an order of the buckets
 once.
 
-naive.py trains the same in fp32, without these, which lie in foundations/:
+naive.py trains the same in fp32, without these, which lie in core/:
     buckets       many gradients in one message         layout.py
     overlap       messages travel during backward       backward.py
     fp32 masters  so that 16-bit parameters can train   precision.py, optimizers.py
@@ -24,9 +24,9 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives, optimizers, precision, replicas
-from zero_minimal.foundations.backward import Backward, Hooks
-from zero_minimal.foundations.set_up import set_up
+from zero_minimal.core import collectives, optimizers, precision, replicas
+from zero_minimal.core.backward import Backward, Hooks
+from zero_minimal.core.set_up import set_up
 
 
 class Stage0(Hooks):
@@ -59,11 +59,11 @@ class Stage0(Hooks):
         self.reducing = None  # the all-reduce under way, if any
 
     def own(self, bucket):
-        """A rank keeps all of every bucket (foundations/set_up.py calls this at the start)."""
+        """A rank keeps all of every bucket (core/set_up.py calls this at the start)."""
         bucket.gradients = bucket.whole_gradients()  # [padded]
         bucket.parameter_shard, bucket.gradient_shard = bucket.parameters, bucket.gradients
 
-    # during backward: foundations/backward.py calls these
+    # during backward: core/backward.py calls these
 
     def gradient_arrived(self, param, flat):
         flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it

@@ -20,9 +20,9 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives, layout, optimizers, precision, replicas
-from zero_minimal.foundations.backward import Backward, Hooks
-from zero_minimal.foundations.set_up import set_up
+from zero_minimal.core import collectives, layout, optimizers, precision, replicas
+from zero_minimal.core.backward import Backward, Hooks
+from zero_minimal.core.set_up import set_up
 
 
 class Stage1(Hooks):
@@ -59,13 +59,13 @@ class Stage1(Hooks):
 
     def own(self, bucket):
         """A rank updates a shard of every bucket, and keeps optimizer state for that alone
-        (foundations/set_up.py calls this at the start)."""
+        (core/set_up.py calls this at the start)."""
         bucket.gradients = bucket.whole_gradients()  # [padded]
         mine = self.rank, self.world_size
         bucket.parameter_shard = layout.shard_of(bucket.parameters, *mine)  # [padded / N]
         bucket.gradient_shard = layout.shard_of(bucket.gradients, *mine)  # [padded / N]
 
-    # during backward: foundations/backward.py calls these
+    # during backward: core/backward.py calls these
 
     def backward_begins(self):
         if self.backward.reduced:  # a second backward since zero_grad(); Backward clears this next

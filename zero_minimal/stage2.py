@@ -25,10 +25,10 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives, optimizers, precision, replicas
-from zero_minimal.foundations.backward import Backward, Hooks
-from zero_minimal.foundations.gradient_memory import GradientMemory, Reduction
-from zero_minimal.foundations.set_up import set_up
+from zero_minimal.core import collectives, optimizers, precision, replicas
+from zero_minimal.core.backward import Backward, Hooks
+from zero_minimal.core.gradient_memory import GradientMemory, Reduction
+from zero_minimal.core.set_up import set_up
 
 
 class Stage2(Hooks):
@@ -65,10 +65,10 @@ class Stage2(Hooks):
 
     def own(self, bucket):
         """A rank updates a shard of every bucket, and keeps optimizer state and gradients for that
-        alone (foundations/set_up.py calls this at the start)."""
+        alone (core/set_up.py calls this at the start)."""
         bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank)  # [padded / N]
 
-    # during backward: foundations/backward.py calls these
+    # during backward: core/backward.py calls these
 
     def bucket_complete(self, bucket, done):
         # first wait for the bucket before, under way while autograd made these gradients: its

@@ -33,9 +33,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero_minimal.foundations import collectives, seams
-from zero_minimal.foundations.mesh import Group, divisors
-from zero_minimal.foundations.random_state import parallel_random
+from zero_minimal.core import collectives, seams
+from zero_minimal.core.mesh import Group, divisors
+from zero_minimal.core.random_state import parallel_random
 
 # -------------------------------------------------------------- the two ends of the parallel region
 

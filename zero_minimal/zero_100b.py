@@ -31,13 +31,13 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
+from zero_minimal.checkpoint.boxes import Place
+from zero_minimal.checkpoint.pieces import Holding
 from zero_minimal.constant_buffers import ConstantBuffers
+from zero_minimal.core import collectives, precision
+from zero_minimal.core.gradient_memory import GradientMemory
+from zero_minimal.core.layout import Bucket
 from zero_minimal.defragmentation import Slab
-from zero_minimal.foundations import collectives, precision
-from zero_minimal.foundations.boxes import Place
-from zero_minimal.foundations.gradient_memory import GradientMemory
-from zero_minimal.foundations.layout import Bucket
-from zero_minimal.foundations.pieces import Holding
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.tensor_parallel import (
@@ -232,7 +232,7 @@ class System:
         self.zero.zero_grad()
 
     def holding(self) -> Holding:
-        """For a checkpoint (foundations/saved_state.py), from which any other mesh can go on."""
+        """For a checkpoint (checkpoint/saved_state.py), from which any other mesh can go on."""
         mesh, also = self.mesh, {"head.weight": "token_embedding.weight"}  # as GPT has it
         return Holding(self.zero, places(self.model), None, mesh.data_rank, mesh.model_rank, also,
                        "zero_100b")

@@ -22,12 +22,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_minimal.foundations import collectives, precision, replicas
-from zero_minimal.foundations.backward import Backward, Hooks
-from zero_minimal.foundations.layout import ALIGNMENT, Bucket
-from zero_minimal.foundations.optimizers import changes_parameters, update
-from zero_minimal.foundations.precision import Scale
-from zero_minimal.foundations.set_up import set_up
+from zero_minimal.core import collectives, precision, replicas
+from zero_minimal.core.backward import Backward, Hooks
+from zero_minimal.core.layout import ALIGNMENT, Bucket
+from zero_minimal.core.optimizers import changes_parameters, update
+from zero_minimal.core.precision import Scale
+from zero_minimal.core.set_up import set_up
 
 
 def padded_size(elements: int, world_size: int) -> int:
@@ -125,13 +125,13 @@ class Stage1(Hooks):
 
     def own(self, bucket):
         """A rank updates a shard of every bucket, and keeps optimizer state for that alone
-        (foundations/set_up.py calls this at the start)."""
+        (core/set_up.py calls this at the start)."""
         # step 1: bucket.gradients has room for the gradients of the whole bucket.
         # bucket.parameter_shard and bucket.gradient_shard are this rank's shards of
         # bucket.parameters and bucket.gradients.
         raise NotImplementedError("step 1: own")
 
-    # during backward: foundations/backward.py calls these
+    # during backward: core/backward.py calls these
 
     def backward_begins(self):
         if self.backward.reduced:  # a second backward since zero_grad(); Backward clears this next

@@ -28,13 +28,13 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives, optimizers, precision, replicas
-from zero_minimal.foundations.backward import Backward, Hooks
-from zero_minimal.foundations.gradient_memory import GradientMemory, Reduction
-from zero_minimal.foundations.released import release, restore
-from zero_minimal.foundations.set_up import set_up
-from zero_minimal.foundations.turns import Turns
-from zero_minimal.foundations.units import find_units, whole_parameters
+from zero_minimal.core import collectives, optimizers, precision, replicas
+from zero_minimal.core.backward import Backward, Hooks
+from zero_minimal.core.gradient_memory import GradientMemory, Reduction
+from zero_minimal.core.released import release, restore
+from zero_minimal.core.set_up import set_up
+from zero_minimal.core.turns import Turns
+from zero_minimal.core.units import find_units, whole_parameters
 
 
 class Stage3(Hooks):
@@ -88,12 +88,12 @@ class Stage3(Hooks):
 
     def own(self, bucket):
         """A rank keeps a shard of every bucket, and of its parameters nothing else
-        (foundations/set_up.py calls this at the start)."""
+        (core/set_up.py calls this at the start)."""
         # step 1: bucket.parameter_shard is this rank's shard of bucket.parameters, and of the
         # bucket's parameters the rank holds nothing else.
         raise NotImplementedError("step 1: own")
 
-    # parameters come and go: foundations/turns.py says when
+    # parameters come and go: core/turns.py says when
 
     def _gather(self, unit):
         """Start to gather a unit's parameters."""
@@ -136,7 +136,7 @@ class Stage3(Hooks):
         # step 5: no unit is whole.
         raise NotImplementedError("step 5: evaluation_done")
 
-    # during backward: foundations/backward.py calls these
+    # during backward: core/backward.py calls these
 
     def backward_begins(self):
         if self.shown:

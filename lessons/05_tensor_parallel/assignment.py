@@ -33,8 +33,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero_minimal.foundations import collectives, seams
-from zero_minimal.foundations.mesh import Group, divisors
+from zero_minimal.core import collectives, seams
+from zero_minimal.core.mesh import Group, divisors
 
 # -------------------------------------------------------------- the two ends of the parallel region
 

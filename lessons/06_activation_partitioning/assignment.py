@@ -29,10 +29,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zero_minimal.foundations import checkpoints, collectives, host
-from zero_minimal.foundations.host import announce, beside_computation
-from zero_minimal.foundations.mesh import Group
-from zero_minimal.foundations.random_state import autocast_state, random_state, set_random_state
+from zero_minimal.core import collectives
+from zero_minimal.core.mesh import Group
+from zero_minimal.core.random_state import autocast_state, random_state, set_random_state
+from zero_minimal.guards import activation_checkpoints as checkpoints
+from zero_minimal.offloading import host
+from zero_minimal.offloading.host import announce, beside_computation
 
 Place = Callable[[Tensor], Tensor]
 

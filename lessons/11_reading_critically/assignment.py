@@ -10,7 +10,7 @@ from statistics import mean
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 from zero_minimal.tensor_parallel import ColumnParallelLinear, g
 
 # Your name draws the eight cards that you are graded on, and the sizes that they run with. Write no other card.
@@ -186,7 +186,7 @@ def card_14(lab) -> tuple[str, float]:
 
     Refuted by: no reduce-scatter, of any library, that sends half.
     Run: under lab.watch(), with a payload of lab.ranks * lab.hidden * 1000 numbers in fp32: an all-reduce, a
-    reduce-scatter of torch.distributed, and one of this course (foundations/collectives.py). `wire` is what the
+    reduce-scatter of torch.distributed, and one of this course (core/collectives.py). `wire` is what the
     system counted; it says nothing where there is no Linux.
     Number, in MB: what this rank really sent for the reduce-scatter of torch.distributed.
     """

@@ -17,7 +17,7 @@ from checks import once
 
 from zero_minimal.classroom.lessons import LOOK_AT
 from zero_minimal.classroom.messages import listed
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.processes.ranks import RankError
 
 worlds = pytest.mark.parametrize("world_size", (3, 2, 4))  # three first: on two, left and right are the same rank
 PART = 35  # elements of a chunk

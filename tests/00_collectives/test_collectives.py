@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import toys
 
-from zero_minimal.foundations import collectives, sums
+from zero_minimal.core import collectives, sums
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (0, 1, 5, 33, sums.PIECE + 7)  # elements of a rank's part; the last one is summed in two pieces

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import toys
 
-from zero_minimal.foundations import collectives, ring
+from zero_minimal.core import collectives, ring
 
 PART = 35  # elements
 

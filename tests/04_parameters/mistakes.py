@@ -165,7 +165,7 @@ BARRIER = "torch.distributed.barrier(self.group)"
 WHOLE_ALONE = "for unit in self.units:\n    if unit.whole:\n        self._release(unit)"
 GIVES_BACK = {"give_back": """
     def give_back(buckets, group):
-        from zero_minimal.foundations import units
+        from zero_minimal.core import units
         units.give_back(buckets, group)
     """}
 

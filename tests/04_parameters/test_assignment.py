@@ -46,7 +46,7 @@ from torch import nn, optim
 from toys import Recipe
 from turns_seen import BLOCKS, Marks, Sight, Tower, block_bytes, numbers, seeded_numbers
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 from zero_minimal.guards.released import Released, is_released
 
 pytestmark = pytest.mark.usefixtures("one_thread")

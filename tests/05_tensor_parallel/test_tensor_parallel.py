@@ -18,9 +18,9 @@ import toys
 from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
-from zero_minimal.foundations import collectives
-from zero_minimal.foundations.mesh import make_mesh
-from zero_minimal.foundations.random_state import parallel_random
+from zero_minimal.core import collectives
+from zero_minimal.core.mesh import make_mesh
+from zero_minimal.core.random_state import parallel_random
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.stage2 import Stage2
 from zero_minimal.tensor_parallel import ParallelGPT, f, g

@@ -13,9 +13,9 @@ import toys
 from torch import nn
 
 from zero_minimal.activation_partitioning import checkpoint, checkpoint_blocks
-from zero_minimal.foundations import host
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.offloading import host
 
 MODES = {
     "plain": dict(),

@@ -19,7 +19,8 @@ from stock import Stock, bytes_behind
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zero_minimal.foundations import host, random_state
+from zero_minimal.core import random_state
+from zero_minimal.offloading import host
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import toys
 from checks import in_words, once
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 from zero_minimal.meters.memory import Ledger
 
 worlds = pytest.mark.parametrize("world_size", (3, 2))

@@ -78,7 +78,7 @@ class Spy:
 @contextlib.contextmanager
 def buffers_filled_again():
     """As soon as a buffer of the bus is given back, something else lies in it: NaN."""
-    from zero_minimal.foundations.bus import Bus
+    from zero_minimal.offloading.bus import Bus
 
     emptied = Bus.emptied
 
@@ -125,7 +125,7 @@ def values(number, dtype, times=0):
 
 def a_host(assignment, optimizer, options, groups, dtype):
     """A host that has been handed three shards."""
-    from zero_minimal.foundations.beside import Host
+    from zero_minimal.offloading.beside import Host
 
     host = Host(serving(assignment), 8 * max(SIZES.values()), torch.device("cpu"), None)
     for number in SIZES:
@@ -926,7 +926,7 @@ PASSES = 2
 def through_a_file(assignment):
     """For so many stretches: the file after three passes, each of which adds 1 to what may change; what the caller saw
     in each turn; all events; bytes counted; how many buffers the caller got; where its buffers lie: address, bytes."""
-    from zero_minimal.foundations.files import Stretch
+    from zero_minimal.offloading.files import Stretch
 
     found = []
     for many, writing in zip(STRETCHES, WRITING, strict=True):

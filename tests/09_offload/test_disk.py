@@ -19,9 +19,9 @@ from thorough import sample
 from torch import nn
 
 from zero_minimal import offload
-from zero_minimal.foundations import disk_set_up, files
-from zero_minimal.foundations.ranks import RankError
-from zero_minimal.foundations.read_ahead import ReadAhead
+from zero_minimal.offloading import disk_set_up, files
+from zero_minimal.offloading.read_ahead import ReadAhead
+from zero_minimal.processes.ranks import RankError
 from zero_minimal.programs import report
 from zero_minimal.programs.offload import Offload
 

@@ -22,11 +22,12 @@ from thorough import sample
 from torch import nn
 
 from zero_minimal import offload
-from zero_minimal.foundations import ranks, saved_state
-from zero_minimal.foundations.averages import Average
-from zero_minimal.foundations.bus import Bus, Queues
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.checkpoint import saved_state
+from zero_minimal.extensions.averages import Average
 from zero_minimal.meters.bus_times import settled_bytes
+from zero_minimal.offloading.bus import Bus, Queues
+from zero_minimal.processes import ranks
+from zero_minimal.processes.ranks import RankError
 from zero_minimal.programs import report
 from zero_minimal.programs.offload import Offload
 from zero_minimal.workload.settings import Parser, Settings

@@ -6,9 +6,9 @@ import pytest
 import toys
 
 from zero_minimal import __main__ as program
-from zero_minimal.foundations import ranks
 from zero_minimal.paper import formulas
 from zero_minimal.paper.moments import Work
+from zero_minimal.processes import ranks
 from zero_minimal.programs import away, compare_offload, offloading, train
 from zero_minimal.programs.offload import Offload
 from zero_minimal.programs.rungs import RUNGS, stand_on

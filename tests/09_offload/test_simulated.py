@@ -9,10 +9,11 @@ import torch
 import toys
 
 from zero_minimal import __main__ as program
-from zero_minimal.foundations import beside, host_here, ranks
-from zero_minimal.foundations.bus import Bus, Parcel
 from zero_minimal.offload import Offloaded3
+from zero_minimal.offloading import beside, host_here
+from zero_minimal.offloading.bus import Bus, Parcel
 from zero_minimal.paper import formulas
+from zero_minimal.processes import ranks
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.offload import Offload
 from zero_minimal.programs.simulate import describe

@@ -20,9 +20,9 @@ from sharded import assert_shards_hold, awkward_backward, first_backward, gradie
 from stock import Stock
 from torch import nn, optim
 
-from zero_minimal.foundations import host
-from zero_minimal.foundations.mesh import make_mesh
+from zero_minimal.core.mesh import make_mesh
 from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.offloading import host
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.model import GPT, GPTConfig
 

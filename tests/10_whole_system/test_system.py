@@ -16,9 +16,9 @@ import toys
 from thorough import sample
 
 from zero_minimal.classroom import board, open_part
-from zero_minimal.foundations import ranks
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper.bound import Bound
+from zero_minimal.processes import ranks
 from zero_minimal.programs import budget, conduct, legality
 from zero_minimal.programs.budget import TRACKS, Figures, Score, score
 from zero_minimal.programs.foreign import read_system

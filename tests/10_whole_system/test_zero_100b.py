@@ -15,12 +15,12 @@ from thorough import sample
 from torch import optim
 
 from zero_minimal import __main__ as program
-from zero_minimal.foundations import ranks
+from zero_minimal.core.mesh import make_mesh
+from zero_minimal.core.precision import LossScaler
 from zero_minimal.guards.handed_over import has_gradient
-from zero_minimal.foundations.mesh import make_mesh
-from zero_minimal.foundations.precision import LossScaler
-from zero_minimal.foundations.ranks import RankError
 from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.processes import ranks
+from zero_minimal.processes.ranks import RankError
 from zero_minimal.programs import configs
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.model import GPTConfig

@@ -45,7 +45,7 @@ def each_card(points):
 
 def on_a_rank(functions, card, setting):
     """What a card's function returns on this rank, and what its lab has run: as data."""
-    from zero_minimal.foundations import ranks
+    from zero_minimal.processes import ranks
     from zero_minimal.programs.lab import Lab
 
     with ranks.start() as rank:

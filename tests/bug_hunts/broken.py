@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives, optimizers, precision
-from zero_minimal.foundations.gradient_memory import GradientMemory, Reduction
-from zero_minimal.foundations.layout import shard_of
+from zero_minimal.core import collectives, optimizers, precision
+from zero_minimal.core.gradient_memory import GradientMemory, Reduction
+from zero_minimal.core.layout import shard_of
 from zero_minimal.meters import run_record
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1

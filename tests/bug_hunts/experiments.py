@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from zero_minimal.foundations import collectives, precision, ranks
+from zero_minimal.core import collectives, precision
 from zero_minimal.meters.arrivals import Arrivals
 from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.processes import ranks
 from zero_minimal.programs import figures, progress
 from zero_minimal.programs.hunts import SIDES, broken_code, rounded
 from zero_minimal.workload import loop

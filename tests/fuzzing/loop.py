@@ -14,7 +14,7 @@ from torch import optim
 from torch.autograd.graph import save_on_cpu
 from torch.optim import lr_scheduler
 
-from zero_minimal.foundations import saved_state
+from zero_minimal.checkpoint import saved_state
 
 WHERE = {"late1": "late_gather", "late2": "late_gather", "kept3": "kept_units"}
 OPTIMIZERS = {

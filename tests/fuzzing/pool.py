@@ -18,7 +18,7 @@ from fuzzing.loop import OneProcess, Rank, play
 from house.scenarios.plain import play_in_turn
 from house.scenarios.stand import _leave
 
-from zero_minimal.foundations import interrupts, joining, ranks
+from zero_minimal.processes import interrupts, joining, ranks
 
 TESTS = Path(__file__).parents[1]
 PATIENCE = datetime.timedelta(seconds=20)  # for ranks that wait for each other
@@ -59,7 +59,7 @@ class Pool:
     def start(self):
         self.folder = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["fuzzing.loop", "zero_minimal.foundations.warm"])
+        context.set_forkserver_preload(["fuzzing.loop", "zero_minimal.processes.warm"])
         self.pipes, self.processes = [], []
         with contextlib.chdir(TESTS), ranks.main_hidden(), interrupts.held_off():  # where it looks for fuzzing.loop
             for rank in range(self.size):

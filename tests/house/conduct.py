@@ -84,7 +84,7 @@ WRONG = {
     "reads the reference": at_the_top(
         r"it reads stage2.py, where the work", "import os, zero_minimal",
         "here = os.path.dirname(zero_minimal.__file__)",
-        "text = open(here + '/foundations/../stage2.py').read()"),
+        "text = open(here + '/core/../stage2.py').read()"),
     "writes into the tests": caught(
         r"it writes to checks.py: what measures a submission must stay as it is",
         in_step("import sys; open(sys.modules['checks'].__file__, 'r+')")),

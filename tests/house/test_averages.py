@@ -11,7 +11,7 @@ from thorough import sample
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from zero_minimal.foundations.averages import Average
+from zero_minimal.extensions.averages import Average
 
 by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
 README = (Path(__file__).parents[2] / "README.md").read_text()

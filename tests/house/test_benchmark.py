@@ -10,9 +10,9 @@ import toys
 from torch.optim import AdamW
 from tqdm import tqdm
 
-from zero_minimal.foundations import ranks
 from zero_minimal.meters import rounds, timing
 from zero_minimal.pictures.benchmark import CURVES, draw_benchmark, run_look
+from zero_minimal.processes import ranks
 from zero_minimal.programs import bench, peers, progress, scaling
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.settings import Settings

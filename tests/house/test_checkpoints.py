@@ -7,7 +7,7 @@ import toys
 from torch import nn
 
 from zero_minimal.activation_partitioning import checkpoint, checkpoint_blocks
-from zero_minimal.foundations import mesh
+from zero_minimal.core import mesh
 from zero_minimal.meters.traffic import TrafficMeter
 
 # ------------------------------------------------------------------------------- passes that are not a plain backward()

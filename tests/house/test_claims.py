@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_minimal.foundations import ranks
 from zero_minimal.paper import published
+from zero_minimal.processes import ranks
 from zero_minimal.programs.claims.cards import CARDS, VERDICTS, examine, words
 from zero_minimal.programs.lab import Lab
 from zero_minimal.programs.setting import Setting, draw

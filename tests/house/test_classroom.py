@@ -35,7 +35,7 @@ from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.classroom.submission import Submission
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.processes.ranks import RankError
 
 LESSONS = found()
 COLLECTIVES, GRADIENTS = LESSONS["00_collectives"], LESSONS["03_gradients"]
@@ -173,7 +173,7 @@ def late(*stacks, finished=()):
 
 
 HINTS = {"stuck": "who waits for whom?", "left": "wait for each isend", "raised": "is it padded?"}
-FILE = str(HOUSE / "zero_minimal/foundations/ring.py")
+FILE = str(HOUSE / "zero_minimal/core/ring.py")
 
 
 def line(text):

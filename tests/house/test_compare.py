@@ -8,9 +8,9 @@ from matplotlib.image import imread
 from thorough import sample
 
 from zero_minimal import __main__ as program
-from zero_minimal.foundations import ranks
 from zero_minimal.paper import formulas
 from zero_minimal.pictures.comparison import draw_comparison
+from zero_minimal.processes import ranks
 from zero_minimal.programs import compare, peers, report
 from zero_minimal.programs.train import train
 from zero_minimal.stage0 import Stage0

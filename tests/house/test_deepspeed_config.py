@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from zero_minimal import __main__ as program_main
-from zero_minimal.foundations import ranks
+from zero_minimal.processes import ranks
 from zero_minimal.programs import configs, deepspeed_written, train
 from zero_minimal.programs.planning import plan
 from zero_minimal.programs.registry import STAGES

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 import toys
 from torch import nn, optim
 
-from zero_minimal.foundations import collectives, failures, saved_state
+from zero_minimal.checkpoint import saved_state
+from zero_minimal.core import collectives
 from zero_minimal.late_gather import Late1, Late2
+from zero_minimal.processes import failures
 
 STAGES = {**dict(enumerate(toys.STAGES)), "late 1": Late1, "late 2": Late2}
 

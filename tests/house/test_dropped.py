@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 import toys
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 
 
 def after_a_dropped_one():

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from odd_models import WIDTH, Chain, Layer, vectors
 
-from zero_minimal.foundations import ranks
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.processes import ranks
+from zero_minimal.processes.ranks import RankError
 
 SGD, STAGES = torch.optim.SGD, toys.STAGES
 

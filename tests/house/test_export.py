@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 from saved_models import Model
 
 from zero_minimal.__main__ import main
-from zero_minimal.foundations import interrupts, saved_state
-from zero_minimal.foundations.mesh import make_mesh
+from zero_minimal.checkpoint import saved_state
+from zero_minimal.core.mesh import make_mesh
+from zero_minimal.processes import interrupts
 from zero_minimal.programs import progress
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.zero_100b import System

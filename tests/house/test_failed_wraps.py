@@ -9,7 +9,7 @@ import toys
 from thorough import sample
 from torch import nn, optim
 
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.processes.ranks import RankError
 
 by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
 

@@ -9,9 +9,9 @@ from house.test_foreign_models import outcomes
 from thorough import sample
 
 from zero_minimal.__main__ import main
-from zero_minimal.foundations import ranks
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
 from zero_minimal.paper.shapes import GPTConfig
+from zero_minimal.processes import ranks
 from zero_minimal.programs import plan_model, planning
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.measured import measure

@@ -2,8 +2,8 @@
 the library (stand_in/transformers) shows it where that is not installed; test_foreign_library.py has the library."""
 
 import json
-from contextlib import nullcontext
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from thorough import sample
 
 from zero_minimal.__main__ import main
-from zero_minimal.foundations import ranks, saved_state
+from zero_minimal.checkpoint import saved_state
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
 from zero_minimal.paper.shapes import GPTConfig
+from zero_minimal.processes import ranks
 from zero_minimal.programs import peers, plan_model, planning, trained
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.resume import Flags

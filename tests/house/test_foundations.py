@@ -10,9 +10,9 @@ import torch.distributed as dist
 import toys
 from torch import nn
 
-from zero_minimal.foundations import layout, optimizers, precision, units
-from zero_minimal.foundations.outputs import tensors_in
-from zero_minimal.foundations.precision import LossScaler
+from zero_minimal.core import layout, optimizers, precision, units
+from zero_minimal.core.outputs import tensors_in
+from zero_minimal.core.precision import LossScaler
 
 # ------------------------------------------------------------------------------------------------------------ layout
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import toys
 
 from zero_minimal.constant_buffers import ConstantBuffers, all_reduce, fused_all_reduce
-from zero_minimal.foundations import fused
+from zero_minimal.core import fused
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 SIZE = 400  # bytes of a buffer: the first tensor is larger

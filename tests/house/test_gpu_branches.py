@@ -15,24 +15,17 @@ import torch.distributed as dist
 from thorough import sample
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
+from zero_minimal.core import collectives, precision, random_state, replicas
+from zero_minimal.core.mesh import make_mesh
 from zero_minimal.defragmentation import Slab
-from zero_minimal.foundations import (
-    away,
-    collectives,
-    host,
-    joining,
-    precision,
-    random_state,
-    ranks,
-    replicas,
-    uneven,
-)
-from zero_minimal.foundations.bus import BUFFERS, Queues
-from zero_minimal.foundations.mesh import make_mesh
-from zero_minimal.foundations.pinned import PinnedBus
+from zero_minimal.extensions import uneven
 from zero_minimal.guards.same_on_all_ranks import checksum
 from zero_minimal.meters import timing
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
+from zero_minimal.offloading import away, host
+from zero_minimal.offloading.bus import BUFFERS, Queues
+from zero_minimal.offloading.pinned import PinnedBus
+from zero_minimal.processes import joining, ranks
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
@@ -344,13 +337,13 @@ def test_a_slab_on_a_gpu():
 
 def test_a_host_that_is_a_thread_takes_no_speed():
     with lazy_gpu.here(), pytest.raises(ValueError, match="leave bus= out"):
-        from zero_minimal.foundations.beside import Host
+        from zero_minimal.offloading.beside import Host
 
         Host(lambda bus: None, 64, lazy_gpu.GPU, 1e9)
 
 
 def test_an_error_of_the_host_thread_reaches_the_rank():
-    from zero_minimal.foundations.beside import Host, HostError
+    from zero_minimal.offloading.beside import Host, HostError
 
     def serve(bus):
         bus.receive()

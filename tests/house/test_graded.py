@@ -11,7 +11,7 @@ from toys import Recipe
 from zero_minimal.classroom import guard, messages
 from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.lessons import found
-from zero_minimal.foundations import ranks
+from zero_minimal.processes import ranks
 
 LESSONS = found()
 GRADED = list(LESSONS.values())

@@ -26,9 +26,11 @@ from odd_models import Chain
 from test_models import on_a_rank
 from thorough import sample
 
-from zero_minimal.foundations import collectives, on_the_way, optimizers, saved_state
-from zero_minimal.foundations.averages import Average
-from zero_minimal.foundations.on_the_way import Awaited
+from zero_minimal.checkpoint import saved_state
+from zero_minimal.core import collectives, optimizers
+from zero_minimal.extensions import on_the_way
+from zero_minimal.extensions.averages import Average
+from zero_minimal.extensions.on_the_way import Awaited
 from zero_minimal.late_gather import Late1, Late2
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2

@@ -33,8 +33,8 @@ def test_its_title_is_that_of_its_page(lesson):
 
 def test_what_a_submission_may_import():
     assert {f"zero_minimal.stage{number}" for number in range(4)} <= GRADIENTS.forbidden
-    assert not any(name.startswith("zero_minimal.foundations") for name in GRADIENTS.forbidden)
-    assert "zero_minimal.foundations.ring" in LESSONS["00_collectives"].forbidden
+    assert not any(name.startswith("zero_minimal.guards") for name in GRADIENTS.forbidden)
+    assert "zero_minimal.core.ring" in LESSONS["00_collectives"].forbidden
 
 
 RIGHT = """
@@ -42,7 +42,7 @@ title = "Gradients"
 world = "2 ranks"
 reference = "zero_minimal.stage2"
 class = "Stage2"
-takes_in = ["zero_minimal.foundations.precision.clip"]
+takes_in = ["zero_minimal.core.precision.clip"]
 builds_on = ["zero_minimal.tensor_parallel"]
 
 [[steps]]
@@ -81,9 +81,9 @@ def test_a_lesson_is_read(tmp_path):
     ('title = "Gradients"', "title = Gradients", r" is not TOML: .*line 2"),
     ("world", "worlds", r": world is missing"),
     ("builds_on", "build_on", r": build_on is no key of a lesson: .*builds_on.* are$"),
-    ('["zero_minimal.foundations.precision.clip"]', '"clip"', r": takes_in must be a list, not 'clip'$"),
-    ('["zero_minimal.foundations.precision.clip"]', "[1]", r": takes_in must be a list of texts, and holds 1$"),
-    ('["zero_minimal.foundations.precision.clip"]', '["clip"]', r': takes_in must .*"package.module.name", not \'clip'),
+    ('["zero_minimal.core.precision.clip"]', '"clip"', r": takes_in must be a list, not 'clip'$"),
+    ('["zero_minimal.core.precision.clip"]', "[1]", r": takes_in must be a list of texts, and holds 1$"),
+    ('["zero_minimal.core.precision.clip"]', '["clip"]', r': takes_in must .*"package.module.name", not \'clip'),
     ("points = 60", "", r", step 2: points is missing \(a number\)$"),
     ("points = 60", "points = -1", r", step 2: points must be above 0, not -1$"),
     ("points = 60", "points = true", r", step 2: points must be a number, not True$"),
@@ -130,7 +130,7 @@ title = "Norms"
 world = "2 ranks"
 reference = "zero_minimal.stage1"
 class = "Stage1"
-takes_in = ["zero_minimal.foundations.precision.master_of", "zero_minimal.foundations.precision.global_norm"]
+takes_in = ["zero_minimal.core.precision.master_of", "zero_minimal.core.precision.global_norm"]
 
 [[steps]]
 title = "the norm of all shards"

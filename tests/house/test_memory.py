@@ -17,9 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as hooks_of_all_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.foundations import collectives, pending, ranks, seams
+from zero_minimal.core import collectives, seams
 from zero_minimal.guards import collective_fingerprint as notes
 from zero_minimal.meters.memory import CATEGORIES, Ledger
+from zero_minimal.processes import ranks
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2

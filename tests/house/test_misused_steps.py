@@ -12,9 +12,9 @@ from misuse import Coder, by_stage, by_world, draw, refused
 from thorough import sample
 from torch import nn, optim
 
-from zero_minimal.foundations.averages import Average
-from zero_minimal.foundations.precision import LossScaler
-from zero_minimal.foundations.uneven import together
+from zero_minimal.core.precision import LossScaler
+from zero_minimal.extensions.averages import Average
+from zero_minimal.extensions.uneven import together
 
 SHARDED = pytest.mark.parametrize("stage", (1, 2, 3))
 

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 import odd_models
 from odd_models import ALL, CASES, HUGGING_FACE, WIDTH, Case, Chain, Layer, vectors
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 from zero_minimal.guards.handed_over import has_gradient
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.processes.ranks import RankError
 
 # One step sums some hundred products of numbers of size 1; fp64 rounds each by 1e-16, and the weights of four steps
 # stay of size 1.

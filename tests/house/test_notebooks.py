@@ -22,7 +22,7 @@ from processes import alive, ended
 from thorough import sample
 
 from zero_minimal import notebook
-from zero_minimal.foundations import collectives, ring
+from zero_minimal.core import collectives, ring
 from zero_minimal.meters import messages
 from zero_minimal.meters.memory import Moment
 from zero_minimal.meters.spans import Collective, Span, Spans

@@ -12,9 +12,10 @@ from thorough import sample
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.foundations import collectives, ranks
+from zero_minimal.core import collectives
+from zero_minimal.extensions.uneven import together
 from zero_minimal.guards.collective_fingerprint import LENGTH, Mismatch
-from zero_minimal.foundations.uneven import together
+from zero_minimal.processes import ranks
 
 by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
 by_world = pytest.mark.parametrize("world_size", sample((2, 3), [2]))

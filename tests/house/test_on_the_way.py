@@ -29,8 +29,10 @@ import odd_models
 from test_late_gather import PAIRS, batch, saved, slow, small
 from thorough import sample
 
-from zero_minimal.foundations import collectives, on_the_way, ranks
+from zero_minimal.core import collectives
+from zero_minimal.extensions import on_the_way
 from zero_minimal.late_gather import Late1, Late2
+from zero_minimal.processes import ranks
 
 X = torch.ones(2, odd_models.WIDTH)
 

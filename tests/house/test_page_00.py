@@ -13,11 +13,12 @@ import torch.distributed as dist
 import toys
 
 from zero_minimal.classroom import lessons
-from zero_minimal.foundations import ranks, ring
+from zero_minimal.core import ring
 from zero_minimal.meters import latency
 from zero_minimal.meters.messages import Messages
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.pictures.latency import time_text
+from zero_minimal.processes import ranks
 from zero_minimal.programs.latency import BYTES, PIECES, describe
 
 LESSON = lessons.found()["00_collectives"]

@@ -11,9 +11,9 @@ import toys
 from submissions import solution
 
 from zero_minimal.classroom.lessons import found
-from zero_minimal.foundations import ranks
 from zero_minimal.meters.arrivals import Arrivals, Event, overlapped, waited
 from zero_minimal.notebook import attempt
+from zero_minimal.processes import ranks
 from zero_minimal.programs import data_parallel
 from zero_minimal.stage0 import Stage0
 from zero_minimal.workload.settings import Settings

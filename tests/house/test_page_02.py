@@ -12,10 +12,10 @@ from submissions import solution
 from thorough import sample
 
 from zero_minimal.classroom.lessons import found
-from zero_minimal.foundations import ranks
 from zero_minimal.meters.written import Written
 from zero_minimal.paper import formulas
 from zero_minimal.pictures.written import starts
+from zero_minimal.processes import ranks
 from zero_minimal.programs import optimizer_state as program
 
 LESSON = found()["02_optimizer_state"]

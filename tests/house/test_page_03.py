@@ -9,9 +9,9 @@ import torch
 from submissions import solution
 
 from zero_minimal.classroom.lessons import found
-from zero_minimal.foundations import ranks
 from zero_minimal.meters.buckets import KINDS
 from zero_minimal.paper import formulas
+from zero_minimal.processes import ranks
 from zero_minimal.programs import gradients
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import Settings

@@ -15,11 +15,11 @@ from submissions import solution
 from thorough import sample
 
 from zero_minimal.classroom.lessons import HOUSE, found
-from zero_minimal.foundations import ranks
 from zero_minimal.meters.layer_errors import label
 from zero_minimal.paper import formulas
 from zero_minimal.pictures.batches import draw_sent_by_batch
 from zero_minimal.pictures.patients import RIGHT
+from zero_minimal.processes import ranks
 from zero_minimal.programs import patients as program
 from zero_minimal.workload.settings import Settings
 

@@ -7,7 +7,7 @@ import pytest
 from submissions import solution
 
 from zero_minimal.classroom.lessons import found
-from zero_minimal.foundations import ranks
+from zero_minimal.processes import ranks
 from zero_minimal.programs import staircase as program
 from zero_minimal.programs.activation_partitioning import BATCH, CONFIG, INPUT, MODES
 from zero_minimal.programs.cases import Case

@@ -15,7 +15,7 @@ from thorough import sample
 
 from zero_minimal.classroom import references, starters
 from zero_minimal.classroom.lessons import found
-from zero_minimal.foundations.blocks import Pool
+from zero_minimal.core.blocks import Pool
 from zero_minimal.meters import traces
 from zero_minimal.meters.allocator import CachingAllocator, fails, smallest_capacity
 from zero_minimal.programs import defragmentation as program

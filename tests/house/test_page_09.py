@@ -10,8 +10,8 @@ from cells import run_notebook
 from submissions import solution
 
 from zero_minimal.classroom.lessons import found
-from zero_minimal.foundations.read_ahead import BUFFERS, ReadAhead
 from zero_minimal.meters.turns_of_buffers import watched_turns
+from zero_minimal.offloading.read_ahead import BUFFERS, ReadAhead
 from zero_minimal.paper import formulas
 from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.quantities import size_text
@@ -48,7 +48,7 @@ def test_what_the_page_says_of_the_default_run():
 
 
 def report_of():
-    from zero_minimal.foundations import ranks
+    from zero_minimal.processes import ranks
 
     with ranks.start() as rank:
         settings = Settings(steps=1, dtype="bf16", accumulate=4, batch=1)

@@ -7,7 +7,7 @@ import pytest
 from submissions import solution
 
 from zero_minimal.classroom.lessons import HOUSE, found
-from zero_minimal.foundations import ranks
+from zero_minimal.processes import ranks
 from zero_minimal.programs import budget, legality
 from zero_minimal.programs import whole_system as program
 from zero_minimal.programs.simulation import Case, simulate

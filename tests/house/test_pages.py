@@ -197,7 +197,9 @@ def what_the_grader_says(lesson: Lesson) -> list[str]:
     """The texts that its words come from: the lesson's checks and the shared ones, what they must find in wrong
     submissions, errors of the reference, and what the grader says of errors."""
     files = [*lesson.tests.parent.glob("*.py"), *lesson.tests.parents[1].glob("*.py"),
-             *(HOUSE / "zero_minimal/classroom").glob("*.py"), *(HOUSE / "zero_minimal/foundations").glob("*.py")]
+             *(HOUSE / "zero_minimal/classroom").glob("*.py"), *(HOUSE / "zero_minimal/core").glob("*.py"),
+             *(HOUSE / "zero_minimal/guards").glob("*.py"), *(HOUSE / "zero_minimal/processes").glob("*.py"),
+             *(HOUSE / "zero_minimal/extensions").glob("*.py"), *(HOUSE / "zero_minimal/offloading").glob("*.py")]
     texts = [file.read_text() for file in files] + [reference(lesson)]
     # one text of several pieces, as the learner reads it
     return [re.sub(r'"\s*\n\s*r?f?"', "", text).replace("\\", "") for text in texts]

@@ -12,12 +12,12 @@ from thorough import sample
 from torch.utils.flop_counter import FlopCounterMode
 
 from zero_minimal import __main__ as program
-from zero_minimal.foundations import ranks
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import formulas, kernels, operations
 from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.moments import Work
 from zero_minimal.paper.quantities import size_text
+from zero_minimal.processes import ranks
 from zero_minimal.programs import deepspeed_written
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.planning import plan

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from thorough import sample
 
-from zero_minimal.foundations import collectives, ranks
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.core import collectives
+from zero_minimal.processes import ranks
+from zero_minimal.processes.ranks import RankError
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON = 30  # seconds: far more than any of this takes, far less than the limits that would end a hang
@@ -306,7 +307,7 @@ def test_a_script_without_a_main_guard(tmp_path):
         tmp_path,
         """
         import torch.distributed as dist
-        from zero_minimal.foundations import ranks
+        from zero_minimal.processes import ranks
 
         print("once")
         factor = 3
@@ -327,7 +328,7 @@ def test_ranks_end_with_the_process_that_asked_for_them(tmp_path):
         f"""
         import os, time
         from pathlib import Path
-        from zero_minimal.foundations import ranks
+        from zero_minimal.processes import ranks
 
         def wait():
             Path({str(tmp_path)!r}, f"{{os.getpid()}}.note").touch()
@@ -352,7 +353,8 @@ def test_start_alone(tmp_path):
         tmp_path,
         """
         import torch, torch.distributed as dist
-        from zero_minimal.foundations import collectives, ranks
+        from zero_minimal.core import collectives
+        from zero_minimal.processes import ranks
 
         with ranks.start(device="cpu") as rank:
             ones = torch.ones(3)
@@ -372,7 +374,8 @@ FAILING = """
     import os, signal, sys, time
     from pathlib import Path
     import torch
-    from zero_minimal.foundations import collectives, ranks
+    from zero_minimal.core import collectives
+    from zero_minimal.processes import ranks
 
     with ranks.start(device="cpu") as rank:
         collectives.all_reduce(ones := torch.ones(3))
@@ -407,7 +410,8 @@ def test_under_torchrun(tmp_path):
         tmp_path,
         """
         import torch
-        from zero_minimal.foundations import collectives, ranks
+        from zero_minimal.core import collectives
+        from zero_minimal.processes import ranks
         from zero_minimal.stage3 import Stage3
 
         with ranks.start(device="cpu") as rank:

@@ -19,8 +19,8 @@ import toys
 from thorough import sample
 from torch import nn
 
-from zero_minimal.foundations import ranks
 from zero_minimal.naive import Naive
+from zero_minimal.processes import ranks
 from zero_minimal.stage0 import Stage0
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings

@@ -10,15 +10,15 @@ import toys
 from zero_minimal.classroom import lessons, references
 from zero_minimal.classroom.guard import guarded
 from zero_minimal.classroom.submission import Submission
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.processes.ranks import RankError
 
 GRADIENTS = lessons.found()["03_gradients"]
-FOUNDATIONS = "zero_minimal.foundations."
+CORE = "zero_minimal.core."
 SEVERAL = [
     dataclasses.replace(GRADIENTS, reference="zero_minimal.stage0", class_name="Stage0",
-                        takes_in=(FOUNDATIONS + "backward.Backward",)),
+                        takes_in=(CORE + "backward.Backward",)),
     dataclasses.replace(GRADIENTS, reference="zero_minimal.stage1", class_name="Stage1",
-                        takes_in=(FOUNDATIONS + "precision.master_of", FOUNDATIONS + "precision.global_norm")),
+                        takes_in=(CORE + "precision.master_of", CORE + "precision.global_norm")),
 ]
 several = pytest.mark.parametrize("lesson", SEVERAL, ids=("a class", "two functions"))
 
@@ -137,11 +137,11 @@ def test_what_cannot_stand_in_one_file(change, says):
 
 
 @pytest.mark.parametrize("text, found", [
-    ("from zero_minimal.foundations.precision import master_of", "zero_minimal.foundations.precision.master_of"),
-    ("def f():\n    from zero_minimal.foundations.precision import master_of as m",
-     "zero_minimal.foundations.precision.master_of"),
-    ("from zero_minimal.foundations import precision as p\np.master_of(1)", "p.master_of"),
-    ("from zero_minimal.foundations import precision\nprecision.clip(self.master_of, 1)", None),
+    ("from zero_minimal.core.precision import master_of", "zero_minimal.core.precision.master_of"),
+    ("def f():\n    from zero_minimal.core.precision import master_of as m",
+     "zero_minimal.core.precision.master_of"),
+    ("from zero_minimal.core import precision as p\np.master_of(1)", "p.master_of"),
+    ("from zero_minimal.core import precision\nprecision.clip(self.master_of, 1)", None),
 ])
 def test_what_a_lesson_takes_in_is_not_to_be_borrowed(text, found):
     assert references.borrowed(SEVERAL[1], text) == [found] * bool(found)

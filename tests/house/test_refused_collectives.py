@@ -8,7 +8,7 @@ import torch.distributed as dist
 import toys
 
 from zero_minimal.constant_buffers import ConstantBuffers, all_reduce
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 
 REFUSED = {
     "an unknown op": lambda: collectives.all_reduce(torch.ones(3), op="mean"),

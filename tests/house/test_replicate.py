@@ -16,7 +16,7 @@ import torch
 from matplotlib.image import imread
 
 from zero_minimal import __main__ as program
-from zero_minimal.foundations import ranks
+from zero_minimal.processes import ranks
 from zero_minimal.programs import download, replicate
 from zero_minimal.programs import replicate_plan as plans
 from zero_minimal.programs import replicate_results as results
@@ -212,7 +212,7 @@ def test_without_network_it_says_which_file_to_give(capsys, monkeypatch, tmp_pat
 
 TINY = f"""
 import sys
-from zero_minimal.foundations import interrupts
+from zero_minimal.processes import interrupts
 from zero_minimal.programs import replicate
 from zero_minimal.programs.replicate_plan import Plan, Size
 replicate.QUICK = Plan("quick", ({SIZE!r},), 1, 8, 6, 2, 5)

@@ -18,7 +18,8 @@ import torch
 import toys
 from thorough import sample
 
-from zero_minimal.foundations import ranks, saved_state
+from zero_minimal.checkpoint import saved_state
+from zero_minimal.processes import ranks
 from zero_minimal.programs import configs, resume, train
 from zero_minimal.programs.resume import Flags
 from zero_minimal.workload.model import GPT, GPTConfig

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from odd_models import CASES
 
-from zero_minimal.foundations import pieces, saved_state
+from zero_minimal.checkpoint import pieces, saved_state
 
 # what torch does not save either: calls counted in an attribute, a buffer that is not persistent
 COUNTS = ["reordered", "buffers"]

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from saved_models import Model, groups_of
 
-from zero_minimal.foundations import as_json, saved_state
-from zero_minimal.foundations.boxes import Box, Place, boxes
-from zero_minimal.foundations.precision import LossScaler
+from zero_minimal.checkpoint import as_json, saved_state
+from zero_minimal.checkpoint.boxes import Box, Place, boxes
+from zero_minimal.core.precision import LossScaler
 
 STEPS, SAVED_AT = 6, (3, 4)  # checkpoints have the state after so many
 
@@ -121,7 +121,7 @@ def test_goes_on_bit_for_bit(stage, world, dtype, tmp_path):
 
 def slow(folder):
     """The file system takes its time: what is written must be the state of the moment of the call all the same."""
-    from zero_minimal.foundations import resharding
+    from zero_minimal.checkpoint import resharding
 
     gate, write = threading.Event(), resharding.PieceSaver.resolve_data
     order = []

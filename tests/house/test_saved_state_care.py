@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from saved_models import Wide
 
-from zero_minimal.foundations import as_json, ranks, saved_state, saving, state_folder
-from zero_minimal.foundations.averages import Average
-from zero_minimal.foundations.precision import LossScaler
+from zero_minimal.checkpoint import as_json, saved_state, saving, state_folder
+from zero_minimal.core.precision import LossScaler
+from zero_minimal.extensions.averages import Average
+from zero_minimal.processes import ranks
 
 
 def wrapped(stage=2, seed=1, make=Wide, bucket_bytes=3000):
@@ -195,7 +196,7 @@ def after_failures(folder):
     """A save that could not begin, one that failed, and a folder that is not where it was."""
     from torch.distributed import checkpoint as dcp
 
-    from zero_minimal.foundations import resharding
+    from zero_minimal.checkpoint import resharding
 
     zero, begin, read, found = wrapped(), dcp.async_save, resharding.PieceSaver.resolve_data, []
 

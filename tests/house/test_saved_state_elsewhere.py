@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from saved_models import Wide, groups_of
 
-from zero_minimal.foundations import pieces, saved_state
+from zero_minimal.checkpoint import pieces, saved_state
 
 STEPS, SAVED_AT = 6, 3
 RECIPES = {"fp32": (torch.float32, torch.optim.SGD, dict(lr=0.01, momentum=0.9), 3e-4),

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from saved_models import Model, groups_of
 
-from zero_minimal.foundations import saved_state, state_folder
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.checkpoint import saved_state, state_folder
+from zero_minimal.processes.ranks import RankError
 
 LAST = 120  # steps of the run that nobody disturbs
 KILLS = 10  # of a case; there are ten

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from saved_models import Wide, groups_of
 
-from zero_minimal.foundations import saved_state, state_folder
+from zero_minimal.checkpoint import saved_state, state_folder
 
 # ---------------------------------------------------------------------------------------------------------- damage
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 import toys
 from thorough import sample
 
-from zero_minimal.foundations import saved_state, state_folder
-from zero_minimal.foundations.boxes import boxes
-from zero_minimal.foundations.mesh import make_mesh
+from zero_minimal.checkpoint import saved_state, state_folder
+from zero_minimal.checkpoint.boxes import boxes
+from zero_minimal.core.mesh import make_mesh
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.zero_100b import System, places
 

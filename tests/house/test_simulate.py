@@ -16,9 +16,9 @@ from thorough import sample
 from torch import nn
 
 from zero_minimal import __main__ as program
-from zero_minimal.foundations import ranks
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.paper import formulas
+from zero_minimal.processes import ranks
 from zero_minimal.programs.cases import Case, phases
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.simulate import describe, watched

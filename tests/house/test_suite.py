@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from thorough import sample
 
-from zero_minimal.foundations import ranks
+from zero_minimal.processes import ranks
 
 HOUSE = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((HOUSE / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
@@ -51,7 +51,7 @@ HANGS = """
     import os, time
     from pathlib import Path
     import pytest
-    from zero_minimal.foundations import ranks
+    from zero_minimal.processes import ranks
 
     @pytest.mark.timeout(100)
     def test_that_may_take_longer():

@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 
 import zero_minimal
 from zero_minimal.classroom import accounts, fence
-from zero_minimal.foundations import interrupts, joining, ranks
 from zero_minimal.meters import timing, traffic
 from zero_minimal.pictures.benchmark import draw_speeds
 from zero_minimal.pictures.traffic import traffic_panel
+from zero_minimal.processes import interrupts, joining, ranks
 
 HOUSE = Path(__file__).parents[2]
 PROJECT = tomllib.loads((HOUSE / "pyproject.toml").read_text())["project"]

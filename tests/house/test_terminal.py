@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from thorough import sample
 
-from zero_minimal.foundations import interrupts
+from zero_minimal.processes import interrupts
 from zero_minimal.programs import report
 
 HOUSE = Path(__file__).parents[2]
@@ -157,7 +157,7 @@ HANGS = """
 import sys
 import torch
 import torch.distributed as dist
-from zero_minimal.foundations import interrupts, ranks
+from zero_minimal.processes import interrupts, ranks
 
 @interrupts.program
 def main():
@@ -218,7 +218,7 @@ def test_ranks_end_with_the_torchrun_that_started_them(tmp_path):
 
 
 LOST = """
-from zero_minimal.foundations import failures, interrupts
+from zero_minimal.processes import failures, interrupts
 interrupts._launcher = 2**30
 failures.end_together(None, 0, RuntimeError("connection closed by peer"))
 """
@@ -232,7 +232,7 @@ def test_who_loses_a_rank_by_that_says_the_same():
 
 
 ALONE = """
-from zero_minimal.foundations import ranks
+from zero_minimal.processes import ranks
 with ranks.start(timeout=2):
     pass
 """

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_minimal.foundations import collectives, ranks, ring
+from zero_minimal.core import collectives, ring
 from zero_minimal.meters import traffic
 from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
+from zero_minimal.processes import ranks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import a test file
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from thorough import sample
 from torch import nn
 
-from zero_minimal.foundations import ranks
+from zero_minimal.processes import ranks
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2

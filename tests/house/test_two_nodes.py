@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_minimal.foundations import collectives, failures, joining, ranks
+from zero_minimal.core import collectives
+from zero_minimal.processes import failures, joining, ranks
 from zero_minimal.programs import bench, train, two_nodes
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.settings import Settings

@@ -350,7 +350,7 @@ def test_the_whole_of_a_watch(tmp_path, temporary, started):
     watched.says("the file is not Python, line 1")
     if fence.holds():
         file.write_text("import torch\ntorch.from_file('{}', size=9, dtype=torch.uint8)\n{}".format(
-            HOUSE / "zero_minimal/foundations/ring.py", submissions.spliced(LESSON, {})))
+            HOUSE / "zero_minimal/core/ring.py", submissions.spliced(LESSON, {})))
         watched.says("Permission denied")
     file.write_text(submissions.spliced(LESSON, {"exchange": function("def exchange(*_):", "while True:\n    pass")}))
     watched.says("saved, ")

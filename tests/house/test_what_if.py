@@ -17,12 +17,12 @@ import pytest
 from thorough import sample
 
 from zero_minimal import __main__ as program
-from zero_minimal.foundations import ranks
 from zero_minimal.notebook import sliders
 from zero_minimal.paper.formulas import STATES
 from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.quantities import seconds_text, size_text
 from zero_minimal.paper.shapes import usual_shape
+from zero_minimal.processes import ranks
 from zero_minimal.programs import what_if
 from zero_minimal.programs.offload import Offload
 from zero_minimal.programs.planning import Speeds

@@ -10,8 +10,8 @@ import pytest
 import torch
 from thorough import sample
 
-from zero_minimal.foundations import ranks
 from zero_minimal.paper import formulas
+from zero_minimal.processes import ranks
 from zero_minimal.programs.train import train
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1

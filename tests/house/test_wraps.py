@@ -15,7 +15,8 @@ from thorough import sample
 from torch import optim
 from torch.optim.swa_utils import AveragedModel
 
-from zero_minimal.foundations import collectives, ranks
+from zero_minimal.core import collectives
+from zero_minimal.processes import ranks
 
 by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
 by_world = pytest.mark.parametrize("world_size", sample((2, 3), [3]))

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_minimal.foundations import collectives, optimizers, precision, seams
-from zero_minimal.foundations.backward import Hooks
+from zero_minimal.core import collectives, optimizers, precision, seams
+from zero_minimal.core.backward import Hooks
 from zero_minimal.guards.used_gradients import accumulated
 
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from zero_minimal.classroom.lessons import HOUSE, UNWRITTEN, Lesson
 from zero_minimal.classroom.references import borrowed
-from zero_minimal.foundations import beside
+from zero_minimal.offloading import beside
 
 PRINTED = 2**20  # bytes that a rank may print or write into one file
 FILES = 2**26  # bytes that a host may write into one file
@@ -162,7 +162,7 @@ class Guard:
 
 
 def _asks_for_mallopt(event: str, args: tuple) -> bool:
-    """What foundations/budget.py calls in a host with a disk."""
+    """What offloading/budget.py calls in a host with a disk."""
     return event == "ctypes.dlopen" and args[0] is None or event == "ctypes.dlsym" and args[1] == "mallopt"
 
 

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 
 import cloudpickle
 
-from zero_minimal.foundations import bus
+from zero_minimal.offloading import bus
 
 REQUEST = b"host"  # a rank's, with the size of a buffer behind it
 MOST_BYTES, MOST_HOSTS = 2**26, 64  # of a buffer; of a rank
@@ -31,7 +31,7 @@ MOST_BYTES, MOST_HOSTS = 2**26, 64  # of a buffer; of a rank
 
 
 class Lender:
-    """What foundations/beside.py uses in the place of starting a process.
+    """What offloading/beside.py uses in the place of starting a process.
 
     line: the rank's to the judge. submission: whose file the host runs, too.
     """

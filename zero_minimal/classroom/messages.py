@@ -8,9 +8,11 @@ from pathlib import Path
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import LOOK_AT, UNWRITTEN
 from zero_minimal.guards.collective_fingerprint import Mismatch
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.processes.ranks import RankError
 
-COLLECTIVES = {"collectives.py", "pending.py"}  # the files of foundations in which ranks wait for each other
+COLLECTIVES = {"collectives.py", "pending.py"}  # the files of core in which ranks wait for each other
+ROOMS = ("/zero_minimal/core/", "/zero_minimal/guards/", "/zero_minimal/processes/",
+         "/zero_minimal/extensions/", "/zero_minimal/checkpoint/", "/zero_minimal/offloading/", "/tests/")
 _RANK = re.compile(r"^((?:host of )?rank \d+) stands here", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _SENDS = re.compile(r" waited .*\bsend")
@@ -57,7 +59,7 @@ def _when(frames: list, path: str) -> str:
         if file == path:
             return f" at {_line(path, line, function)}"
     outside = [f" outside of your file ({Path(file).name}, {function})" for file, _, function in frames
-               if "/zero_minimal/foundations/" in file or "/tests/" in file]
+               if any(room in file for room in ROOMS)]
     return outside[0] if outside else ""
 
 
@@ -171,7 +173,7 @@ def _place(frames: list, path: str) -> str:
     own = next((index for index, (file, _, _) in enumerate(frames) if file == path), None)
     if own is None:
         outside = [(Path(file).name, function) for file, _, function in frames
-                   if "/zero_minimal/foundations/" in file or "/tests/" in file]
+                   if any(room in file for room in ROOMS)]
         at_bus = [function for file, function in outside if file == "bus.py" and function in WHY_AT_THE_BUS]
         if at_bus:
             return f"{BUS}, in {at_bus[0]}: {WHY_AT_THE_BUS[at_bus[0]]}"

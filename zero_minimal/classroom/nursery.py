@@ -70,7 +70,7 @@ def _get_ready() -> None:
     import toys  # noqa: F401
 
     import zero_minimal.classroom.guard
-    import zero_minimal.foundations.warm  # noqa: F401
+    import zero_minimal.processes.warm  # noqa: F401
 
     if sys.platform == "linux":
         ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD of malloc.h
@@ -97,7 +97,9 @@ def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
     import toys
 
     from zero_minimal.classroom import fence, hosts, results
-    from zero_minimal.foundations import beside, failures, joining, seams
+    from zero_minimal.core import seams
+    from zero_minimal.offloading import beside
+    from zero_minimal.processes import failures, joining
 
     fence.end_with_parent()
     checks.listen_in_threads()

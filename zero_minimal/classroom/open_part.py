@@ -15,7 +15,7 @@ from zero_minimal.classroom.guard import guarded
 from zero_minimal.classroom.lessons import HOUSE, Lesson, Step
 from zero_minimal.classroom.submission import Submission, syntax_error, text_of
 from zero_minimal.classroom.supervisor import Supervisor
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.processes.ranks import RankError
 from zero_minimal.programs import conduct, legality
 from zero_minimal.programs.budget import POINTS, TRACKS, Figures, Score, Track, score
 

@@ -21,7 +21,7 @@ from zero_minimal.classroom.serving import Request, Server
 from zero_minimal.classroom.starters import functions_of
 from zero_minimal.classroom.submission import Submission
 from zero_minimal.classroom.supervisor import Supervisor
-from zero_minimal.foundations import ranks
+from zero_minimal.processes import ranks
 
 LESS = 1 / 5  # of the patience, once a test has run out of time: the learner waits too
 

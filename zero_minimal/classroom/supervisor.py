@@ -27,7 +27,7 @@ from zero_minimal.classroom.messages import DIED_AT
 from zero_minimal.classroom.nursery import DATA, HERE
 from zero_minimal.classroom.staging import stage
 from zero_minimal.classroom.wards import START, HostWard, Nursery, Ward
-from zero_minimal.foundations.failures import GRACE, Failure, raise_first
+from zero_minimal.processes.failures import GRACE, Failure, raise_first
 
 LOOK = 0.01  # seconds between two looks at the ranks' memory
 TICK = 0.2  # seconds between two looks at their time
@@ -58,7 +58,7 @@ class Supervisor:
         fresh: each rank from a nursery of its own, with another seed of Python's hashes; others share one.
         counted: `accounts` are then what the kernel counted.
         timeout: seconds as Clock counts them.
-        Raises: RankError and TimeoutError as `foundations.ranks.run`; ChildProcessError if a nursery was ended; Busy.
+        Raises: RankError and TimeoutError as `ranks.run`; ChildProcessError if a nursery was ended; Busy.
         """
         work, wards = cloudpickle.dumps((function, args)), []
         nurseries = self._nurseries(world_size, fresh)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from zero_minimal.classroom import hosts, results
 from zero_minimal.classroom.accounts import end_all_below, held_by, sent_by
 from zero_minimal.classroom.nursery import LENGTH, READY
-from zero_minimal.foundations import bus
+from zero_minimal.offloading import bus
 
 START = 60.0  # seconds that a nursery may take to import torch, on a machine that has much else to do
 ANSWER = 60.0  # the same to fork

@@ -19,7 +19,7 @@ from zero_minimal.classroom.judging import SECONDS, Reported, reports
 from zero_minimal.classroom.lessons import Lesson, Step
 from zero_minimal.classroom.saved import POLL, Place, Saved
 from zero_minimal.classroom.standby import Standby
-from zero_minimal.foundations import interrupts
+from zero_minimal.processes import interrupts
 from zero_minimal.programs import progress
 
 IDLE = "waiting for the next save (Ctrl-C ends)"

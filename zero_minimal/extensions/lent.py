@@ -18,10 +18,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.layout import same_storage
-from zero_minimal.foundations.outputs import tensors_in
-from zero_minimal.foundations.ties import Tie
+from zero_minimal.core import seams
+from zero_minimal.core.layout import same_storage
+from zero_minimal.core.outputs import tensors_in
+from zero_minimal.core.ties import Tie
 from zero_minimal.guards import released
 
 TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)

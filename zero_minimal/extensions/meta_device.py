@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.released import restore
-from zero_minimal.foundations.units import Unit
+from zero_minimal.core import seams
+from zero_minimal.core.released import restore
+from zero_minimal.core.units import Unit
 
 
 @seams.at("unit_to_flatten")

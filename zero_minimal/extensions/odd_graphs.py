@@ -19,15 +19,15 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from zero_minimal.core import seams
+from zero_minimal.core.layout import same_storage
+from zero_minimal.core.outputs import tensors_in
+from zero_minimal.core.ties import Tie
+from zero_minimal.core.turns import Turns, in_backward, ordered
+from zero_minimal.core.units import Unit
 from zero_minimal.extensions import lent
 from zero_minimal.extensions.saved_parameters import SavedParameters
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.layout import same_storage
-from zero_minimal.foundations.outputs import tensors_in
-from zero_minimal.foundations.ties import Tie
 from zero_minimal.guards.marks import LEFT_BEHIND
-from zero_minimal.foundations.turns import Turns, in_backward, ordered
-from zero_minimal.foundations.units import Unit
 from zero_minimal.guards.released import refuse_left_behind
 
 NO_SECOND = ("stage 3 frees parameters after each turn, and cannot serve create_graph=True: train "

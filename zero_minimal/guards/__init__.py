@@ -1,23 +1,14 @@
-"""Guards: misuse is refused at once, with the line to write instead. A file each, which opens with the
-seams that it uses and the mistakes that it refuses. The algorithm knows none of them
-(foundations/seams.py), and runs without."""
+"""Guards: misuse is refused at once, with the line to write instead. A file each, which opens with
+the seams that it uses and the mistakes that it refuses. The algorithm knows none of them
+(core/seams.py), and runs without."""
 
-from zero_minimal.guards import (  # noqa: F401  (in the order in which they are asked)
-    ownership,
-    refused_models,
-    refused_optimizers,
-    same_on_all_ranks,
-    failed_wrap,
-    released,
-    used_gradients,
-    handed_over,
-    changed_in_forward,
-    moments,
-    stage3_reads,
-    told_to_autograd,
-    copied_stage,
-    tokens,
-    group_members,
-    forked_process,
-    collective_fingerprint,
+from importlib import import_module
+
+IN_ORDER = (  # in which they are asked
+    "ownership", "refused_models", "refused_optimizers", "same_on_all_ranks", "failed_wrap",
+    "released", "used_gradients", "handed_over", "changed_in_forward", "moments", "stage3_reads",
+    "told_to_autograd", "copied_stage", "tokens", "group_members", "forked_process",
+    "collective_fingerprint",
 )
+for name in IN_ORDER:
+    import_module(f"zero_minimal.guards.{name}")

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import torch
 
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.layout import Bucket
-from zero_minimal.foundations.ties import Tie
+from zero_minimal.core import seams
+from zero_minimal.core.layout import Bucket
+from zero_minimal.core.ties import Tie
 from zero_minimal.guards.collective_fingerprint import CHANGED, EDITED
 
 

@@ -1,13 +1,13 @@
-"""A wrap that fails on all ranks leaves a model that can be wrapped again. (Its values may be rank 0's
-by then.)
+"""A wrap that fails on all ranks leaves a model that can be wrapped again. (Its values may be
+rank 0's by then.)
 
 Seam: wrap_failed.
 """
 
 import contextlib
 
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.units import give_back
+from zero_minimal.core import seams
+from zero_minimal.core.units import give_back
 from zero_minimal.guards.released import is_released
 
 

@@ -1,5 +1,5 @@
-"""A process that was forked from a rank starts no collective. It has the connections of that rank, and
-what it writes there would come in between.
+"""A process that was forked from a rank starts no collective. It has the connections of that rank,
+and what it writes there would come in between.
 
 Seam: collective. Mistake: a DataLoader's worker, or a fork of the user's, that calls the model at
 stage 3.
@@ -10,8 +10,8 @@ import weakref
 
 import torch.distributed as dist
 
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.collectives import Call
+from zero_minimal.core import seams
+from zero_minimal.core.collectives import Call
 
 _process_of = weakref.WeakKeyDictionary()  # group: the process that joined it
 

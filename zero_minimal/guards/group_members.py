@@ -5,8 +5,8 @@ Seam: collective.
 
 import torch.distributed as dist
 
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.collectives import Call
+from zero_minimal.core import seams
+from zero_minimal.core.collectives import Call
 
 
 @seams.at("collective")

@@ -15,9 +15,9 @@ import weakref
 import torch
 from torch import nn
 
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.layout import Flat
-from zero_minimal.foundations.ties import Tie
+from zero_minimal.core import seams
+from zero_minimal.core.layout import Flat
+from zero_minimal.core.ties import Tie
 from zero_minimal.guards.ownership import name_of
 from zero_minimal.guards.released import ALLOWED
 from zero_minimal.guards.used_gradients import note_pass, refuse_used

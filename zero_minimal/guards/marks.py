@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from zero_minimal.foundations.ties import nothing
+from zero_minimal.core.ties import nothing
 
 LEFT_BEHIND = (
     "the stage of this model is gone (del zero), and with it went the parameters, of which the "

@@ -8,7 +8,7 @@ Mistakes: a scheduler, clip_grad_norm_() or a load_state_dict() on one rank alon
 import torch
 from torch import Tensor
 
-from zero_minimal.foundations import seams
+from zero_minimal.core import seams
 from zero_minimal.guards.changed_in_forward import changes_of
 from zero_minimal.guards.collective_fingerprint import LOADED, SCALED
 

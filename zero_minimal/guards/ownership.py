@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.layout import same_storage
+from zero_minimal.core import seams
+from zero_minimal.core.layout import same_storage
 from zero_minimal.guards.marks import LEFT_BEHIND, Mark, trained_by
 from zero_minimal.guards.released import Released
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.ties import Tie
+from zero_minimal.core import seams
+from zero_minimal.core.ties import Tie
 from zero_minimal.guards.ownership import refuse_no_module
 
 

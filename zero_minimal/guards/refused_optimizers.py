@@ -2,8 +2,8 @@
 refused.
 
 Seams: optimizer_given, wrapped.
-Mistakes: Muon, LBFGS or Adafactor, which look at whole matrices; optimizer.step(), add_param_group()
-and an optimizer state of another rank.
+Mistakes: Muon, LBFGS or Adafactor, which look at whole matrices; optimizer.step()
+and add_param_group(), of which the stage would not know.
 """
 
 import weakref
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.optimizers import update
+from zero_minimal.core import seams
+from zero_minimal.core.optimizers import update
 
 STEPS = 32  # of the trial: some optimizers begin like SGD, and look at whole matrices later
 

@@ -11,7 +11,7 @@ step(), or when an evaluation ends.
 import torch
 from torch import nn
 
-from zero_minimal.foundations import seams
+from zero_minimal.core import seams
 from zero_minimal.guards.marks import LEFT_BEHIND, trained_by
 
 MAY_ASK = (

@@ -1,5 +1,5 @@
-"""Every rank has the same model, buckets and optimizer when a stage is made, and the same parameters
-at the end of gather_parameters().
+"""Every rank has the same model, buckets and optimizer when a stage is made, and the same
+parameters at the end of gather_parameters().
 
 Seams: buckets_planned, parameters_edited.
 Mistakes: a model that is built by the number of the rank; weights that one rank alone has loaded.
@@ -10,7 +10,7 @@ import zlib
 import torch
 from torch import nn
 
-from zero_minimal.foundations import replicas, seams
+from zero_minimal.core import replicas, seams
 
 
 @seams.at("buckets_planned")

@@ -1,5 +1,6 @@
-"""At stage 3 a state dict of placeholders would be a checkpoint of NaN, and an encoder that looks at
-its first layer's parameters would take another way: both are refused outside gather_parameters().
+"""At stage 3 a state dict of placeholders would be a checkpoint of NaN, and an encoder that
+looks at its first layer's parameters would take another way: both are refused outside
+gather_parameters().
 
 Seam: wrapped.
 """
@@ -7,8 +8,8 @@ Seam: wrapped.
 import torch
 from torch import nn
 
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.ties import Tie
+from zero_minimal.core import seams
+from zero_minimal.core.ties import Tie
 from zero_minimal.guards.released import refuse_left_behind
 
 

@@ -5,7 +5,7 @@ Seam: tokens_given.
 
 import torch
 
-from zero_minimal.foundations import seams
+from zero_minimal.core import seams
 
 
 @seams.at("tokens_given")

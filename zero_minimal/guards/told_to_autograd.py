@@ -6,8 +6,8 @@ Seams: wrapped, update_ends.
 
 import torch
 
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.ties import Tie
+from zero_minimal.core import seams
+from zero_minimal.core.ties import Tie
 
 
 @seams.at("update_ends")

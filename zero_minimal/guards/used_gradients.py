@@ -1,15 +1,16 @@
 """Gradients that step() has used, or that were clipped, take no further backward pass before
 zero_grad(). A pass does not begin inside another one, nor does a gradient come twice.
 
-Seams: followed, gradient_arrives, gradients_dropped; handed_over.py calls the rest as a pass begins.
+Seams: followed, gradient_arrives, gradients_dropped. handed_over.py calls the rest as a pass
+begins.
 """
 
 import torch
 from torch import nn
 
-from zero_minimal.foundations import seams
-from zero_minimal.foundations.outputs import tensors_in
-from zero_minimal.foundations.ties import Tie
+from zero_minimal.core import seams
+from zero_minimal.core.outputs import tensors_in
+from zero_minimal.core.ties import Tie
 
 
 @seams.at("followed")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 
 
 class Event(NamedTuple):

@@ -9,8 +9,8 @@ The clock is the gradients that come, not time: so any machine sees the same.
 
 import contextlib
 
-from zero_minimal.foundations import collectives
-from zero_minimal.foundations.gradient_memory import Reduction
+from zero_minimal.core import collectives
+from zero_minimal.core.gradient_memory import Reduction
 from zero_minimal.guards.handed_over import has_gradient
 
 KINDS = (

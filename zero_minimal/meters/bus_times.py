@@ -6,8 +6,8 @@ import gc
 import time
 from dataclasses import replace
 
-from zero_minimal.foundations.away import resident_bytes
-from zero_minimal.foundations.bus import Crossing
+from zero_minimal.offloading.away import resident_bytes
+from zero_minimal.offloading.bus import Crossing
 
 
 class Crossings:
@@ -15,7 +15,7 @@ class Crossings:
 
         with Crossings(zero.host.bus) as crossings, Spans() as spans:
             ...
-        crossings.seen      a list of foundations.bus.Crossing
+        crossings.seen      a list of bus.Crossing
     """
 
     def __init__(self, bus):

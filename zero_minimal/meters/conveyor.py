@@ -15,10 +15,10 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import collectives
-from zero_minimal.foundations.layout import same_storage
+from zero_minimal.core import collectives
+from zero_minimal.core.layout import same_storage
+from zero_minimal.core.units import Unit
 from zero_minimal.guards.released import is_released
-from zero_minimal.foundations.units import Unit
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.owners import OF_A_BUCKET
 

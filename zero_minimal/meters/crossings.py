@@ -1,9 +1,9 @@
 """Crossings: what a rank's bus carries in a step, what lies on either side of it (offload.py), and what of that is in
-a file (foundations/disk.py)."""
+a file (offloading/disk.py)."""
 
 from contextlib import contextmanager
 
-from zero_minimal.foundations.away import resident_bytes
+from zero_minimal.offloading.away import resident_bytes
 
 
 class BusMeter:

@@ -44,8 +44,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.foundations import collectives, host_here
+from zero_minimal.core import collectives
 from zero_minimal.meters.owners import Owners, parameters_of, strided_tensors
+from zero_minimal.offloading import host_here
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "scalars", "buffers", "activations", "other")
 UNOWNED = ("buffers", "activations", "other")  # guessed from the moment of birth, until an owner is found

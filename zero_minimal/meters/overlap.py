@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_minimal.foundations import collectives, ranks
+from zero_minimal.core import collectives
 from zero_minimal.meters.timing import draw_batches, stay_on_one_core, together
+from zero_minimal.processes import ranks
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
 

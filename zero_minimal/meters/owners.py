@@ -1,7 +1,7 @@
 """Owners: which tensors a model, an optimizer or a stage holds, and as what.
 
 The memory ledger sees storages; this says whose they are. It knows the public attributes of nn.Module and torch.optim,
-and those of a stage: .model, .optimizer, and .buckets with their flat tensors (zero_minimal/foundations/layout.py); of
+and those of a stage: .model, .optimizer, and .buckets with their flat tensors (zero_minimal/core/layout.py); of
 zero_100b.py also the .constant_buffers of a stage's .memory, and the .slab of checkpoints.
 """
 

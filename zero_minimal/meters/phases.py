@@ -13,7 +13,7 @@ import contextlib
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 
 PHASES = ("forward", "backward", "update")
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 from zero_minimal.meters.arrivals import Arrivals, overlapped
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.spans import Span, Spans

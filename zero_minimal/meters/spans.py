@@ -15,7 +15,7 @@ import contextlib
 import time
 from typing import NamedTuple
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 
 
 class Span(NamedTuple):

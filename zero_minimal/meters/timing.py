@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import ranks
 from zero_minimal.meters.observer import Observer
 from zero_minimal.meters.traffic import wire_bytes
+from zero_minimal.processes import ranks
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
 

@@ -7,7 +7,7 @@
 
 A collective is seen at one of two doors, and counted once:
 
-    ours       the functions of zero_minimal.foundations.collectives, which tell whoever listens. What they are built
+    ours       the functions of zero_minimal.core.collectives, which tell whoever listens. What they are built
                from (messages and a sum, on gloo) does not count
     others'    the c10d operators of torch, at its dispatcher. All of torch.distributed passes there: DDP's all-reduce,
                which C++ starts, FSDP2's, DTensor's, and the plain send of a ring
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 
 FILES = "/proc/self/fd"  # Linux: this process's open files, its connections among them
 SENT = struct.Struct("200x2Q")  # tcpi_bytes_sent and tcpi_bytes_retrans in tcp_info of linux/tcp.h

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 
 EVENTS = (
     "fill",  # the buffer was taken, and will be sent next

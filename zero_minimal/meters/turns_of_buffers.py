@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_minimal.foundations.files import Stretch
+from zero_minimal.offloading.files import Stretch
 
 SHARD = 250_000  # elements, fp32: a megabyte
 

@@ -12,7 +12,7 @@ import contextlib
 
 import torch
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 
 
 class Written:

@@ -23,8 +23,9 @@ from zero_minimal.notebook.standing import PLUMBING, PROJECT
 WORDS = ("this stage cannot go on after a cell that failed, since its ranks may have come to different steps, or its "
          "group has ended: run again the cells that make the model and its stage")
 
-RING = f"{PROJECT}/foundations/ring.py"  # not imported: a teacher may withhold it
+RING = f"{PROJECT}/core/ring.py"  # not imported: a teacher may withhold it
 
+ROOMS = "core", "guards", "processes", "extensions", "checkpoint", "offloading"  # of the package
 _exchanged = [0, 0]  # collectives begun and ended, since the ranks have met
 
 
@@ -50,7 +51,7 @@ def in_a_stage(trace: TracebackType | None) -> bool:
 
 def _works(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    ours = file.startswith((f"{PROJECT}/foundations/", f"{PROJECT}/stage"))
+    ours = file.startswith((*(f"{PROJECT}/{room}/" for room in ROOMS), f"{PROJECT}/stage"))
     return ours and file not in PLUMBING | {RING} or is_stage(frame.f_locals.get("self"))
 
 

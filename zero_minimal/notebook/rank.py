@@ -25,15 +25,17 @@ import torch.distributed as dist
 from ipyparallel.engine.app import IPEngine
 from IPython import get_ipython
 
-from zero_minimal.foundations import beside, collectives, ranks
+from zero_minimal.core import collectives
 from zero_minimal.notebook import aftermath, printed, standing
 from zero_minimal.notebook.told import Told, Withheld
+from zero_minimal.offloading import beside
+from zero_minimal.processes import ranks
 
 HOURS = 24 * 3600  # a group's own time limit: the notebook has a better one
 
 names = {"torch": torch, "dist": dist, "collectives": collectives}  # what every cell finds
 try:
-    from zero_minimal.foundations import ring
+    from zero_minimal.core import ring
 except ImportError:  # a teacher may withhold it: it solves lesson 00
     ring = Withheld("ring")
 names["ring"] = ring

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zero_minimal.core import collectives, replicas, seams
 from zero_minimal.extensions import meta_device
-from zero_minimal.foundations import away, checkpoints, collectives, replicas, seams
+from zero_minimal.guards import activation_checkpoints as checkpoints
+from zero_minimal.offloading import away
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import argparse
 import math
 from dataclasses import replace
 
-from zero_minimal.foundations.mesh import divisors
+from zero_minimal.core.mesh import divisors
 from zero_minimal.paper.quantities import count
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import positive

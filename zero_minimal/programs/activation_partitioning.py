@@ -12,9 +12,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import collectives, host, interrupts, ranks
+from zero_minimal.core import collectives
 from zero_minimal.meters.memory import Ledger, Moment
 from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.offloading import host
+from zero_minimal.processes import interrupts, ranks
 from zero_minimal.programs import progress
 from zero_minimal.programs.report import say, table
 from zero_minimal.tensor_parallel import ParallelGPT

@@ -35,13 +35,13 @@ from dataclasses import replace
 
 import torch
 
-from zero_minimal.foundations import ranks
 from zero_minimal.meters.observer import MEMORY_STEPS, TRAFFIC_STEPS
 from zero_minimal.meters.rounds import ratios, run_seconds
 from zero_minimal.meters.timing import time_steps, watch_steps
 from zero_minimal.paper import formulas
 from zero_minimal.pictures import style
 from zero_minimal.pictures.benchmark import draw_benchmark
+from zero_minimal.processes import ranks
 from zero_minimal.programs import peers, progress, report, scaling, two_nodes
 from zero_minimal.programs.registry import CONTENDERS, REFERENCE
 from zero_minimal.programs.scaling import Point

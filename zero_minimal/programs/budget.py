@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zero_minimal.foundations.mesh import make_mesh
+from zero_minimal.core.mesh import make_mesh
 from zero_minimal.paper.bound import Bound
 from zero_minimal.paper.fakes import new_tensors_in, without_values
 from zero_minimal.paper.quantities import size_text, size_unit

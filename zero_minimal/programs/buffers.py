@@ -13,11 +13,12 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 
 from zero_minimal.constant_buffers import ConstantBuffers, all_reduce, fused_all_reduce
-from zero_minimal.foundations import collectives, ranks
-from zero_minimal.foundations.gradient_memory import GradientMemory
+from zero_minimal.core import collectives
+from zero_minimal.core.gradient_memory import GradientMemory
 from zero_minimal.meters.observer import Observer
 from zero_minimal.meters.trays import Trays, numbered
 from zero_minimal.pictures.trays import draw_ones, draw_sizes, draw_trays
+from zero_minimal.processes import ranks
 from zero_minimal.programs import figures, progress, report
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload import loop

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 
-from zero_minimal.foundations.mesh import divisors
+from zero_minimal.core.mesh import divisors
 from zero_minimal.paper.kernels import ATTENTION
 from zero_minimal.paper.shapes import check_heads, parameter_count
 from zero_minimal.programs.registry import CONFIGS

@@ -5,11 +5,11 @@
 
 import sys
 
-from zero_minimal.foundations import ranks
 from zero_minimal.paper.quantities import plural
 from zero_minimal.pictures import style
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
 from zero_minimal.pictures.offloading import draw_offloaded
+from zero_minimal.processes import ranks
 from zero_minimal.programs import compare_offload, offload, peers, progress, report, trained
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.train import train

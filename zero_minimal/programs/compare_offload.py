@@ -2,8 +2,8 @@
 
 import argparse
 
-from zero_minimal.foundations import ranks
 from zero_minimal.paper import formulas
+from zero_minimal.processes import ranks
 from zero_minimal.programs import progress, report
 from zero_minimal.programs.offload import NOTHING, Offload
 from zero_minimal.programs.registry import STAGES

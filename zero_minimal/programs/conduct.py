@@ -13,14 +13,15 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 from zero_minimal.meters.memory import resizes_reported
 from zero_minimal.meters.owners import strided_tensors
 
 USED = {"abc", "bisect", "collections", "contextlib", "copy", "dataclasses", "functools", "heapq", "itertools", "math",
         "operator", "torch", "typing", "weakref", "zero_minimal", "__future__"}
-OURS = {"foundations", "stage0", "stage1", "stage2", "stage3", "tensor_parallel", "activation_partitioning",
-        "constant_buffers", "defragmentation", "zero_100b", "workload", "paper"}  # rooms and files of the course
+OURS = {"core", "guards", "processes", "extensions", "checkpoint", "offloading", "workload", "paper", "stage0",
+        "stage1", "stage2", "stage3", "tensor_parallel", "activation_partitioning", "constant_buffers",
+        "defragmentation", "zero_100b"}  # rooms and files of the course
 MODULES = {"seams", "host", "bus", "pinned", "away", "beside", "fakes"}  # files of the course that may not be imported
 TELLS = "it could tell simulated ranks from real ones by it"
 UNSEEN = "the ledger does not see what lies there"

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from zero_minimal.foundations import interrupts, ranks
-from zero_minimal.foundations.mesh import Mesh, divisors, make_mesh
+from zero_minimal.core.mesh import Mesh, divisors, make_mesh
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import formulas
+from zero_minimal.processes import interrupts, ranks
 from zero_minimal.programs import deepspeed, report
 from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, end, read_flags
 from zero_minimal.programs.train import bar_over, own_loss

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from zero_minimal.foundations import interrupts, ranks
+from zero_minimal.processes import interrupts, ranks
 
 
 @interrupts.program

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
 
-from zero_minimal.foundations import collectives, ranks
+from zero_minimal.core import collectives
 from zero_minimal.meters import latency
 from zero_minimal.meters.arrivals import Arrivals, Event, overlapped
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.naive import Naive
 from zero_minimal.pictures.arrivals import draw_arrivals, draw_bucket_cost
+from zero_minimal.processes import ranks
 from zero_minimal.programs import figures, report
 from zero_minimal.stage0 import Stage0
 from zero_minimal.workload import loop

@@ -8,7 +8,7 @@ for. All else comes from replaying these. What is counted are bytes and the orde
 
 from matplotlib.figure import Figure
 
-from zero_minimal.foundations.blocks import Pool
+from zero_minimal.core.blocks import Pool
 from zero_minimal.meters import traces
 from zero_minimal.meters.allocator import CachingAllocator, OutOfMemory, fails, find_capacity, replay, smallest_capacity
 from zero_minimal.pictures.allocators import draw_least

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from zero_minimal.foundations import as_json, loading, pieces
-from zero_minimal.foundations.state_folder import Contents
+from zero_minimal.checkpoint import as_json, loading, pieces
+from zero_minimal.checkpoint.state_folder import Contents
 from zero_minimal.programs import hub
 from zero_minimal.programs.progress import meanwhile
 from zero_minimal.workload.settings import Parser, output_file

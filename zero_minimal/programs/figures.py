@@ -10,8 +10,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from zero_minimal.foundations import interrupts
 from zero_minimal.pictures import style
+from zero_minimal.processes import interrupts
 from zero_minimal.programs import report
 from zero_minimal.workload.settings import Parser
 

@@ -13,9 +13,9 @@ import torch
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.defragmentation import Slab, gradients_in_slab
-from zero_minimal.foundations import interrupts
 from zero_minimal.meters.allocator import MIB, CachingAllocator, Finding, find_capacity, replay
 from zero_minimal.meters.memory import Event, Ledger
+from zero_minimal.processes import interrupts
 from zero_minimal.programs import progress, report
 from zero_minimal.workload import data, loop
 from zero_minimal.workload.model import GPT, GPTConfig

@@ -9,12 +9,12 @@ order of events, never time. So another machine, or a busy one, gives the same.
 
 from matplotlib.figure import Figure
 
-from zero_minimal.foundations import ranks
 from zero_minimal.meters.buckets import Lanes
 from zero_minimal.meters.memory import CATEGORIES, Moment
 from zero_minimal.meters.observer import Observer
 from zero_minimal.pictures.buckets import draw_buckets
 from zero_minimal.pictures.memory import draw_memory_of_a_step
+from zero_minimal.processes import ranks
 from zero_minimal.programs import figures, progress, report
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2

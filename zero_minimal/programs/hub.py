@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from zero_minimal.foundations.state_folder import Contents
+from zero_minimal.checkpoint.state_folder import Contents
 from zero_minimal.workload import tokens
 from zero_minimal.workload.foreign import BYTES
 

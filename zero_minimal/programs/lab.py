@@ -38,13 +38,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_minimal.foundations.joining import Rank
 from zero_minimal.meters.forwards import forwards
 from zero_minimal.meters.memory import Ledger, Moment
 from zero_minimal.meters.observer import Observer
 from zero_minimal.meters.phases import Phases
 from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
 from zero_minimal.paper import published
+from zero_minimal.processes.joining import Rank
 from zero_minimal.programs import simulated
 from zero_minimal.programs.offload import Offload
 from zero_minimal.programs.registry import CONTENDERS, STAGES

@@ -5,11 +5,11 @@
 makes the figures of lesson 00 anew. Its page has them from that file (tests/house/test_page_00.py).
 """
 
-from zero_minimal.foundations import ranks
 from zero_minimal.meters import latency
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.pictures import style
 from zero_minimal.pictures.latency import draw_latency, time_text
+from zero_minimal.processes import ranks
 from zero_minimal.programs import progress, report
 from zero_minimal.workload.settings import Parser, output_file, picture_file
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
-from zero_minimal.foundations.mesh import make_mesh
+from zero_minimal.core.mesh import make_mesh
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper.quantities import size_text

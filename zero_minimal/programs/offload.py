@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zero_minimal.foundations import interrupts
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
 from zero_minimal.paper import quantities
+from zero_minimal.processes import interrupts
 from zero_minimal.workload.settings import Parser
 
 # by their names: the class of a file that is run as a program is another one

@@ -20,7 +20,6 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
-from zero_minimal.foundations import ranks
 from zero_minimal.meters import overlap
 from zero_minimal.offload import Offloaded2, Offloaded3
 from zero_minimal.paper import operations
@@ -28,6 +27,7 @@ from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.paper.shapes import parameter_count
 from zero_minimal.pictures.offloading import draw_boxes, draw_bus, draw_ladder
+from zero_minimal.processes import ranks
 from zero_minimal.programs import figures, progress, report
 from zero_minimal.programs.planning import UTILISATION
 from zero_minimal.programs.rungs import RUNGS, stand_on

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import nn
 
-from zero_minimal.foundations import collectives, ranks
+from zero_minimal.core import collectives
 from zero_minimal.meters.written import Written
 from zero_minimal.pictures.halves import STATES, draw_halves
 from zero_minimal.pictures.written import draw_small_steps, draw_written
+from zero_minimal.processes import ranks
 from zero_minimal.programs import figures, progress, report
 from zero_minimal.programs.gradients import STEPS, watched_run
 from zero_minimal.stage0 import Stage0

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from matplotlib.figure import Figure
 from torch import nn
 
-from zero_minimal.foundations import ranks
 from zero_minimal.kept_units import Kept3
 from zero_minimal.meters.conveyor import Conveyor
 from zero_minimal.meters.observer import Observer
 from zero_minimal.pictures.conveyor import draw_conveyor, draw_kept
+from zero_minimal.processes import ranks
 from zero_minimal.programs import figures, progress, report
 from zero_minimal.programs.gradients import STEPS, watched_run
 from zero_minimal.stage0 import Stage0

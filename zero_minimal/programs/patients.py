@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 
-from zero_minimal.foundations import ranks
 from zero_minimal.meters.layer_errors import layer_errors
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.pictures.patients import RIGHT, draw_patients
 from zero_minimal.pictures.region import draw_region
+from zero_minimal.processes import ranks
 from zero_minimal.programs import figures, progress, report
 from zero_minimal.tensor_parallel import ParallelGPT, ParallelMLP, f, g, shard
 from zero_minimal.workload import loop

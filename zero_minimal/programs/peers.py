@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_minimal.foundations.precision import clip, global_norm
-from zero_minimal.foundations.units import find_units
+from zero_minimal.core.precision import clip, global_norm
+from zero_minimal.core.units import find_units
 
 
 class Peer:

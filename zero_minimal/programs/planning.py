@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass
 
-from zero_minimal.foundations.mesh import divisors
+from zero_minimal.core.mesh import divisors
 from zero_minimal.paper import formulas, moments, operations
 from zero_minimal.paper.expressions import exported
 from zero_minimal.paper.hardware import GPU, GPUS, NETWORK

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from tqdm import tqdm
 
-from zero_minimal.foundations.interrupts import take_back
+from zero_minimal.processes.interrupts import take_back
 
 EVERY = 10.0  # seconds from line to line
 

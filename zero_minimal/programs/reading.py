@@ -11,8 +11,8 @@ from dataclasses import asdict
 
 from matplotlib.figure import Figure
 
-from zero_minimal.foundations import ranks
 from zero_minimal.pictures.claims import draw_card, draw_verdicts, valued
+from zero_minimal.processes import ranks
 from zero_minimal.programs import figures, progress, report
 from zero_minimal.programs.claims.cards import CARDS, examine, words
 from zero_minimal.programs.lab import Lab

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero_minimal.foundations import collectives, ranks
+from zero_minimal.core import collectives
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.offload import Offloaded2
+from zero_minimal.processes import ranks
 from zero_minimal.programs.replicate_plan import NEW, OFFLOADED, PLAIN, STANDARD, ZERO, Pass, Session
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage2 import Stage2

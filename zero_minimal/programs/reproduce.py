@@ -14,7 +14,6 @@ from itertools import product
 
 import torch
 
-from zero_minimal.foundations import interrupts
 from zero_minimal.meters.allocator import CachingAllocator, replay
 from zero_minimal.paper import formulas, operations, published
 from zero_minimal.paper.hardware import GPUS, NETWORK
@@ -22,6 +21,7 @@ from zero_minimal.paper.quantities import count
 from zero_minimal.paper.shapes import VOCABULARY, parameter_count, shape_for
 from zero_minimal.pictures import style
 from zero_minimal.pictures.reproductions import draw_reproduction
+from zero_minimal.processes import interrupts
 from zero_minimal.programs import figure7_notes, progress, report, tables
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.simulation import simulate

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_minimal.foundations import interrupts, saved_state, state_folder
-from zero_minimal.foundations.precision import LossScaler
-from zero_minimal.foundations.ranks import Rank
+from zero_minimal.checkpoint import saved_state, state_folder
+from zero_minimal.core.precision import LossScaler
+from zero_minimal.processes import interrupts
+from zero_minimal.processes.ranks import Rank
 from zero_minimal.programs import trained
 from zero_minimal.workload.data import Batches
 from zero_minimal.workload.settings import Parser, Settings, positive

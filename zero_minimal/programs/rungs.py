@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zero_minimal.foundations import collectives, optimizers, ranks, replicas
-from zero_minimal.foundations.away import resident_bytes
-from zero_minimal.foundations.beside import Host
-from zero_minimal.foundations.bus import Bus
+from zero_minimal.core import collectives, optimizers, replicas
 from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.observer import Observer
 from zero_minimal.offload import LeavesAtOnce, Offloaded1, Offloaded2
+from zero_minimal.offloading.away import resident_bytes
+from zero_minimal.offloading.beside import Host
+from zero_minimal.offloading.bus import Bus
+from zero_minimal.processes import ranks
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload import loop

@@ -7,7 +7,7 @@ once.
 The memory ledger counts each storage as what it stands for, as in a real run. So the bytes are those of the running
 code, not of a formula; a test holds them to the byte against real ranks. What has no value, such as a loss, is null.
 
-An offloaded rank has its host in this process, and the two take turns (foundations/host_here.py). The ledger looks away
+An offloaded rank has its host in this process, and the two take turns (offloading/host_here.py). The ledger looks away
 while the host works; what it keeps is what it says itself, and the bus counts what crosses, as in a real run.
 
 Not simulated: the search for infinities in fp16's gradients, which would read them; NCCL's own buffers, workspaces of
@@ -28,14 +28,14 @@ from torch.optim import AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from zero_minimal.foundations import beside, host, host_here
+from zero_minimal.core.mesh import Mesh, make_mesh
+from zero_minimal.core.precision import LossScaler
 from zero_minimal.guards.refused_optimizers import check_element_wise
-from zero_minimal.foundations.mesh import Mesh, make_mesh
-from zero_minimal.foundations.precision import LossScaler
 from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.memory import Event, Ledger, Moment
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.offload import HostState
+from zero_minimal.offloading import beside, host, host_here
 from zero_minimal.paper import formulas
 from zero_minimal.paper.fakes import new_tensors_in, without_values
 from zero_minimal.paper.kernels import kernel

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
-from zero_minimal.foundations import collectives, ranks
+from zero_minimal.core import collectives
 from zero_minimal.meters.memory import Moment
 from zero_minimal.pictures.staircase import draw_copies, draw_messages, draw_staircase
+from zero_minimal.processes import ranks
 from zero_minimal.programs import figures, progress, report
 from zero_minimal.programs.activation_partitioning import CONFIG, INPUT, MODES, batch, build, step_of
 

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from zero_minimal.foundations import as_json, loading, pieces, saving
+from zero_minimal.checkpoint import as_json, loading, pieces, saving
 from zero_minimal.programs.progress import meanwhile
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import Parser

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from zero_minimal.foundations import interrupts, ranks
-from zero_minimal.foundations.mesh import Mesh, make_mesh
+from zero_minimal.core.mesh import Mesh, make_mesh
+from zero_minimal.processes import interrupts, ranks
 from zero_minimal.programs import report
 from zero_minimal.programs.train import bar_over, own_loss
 from zero_minimal.stage2 import Stage2

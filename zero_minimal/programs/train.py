@@ -5,9 +5,9 @@
 
 from dataclasses import asdict, replace
 
-from zero_minimal.foundations import interrupts, ranks
 from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.observer import Observer, stage_in
+from zero_minimal.processes import interrupts, ranks
 from zero_minimal.programs import deepspeed, offload, progress, report, trained
 from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, end, read_flags
 from zero_minimal.workload import loop

@@ -14,13 +14,15 @@ from matplotlib.figure import Figure
 from torch import Tensor, optim
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
+from zero_minimal.core import collectives
+from zero_minimal.core.mesh import Mesh, make_mesh
 from zero_minimal.defragmentation import Slab
-from zero_minimal.foundations import collectives, host, ranks
-from zero_minimal.foundations.mesh import Mesh, make_mesh
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.offloading import host
 from zero_minimal.paper.formulas import STATES
 from zero_minimal.pictures.mesh import draw_ladder, draw_mesh, draw_worth
+from zero_minimal.processes import ranks
 from zero_minimal.programs import figures, progress, report
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from zero_minimal.core.units import find_units
 from zero_minimal.extensions import meta_device
-from zero_minimal.foundations.units import find_units
 
 PIP = "pip install 'transformers>=5'"
 BYTES = 256  # values of a byte

@@ -12,8 +12,9 @@ from contextlib import ExitStack, nullcontext
 
 import torch
 
-from zero_minimal.foundations import collectives, ranks
-from zero_minimal.foundations.precision import LossScaler
+from zero_minimal.core import collectives
+from zero_minimal.core.precision import LossScaler
+from zero_minimal.processes import ranks
 from zero_minimal.workload import data, masking
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import DTYPES, Settings

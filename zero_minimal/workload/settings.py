@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from zero_minimal.foundations import interrupts
-from zero_minimal.foundations.joining import COLLECTIVE_TIMEOUT
-from zero_minimal.foundations.precision import LossScaler
+from zero_minimal.core.precision import LossScaler
+from zero_minimal.processes import interrupts
+from zero_minimal.processes.joining import COLLECTIVE_TIMEOUT
 from zero_minimal.workload import data, tokens
 from zero_minimal.workload.foreign import BYTES, ForeignModel
 from zero_minimal.workload.model import GPTConfig

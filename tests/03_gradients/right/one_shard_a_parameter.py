@@ -4,8 +4,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import optimizers, precision, replicas, set_up
-from zero_minimal.foundations.backward import Backward, Hooks
+from zero_minimal.core import optimizers, precision, set_up
+from zero_minimal.core.backward import Backward, Hooks
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

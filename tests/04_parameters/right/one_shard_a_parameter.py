@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_minimal.foundations import optimizers, precision, replicas, set_up
-from zero_minimal.foundations.backward import Backward, Hooks
-from zero_minimal.foundations.released import release, restore
-from zero_minimal.foundations.turns import Turns
-from zero_minimal.foundations.units import find_units
+from zero_minimal.core import optimizers, precision, replicas, set_up
+from zero_minimal.core.backward import Backward, Hooks
+from zero_minimal.core.released import release, restore
+from zero_minimal.core.turns import Turns
+from zero_minimal.core.units import find_units
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

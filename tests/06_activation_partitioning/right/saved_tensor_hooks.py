@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from zero_minimal.foundations import host
+from zero_minimal.offloading import host
 
 
 def checkpoint(function, *args, group=None, to_host=False, place=None, **kwargs):

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 
 
 class Tray:

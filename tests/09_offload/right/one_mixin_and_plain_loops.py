@@ -9,11 +9,12 @@ import cloudpickle
 import torch
 from torch import nn
 
-from zero_minimal.foundations import collectives, disk_set_up, optimizers, precision, replicas, seams
-from zero_minimal.foundations.away import Away, Kept, Shard, refuse_alone
-from zero_minimal.foundations.beside import Host
-from zero_minimal.foundations.disk import OnDisk
-from zero_minimal.foundations.files import Buffer
+from zero_minimal.core import collectives, optimizers, precision, replicas, seams
+from zero_minimal.offloading import disk_set_up
+from zero_minimal.offloading.away import Away, Kept, Shard, refuse_alone
+from zero_minimal.offloading.beside import Host
+from zero_minimal.offloading.disk import OnDisk
+from zero_minimal.offloading.files import Buffer
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3

@@ -33,7 +33,7 @@ def system(methods="pass", first="pass", top=""):
     return top + HEAD.format(methods=indented, first=first)
 
 
-RESTORE = "from zero_minimal.foundations.released import restore\n"
+RESTORE = "from zero_minimal.core.released import restore\n"
 FILLED = """
 def fill(self, unit):  # memory for its parameters, and nothing that comes there
     for bucket in unit.buckets if unit else ():
@@ -54,10 +54,10 @@ class Wrong:
 WRONG = {
     "asks for the backend": Wrong("text", "uses get_backend: it could tell simulated ranks from real", system(
         first="fake = dist.get_backend() == 'fake'")),
-    "asks whether there are values": Wrong("text", "imports zero_minimal.foundations.seams", system(
-        top="from zero_minimal.foundations.seams import tell\n")),
-    "asks by a module": Wrong("text", "imports zero_minimal.foundations", system(
-        top="from zero_minimal.foundations import seams as s\n")),
+    "asks whether there are values": Wrong("text", "imports zero_minimal.core.seams", system(
+        top="from zero_minimal.core.seams import tell\n")),
+    "asks by a module": Wrong("text", "imports zero_minimal.core", system(
+        top="from zero_minimal.core import seams as s\n")),
     "looks for fake tensors": Wrong("text", "imports|uses", system(
         top="from torch._subclasses.fake_tensor import FakeTensor\n")),
     "looks by a computed name": Wrong("text", "with a computed name: write the name", system(
@@ -71,8 +71,8 @@ WRONG = {
     "work in threads": Wrong("text", "imports threading", system(top="import threading\n")),
     "activations on the host": Wrong("text", "uses save_on_cpu: the ledger does not see", system(
         first="hooks = torch.autograd.graph.save_on_cpu()")),
-    "a part of the course that moves things to the host": Wrong("text", "imports zero_minimal.foundations", system(
-        top="from zero_minimal.foundations import host\n")),
+    "a part of the course that moves things to the host": Wrong("text", "imports zero_minimal.offloading", system(
+        top="from zero_minimal.offloading import host\n")),
     "a store for messages": Wrong("text", "uses TCPStore: the meter does not see", system(
         first="store = dist.TCPStore('localhost', 0)")),
     "process groups of its own": Wrong("text", "uses new_group: the meter does not see", system(

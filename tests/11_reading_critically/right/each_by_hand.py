@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 
 NAME = "  katherine   JOHNSON "
 BELIEVED = "I believed card 10, since model states do shrink by N, and the claim does not say of what it speaks at all."

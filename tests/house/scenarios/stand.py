@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 from house.scenarios.plain import Plain, PlainScaler, play_in_turn
 
-from zero_minimal.foundations import on_the_way, uneven
+from zero_minimal.core.precision import LossScaler
+from zero_minimal.extensions import on_the_way, uneven
 from zero_minimal.guards import collective_fingerprint as notes
-from zero_minimal.foundations.precision import LossScaler
 
 LATE = {"late1": "stage1", "late2": "stage2"}  # late_gather.py's: what comes of it is as at that stage
 STAGES = ("naive", "stage0", "stage1", "stage2", "stage3", *LATE)

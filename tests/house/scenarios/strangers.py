@@ -252,7 +252,7 @@ def alone_from_a_folder(me, zero, build, optimizer, options, loss, steps):
     """A world of all ranks saves, and each rank, a world of its own, loads and goes on."""
     import torch.distributed as dist
 
-    from zero_minimal.foundations import saved_state
+    from zero_minimal.checkpoint import saved_state
 
     folders = [tempfile.mkdtemp() if me.rank == 0 else None]
     dist.broadcast_object_list(folders, 0, group=me.group)

@@ -16,7 +16,7 @@ from zero_minimal.classroom.guard import guarded
 from zero_minimal.classroom.report.recorder import FILE, MOST
 from zero_minimal.classroom.submission import Submission
 from zero_minimal.classroom.supervisor import Supervisor
-from zero_minimal.foundations.ranks import RankError
+from zero_minimal.processes.ranks import RankError
 
 PATIENCE, LESS_PATIENCE = 15.0, 3.0  # seconds for a run; once one has used them up, for the others
 MOST_EVENTS = 2000  # of a rank: ten times what a right run has

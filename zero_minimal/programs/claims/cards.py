@@ -4,7 +4,7 @@ import inspect
 import re
 from collections.abc import Callable
 
-from zero_minimal.foundations import ranks
+from zero_minimal.processes import ranks
 from zero_minimal.programs.claims import communication, formulas, model_parallelism, paper, replication
 from zero_minimal.programs.lab import Lab
 from zero_minimal.programs.setting import Setting

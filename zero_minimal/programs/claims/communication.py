@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 
 
 def card_11(lab) -> tuple[str, float]:
@@ -47,7 +47,7 @@ def card_14(lab) -> tuple[str, float]:
 
     Refuted by: no reduce-scatter, of any library, that sends half.
     Run: under lab.watch(), with a payload of lab.ranks * lab.hidden * 1000 numbers in fp32: an all-reduce, a
-    reduce-scatter of torch.distributed, and one of this course (foundations/collectives.py). `wire` is what the
+    reduce-scatter of torch.distributed, and one of this course (core/collectives.py). `wire` is what the
     system counted; it says nothing where there is no Linux.
     Number, in MB: what this rank really sent for the reduce-scatter of torch.distributed.
     """

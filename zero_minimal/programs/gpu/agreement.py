@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
-from zero_minimal.foundations import ranks
 from zero_minimal.guards.same_on_all_ranks import checksum
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
+from zero_minimal.processes import ranks
 from zero_minimal.programs.gpu.place import Check, Place, ask_for_same_bits, one_gpu_only, result, same_bits
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.stage2 import Stage2

@@ -1,7 +1,7 @@
 """Copies: whether what goes to the host and comes back does so beside the computation.
 
-    offload        gradients leave during backward, parameters return (offload.py, foundations/pinned.py)
-    checkpoints    P_a+cpu: a block's input leaves during the forward of the blocks after it (foundations/host.py)
+    offload        gradients leave during backward, parameters return (offload.py, offloading/pinned.py)
+    checkpoints    P_a+cpu: a block's input leaves during the forward of the blocks after it (offloading/host.py)
 
 CUDA's events say when each copy of the bus ran; torch's profiler says when each kernel ran, and on which stream.
 """
@@ -9,10 +9,10 @@ CUDA's events say when each copy of the bus ran; torch's profiler says when each
 import torch
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
-from zero_minimal.foundations import ranks
 from zero_minimal.meters import device_trace, gpu
 from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.offload import Offloaded2, Offloaded3
+from zero_minimal.processes import ranks
 from zero_minimal.programs.gpu.place import Check, Place, result
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3

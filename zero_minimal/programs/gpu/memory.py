@@ -2,9 +2,9 @@
 
 import gc
 
-from zero_minimal.foundations import ranks
 from zero_minimal.meters import gpu
 from zero_minimal.meters.memory import Ledger
+from zero_minimal.processes import ranks
 from zero_minimal.programs.gpu.place import Check, Place, result
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.workload import loop

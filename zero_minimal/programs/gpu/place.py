@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from zero_minimal.foundations import ranks
+from zero_minimal.processes import ranks
 from zero_minimal.workload.settings import Settings
 
 SMALL = dict(layers=2, hidden=32, heads=2, sequence=16, batch=2)  # --dry, and what compares bits

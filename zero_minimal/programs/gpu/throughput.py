@@ -3,9 +3,9 @@
 import gc
 import statistics
 
-from zero_minimal.foundations import ranks
 from zero_minimal.meters import gpu
 from zero_minimal.meters.timing import time_steps
+from zero_minimal.processes import ranks
 from zero_minimal.programs.gpu.place import Check, Place, result
 from zero_minimal.programs.registry import CONTENDERS
 from zero_minimal.workload.settings import Settings

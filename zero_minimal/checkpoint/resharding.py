@@ -1,0 +1,288 @@
+"""Resharding: pieces go to files and come back, through torch.distributed.checkpoint (DCP).
+
+    to save     each rank says which boxes it has, rank 0 sees that together they are whole, each
+                rank writes its own, and rank 0 writes down where each of them lies
+    to load     each rank says which boxes it wants; those of the files that overlap with them are
+                read, and what both have in common is copied
+
+DCP leads through these steps, finds the overlaps, tells all ranks if one of them fails, and runs
+the first of the two in a thread beside the training. What is planned (SavePlanner, LoadPlanner) and
+how it lies on the disk (StorageWriter, StorageReader) it leaves to whoever wants it otherwise.
+
+We want the latter otherwise. DCP's own files begin with a pickle, and pickle can run code. Ours are
+numbers and JSON, have checksums, and take their name when they are whole (state_folder.py).
+
+This module is imported when a state is saved or loaded: DCP takes seconds to import.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import metadata, planner, storage
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.futures import Future
+
+from zero_minimal.checkpoint import as_json, state_folder
+from zero_minimal.checkpoint.pieces import Piece
+from zero_minimal.checkpoint.state_folder import Contents
+from zero_minimal.core.layout import same_storage
+
+
+class PieceSaver(planner.SavePlanner):
+    """What of a rank's pieces to write: all of them.
+
+    own: what of the facts differs from rank to rank; the facts of the checkpoint will have it in a
+        list, "ranks_own".
+    """
+
+    def __init__(self, pieces: list[Piece], own: dict):
+        self.pieces, self.own = pieces, own
+        self.last_of = {piece.bucket: number for number, piece in enumerate(pieces)}
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        pass
+
+    def create_local_plan(self) -> planner.SavePlan:
+        # to rank 0 go a few numbers a piece: DCP's own items take longer to send than to write
+        sizes = [(piece.name, piece.shape, piece.box.numel) for piece in self.pieces]
+        return planner.SavePlan([], planner_data=(sizes, self.own))
+
+    def create_global_plan(self, all_plans):  # on rank 0
+        missing = {}
+        for plan in all_plans:
+            for name, shape, numel in plan.planner_data[0]:
+                missing[name] = missing.get(name, math.prod(shape)) - numel
+        for name, numel in missing.items():
+            if numel:
+                raise ValueError(f"{name} is not whole: {numel} of its elements are on no rank")
+        ranks_own = [plan.planner_data[1] for plan in all_plans]
+        return [planner.SavePlan([]) for _ in all_plans], metadata.Metadata({}, ranks_own)
+
+    def finish_plan(self, new_plan):
+        """With an item for each piece again: its number stands in the index."""
+        kind = planner.WriteItemType.SHARD
+        items = [planner.WriteItem(metadata.MetadataIndex(piece.name, index=number), kind)
+                 for number, piece in enumerate(self.pieces)]
+        return planner.SavePlan(items, new_plan.storage_data)
+
+    def resolve_data(self, write_item) -> torch.Tensor:
+        return self.pieces[write_item.index.index].tensor
+
+    def written(self, write_item) -> Piece:
+        """Its bytes have left. After the last piece of a bucket step() may change the bucket."""
+        number = write_item.index.index
+        piece = self.pieces[number]
+        if piece.bucket is not None and self.last_of[piece.bucket] == number:
+            piece.bucket.leaving.set()
+        return piece
+
+
+class Writer(storage.StorageWriter, AsyncStager):
+    """Writes pieces into a file of each rank, one after the other, and the contents on rank 0.
+
+    Args:
+        folder: of all checkpoints. facts: for the contents; its step may be None, which is one
+            more than the newest's.
+        keep: how many checkpoints the folder will have in the end.
+    """
+
+    # DCP would copy the whole state before training goes on. Here each bucket waits in its update
+    # until its own bytes have left, and nothing is copied
+    should_synchronize_after_execute = False
+
+    def stage(self, state_dict):
+        return state_dict
+
+    def __init__(self, folder: Path, facts: dict, keep: int):
+        self.folder, self.facts, self.keep = folder, facts, keep
+        self.own: Path | None = None  # on rank 0: where it is written
+
+    def reset(self, checkpoint_id=None):
+        pass
+
+    def set_up_storage_writer(self, is_coordinator, *args, **kwargs):
+        pass
+
+    def prepare_local_plan(self, plan):
+        return plan
+
+    def prepare_global_plan(self, plans):  # on rank 0, which says where to write
+        if self.facts["step"] is None:
+            self.facts["step"] = state_folder.next_step(self.folder)
+        self.own = state_folder.begin(self.folder, self.facts["step"])
+        return [planner.SavePlan([], self.own / f"rank-{rank}.bin") for rank in range(len(plans))]
+
+    def write_data(self, plan, planner) -> Future:
+        file, boxes, checksums = plan.storage_data, [], []
+        with open(file, "wb") as stream:
+            for items, stretch in _side_by_side(plan.items, planner):
+                held, place = as_json.bytes_of(stretch), stream.tell()
+                for start in range(0, len(held), state_folder.BLOCK):  # read twice: from the cache
+                    block = held[start : start + state_folder.BLOCK]
+                    checksums.append((len(block), zlib.crc32(block)))
+                    stream.write(block)
+                for piece in map(planner.written, items):
+                    described = piece.name, piece.shape, as_json.name_of(piece.tensor.dtype)
+                    boxes.append((described, piece.box.offsets, piece.box.sizes, file.name, place))
+                    place += piece.tensor.nbytes
+            state_folder.sync(stream)
+        done = Future()
+        done.set_result((file.name, checksums, boxes))
+        return done
+
+    def finish(self, metadata, results) -> None:  # on rank 0, when all ranks have written
+        tensors, files = {}, {}
+        for file, checksums, boxes in results:
+            files[file] = checksums
+            for (name, shape, dtype), *box in boxes:
+                tensors.setdefault(name, {"shape": shape, "dtype": dtype, "boxes": []})
+                tensors[name]["boxes"].append(box)
+        facts = {**self.facts, "ranks_own": metadata.planner_data}
+        state_folder.write_contents(Contents(self.own, facts, tensors, files))
+        # DCP sends this to all ranks
+        metadata.planner_data = state_folder.publish(self.own, self.facts["step"], self.keep)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id):
+        return True
+
+
+def _side_by_side(items: list, planner: PieceSaver) -> Iterator[tuple[list, torch.Tensor]]:
+    """Items that follow each other in memory, too, and all they hold, flat: to write them at once
+    takes less of the time that training needs."""
+    together, first, elements = [], None, 0
+    for item in items:
+        tensor = planner.resolve_data(item).cpu().contiguous()
+        if first is not None and _follows(tensor, first, elements):
+            together.append(item)
+        else:
+            if first is not None:
+                yield together, first.as_strided((elements,), (1,))
+            together, first, elements = [item], tensor, 0
+        elements += tensor.numel()
+    if first is not None:
+        yield together, first.as_strided((elements,), (1,))
+
+
+def _follows(tensor: torch.Tensor, first: torch.Tensor, elements: int) -> bool:
+    """Whether a tensor begins so many elements after the beginning of `first`, in its memory."""
+    is_next = tensor.storage_offset() == first.storage_offset() + elements
+    return is_next and tensor.dtype == first.dtype and same_storage(tensor, first)
+
+
+class PieceLoader(planner.LoadPlanner):
+    """What to read for a rank's pieces: the boxes that overlap with them."""
+
+    def __init__(self, pieces: list[Piece]):
+        self.pieces = {_index(piece): piece for piece in pieces}
+        self.described = None
+
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+        self.described = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> planner.LoadPlan:
+        items = []
+        for index, piece in self.pieces.items():
+            overlaps = create_read_items_for_chunk_list(
+                index.fqn, self.described[index.fqn], [_chunk(piece)]
+            )
+            found = sum(item.lengths.numel() for item in overlaps)
+            if found != piece.box.numel:
+                raise ValueError(f"{index.fqn} is not whole in this checkpoint: of a box of "
+                                 f"{piece.box.numel} elements it has {found}")
+            items += overlaps
+        return planner.LoadPlan(items)
+
+    def create_global_plan(self, global_plan):
+        return global_plan
+
+    def finish_plan(self, central_plan):
+        return central_plan
+
+    def load_bytes(self, read_item, value):
+        raise NotImplementedError("a checkpoint holds tensors, and JSON")
+
+    def resolve_tensor(self, read_item) -> torch.Tensor:
+        """Where an overlap is to go: a view of a piece."""
+        tensor = self.pieces[read_item.dest_index].tensor
+        for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths,
+                                                strict=True)):
+            tensor = tensor.narrow(dim, start, size)
+        return tensor
+
+    def commit_tensor(self, read_item, tensor):
+        pass
+
+
+class Reader(storage.StorageReader):
+    """Reads boxes: of each as many rows as are wanted."""
+
+    def __init__(self, contents: Contents):
+        self.contents, self.boxes = contents, {}
+        for name, tensor in contents.tensors.items():
+            for offsets, sizes, file, offset in tensor["boxes"]:
+                index = metadata.MetadataIndex(name, offsets)
+                self.boxes[index] = contents.folder / file, offset, sizes, tensor["dtype"]
+
+    def reset(self, checkpoint_id=None):
+        pass
+
+    def read_metadata(self) -> metadata.Metadata:
+        return metadata.Metadata({
+            name: metadata.TensorStorageMetadata(
+                metadata.TensorProperties(as_json.dtype_of(tensor["dtype"])),
+                torch.Size(tensor["shape"]),
+                [metadata.ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
+                 for box in tensor["boxes"]],
+            ) for name, tensor in self.contents.tensors.items()
+        })
+
+    def set_up_storage_reader(self, metadata, is_coordinator, *args, **kwargs):
+        pass
+
+    def prepare_local_plan(self, plan):
+        return plan
+
+    def prepare_global_plan(self, plans):
+        return plans
+
+    def read_data(self, plan, planner) -> Future:
+        for item in plan.items:
+            file, offset, sizes, dtype = self.boxes[item.storage_index]
+            part = _read(file, offset, sizes, as_json.dtype_of(dtype), item)
+            planner.resolve_tensor(item).copy_(part)
+        done = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id):
+        return True
+
+
+def _read(file: Path, offset: int, sizes: list, dtype: torch.dtype, item) -> torch.Tensor:
+    """What is wanted of a box that lies in a file: of its rows only those are read."""
+    first, rows = item.storage_offsets[0], item.lengths[0]
+    row = dtype.itemsize * torch.Size(sizes[1:]).numel()
+    held = bytearray(rows * row)
+    with open(file, "rb") as stream:
+        stream.seek(offset + first * row)
+        if stream.readinto(held) != len(held):
+            raise state_folder.Damaged(f"{file} is truncated")
+    part = torch.frombuffer(held, dtype=dtype).view(rows, *sizes[1:])
+    for dim in range(1, len(sizes)):
+        part = part.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
+    return part
+
+
+def _index(piece: Piece) -> metadata.MetadataIndex:
+    return metadata.MetadataIndex(piece.name, piece.box.offsets)
+
+
+def _chunk(piece: Piece) -> metadata.ChunkStorageMetadata:
+    """What DCP calls a box."""
+    return metadata.ChunkStorageMetadata(torch.Size(piece.box.offsets), torch.Size(piece.box.sizes))

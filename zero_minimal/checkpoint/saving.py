@@ -1,0 +1,201 @@
+"""Saving: a checkpoint leaves while training goes on.
+
+What is to be saved changes in step() alone. So a thread writes it during the next forward and
+backward, in the order in which step() updates it, and step() waits before each bucket until that
+one's bytes have been handed to the system. Nothing is copied: memory does not grow.
+"""
+
+import json
+import threading
+import warnings
+import weakref
+import zlib
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch.distributed as dist
+
+from zero_minimal.checkpoint import as_json, pieces, state_folder
+from zero_minimal.checkpoint.sharded_state import check_moment
+from zero_minimal.core import precision, random_state, replicas
+from zero_minimal.guards.collective_fingerprint import CHECKPOINT
+from zero_minimal.processes import joining
+
+_groups = weakref.WeakKeyDictionary()  # of ranks that train → a group of the same, to save with
+_under_way: list["Saving"] = []
+
+
+class NotSaved(RuntimeError):
+    """A checkpoint could not be written, on any rank. Those before it are as they were."""
+
+
+class Saving:
+    """A checkpoint that is being written."""
+
+    def __init__(self, future: Future, writer):
+        self.future, self.writer = future, writer
+
+    @property
+    def done(self) -> bool:
+        """Whether wait() would return, or raise, at once."""
+        return self.future.done()
+
+    def wait(self) -> Path:
+        """Where it is, when it is whole and on the disk. All ranks must wait for it.
+
+        Raises: NotSaved, on all ranks, if it could not be written on one of them.
+        """
+        from torch.distributed.checkpoint import CheckpointException
+
+        if self in _under_way:
+            _under_way.remove(self)
+        try:
+            return self.future.result().planner_data
+        except CheckpointException as error:  # no Exception: `except Exception` would miss it
+            rank, reason = first_of(error)
+        if self.writer.own is not None:
+            state_folder.give_up(self.writer.own)
+        step = self.writer.facts["step"]
+        which = "the checkpoint" if step is None else f"the checkpoint of step {step}"
+        raise NotSaved(f"{which} was not written to {self.writer.folder}: rank {rank}: {reason}; "
+                       "those before it are still there")
+
+
+def first_of(error: BaseException) -> tuple[int, BaseException]:
+    """A rank that failed, and why, of what DCP raises on all ranks."""
+    rank, (reason, _) = next(iter(error.failures.items()))
+    return rank, reason
+
+
+def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: bool) -> Saving:
+    """Begin to write a checkpoint; all ranks must call it. Unless `meanwhile`, it is done when this
+    returns, or has failed. One that is still being written is waited for first."""
+    from zero_minimal.checkpoint.resharding import PieceSaver, Writer
+
+    _check_numbers(step, keep)
+    holding = pieces.holding_of(zero)
+    check_moment(holding.stage)
+    encoded = as_json.encoded(extra)
+    finish_earlier()
+    _check_alike(encoded, holding.group)
+    buckets = holding.stage.buckets
+    if any(bucket.away is not None for bucket in buckets):
+        meanwhile = False  # the bus is training's: it carries the state before that goes on
+    for bucket in buckets:
+        precision.keep_changes(bucket)
+    facts = {"step": step, "extra": encoded, **pieces.facts_of(holding)}
+    own = {"data_rank": holding.data_rank,
+           "random": as_json.encoded(random_state.random_state())}
+    to_save = pieces.to_save(holding)
+    writer = Writer(folder.absolute(), facts, keep)  # the current directory may change
+    asked = dict(storage_writer=writer, planner=PieceSaver(to_save, own),
+                 process_group=group_to_save(holding.group))
+    leaving = {piece.bucket for piece in to_save}  # of others nothing but padding lies here
+    future = _begin(asked, [bucket for bucket in buckets if bucket in leaving], meanwhile)
+    _under_way.append(saving := Saving(future, writer))
+    return saving
+
+
+def _begin(asked: dict, buckets: list, meanwhile: bool) -> Future:
+    """Let DCP write, and step() wait for each of the buckets until that is written. The result: the
+    metadata, or the failures that DCP tells all ranks of."""
+    from torch.distributed import checkpoint as dcp
+
+    def let_go(_=None):
+        for bucket in buckets:
+            if bucket.leaving:
+                bucket.leaving.set()
+
+    future = Future()
+    for bucket in buckets:
+        bucket.leaving = threading.Event()
+    try:
+        if meanwhile:
+            future = dcp.async_save({}, **asked)
+        else:
+            future.set_result(dcp.save({}, **asked))
+    except dcp.CheckpointException as error:
+        future.set_exception(error)
+    except BaseException:  # it has not begun: step() must not wait for ever
+        let_go()
+        raise
+    future.add_done_callback(let_go)
+    return future
+
+
+def _check_numbers(step: int | None, keep: int) -> None:
+    if step is not None and (not isinstance(step, int) or step < 0):
+        raise ValueError(f"step is {step!r}: give a whole number from 0 up, or None to count on")
+    if not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep is {keep!r}: give a whole number; at least one checkpoint is kept")
+
+
+def _check_alike(encoded_extra, group) -> None:
+    """Raises: ValueError, on all ranks, if `extra` is not alike on all of them."""
+    own = zlib.crc32(json.dumps(encoded_extra, sort_keys=True).encode())
+    every = meet("save", group, own)
+    odd = [str(rank) for rank, one in enumerate(every) if one != every[0]]
+    if odd:
+        raise ValueError(f"extra is not the same on rank 0 and on rank {', '.join(odd)}, and a "
+                         "checkpoint has one for all: give what is alike on all ranks (of "
+                         "numbers their mean, collectives.all_reduce; averages.py says how "
+                         "averages of weights are saved)")
+
+
+def meet(to_do: str, group: dist.ProcessGroup | None, number: int = 0) -> list[int]:
+    """Every rank's number, when all ranks have come to save or to load. A rank that is somewhere
+    else is named at once, since they meet where training does."""
+    every = replicas.numbers_of_all_ranks([number], group, of=CHECKPOINT + to_do)
+    return [number for [number] in every]
+
+
+def write_alone(folder: Path, facts: dict, to_save: list[pieces.Piece], keep: int) -> Path:
+    """A checkpoint of these pieces, written by one process without ranks. Returns its path."""
+    from zero_minimal.checkpoint.resharding import PieceSaver, Writer
+
+    saver, writer = PieceSaver(to_save, {}), Writer(folder, facts, keep)
+    plans, contents = saver.create_global_plan([saver.create_local_plan()])
+    plan = saver.finish_plan(*writer.prepare_global_plan(plans))
+    try:
+        writer.finish(contents, [writer.write_data(plan, saver).value()])
+    except BaseException:
+        state_folder.give_up(writer.own)
+        raise
+    return contents.planner_data
+
+
+def finish() -> None:
+    """Wait for what is being written. Raises: NotSaved, as wait() does."""
+    while _under_way:
+        _under_way[0].wait()
+
+
+def finish_earlier() -> None:
+    """The same, before another call that can be done all the same: rank 0 warns of what it could
+    not write."""
+    try:
+        finish()
+    except NotSaved as error:
+        if dist.get_rank() == 0:
+            warnings.warn(str(error), stacklevel=4)
+
+
+joining.before_the_end(finish)
+
+
+def group_to_save(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The same ranks once more, on gloo: what the thread sends is not mixed with what training
+    sends meanwhile. All of them must ask for it."""
+    own = group or dist.group.WORLD
+    if own not in _groups:
+        ranks = dist.get_process_group_ranks(own)
+        # torch names the new group after its ranks, and after how many groups this one is in: let
+        # all be in as many, or they wait for each other under different names
+        names = dist.distributed_c10d._world.pg_names
+        most = max(number for [number] in replicas.numbers_of_all_ranks([len(names)], own))
+        while len(names) < most:
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        patience = own._get_backend(own._device_types[0]).options._timeout
+        _groups[own] = dist.new_group(ranks, backend="gloo", timeout=patience,
+                                      use_local_synchronization=True)
+    return _groups[own]

@@ -1,0 +1,226 @@
+"""Collectives: operations in which all ranks exchange tensors.
+
+    reduce_scatter   [N·s] on every rank → rank r holds part r of the sum       [s]
+    all_gather       [s] on every rank → all parts in rank order, everywhere    [N·s]
+    all_reduce       = reduce_scatter, then all_gather: the sum, everywhere
+    reduce           the sum, on one rank
+    broadcast        one rank's tensor, everywhere
+
+For example, two ranks hold [1, 2] and [3, 4]: reduce_scatter(op="sum") leaves [4] on one and [6] on
+the other; all_gather of these gives [4, 6] on both. The default op is "avg", the mean.
+
+All ranks must call the same functions in the same order. A rank of a ring sends (N−1)/N of the
+payload for each of the first two, and twice that for an all_reduce (core/ring.py shows how).
+
+On gloo sums run in rank order, and in fp32 for 16-bit tensors. So an element's sum does not depend
+on the bucket it travels in, and all stages reduce the same gradients to the same average, bit for
+bit. (With accumulation they reduce different ones: stages 0 and 1 the sum of the micro-batches,
+stages 2 and 3 each by itself. NCCL sums in an order of its own.)
+
+gloo's own reduce-scatter moves as much as an all-reduce, twice what it should, and its all-gather
+copies the result once more. Ours are plain messages: each rank sends part r to rank r, or its own
+part to everyone, and every part lands where it belongs. A tensor on a GPU goes through host memory,
+since gloo runs on the CPU. On NCCL the native functions are called.
+
+The decorator `collective` adds two arguments to each function. With async_op=True it returns a
+`Pending` (pending.py) at once; else None, when the result is in place. `of=` names what is sent,
+for the error that a rank gets which is in another collective. A `group` of None is all ranks; the
+functions below are given the process group itself.
+What a rank sends, and when, is heard from outside (`heard_by`): no stage has a line for it.
+"""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from zero_minimal.core.pending import (
+    Call,
+    Channel,
+    Pending,
+    channel,
+    collective,
+    heard_by,
+    inside_collective,
+)
+from zero_minimal.core.sums import sum_in_rank_order
+
+__all__ = [
+    "Call", "Channel", "Pending", "all_gather", "all_reduce", "broadcast", "free", "heard_by",
+    "inside_collective", "other_ranks", "reduce", "reduce_scatter",
+]
+
+# torch 2.13 renamed both
+_native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+LONG = 2**18  # bytes: before a message of so many a rank naps, …
+NAP = 1e-5  # seconds, in which gloo's thread can see that the other rank is ready for it
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
+
+
+@collective
+def reduce_scatter(
+    output: torch.Tensor, input: torch.Tensor, *, op: str = "avg", group=None
+) -> Pending:
+    """Sum or average `input` over the ranks; this rank's part of the result goes to `output`.
+
+    Args:
+        output: [s], any floating dtype. It may be this rank's own part of `input`.
+        input: [N·s], part r meant for rank r.
+        op: "avg" or "sum".
+    """
+    _check(op, "sum", "avg")
+    world_size, rank = group.size(), group.rank()
+    if output.numel() * world_size != input.numel():
+        raise ValueError(f"reduce_scatter: {input.numel()} elements are not {world_size} times "
+                         f"the output's {output.numel()}")
+    if dist.get_backend(group) != "gloo":
+        work = _native_reduce_scatter(output, input, op=_OPS[op], group=group, async_op=True)
+        return Pending([work])
+    # every rank has a summand for each part: leaving[r] is ours for part r, and goes to rank r;
+    # arriving[r] is rank r's for our own part, and our own summand needs no message
+    leaving = _on_host(input, group).view(world_size, -1).unbind()
+    scratch = leaving[0].new_empty(world_size - 1, output.numel())
+    arriving = list(scratch.unbind())
+    arriving.insert(rank, leaving[rank])
+
+    def finish():
+        total = torch.empty(output.shape, dtype=output.dtype) if output.is_cuda else output
+        sum_in_rank_order(arriving, total.view(-1), op)
+        free(scratch)
+        if total is not output:
+            output.copy_(total)
+
+    return Pending(_exchange(leaving, arriving, group), finish)
+
+
+@collective
+def all_gather(output: torch.Tensor, input: torch.Tensor, *, group=None) -> Pending:
+    """Collect every rank's `input` [s] into `output` [N·s], in rank order. `input` may be this
+    rank's own part of `output`."""
+    if dist.get_backend(group) != "gloo":
+        return Pending([_native_all_gather(output, input, group=group, async_op=True)])
+    world_size, rank = group.size(), group.rank()
+    if output.numel() != world_size * input.numel():
+        raise ValueError(f"all_gather: {output.numel()} elements are not {world_size} times "
+                         f"the input's {input.numel()}")
+    host = torch.empty(output.shape, dtype=output.dtype) if output.is_cuda else output
+    arriving = host.view(world_size, -1).unbind()  # arriving[r] comes from rank r
+    if arriving[rank].data_ptr() != input.data_ptr():
+        arriving[rank].copy_(input.view(-1))
+    works = _exchange([arriving[rank]] * world_size, arriving, group)
+    return Pending(works, lambda: host is output or output.copy_(host))
+
+
+@collective
+def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
+    """Sum ("sum"), average ("avg") or maximum ("max") of `tensor` over the ranks, in place. On
+    gloo a reduce_scatter and an all_gather, except for "max", which gloo does itself."""
+    _check(op, "sum", "avg", "max")
+    if dist.get_backend(group) != "gloo":
+        return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)])
+    if op == "max":
+        channel().check()  # gloo's own would take a message of any other collective
+        host = _on_host(tensor, group)
+        work = dist.all_reduce(host, op=_OPS[op], group=group, async_op=True)
+        return Pending([work], lambda: tensor.copy_(host))
+
+    world_size, rank = group.size(), group.rank()
+    flat = _padded(tensor, world_size)
+    part = flat.view(world_size, -1)[rank]
+    scattered = reduce_scatter(part, flat, op=op, group=group, async_op=True)
+
+    def gather():
+        scattered.wait()
+        all_gather(flat, part, group=group)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
+
+    return Pending([], gather, half_done=True)
+
+
+@collective
+def reduce(tensor: torch.Tensor, root: int = 0, *, op: str = "avg", group=None) -> Pending:
+    """Sum or average of `tensor`, in place on rank `root` of the group; the others keep theirs."""
+    _check(op, "sum", "avg")
+    world_size, is_root = group.size(), group.rank() == root
+    host = _on_host(tensor, group).contiguous().view(-1)
+    received = host.new_empty(world_size, host.numel()) if is_root else None
+    places = list(received) if is_root else None
+    destination = dist.get_global_rank(group, root)
+    channel().check()
+    work = dist.gather(host, places, destination, group=group, async_op=True)
+
+    def finish():
+        if is_root:
+            result = torch.empty_like(host)
+            sum_in_rank_order(received, result, op)
+            tensor.copy_(result.view(tensor.shape))
+
+    return Pending([work], finish)
+
+
+@collective
+def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Pending:
+    """Copy the tensor of rank `root` of the group to all ranks, in place. Any dtype."""
+    host = _on_host(tensor, group).contiguous()
+    as_bytes = host.view(-1).view(torch.uint8)
+    source = dist.get_global_rank(group, root)
+    channel().check()
+    work = dist.broadcast(as_bytes, source, group=group, async_op=True)
+
+    def finish():
+        # only where it differs: an expanded tensor (a mask, say) cannot be written
+        if host is not tensor and not torch.equal(host, tensor.to(host.device)):
+            tensor.copy_(host)
+
+    return Pending([work], finish)
+
+
+def _check(op: str, *known: str) -> None:
+    if op not in known:
+        raise ValueError(f"unknown op {op!r}: use {' or '.join(known)}")
+
+
+def free(tensor: torch.Tensor) -> None:
+    """Free a tensor's memory now, even if gloo's threads or autograd still refer to it."""
+    if not tensor.untyped_storage().resizable():
+        raise RuntimeError("numpy holds memory that is to be freed, of a parameter, say: write "
+                           "weight.detach().clone().numpy(), or weight.tolist()")
+    tensor.untyped_storage().resize_(0)
+
+
+def _exchange(leaving: list, arriving: list, group) -> list:
+    """Start to send leaving[r] to every other rank r, and to receive arriving[r] from it. Returns
+    the works to wait for.
+
+    Receives are posted before sends, so that a message is written to its place as it comes.
+    """
+    # the group's own methods: what dist.isend and dist.irecv check besides costs time
+    tag, others = channel().opens(), other_ranks(group)
+    works = [group.recv([arriving[other]], other, tag) for other in reversed(others)]
+    if others and leaving[others[0]].nbytes >= LONG:
+        time.sleep(NAP)
+    works += [group.send([leaving[other]], other, tag) for other in others]
+    channel().sent()
+    return works
+
+
+def other_ranks(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks of a group by their number there: the next one first."""
+    world_size, rank = group.size(), group.rank()
+    return [(rank + distance) % world_size for distance in range(1, world_size)]
+
+
+def _on_host(tensor, group):
+    """Where gloo can read it."""
+    return tensor.cpu() if tensor.is_cuda and dist.get_backend(group) == "gloo" else tensor
+
+
+def _padded(tensor, world_size: int):
+    """The tensor as [N·s]: a view where that is possible, else a copy filled up with zeros."""
+    if tensor.is_contiguous() and tensor.numel() and tensor.numel() % world_size == 0:
+        return tensor.view(-1)
+    flat = tensor.new_zeros(max(1, -(-tensor.numel() // world_size)) * world_size)
+    flat[: tensor.numel()] = tensor.reshape(-1)
+    return flat

@@ -1,0 +1,46 @@
+"""Replicas: what keeps equal on all ranks whatever no bucket holds."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_minimal.core import collectives, seams
+from zero_minimal.core.layout import Bucket
+
+
+def broadcast_rest(model: nn.Module, buckets: list[Bucket], group=None) -> None:
+    """Rank 0's values for what no bucket holds: parameters that are not trained, and buffers."""
+    packed = {param for bucket in buckets for param in bucket.params}
+    for param in model.parameters():
+        if param not in packed:
+            collectives.broadcast(param.data, group=group)
+    for buffer in model.buffers():
+        collectives.broadcast(buffer, group=group)
+
+
+def broadcast_statistics(model: nn.Module, group=None) -> None:
+    """Broadcast rank 0's running statistics (batch-norm's): each rank's come from its own data.
+
+    Every persistent floating-point buffer is taken for one. Others (counters, bool masks, what is
+    made with persistent=False) are not sent: they are alike on every rank. A stage does this at the
+    end of step(); torch's DDP, with all buffers, before forward.
+    """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            sent = buffer is not None and name not in module._non_persistent_buffers_set
+            if sent and buffer.is_floating_point():
+                collectives.broadcast(buffer, group=group, of=f"buffer {name!r}")
+
+
+def check_alike(model: nn.Module, group=None) -> None:
+    """The user may have edited parameters. Raises: RuntimeError on all ranks if theirs differ."""
+    seams.tell("parameters_edited", model, group)
+
+
+def numbers_of_all_ranks(numbers: list[int], group=None, of: str = "") -> list[list[int]]:
+    """Every rank's list of whole numbers, rank 0's first. The lists are of one length. `of` is for
+    the error of a rank that is elsewhere."""
+    own = torch.tensor(numbers, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    everybody = own.new_empty(dist.get_world_size(group) * len(numbers))
+    collectives.all_gather(everybody, own, group=group, of=of)
+    return everybody.view(-1, len(numbers)).tolist()

@@ -1,0 +1,129 @@
+"""Set-up: what the constructors of all stages have in common.
+
+    1. plan the buckets
+    2. move the parameters into flat tensors, and broadcast rank 0's values
+    3. stage.own(bucket): the stage decides what of the bucket this rank keeps;
+       the rank's shard gets an fp32 master if it is in 16 bit
+    4. make the user's optimizer, over the shards
+
+Stage 3 does steps 2 and 3 for one unit, then for the next, since no rank may be able to hold the
+whole model. What cannot be trained is refused before (zero_minimal/guards), while the model is
+still as it was.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_minimal.core import collectives, layout, optimizers, precision, replicas
+from zero_minimal.core.seams import tell
+from zero_minimal.core.units import Unit
+
+
+def set_up(
+    stage, model: nn.Module, optimizer_class: type, optimizer_options: dict, *,
+    group, bucket_bytes: int | None, param_groups, units: list[Unit] | None = None,
+    padded_size: Callable = layout.padded_size, master_of: Callable = precision.master_of,
+    over_shards: Callable = optimizers.over_shards,
+) -> None:
+    """Give a stage its
+
+        .model, .group, .rank, .world_size
+        .buckets         those that are trained, in the order in which backward completes them
+        .all_buckets     with those of frozen parameters, which only stage 3 makes
+        .optimizer
+        .gradient_scale  what the update multiplies gradients with; None: with nothing
+
+    Args:
+        group: of ranks. param_groups are the optimizer's groups.
+        bucket_bytes: the size of a bucket; not used with units.
+        units: each becomes one bucket (or several, if its parameters differ in dtype, device or
+            optimizer group).
+        padded_size, master_of, over_shards: functions that do what those of layout, precision and
+            optimizers do. Stage 1, which introduces them, names them.
+    Raises: what layout.pack raises, and whatever zero_minimal/guards refuses.
+    """
+    tell("model_given", model, group, units)
+    groups = parameter_groups(model, param_groups)
+    tell("optimizer_given", optimizer_class, optimizer_options, groups)
+    stage.model, stage.group = model, group
+    stage.rank, stage.world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    # without units= the whole model is a single one, which bucket_bytes cuts into buckets
+    parts = units or [Unit("", model, trained(model, groups))]
+    size, nameless = (None, "the root unit") if units else (bucket_bytes, "bucket {}")
+    _plan_buckets(stage, parts, groups, size, padded_size, nameless)
+    tell("buckets_planned", stage, parts, optimizer_class, [optimizer_options, *groups])
+    try:
+        for part in parts:
+            tell("unit_to_flatten", part, model)
+            layout.flatten(part.buckets)  # sets bucket.parameters, [padded]
+            for bucket in part.buckets:
+                collectives.broadcast(bucket.parameters, group=group, of=bucket)
+                stage.own(bucket)  # sets bucket.parameter_shard; at stages 0 and 1 gradients too
+                if bucket.trained and bucket.master is None:  # the stage has made none itself
+                    own = bucket.parameter_shard
+                    narrow = own.element_size() < 4
+                    bucket.master = master_of(own) if narrow else nn.Parameter(own)
+        replicas.broadcast_rest(model, stage.all_buckets, group)
+        stage.optimizer = over_shards(optimizer_class, optimizer_options, groups, stage.buckets)
+    except Exception:
+        tell("wrap_failed", stage)
+        raise
+    stage.gradient_scale: precision.Scale = None
+    tell("wrapped", stage)
+
+
+def parameter_groups(model: nn.Module, param_groups: Iterable | None = None) -> list[dict]:
+    """What the user asked to train, as torch.optim takes it: dicts with "params" and options.
+    Frozen parameters are left out."""
+    given = list(model.parameters() if param_groups is None else param_groups)
+    if given and not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = [dict(group) for group in given]
+    for group in groups:
+        params = group["params"]
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        # torch.optim takes (name, parameter) pairs too
+        group["params"] = [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
+    tell("groups_given", model, groups)
+    return [{**group, "params": [param for param in group["params"] if param.requires_grad]}
+            for group in groups]
+
+
+def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
+    """The parameters that are trained, in the order of the model."""
+    chosen = {param for group in groups for param in group["params"]}
+    return [param for param in model.parameters() if param in chosen]
+
+
+def _plan_buckets(
+    stage, parts: list[Unit], groups: list[dict], bucket_bytes: int | None, padded_size: Callable,
+    nameless: str,
+) -> None:
+    """Give a stage its buckets, in the order in which backward completes them, with names.
+    `nameless`: how one is called whose part has no name, with its number for {}."""
+    for part in parts:
+        part.buckets = layout.pack(
+            part.params, groups, stage.world_size, bucket_bytes, part.name, padded_size
+        )
+    # backward comes to the last part of the model first
+    stage.all_buckets = [bucket for part in reversed(parts) for bucket in part.buckets]
+    stage.buckets = [bucket for bucket in stage.all_buckets if bucket.trained]
+    model_number = _next_model(stage.group)
+    for number, bucket in enumerate(stage.all_buckets):
+        bucket.name = bucket.name or nameless.format(number)
+        bucket.model = model_number
+
+
+_models = weakref.WeakKeyDictionary()  # process group → how many models were wrapped over it
+
+
+def _next_model(group) -> str:
+    """What tells the buckets of several models apart: a batch may go through two of them."""
+    group = group or dist.group.WORLD
+    _models[group] = number = _models.get(group, 0) + 1
+    return f" of model {number}" if number > 1 else ""

@@ -1,1 +1,0 @@
-"""What the lessons stand on: ranks, collectives, layout, backward, precision, optimizers, …"""

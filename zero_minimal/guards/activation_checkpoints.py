@@ -1,0 +1,122 @@
+"""Checkpoints: what activation_partitioning.checkpoint refuses, as it would go wrong silently."""
+
+import functools
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_minimal.core import replicas
+from zero_minimal.core.mesh import Group
+from zero_minimal.core.outputs import tensors_in
+from zero_minimal.guards import same_on_all_ranks
+
+# which functions had their arguments compared, over which groups
+_compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def plain_backward_only(backward: Callable) -> Callable:
+    """A decorator for the backward of a checkpoint. It goes back through its inside in a pass of
+    its own, which adds to .grad of every parameter there, and whose gradients have no past of their
+    own. If the pass around it asks for something else, that is a RuntimeError."""
+
+    @functools.wraps(backward)
+    def checked(ctx, *gradients):
+        _check_pass()
+        return backward(ctx, *gradients)
+
+    return checked
+
+
+def _check_pass() -> None:
+    if not torch.autograd._is_checkpoint_valid():
+        asked = "autograd.grad(), backward(inputs=…)"
+    elif torch.is_grad_enabled():
+        asked = "create_graph=True"
+    else:
+        return
+    raise RuntimeError(f"{asked} cannot go through activation_partitioning.checkpoint: its "
+                       "backward adds to .grad of all parameters inside, and makes no graph. Call "
+                       "backward() alone; or use torch.utils.checkpoint.checkpoint(function, "
+                       "*args, use_reentrant=False) there, which can do it")
+
+
+def check_group(function: Callable, leaves: list, group: Group) -> None:
+    """P_a cuts what all ranks of the group hold a copy of: compare a checksum of the floating-point
+    tensors among the leaves over the group. Each module is compared once, in its first pass.
+
+    A group of one rank has no copies, and gets a warning.
+    Raises: RuntimeError on every rank of the group if they differ.
+    """
+    if group is None:
+        return
+    if dist.get_world_size(group) == 1:
+        warnings.warn(
+            "P_a saves nothing here: it cuts what several ranks hold a copy of, and the "
+            "model-parallel group has one rank. Data-parallel ranks have batches of their own, so "
+            "they have no copies to cut.", stacklevel=4
+        )
+    elif _is_first(function, group):
+        sums = replicas.numbers_of_all_ranks([checksum(leaves)], group)
+        odd = [rank for rank, other in enumerate(sums) if other != sums[0]]
+        if odd:
+            raise RuntimeError(
+                "P_a cuts an input of which each rank of its group has a copy, but rank "
+                f"{odd[0]}'s differs from rank 0's: group= must be the model-parallel group "
+                "(mesh.model_group). Data-parallel ranks have batches of their own: without "
+                "group= each keeps its own checkpoints. If it is the model-parallel group, give "
+                "its ranks the same batch and the same seed"
+            )
+
+
+def checksum(leaves: list) -> int:
+    """Of the floating-point tensors that are not parameters: shapes, dtypes and every bit."""
+    total = 0
+    for tensor in leaves:
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            if not isinstance(tensor, nn.Parameter):
+                total = zlib.crc32(repr((tensor.dtype, tuple(tensor.shape))).encode(), total)
+                total = same_on_all_ranks.checksum(tensor, total)
+    return total
+
+
+@contextmanager
+def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Context around the function that is checkpointed. Raises: RuntimeError if its arguments,
+    these tensors, were changed in place."""
+    versions = [tensor._version for tensor in tensors]
+    yield
+    if versions != [tensor._version for tensor in tensors]:
+        raise RuntimeError("a checkpointed function must not change its arguments in place: it "
+                           "runs again in backward, on what it would have changed")
+
+
+def refuse_hidden(leaves: list) -> None:
+    """Of a tensor inside some other object autograd would know nothing: its gradient would be lost.
+
+    Raises: TypeError if there is one.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, (Tensor, nn.Module)):
+            continue
+        if any(tensor.is_floating_point() for tensor in tensors_in(leaf)):
+            raise TypeError("a checkpointed function takes and returns tensors in tuples, lists "
+                            f"and dicts, not in a {type(leaf).__name__}: take them out of it")
+
+
+def _is_first(function: Callable, group: Group) -> bool:
+    """Whether the function is seen with this group for the first time. A method is known by its
+    object, and a function by its code: a lambda is made anew in each pass."""
+    owner = getattr(function, "__self__", getattr(function, "__code__", function))
+    try:
+        groups = _compared.setdefault(owner, weakref.WeakSet())
+    except TypeError:  # one that cannot be remembered is compared in each pass
+        return True
+    is_first = group not in groups
+    groups.add(group)
+    return is_first

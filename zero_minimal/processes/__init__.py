@@ -1,0 +1,1 @@
+"""Processes: ranks start, join, fail together and end."""
