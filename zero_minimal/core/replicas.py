@@ -1,21 +1,10 @@
-"""Replicas: what keeps equal on all ranks whatever no bucket holds."""
+"""Replicas: what keeps equal on all ranks whatever no bucket holds, and who checks it."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zero_minimal.core import collectives, seams
-from zero_minimal.core.layout import Bucket
-
-
-def broadcast_rest(model: nn.Module, buckets: list[Bucket], group=None) -> None:
-    """Rank 0's values for what no bucket holds: parameters that are not trained, and buffers."""
-    packed = {param for bucket in buckets for param in bucket.params}
-    for param in model.parameters():
-        if param not in packed:
-            collectives.broadcast(param.data, group=group)
-    for buffer in model.buffers():
-        collectives.broadcast(buffer, group=group)
 
 
 def broadcast_statistics(model: nn.Module, group=None) -> None:

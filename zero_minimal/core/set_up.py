@@ -13,19 +13,19 @@ still as it was.
 
 import weakref
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_minimal.core import collectives, layout, optimizers, precision, replicas
+from zero_minimal.core import collectives, layout, optimizers, precision
 from zero_minimal.core.seams import tell
-from zero_minimal.core.units import Unit
 
 
 def set_up(
     stage, model: nn.Module, optimizer_class: type, optimizer_options: dict, *,
-    group, bucket_bytes: int | None, param_groups, units: list[Unit] | None = None,
+    group, bucket_bytes: int | None, param_groups, units: list | None = None,
     padded_size: Callable = layout.padded_size, master_of: Callable = precision.master_of,
     over_shards: Callable = optimizers.over_shards,
 ) -> None:
@@ -40,7 +40,7 @@ def set_up(
     Args:
         group: of ranks. param_groups are the optimizer's groups.
         bucket_bytes: the size of a bucket; not used with units.
-        units: each becomes one bucket (or several, if its parameters differ in dtype, device or
+        units: stage 3's (units.py). Each becomes one bucket (or several, if its parameters differ in dtype, device or
             optimizer group).
         padded_size, master_of, over_shards: functions that do what those of layout, precision and
             optimizers do. Stage 1, which introduces them, names them.
@@ -53,7 +53,8 @@ def set_up(
     stage.rank, stage.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     # without units= the whole model is a single one, which bucket_bytes cuts into buckets
-    parts = units or [Unit("", model, trained(model, groups))]
+    whole = SimpleNamespace(name="", module=model, params=trained(model, groups), buckets=[])
+    parts = units or [whole]
     size, nameless = (None, "the root unit") if units else (bucket_bytes, "bucket {}")
     _plan_buckets(stage, parts, groups, size, padded_size, nameless)
     tell("buckets_planned", stage, parts, optimizer_class, [optimizer_options, *groups])
@@ -68,7 +69,7 @@ def set_up(
                     own = bucket.parameter_shard
                     narrow = own.element_size() < 4
                     bucket.master = master_of(own) if narrow else nn.Parameter(own)
-        replicas.broadcast_rest(model, stage.all_buckets, group)
+        _broadcast_rest(model, stage.all_buckets, group)
         stage.optimizer = over_shards(optimizer_class, optimizer_options, groups, stage.buckets)
     except Exception:
         tell("wrap_failed", stage)
@@ -101,7 +102,7 @@ def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
 
 
 def _plan_buckets(
-    stage, parts: list[Unit], groups: list[dict], bucket_bytes: int | None, padded_size: Callable,
+    stage, parts: list, groups: list[dict], bucket_bytes: int | None, padded_size: Callable,
     nameless: str,
 ) -> None:
     """Give a stage its buckets, in the order in which backward completes them, with names.
@@ -117,6 +118,16 @@ def _plan_buckets(
     for number, bucket in enumerate(stage.all_buckets):
         bucket.name = bucket.name or nameless.format(number)
         bucket.model = model_number
+
+
+def _broadcast_rest(model: nn.Module, buckets: list[Bucket], group=None) -> None:
+    """Rank 0's values for what no bucket holds: parameters that are not trained, and buffers."""
+    packed = {param for bucket in buckets for param in bucket.params}
+    for param in model.parameters():
+        if param not in packed:
+            collectives.broadcast(param.data, group=group)
+    for buffer in model.buffers():
+        collectives.broadcast(buffer, group=group)
 
 
 _models = weakref.WeakKeyDictionary()  # process group → how many models were wrapped over it
