@@ -120,7 +120,7 @@ def _plan_buckets(
         bucket.model = model_number
 
 
-def _broadcast_rest(model: nn.Module, buckets: list[Bucket], group=None) -> None:
+def _broadcast_rest(model: nn.Module, buckets: list, group=None) -> None:
     """Rank 0's values for what no bucket holds: parameters that are not trained, and buffers."""
     packed = {param for bucket in buckets for param in bucket.params}
     for param in model.parameters():
