@@ -831,8 +831,8 @@ def test_a_loss_in_sixteen_bits(assignment):
         assert near(found["given"], given, 1e-5), (
             f"of logits in bf16, {LOGITS[0]:g} for the highest of each token, {LOGITS[1]:g} for its target and "
             f"{LOGITS[2]:g} for all others, the loss on rank {rank} is {found['given']:.6g}, and {given:.6g} is right. "
-            f"In bf16 {LOGITS[0]:g} - {LOGITS[1]:g} is {LOGITS[0]:g}, and exp(-1) has 3 digits: what is computed before "
-            "the logits are fp32?")
+            f"In bf16 {LOGITS[0]:g} - {LOGITS[1]:g} is {LOGITS[0]:g}, and exp(-1) has 3 digits: what is computed "
+            "before the logits are fp32?")
 
 
 # ------------------------------------------------------------------------ step 5: random numbers inside and outside
