@@ -182,6 +182,10 @@ class Most:
             if param.ndim > 1:  # a look takes milliseconds
                 param.register_hook(lambda gradient: self.look())
 
+    def follow(self, optimizer):
+        """Look after each of its steps: gradients, scaled and in fp32, are there then, and its state is, too."""
+        optimizer.register_step_post_hook(lambda *_: self.look())
+
     def look(self):
         self.most = max(self.most, checks.live_bytes() - self.before)
 
@@ -558,7 +562,8 @@ def assert_as_in_one_process(results, world_size, recipes):
 
 
 def second_step(stage_class):
-    """The gradient shards of the second step's backward, and those after a third one that was dropped."""
+    """The gradient shards of the second step's backward, and those after a third one that was dropped, and had a second
+    micro-batch that failed in the middle."""
     zero, rank, shards = build(stage_class, lr=0.0), dist.get_rank(), []  # parameters stay, so gradients are known
     for step in range(4):
         with checks.after_zero_grad():
@@ -566,8 +571,24 @@ def second_step(stage_class):
         shards.append(shards_of(zero))
         if step != 2:
             zero.step()
+        else:
+            hook = zero.model.blocks[1].up.weight.register_hook(fail)
+            with contextlib.suppress(KeyError):
+                zero.model(*toys.tokens(rank, step)).backward()
+            hook.remove()
         zero.zero_grad()
     return shards[1], shards[3]
+
+
+def fail(gradient):
+    raise KeyError
+
+
+def gradients_left(model):
+    """How many parameters have a .grad with memory of its own: what the house puts there to refuse its readers has
+    none."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    return sum(grad.untyped_storage().nbytes() >= grad.nbytes for grad in grads)
 
 
 def small_updates(stage_class):
@@ -590,7 +611,7 @@ LIMITS = (0.1, 1e6)  # for the norm: below it, and above
 
 def clipped(stage_class):
     """For each limit: what clip_grad_norm_ returned, and its shape (None: it is no tensor), how far SGD with lr 1 went
-    then, and this rank's shards before clipping, after it and after the step."""
+    then, this rank's shards before clipping, after it and after the step, and how many bytes more live in that."""
     torch.use_deterministic_algorithms(True)
     results, rank = [], dist.get_rank()
     for max_norm in LIMITS:
@@ -599,10 +620,11 @@ def clipped(stage_class):
         shards, before = shards_of(zero), toys.whole_parameters(zero)
         norm = zero.clip_grad_norm_(max_norm)
         shape = list(norm.shape) if isinstance(norm, torch.Tensor) else None
-        clipped_shards = shards_of(zero)
+        clipped_shards, memory = shards_of(zero), Most()
+        memory.follow(zero.optimizer)
         zero.step()
         change = toys.distance(before, toys.whole_parameters(zero))
-        results.append((float(norm), shape, change, shards, clipped_shards, shards_of(zero)))
+        results.append((float(norm), shape, change, shards, clipped_shards, shards_of(zero), memory.most))
     return results
 
 

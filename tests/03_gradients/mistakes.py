@@ -40,6 +40,7 @@ gathering.append(collectives.all_gather(whole, own, group=self.group, async_op=T
 """
 
 
+WIDE = "bucket.gradient_shard.to(bucket.master.dtype)"
 GATHERED = "for pending in gathering:\n    pending.wait()"
 
 
@@ -176,6 +177,14 @@ WRONG = {
     "whole buckets stay": Wrong(
         1, "test_no_whole_gradients_after_backward", r"rank 0 still holds 19\d.\d kB of gradients after backward",
         bucket_complete(end="bucket.gradients = whole\n" + REDUCING) | wait(free="")),
+    "the last bucket stays": Wrong(
+        1, "test_no_whole_gradients_after_backward",
+        r"rank 0 still holds 4\d.\d kB of gradients .* its shard of 157.4 kB. A bucket has 6.6 kB: what still refers",
+        bucket_complete(end="self.last = whole\n" + REDUCING) | wait(free="")),
+    "a bucket gets memory before it waits for the one before": Wrong(
+        1, "test_no_whole_gradients_during_backward",
+        r"while it waits for a reduction, up to 6\d.\d kB of gradients live on rank 0.* has given its own back",
+        bucket_complete(begin="", whole="self.memory.whole(bucket)\nself._wait()")),
     "the sum instead of the mean": Wrong(
         1, "test_shards_hold_the_mean_gradient", r"the sum of the ranks' gradients, not their mean: 3 times too large",
         bucket_complete(op="sum"), 3),
@@ -256,6 +265,14 @@ WRONG = {
             bucket.history = [*getattr(bucket, "history", ()), bucket.gradient_shard]
             bucket.gradient_shard = None
             """)),
+    "a bucket of the second backward stays": Wrong(
+        3, "test_memory_stays_as_in_the_first_backward",
+        r"after backward of step 2, micro-batch 1 rank 0 holds 4\d.\d kB besides the parameters.* of gradients",
+        bucket_complete(end="if self.backward.steps == 1:\n    self.last = whole\n" + REDUCING) | wait(free="")),
+    "the gradients of the last update stay": Wrong(
+        3, "test_memory_stays_as_in_the_first_backward",
+        r"after step\(\) number 1 rank 0 holds 4\d.\d kB besides the parameters",
+        step(update=UPDATE + "\nself.last = bucket.gradient_shard.float() * 1.0")),
     "has room for all gradients from the start": Wrong(
         1, "test_no_whole_gradients_after_backward",
         r"rank 0 holds 31\d.\d kB when the stage is made, .* parameters are 157.4 kB of that",
@@ -362,6 +379,10 @@ WRONG = {
     "a whole copy in fp32 is held for the time of a step": Wrong(
         2, "test_holds_shards_after_a_step", r"inside of step\(\) rank 0 of 4 holds up to \d+.\d bytes a parameter",
         step(begin="copies = [bucket.parameters.float() for bucket in self.buckets]")),
+    "all shards become fp32 at once, for the time of a step": Wrong(
+        2, "test_holds_shards_after_a_step",
+        r"inside of step\(\) rank 0 of 4 holds up to 6.\d bytes a parameter with AdamW in bf16",
+        step(ends="self.reduced_gradients()\nwide = {bucket: " + WIDE + " for bucket in self.buckets}")),
     "each rank goes by the order of hashes": Wrong(
         2, "test_ranks_with_other_hash_seeds_agree",
         r"(?s)each rank is a Python of its own, as with torchrun|wrong places|parameters differ",
@@ -403,6 +424,9 @@ WRONG = {
         3, "test_the_second_step_starts_afresh", r"where the one before was dropped \(zero_grad\(\) without step\(\)\)",
         zero_grad(shard="bucket.gradient_shard = None if spent else bucket.gradient_shard",
                   forget="spent = self.backward.spent\nself.backward.forget()")),
+    "what is under way when zero_grad is called comes later": Wrong(
+        3, "test_the_second_step_starts_afresh", r"not the mean gradient .* and had failed in its second micro-batch",
+        {"Stage2.zero_grad": zero_grad()["Stage2.zero_grad"].replace("self._wait()", "pass")}),
     "keeps old gradients": Wrong(
         3, "test_the_second_step_starts_afresh", r"the sum of both steps': zero_grad\(\) left the first one's",
         zero_grad(shard="pass")),
@@ -449,6 +473,22 @@ WRONG = {
         4, "test_clipping_returns_a_tensor_and_leaves_the_gradients",
         r"changed the gradients in rank 0's shards: it changes self.gradient_scale alone",
         clip_grad_norm_(scale="for gradient in gradients:\n    gradient *= (max_norm / norm).clamp(max=1.0)")),
+    "all gradients are scaled first, and then used": Wrong(
+        4, "test_clipping_returns_a_tensor_and_leaves_the_gradients",
+        r"in step\(\), after clip_grad_norm_\(0.1\), rank 0 holds up to 1\d\d.\d kB more .* gradients are 1\d\d.\d kB",
+        step(ends=f"""
+            self.reduced_gradients()
+            if self.gradient_scale is not None:
+                scaled = {{bucket: {WIDE} * self.gradient_scale for bucket in self.buckets}}
+            """)),
+    "scaled gradients stay until the step ends": Wrong(
+        4, "test_clipping_returns_a_tensor_and_leaves_the_gradients",
+        r"in step\(\), after clip_grad_norm_\(0.1\), rank 0 holds up to 1\d\d.\d kB more",
+        step(begin="used = []", update=f"""
+            if self.gradient_scale is not None:
+                used.append({WIDE} * self.gradient_scale)
+            {UPDATE}
+            """)),
     "the norm of the scaled loss's gradient": Wrong(
         4, "test_trains_with_clipping",
         r"a loss scale, and clipping: clip_grad_norm_ returned [\d.e+]+ on rank 0 .* self.gradient_scale is 1/1024",
@@ -516,10 +556,44 @@ RIGHT = {
             """},
 }
 
+AT_WHICH = "collectives.reduce_scatter(part, whole, op='avg', group=self.group, of=bucket, async_op=True)"
 UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody could tell them from the reference
+    "Stage2.bucket_complete: `for param in done:` a statement later":
+        "what is there for longer meanwhile is the bucket's own shard, and nothing is sent or computed",
+    f"Stage2.bucket_complete: `{AT_WHICH}` without op='avg'":
+        "reduce_scatter averages if nothing else is said",
+    f"Stage2.bucket_complete: `{AT_WHICH}` without of=bucket":
+        "a name for messages",
+    "Stage2._wait: `bucket, part = (self.reducing.bucket, self.reducing.part)` a statement later":
+        "self.reducing is the same before and after the wait",
+    "Stage2._wait: without `self.memory.give_back(self.reducing.whole)`":
+        "nothing else refers to it: it goes with self.reducing = None. Constant buffers need to be told, and no check "
+        "of this lesson passes memory=",
+    "Stage2._wait: `self.memory.give_back(self.reducing.whole)` a statement later":
+        "what comes before it then needs no memory",
+    "Stage2._wait: `if bucket.gradient_shard is None:` a statement later":
+        "bucket and part are names of what was in self.reducing",
     "Stage2.step: `collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, "
     "of=bucket, async` without of=bucket":
         "a name for messages",
+    "Stage2.step: `self.reduced_gradients()` a statement later":
+        "what comes before it then is an empty list",
+    "Stage2.step: `ownership.broadcast_statistics(self.model, self.group)` a statement later":
+        "the two statements need nothing of each other",
+    "Stage2.step: without @torch.no_grad()":
+        "nothing in it makes a graph: torch's optimizers turn gradients off themselves, and the rest wants none",
+    "Stage2.step: `self.buckets`: all_buckets":
+        "stage 3 alone has more in all_buckets: those of frozen parameters",
+    "Stage2.zero_grad: `self._wait()` a statement later":
+        "forget() looks at nothing that is under way",
+    "Stage2.zero_grad: `self.backward.forget()` a statement later":
+        "the two statements need nothing of each other",
+    "Stage2.zero_grad: `self.gradient_scale = None` a statement later":
+        "the two statements need nothing of each other",
+    "Stage2.zero_grad: `for bucket in self.buckets:` a statement later":
+        "the two loops need nothing of each other",
+    "Stage2.clip_grad_norm_: without @torch.no_grad()":
+        "gradient shards want no gradient, so nothing in it makes a graph",
     "Stage2.step: `for pending in gathering:` a statement later":
         "statistics are no parameters: who sends them first has both when step() ends",
     "Stage2.zero_grad: `self.buckets`: all_buckets":

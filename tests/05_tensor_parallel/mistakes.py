@@ -234,6 +234,10 @@ WRONG = {
     "clamped, and not zero": Wrong(
         4, "test_rows_of_the_embedding", r"on rank 0 of 3: rows of \d+ of 27 tokens are wrong\. Who has no row",
         embedding("F.embedding(row, self.weight)")),
+    "for a token that is elsewhere the second row": Wrong(
+        4, "test_the_loss_is_that_of_whole_logits",
+        r"(?s)it raised \w+Error: .*To look at: a rank asks for no row that it has not got",
+        find(row="torch.where(own, tokens - self.first, 1)"), world_size=4),
     "the highest logit of its own": Wrong(
         4, "test_the_loss_is_that_of_whole_logits", r"Just this comes out if each rank has subtracted its own highest",
         cross_entropy(of_all="")),
@@ -285,6 +289,17 @@ WRONG = {
     "the loss in bf16": Wrong(
         4, "test_a_loss_in_sixteen_bits", r"with bf16 parameters the loss on rank 0 is torch.bfloat16",
         cross_entropy(start="")),
+    "the highest logit is subtracted in bf16": Wrong(
+        4, "test_a_loss_in_sixteen_bits", r"of logits in bf16, 10 for the highest .* on rank 0 is 12.456\d, and 12.42",
+        cross_entropy(start="", less="logits = (logits - highest.unsqueeze(-1)).float()")),
+    "exponentials in bf16": Wrong(
+        4, "test_a_loss_in_sixteen_bits", r"of logits in bf16, 10 for the highest .*, the loss on rank 0 is 12.4",
+        cross_entropy(sums=SUMS.replace("logits.exp()", "logits.to(narrow).exp().float()"),
+                      start="narrow, logits = logits.dtype, logits.float()")),
+    "the target's logit is rounded to bf16 when the highest is off": Wrong(
+        4, "test_a_loss_in_sixteen_bits", r"of logits in bf16, 10 for the highest .*, the loss on rank 0 is 12.4",
+        cross_entropy(sums="of_target = of_target.to(narrow).float()\n" + SUMS,
+                      start="narrow, logits = logits.dtype, logits.float()")),
 
     # step 5
     "all ranks drop the same": Wrong(
@@ -375,7 +390,38 @@ RIGHT = {
     },
 }
 
+GPU = "it is for a GPU, and this lesson is graded on the CPU"
+SEED = "which seed it is does not matter: each rank has another one all the same"
+STATIC = "torch calls it on the class, where it is a plain function then, too"
+NOTHING = "the two statements need nothing of each other"
 UNTOLD = {
     "shard: `blocks * ranks` computed otherwise (2)": "it is a number in the words of an error",
     "parallel_random: `torch.default_generator.manual_seed(seed)` a statement later": "the other statement is of a GPU",
+    "parallel_random: `seed = int(torch.randint(2 ** 31, (), device='cpu')) + dist.get_rank(group)` a statement later":
+        "the other statement is of a GPU",
+    "parallel_random: without `if gpus:`": GPU,
+    "parallel_random: `if gpus:` a statement later": GPU,
+    "parallel_random: without `torch.cuda.manual_seed(seed)`": GPU,
+    "parallel_random: `gpus` turned": GPU,
+    "parallel_random: `torch.randint(2 ** 31, (), device='cpu')` without device='cpu'": GPU,
+    "parallel_random: `int(torch.randint(2 ** 31, (), device='cpu')) + dist.get_rank(group)` computed otherwise": SEED,
+    "parallel_random: 2 + 1": SEED,
+    "parallel_random: 31 + 1": SEED,
+    "CopyToModelParallelRegion.forward: without @staticmethod": STATIC,
+    "CopyToModelParallelRegion.backward: without @staticmethod": STATIC,
+    "ReduceFromModelParallelRegion.forward: without @staticmethod": STATIC,
+    "ReduceFromModelParallelRegion.backward: without @staticmethod": STATIC,
+    "ReduceFromModelParallelRegion.forward: `ctx.group = group` a statement later": NOTHING,
+    "ReduceFromModelParallelRegion.forward: `x.clone(memory_format=torch.contiguous_format)` without "
+    "memory_format=torch.contiguous_format":
+        "on the CPU collectives.all_reduce takes a tensor of any strides, and copies it where it must",
+    "shard: `parts.flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format)` without "
+    "memory_format=torch.contiguous_format": "a part of a transposed weight has other strides, and the same values",
+    "ParallelAttention.forward: `query, key, value = x.permute(2, 0, 3, 1, 4)` a statement later": NOTHING,
+    "ParallelAttention.forward: `x.transpose(1, 2)`, arguments 1 and 2 exchanged": "two dimensions change places",
+    "VocabularyParallelEmbedding.logits: `logits = F.linear(f(x, self.group), self.weight)` a statement later": NOTHING,
+    "VocabularyParallelEmbedding.logits: `torch.arange(first, end, device=x.device)` without device=x.device": GPU,
+    "VocabularyParallelEmbedding.cross_entropy: `logits = logits.float()` a statement later":
+        "the highest of numbers in 16 bits is one of them, so it is the same in fp32",
+    "VocabularyParallelEmbedding.cross_entropy: `logits = logits - highest.unsqueeze(-1)` a statement later": NOTHING,
 }

@@ -25,7 +25,7 @@ from zero_minimal.workload.model import GPT, MLP, Attention, GPTConfig
 worlds = pytest.mark.parametrize("world_size", (2, 3))
 CONFIG = GPTConfig(layers=2, hidden=12, heads=6, sequence=toys.SEQUENCE, vocabulary=toys.VOCABULARY, dropout=0.0)
 DROPOUT = replace(CONFIG, dropout=0.3)
-FEW = 5  # tokens: 4 ranks have 2, 2, 1 and none of them
+FEW = 3  # tokens: 4 ranks have 1, 1, 1 and none of them
 EACH = 4  # bytes of a number
 
 GROUP = "here ranks 0 and 2 of 3 are the group: is `group` passed on to every collective, rank and number of ranks?"
@@ -796,15 +796,43 @@ def test_a_model_in_a_group(assignment):
     assert_step([ranks[member] for member in members], f"a GPT ({GROUP})")
 
 
+LOGITS = 10.0, 0.03, 9.0  # each token's highest, that of its target, all others
+
+
+def logits_for(targets):
+    """In bf16, [batch, sequence, vocabulary]."""
+    logits = torch.full((*targets.shape, toys.VOCABULARY), LOGITS[2], dtype=torch.bfloat16)
+    logits.scatter_(-1, targets.unsqueeze(-1), LOGITS[1])
+    return logits.scatter_(-1, (targets.unsqueeze(-1) + 1) % toys.VOCABULARY, LOGITS[0])
+
+
+def in_sixteen_bits(file):
+    """A step of the whole model in bf16; and the loss of logits that are given."""
+    found, embedding = stepped(file, dtype=torch.bfloat16), filled_embedding(file, toys.VOCABULARY)
+    _, targets = shared_tokens()
+    logits, ranks = logits_for(targets), dist.get_world_size()
+    padding = ranks * len(embedding.weight) - toys.VOCABULARY
+    own = F.pad(logits, (0, padding), value=-math.inf).chunk(ranks, -1)[dist.get_rank()]
+    found["given"] = embedding.cross_entropy(own, targets).detach()
+    return found
+
+
 @pytest.mark.step(4, points=1, stuck=SAME)
 def test_a_loss_in_sixteen_bits(assignment):
     loss, _ = plain_step()
-    for rank, found in enumerate(toys.run(stepped, 2, assignment, None, CONFIG, torch.bfloat16)):
+    _, targets = tokens_of(0)
+    given = F.cross_entropy(logits_for(targets).float().flatten(0, 1), targets.flatten())
+    for rank, found in enumerate(toys.run(in_sixteen_bits, 2, assignment)):
         assert found["loss"].dtype == torch.float32, (
             f"with bf16 parameters the loss on rank {rank} is {found['loss'].dtype}: sums of exponentials are made in "
             "fp32")
         assert near(found["loss"], loss, 2e-2), (
             f"with bf16 parameters the loss on rank {rank} is {found['loss']:.4g}, and {loss:.4g} in fp32")
+        assert near(found["given"], given, 1e-5), (
+            f"of logits in bf16, {LOGITS[0]:g} for the highest of each token, {LOGITS[1]:g} for its target and "
+            f"{LOGITS[2]:g} for all others, the loss on rank {rank} is {found['given']:.6g}, and {given:.6g} is right. "
+            f"In bf16 {LOGITS[0]:g} - {LOGITS[1]:g} is {LOGITS[0]:g}, and exp(-1) has 3 digits: what is computed "
+            "before the logits are fp32?")
 
 
 # ------------------------------------------------------------------------ step 5: random numbers inside and outside

@@ -249,6 +249,16 @@ WRONG = {
         5, "test_compaction_leaves_one_free_block", r"after compact\(\) the arena's pool has free: 10 at 0, 5 at 30, ",
         compact(begin="front = 0", place="new = Block(front, old.size, True)", end="",
                 lend=LEND + "\nfront += old.size")),
+    "forgets a block that does not move": Wrong(
+        5, "test_compaction_leaves_one_free_block",
+        r"held tensors of 10 at 0 and of 30 at 30; compact\(\) was called once, and both were freed. Then there is: ",
+        compact(place="new = self.pool.take(old.size)\nif new.address == old.address:\n    continue")),
+    "takes no block for what does not move": Wrong(
+        5, "test_compaction_leaves_one_free_block", r"after compact\(\), .*; a full one has free 50 at 0",
+        compact(place="if old.address == 0:\n    continue\nnew = self.pool.take(old.size)")),
+    "forgets the blocks of what moves": Wrong(
+        5, "test_compaction_leaves_one_free_block", r"after compact\(\) the arena was used further, and raised|second",
+        compact(lend="tensor.set_(self.memory.untyped_storage(), new.address, tensor.shape, tensor.stride())")),
     "hands out new tensors": Wrong(
         5, "test_tensors_follow_where_they_are_moved", r"the tensor .* has other values: do its holders see the new",
         compact(lend="fresh = torch.empty(0, dtype=tensor.dtype)\n"

@@ -843,13 +843,29 @@ def compacted(assignment):
     whole = full.allocate((50,)).fill_(3.0)
     full.compact()
     return (before, after, free, second, third, error, list(nothing.pool.holes), list(full.pool.holes),
-            whole.tolist() == [3.0] * 50)
+            whole.tolist() == [3.0] * 50, [freed_after(assignment, times) for times in (1, 2)])
+
+
+def freed_after(assignment, times):
+    """What is free when all is, after an arena was compacted so many times. The first tensor stays where it was, and
+    the second time all do."""
+    arena = assignment.Arena(100)
+    first, gap, last = (arena.allocate((size,)) for size in (10, 20, 30))
+    arena.free(gap)
+    for _ in range(times):
+        arena.compact()
+    try:
+        arena.free(first)
+        arena.free(last)
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return told(arena.pool.holes)
 
 
 @pytest.mark.step(5, points=6, raised="self.lent says who has which block. A piece that overlaps its own new place "
                   "goes through memory of its own")
 def test_compaction_leaves_one_free_block(assignment):
-    ((before, after, free, second, third, error, nothing, full, whole),) = once(compacted, 1, assignment)
+    ((before, after, free, second, third, error, nothing, full, whole, freed),) = once(compacted, 1, assignment)
     places, holes = after
     assert places == [0, 20, 35], (
         f"tensors of 20, 15 and 30 lay at {before[0]} with holes between them; after compact() they lie at {places}, "
@@ -867,6 +883,11 @@ def test_compaction_leaves_one_free_block(assignment):
         f"an empty arena of 50 has free {told(nothing)} after compact(), and 50 at 0 is right; "
         f"a full one has free {told(full)}, and none is right"
         + ("" if whole else ", and its tensor has lost its numbers"))
+    for found, times, what in zip(freed, ("once", "twice"), ("leaves where it is", "finds in its place"), strict=True):
+        assert found == told([(0, 100)]), (
+            f"an arena of 100 held tensors of 10 at 0 and of 30 at 30; compact() was called {times}, and both were "
+            f"freed. Then there is: {found}; free is 100 at 0, in one block. Which block does self.lent name for a "
+            f"tensor that compact() {what}?")
 
 
 def followed(assignment):

@@ -82,8 +82,7 @@ class Stage2:
         for param, master in self.mine.items():
             scale = 1 if self.gradient_scale is None else self.gradient_scale
             master.grad = self.gradients[param].to(master.dtype) * scale
-        self.optimizer.step()
-        for param, master in self.mine.items():
+            self.optimizer.step()  # of this one alone: no other has a gradient
             master.grad = None
             param.copy_(master)
         for param in self.params:
@@ -95,6 +94,7 @@ class Stage2:
     def zero_grad(self):
         self.gradients.clear()
         self.gradient_scale, self.spent, self.reduced = None, False, False
+        self.waiting, self.ready, self.running = list(self.params), set(), False  # a backward may have failed
 
     @contextlib.contextmanager
     def gather_parameters(self):
