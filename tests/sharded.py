@@ -502,7 +502,7 @@ def assert_statistics_are_of_rank_0(results):
                 assert torch.equal(after[name], wanted), (
                     f"after step() number {place // 2 + 1} batch norm's {name} is {after[name].flatten()[0]:.4g}, … on "
                     f"rank {rank} and {wanted.flatten()[0]:.4g}, … of the batches on rank 0: each rank has that "
-                    "of its own data, and ownership.broadcast_statistics gives all rank 0's, in each step"
+                    "of its own data, and replicas.broadcast_statistics gives all rank 0's, in each step"
                 )
             assert not torch.equal(own["running mean"], before["running mean"]), (
                 "batch norm's running mean is as it was before the batch"

@@ -287,7 +287,7 @@ WRONG = {
         {"Stage0.step": "@torch.no_grad()\n" + function(
             "def step(self):", "self.reduced_gradients()", function("for bucket in self.buckets:", (
                 "optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)")),
-            "if not self.backward.steps:\n    ownership.broadcast_statistics(self.model, self.group)",
+            "if not self.backward.steps:\n    replicas.broadcast_statistics(self.model, self.group)",
             "self.backward.spent = True")}),
     "old gradients stay": Wrong(
         5, "test_the_second_step_starts_afresh", r"the sum of both steps': zero_grad\(\) left the first one's",

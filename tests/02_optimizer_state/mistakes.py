@@ -325,7 +325,7 @@ WRONG = {
         step(statistics="")),
     "running statistics are sent in the first step only": Wrong(
         3, "test_running_statistics_are_alike", r"step\(\) number 2 batch norm's running mean is .* on rank 1",
-        step(statistics="if not self.backward.steps:\n    ownership.broadcast_statistics(self.model, self.group)")),
+        step(statistics="if not self.backward.steps:\n    replicas.broadcast_statistics(self.model, self.group)")),
     "running means are sent, and variances are not": Wrong(
         3, "test_running_statistics_are_alike", r"step\(\) number 1 batch norm's running var is .* on rank 1",
         step(statistics="""
@@ -466,7 +466,7 @@ UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody coul
     "Stage1.step: `self.reduced_gradients()` a statement later": "the two statements need nothing of each other",
     "Stage1.step: `for pending in gathering:` a statement later":
         "statistics are no parameters: who sends them first has both when step() ends",
-    "Stage1.step: `ownership.broadcast_statistics(self.model, self.group)` a statement later":
+    "Stage1.step: `replicas.broadcast_statistics(self.model, self.group)` a statement later":
         "the two statements need nothing of each other",
     "Stage1.step: `self.buckets`: all_buckets": "only stage 3 has buckets of frozen parameters, so the lists are alike",
     "Stage1.step: without @torch.no_grad()":

@@ -578,7 +578,7 @@ UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody coul
         "a name for messages",
     "Stage2.step: `self.reduced_gradients()` a statement later":
         "what comes before it then is an empty list",
-    "Stage2.step: `ownership.broadcast_statistics(self.model, self.group)` a statement later":
+    "Stage2.step: `replicas.broadcast_statistics(self.model, self.group)` a statement later":
         "the two statements need nothing of each other",
     "Stage2.step: without @torch.no_grad()":
         "nothing in it makes a graph: torch's optimizers turn gradients off themselves, and the rest wants none",

@@ -68,7 +68,7 @@ from sharded import (
 from torch import optim
 from toys import Recipe
 
-from zero_minimal.foundations import collectives
+from zero_minimal.core import collectives
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

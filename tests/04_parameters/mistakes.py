@@ -185,7 +185,7 @@ def only_if(number):
     return GIVES_BACK | {"Stage3.gather_parameters": "@contextmanager\n" + function(
         "def gather_parameters(self):", "self._release_all()", "self.shown = True",
         function("try:", "give_back(self.all_buckets, self.group)", f"before = {numbers}", "yield",
-                 "ownership.check_alike(self.model, self.group)", f"after = {numbers}",
+                 "replicas.check_alike(self.model, self.group)", f"after = {numbers}",
                  function("for bucket in self.all_buckets:", edited)),
         function("finally:", "self.shown = False", "self._release_all()"))}
 
