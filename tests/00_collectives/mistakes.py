@@ -385,6 +385,9 @@ WRONG = {
     "broadcasts from rank 0 whoever is the root": Wrong(
         5, "test_broadcast_copies_the_roots_tensor",
         r"over 2 ranks, root is 1: on rank \d .* holds 0 of the root's 64 elements ", broadcast(distance="rank"), 2),
+    "broadcasts from rank 1 where no root is named": Wrong(
+        5, "test_broadcast_copies_the_roots_tensor", r"over 2 ranks, root is 0, as none is named: on rank 0 .* holds 0",
+        {"broadcast": broadcast()["broadcast"].replace("root=0", "root=1")}, 2),
     "takes the root for a rank of the world": Wrong(
         5, "test_broadcast_in_a_group", r"root is a rank of the group|had not come to an end",
         broadcast(distance="(dist.get_rank() - root) % world_size"), hangs=True),
@@ -394,4 +397,8 @@ RIGHT = {
     "the parts of these mistakes": exchange() | reduce_scatter() | all_gather() | all_reduce() | broadcast(),
 }
 
-UNTOLD = {"broadcast: 4 + 1": "where nobody asks for a number of chunks, any is right"}
+UNTOLD = {
+    "broadcast: 4 + 1": "where nobody asks for a number of chunks, any is right",
+    "broadcast: `distance = (rank - root) % world_size` a statement later":
+        "the two statements need nothing of each other",
+}

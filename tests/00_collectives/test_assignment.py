@@ -584,8 +584,8 @@ def broadcasted(ring):
     """For every root and cut: whether the same tensor came back, its values, and what was sent."""
     rank, results = dist.get_rank(), []
     for root in range(dist.get_world_size()):
-        def broadcast(tensor, chunks, root=root):
-            return ring.broadcast(tensor, root, chunk_count=chunks)
+        def broadcast(tensor, chunks, named=(root,) if root else ()):  # rank 0 is the root where none is named
+            return ring.broadcast(tensor, *named, chunk_count=chunks)
 
         # under a name that a rank's stack shows, should it stand still there
         broadcast.__code__ = broadcast.__code__.replace(co_name=f"broadcast_from_{root}")
@@ -624,9 +624,9 @@ def test_broadcast_copies_the_roots_tensor(ring, world_size):
             size, chunks, dtype = CUTS[cut]
             right = tensor == numbers(root, size, dtype)
             assert right.all(), (
-                f"broadcast over {count(world_size, 'rank')}, root is {root}: on rank {rank} the tensor that it was "
-                f"given holds {int(right.sum())} of the root's {count(size, 'element')} (chunk_count={chunks}). "
-                + _what_is_missing(right, chunks)
+                f"broadcast over {count(world_size, 'rank')}, root is {root or '0, as none is named'}: on rank {rank} "
+                f"the tensor that it was given holds {int(right.sum())} of the root's {count(size, 'element')} "
+                f"(chunk_count={chunks}). " + _what_is_missing(right, chunks)
             )
 
 
