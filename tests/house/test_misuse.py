@@ -1,6 +1,9 @@
 """What a PyTorch user would try: it works, or is refused with the line to write instead."""
 
+import copy
+import functools
 import io
+import types
 import warnings
 
 import pytest
@@ -129,6 +132,82 @@ def unfreeze(stage):
 @by_stage
 def test_unfreezing_after_wrapping(stage):
     assert "'head.weight' was unfrozen after wrapping" in refused(unfreeze, stage)
+
+
+# ------------------------------------------------------------------------------------------- views from before wrapping
+
+
+def loaded(model):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return state
+
+
+def garbage(model):
+    held = [model.head.weight.data]
+    held.append(held)
+
+
+def trained_before(model):
+    optimizer = optim.Adam(model.parameters())
+    loss = model(draw(0, 0)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer, loss
+
+
+def another_stage(model):
+    zero = toys.STAGES[1](model, optim.SGD, lr=0.1)
+    model(draw(0, 0)).sum().backward()
+    zero.step()
+
+
+VIEWS = {  # what is held of a model before it is wrapped: what is said of it
+    "closure": (lambda model: (lambda ref: lambda: ref)(model.head.weight.detach()), "'head.weight', from"),
+    "set": (lambda model: {model.head.weight.detach()}, "'head.weight', from"),
+    "namespace": (lambda model: types.SimpleNamespace(ref=model.head.weight.data), "'head.weight', from"),
+    "namespace in the model": (lambda model: setattr(model, "kept", types.SimpleNamespace(ref=model.head.weight.data)),
+                               "'head.weight', from"),
+    "partial": (lambda model: functools.partial(print, model.head.weight[0].detach()), "'head.weight', from"),
+    "array": (lambda model: model.head.weight.detach().numpy(), "'head.weight', from"),
+    "state": (lambda model: model.state_dict(), "'embedding.weight' and 10 more, from"),
+    "loaded": (loaded, "'embedding.weight' and 10 more, from"),
+    "parameters": (lambda model: [*model.named_parameters()], None),
+    "copies": (lambda model: (copy.deepcopy(model), model.head.weight.detach().clone()), None),
+    "frozen": (lambda model: model.head.requires_grad_(False).weight.data, None),
+    "garbage": (garbage, None),
+    "trained before": (trained_before, None),
+    "another stage": (another_stage, None),
+    "spectral norm": (lambda model: nn.utils.spectral_norm(model.head), None),
+    "parametrized": (lambda model: nn.utils.parametrizations.weight_norm(model.head), None),
+}
+
+
+def warned_of(stage):
+    """What each of VIEWS warns of; and where, in all."""
+    found, places = {}, set()
+    for case, (hold, _) in VIEWS.items():
+        torch.manual_seed(0)
+        model = Coder()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            held = hold(model)
+            caught.clear()
+            zero = toys.STAGES[stage](model, optim.SGD, lr=0.1)
+        found[case] = [str(warning.message) for warning in caught]
+        places |= {warning.filename for warning in caught}
+        del held, zero
+    return found, places
+
+
+@by_stage
+def test_a_view_from_before_wrapping_is_warned_of(stage):
+    ((found, places),) = toys.run(warned_of, 1, stage)
+    for case, (_, words) in VIEWS.items():
+        assert len(found[case]) == (words is not None), (case, found[case])
+        assert not words or f"a view of parameter {words} before wrapping" in found[case][0], (case, found[case])
+    assert places == {__file__}
 
 
 # ----------------------------------------------------------------------------------------------------- states, numbers

@@ -40,8 +40,8 @@ def set_up(
     Args:
         group: of ranks. param_groups are the optimizer's groups.
         bucket_bytes: the size of a bucket; not used with units.
-        units: stage 3's (units.py). Each becomes one bucket (or several, if its parameters differ in dtype, device or
-            optimizer group).
+        units: stage 3's (units.py). Each becomes one bucket (or several, if its parameters differ
+            in dtype, device or optimizer group).
         padded_size, master_of, over_shards: functions that do what those of layout, precision and
             optimizers do. Stage 1, which introduces them, names them.
     Raises: what layout.pack raises, and whatever zero_minimal/guards refuses.

@@ -18,8 +18,8 @@ from zero_minimal.guards.released import Released
 @seams.at("model_given")
 def refuse_taken(model: nn.Module, group, units) -> None:
     """Raises: TypeError if it is not a module; RuntimeError if there are no ranks, or this rank is
-    none of the group's; ValueError
-    for a model that has a stage already, or had one that took its parameters along."""
+    none of the group's; ValueError for a model that has a stage already, or had one that took its
+    parameters along."""
     refuse_no_module(model)
     if not dist.is_initialized():
         raise RuntimeError("there are no ranks yet: put the program under `with ranks.start():` "

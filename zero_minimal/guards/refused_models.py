@@ -6,12 +6,12 @@ model, a wrapper that sends gradients itself, a model whose forward changes its 
 """
 
 import itertools
-from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
 from zero_minimal.core.ties import Tie
@@ -20,9 +20,8 @@ from zero_minimal.guards.ownership import refuse_no_module
 
 @seams.at("model_given")
 def refuse_model(model: nn.Module, *_) -> None:
-    """Raises: ValueError for one that has a wrapper around it or
-    inside, two parameters over the same memory, one that cannot lie in a flat tensor, or a forward
-    that changes parameters."""
+    """Raises: ValueError for one that has a wrapper around it or inside, two parameters over the
+    same memory, one that cannot lie in a flat tensor, or a forward that changes parameters."""
     refuse_wrapped(model)
     for name, param in model.named_parameters():
         _refuse_odd("parameter", name, param)
@@ -70,8 +69,8 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     named += [("attribute", f"{prefix}.{name}".lstrip("."), tensor)
               for prefix, module in model.named_modules() for name, value in vars(module).items()
               if not name.startswith("_") and name not in _made_anew(module)
-              for tensor in _kept_in(value)
-              if tensor not in known and tensor.layout == torch.strided]
+              for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)
+              and tensor not in known and tensor.layout == torch.strided]
     places: dict[int, list[tuple]] = {}
     for kind, name, tensor in named:
         if tensor.numel():
@@ -90,15 +89,6 @@ def _made_anew(module: nn.Module) -> set[str]:
     """Attributes that a hook makes anew before each forward, as torch.nn.utils.spectral_norm does:
     what they hold now is never read."""
     return {getattr(hook, "name", "") for hook in module._forward_pre_hooks.values()}
-
-
-def _kept_in(value) -> Iterator[torch.Tensor]:
-    """The tensors in an attribute: itself, or inside of lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _kept_in(inner)
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
