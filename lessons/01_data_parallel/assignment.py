@@ -130,6 +130,8 @@ class Backward:
         self.spent = False  # step() has used the gradients, and zero_grad() was not called since
         self._reset()
         stage.model.register_forward_hook(Tie(Backward._watch_output, self))
+        for param in self.buckets_of:  # before autograd adds anything to .grad
+            param.register_hook(Tie(lambda backward, _: backward.begin(), self))
         self._listen()
         tell("followed", self)
 
@@ -168,9 +170,9 @@ class Backward:
     # a gradient's way: autograd calls _gradient, which counts, and hands over what is complete
 
     def _listen(self) -> None:
-        """Let autograd call begin() before it adds to param.grad, and _gradient(param) after."""
+        """Let autograd call _gradient(param) in every pass, as soon as param.grad is there."""
         # step 3: autograd calls self._gradient, through a Tie, for each parameter of
-        # self._buckets_of.
+        # self.buckets_of.
         ...  # until step 3 nothing happens here
 
     def _gradient(self, param: nn.Parameter) -> None:
@@ -180,10 +182,16 @@ class Backward:
         # self._completed, and self._hand_over_complete was called.
         raise NotImplementedError("step 3: _gradient")
 
+    def _arrived(self, param: nn.Parameter) -> None:
+        """Tell the stage, and who listens."""
+        buckets = self.buckets_of[param]
+        tell("gradient_arrives", self, param, buckets)
+        self.stage.gradient_arrived(param, buckets[0].flat)
+
     def _hand_over_complete(self) -> None:
         """Hand over the buckets whose turn has come."""
         # step 3: no bucket that could go is left; on every rank they went in the order of
-        # self._waits_for.
+        # self.waits_for.
         raise NotImplementedError("step 3: _hand_over_complete")
 
     def hand_over(self, bucket: Bucket) -> None:
@@ -211,9 +219,9 @@ class Backward:
 
     def _hand_over_rest(self) -> None:
         """Hand over all buckets that are left, in order."""
-        # step 2: every bucket of self._waits_for was handed over. Before each, the stage was told
+        # step 2: every bucket of self.waits_for was handed over. Before each, the stage was told
         # (gradient_arrived) of every gradient of the bucket that is in .grad and was not counted:
-        # self._waits_for still has its parameter. (Step 3 counts: before it none is counted.)
+        # self.waits_for still has its parameter. (Step 3 counts: before it none is counted.)
         raise NotImplementedError("step 2: _hand_over_rest")
 
     def _agree_on_order(self) -> None:

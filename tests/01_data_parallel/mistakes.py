@@ -31,21 +31,21 @@ def wait(body="if self.reducing:\n    self.reducing.wait()\n    self.reducing = 
 
 
 def rest(old="self.stage.gradient_arrived(param, bucket.flat)", give="self.hand_over(bucket)",
-         buckets="[*self._waits_for]"):
+         buckets="[*self.waits_for]"):
     return {"Backward._hand_over_rest": function("def _hand_over_rest(self):", function(
-        f"for bucket in {buckets}:", function("for param in self._waits_for[bucket]:", function(
+        f"for bucket in {buckets}:", function("for param in self.waits_for[bucket]:", function(
             "if handed_over.has_gradient(param):", old)), give))}
 
 
 def listen(register="param.register_post_accumulate_grad_hook(Tie(Backward._gradient, self))", begin=""):
     return {"Backward._listen": function("def _listen(self):", begin, function(
-        "for param in self._buckets_of:", register))}
+        "for param in self.buckets_of:", register))}
 
 
 COUNT = """
-for bucket in self._buckets_of[param]:
-    self._waits_for[bucket] -= {param}
-    if not self._waits_for[bucket]:
+for bucket in buckets:
+    self.waits_for[bucket] -= {param}
+    if not self.waits_for[bucket]:
         self._completed.append(bucket)
 """
 
@@ -56,9 +56,9 @@ def gradient(begin="self._arrived(param)", count=COUNT, end="self._hand_over_com
 
 
 HEAD = """
-while self._waits_for:
-    bucket = [*self._waits_for][0]
-    if self._waits_for[bucket]:
+while self.waits_for:
+    bucket = [*self.waits_for][0]
+    if self.waits_for[bucket]:
         break
     self.hand_over(bucket)
 """
@@ -83,12 +83,12 @@ def zero_grad(begin="self._wait()", forget="self.backward.forget()", scale="self
 VISITS = listen(begin="""
     modules = self.stage.model.modules()
     found = [id(param) for module in modules for param in module._parameters.values()]
-    self.visits = {param: found.count(id(param)) for param in self._buckets_of}
+    self.visits = {param: found.count(id(param)) for param in self.buckets_of}
     """) | gradient(count="""
     self.visits[param] -= 1
     if self.visits[param] == 0:
-        for bucket in self._buckets_of[param]:
-            self._waits_for[bucket].discard(param)
+        for bucket in buckets:
+            self.waits_for[bucket].discard(param)
     """)
 ONE_BY_ONE = """
 for param in bucket.params:
@@ -176,11 +176,11 @@ WRONG = {
             """)),
     "buckets go by the order of hashes": Wrong(
         2, "test_ranks_with_other_hash_seeds_agree", r"(?s)each rank is a Python of its own, as with torchrun",
-        listen(register="pass") | rest(buckets="sorted(self._waits_for, key=lambda bucket: hash(bucket.name))"),
+        listen(register="pass") | rest(buckets="sorted(self.waits_for, key=lambda bucket: hash(bucket.name))"),
         hangs=True),
     "incomplete buckets stay": Wrong(
         2, "test_a_missing_gradient_is_zero", r"(?s)one parameter got (its|a) gradient on rank 0 alone",
-        rest(give="if not self._waits_for[bucket]:\n    self.hand_over(bucket)"), 2, True),
+        rest(give="if not self.waits_for[bucket]:\n    self.hand_over(bucket)"), 2, True),
     "asks each .grad for its largest element": Wrong(
         2, "test_a_missing_gradient_is_zero", r"(?s)it raised AttributeError: 'NoneType'.*To look at: .*counts as zero",
         bucket_complete(begin="self._wait()\nlargest = max(param.grad.abs().max() for param in bucket.params)"), 2),
@@ -195,7 +195,7 @@ WRONG = {
         listen(register="pass")),
     "waits for all parameters of the model": Wrong(
         3, "test_reductions_begin_during_backward", r"rank 0 sent nothing before its last gradient had come",
-        gradient(end="if not any(self._waits_for.values()):\n    self._hand_over_complete()")),
+        gradient(end="if not any(self.waits_for.values()):\n    self._hand_over_complete()")),
     "leaves when almost all is there": Wrong(
         3, "test_reductions_begin_during_backward", r"0 bytes had begun to leave when half of its gradients had come",
         gradient(end="if len(self._completed) >= len(self.buckets) - 2:\n    self._hand_over_complete()")),
@@ -209,17 +209,17 @@ WRONG = {
     "leaves with the parameter that was registered last": Wrong(
         3, "test_gradients_that_leave_early_are_the_mean", r"came after its bucket was handed over",
         gradient(count="""
-            for bucket in self._buckets_of[param]:
+            for bucket in buckets:
                 if param is bucket.params[0]:
                     self.hand_over(bucket)
             """, end=""), 2),
     "counts one too few": Wrong(
         3, "test_gradients_that_leave_early_are_the_mean", r"came after its bucket was handed over",
-        hand_over_complete(HEAD.replace("if self._waits_for[bucket]:", "if len(self._waits_for[bucket]) > 1:")), 3),
+        hand_over_complete(HEAD.replace("if self.waits_for[bucket]:", "if len(self.waits_for[bucket]) > 1:")), 3),
     "the order in which they become complete here": Wrong(
         3, "test_ranks_hand_over_in_one_order", r"(?s)each rank goes through the branches in another order",
         hand_over_complete("""
-            for bucket, missing in [*self._waits_for.items()]:
+            for bucket, missing in [*self.waits_for.items()]:
                 if not missing:
                     self.hand_over(bucket)
             """), 3, True),
@@ -228,7 +228,7 @@ WRONG = {
         gradient(count=COUNT.replace("self._completed.append(bucket)", "pass"))),
     "notes a bucket with each gradient": Wrong(
         2, "test_a_missing_gradient_is_zero", r"(?s)it raised Mismatch: .* is in all_gather, .* Give the tensor one",
-        gradient(count=COUNT.replace("if not self._waits_for[bucket]:", "if True:"))),
+        gradient(count=COUNT.replace("if not self.waits_for[bucket]:", "if True:"))),
     "counts a tied weight for each module": Wrong(
         3, "test_a_tied_weight_counts_once_and_a_frozen_one_never",
         r"sent nothing before its last gradient.* the last two layers share their weight", VISITS),
@@ -358,7 +358,7 @@ UNTOLD = {
     "async_op=True)` without of=bucket": "it says to who watches whose message this is; what is sent stays the same",
     "Stage0.bucket_complete: `self._wait()` a statement later": "the message under way is another bucket's: it does "
     "not matter whether the missing gradients of this one are zeroed before it has arrived",
-    "Backward._gradient: `for bucket in self._buckets_of[param]:` a statement later": "each bucket leaves with the "
+    "Backward._gradient: `for bucket in buckets:` a statement later": "each bucket leaves with the "
     "gradient after its last one: the checks leave room for all-reduces whose second half leaves later than that",
     "Stage0.zero_grad: `self.backward.forget()` a statement later": "the statements concern different things",
     "Stage0.zero_grad: `self.gradient_scale = None` a statement later": "the statements concern different things",

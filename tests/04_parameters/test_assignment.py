@@ -22,6 +22,7 @@ from sharded import (
     assert_accounts,
     assert_added_in_32,
     assert_no_barrier,
+    assert_nothing_moved,
     assert_shards_hold,
     assert_statistics_are_of_rank_0,
     assert_stepped,
@@ -39,6 +40,7 @@ from sharded import (
     shards_of,
     sixteen_bits,
     step_in_a_group,
+    step_without_backward,
     trained,
     with_a_group,
 )
@@ -47,7 +49,8 @@ from toys import Recipe
 from turns_seen import BLOCKS, Marks, Sight, Tower, block_bytes, numbers, seeded_numbers
 
 from zero_minimal.core import collectives
-from zero_minimal.guards.released import Released, is_released
+from zero_minimal.core.released import is_released
+from zero_minimal.guards.released import Released
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -444,20 +447,21 @@ ORDERS = (None, 2, None, 4, 4)  # which block is left out in each pass
 
 
 def left_out(stage_class):
-    """What Sight saw, the losses, and how many gathers nobody has waited for, where the unit that was expected is left
-    out in some passes."""
+    """What Sight saw, at turns and when something was sent, the losses, and how many gathers nobody has waited for,
+    where the unit that was expected is left out in some passes."""
     zero, rank = build(stage_class, Tower), dist.get_rank()
     sight, losses, begun = Sight(zero.model), [], set()
 
     def heard(moment, call):
         begun.add(call) if moment == "start" else begun.discard(call) if moment == "end" else None
 
-    with checks.poisoned_memory(), checks.Calls(pause=0.005 * rank), collectives.heard_by(heard):
+    with checks.poisoned_memory(), checks.Calls(pause=0.005 * rank, look=sight.sends), (
+            collectives.heard_by(heard)):
         for step, skip in enumerate(ORDERS):
             sight.kind = f"forward pass {step + 1}, where " + ("no block is" if skip is None else f"blocks.{skip} is")
             sight.kind += " left out"
             losses.append(zero.model(*numbers(rank, step), skip=skip).item())
-    return sight.seen, losses, len(begun)
+    return sight.seen, sight.at_sends, losses, len(begun)
 
 
 @pytest.mark.step(3, points=2, raised="a unit may be on its way in vain, since its turn does not come: it is freed all "
@@ -465,15 +469,16 @@ def left_out(stage_class):
                   "who frees it before it has arrived leaves a gather that nobody waits for")
 def test_a_unit_that_was_expected_in_vain(stage_class):
     ranks = toys.run(left_out, 2, stage_class)
-    for rank, (seen, _, _) in enumerate(ranks):
+    for rank, (seen, at_sends, _, _) in enumerate(ranks):
         looks = [look for look in seen if look[1] not in (1, 3)]  # their next one is left out in some passes
         assert_memory_follows(looks, rank, +1, "The unit was on its way, and its turn did not come: unit_turn frees "
                               "what is on its way too, once it has arrived")
+        assert_two_at_most(at_sends, rank)
     for step, skip in enumerate(ORDERS):
         wanted = [loss_of(Tower, rank, step, skip=skip) for rank in range(2)]
-        assert_losses([losses[step] for _, losses, _ in ranks], wanted,
+        assert_losses([losses[step] for _, _, losses, _ in ranks], wanted,
                       f"forward pass {step + 1} of some that leave out a block in turn")
-    left = max(left for _, _, left in ranks)
+    left = max(left for *_, left in ranks)
     assert not left, (  # what comes into freed memory may do no harm, by luck
         f"after {len(ORDERS)} forward passes {left} gathers have begun, and nobody has waited for them: who "
         "frees a unit that is on its way before it has arrived leaves a gather that nobody waits for"
@@ -703,16 +708,23 @@ deep = functools.partial(Tower, DEEP)
 
 def memory_of_backwards(stage_class):
     """Of each of three backward passes, without a step in between, and where the second one is a second micro-batch:
-    bytes at most when a gradient came, and afterwards, when all is released; how many param.grad are left."""
-    rank, memory, found = dist.get_rank(), Most(), []
+    bytes at most when a gradient came, when a reduction of ours was waited for, and afterwards, when all is released;
+    how many param.grad are left."""
+    rank, memory, waiting, found = dist.get_rank(), Most(), Most(), []
+
+    def heard(moment, call):
+        if (moment, call.name) == ("wait", "reduce_scatter"):
+            waiting.look()
+
     zero = build(stage_class, deep, lr=0.0)
     for block in zero.model.blocks[::4]:  # a look takes milliseconds
         block.up.weight.register_hook(lambda gradient: memory.look())
     for step in range(3):
-        memory.most = 0
-        zero.model(*numbers(rank, step)).backward()
+        memory.most = waiting.most = 0
+        with collectives.heard_by(heard):
+            zero.model(*numbers(rank, step)).backward()
         left = gradients_left(zero.model)
-        found.append((memory.most, memory.now(limits(dist.get_world_size())[1]), left))
+        found.append((memory.most, waiting.most, memory.now(limits(dist.get_world_size())[1]), left))
         if step:
             zero.zero_grad()
     return found
@@ -732,7 +744,7 @@ def test_whole_gradients_do_not_pile_up(stage_class):
     psi = sum(param.nbytes for param in deep().parameters())
     during, afterwards = limits(4)
     for rank, found in enumerate(toys.run(memory_of_backwards, 4, stage_class)):
-        for number, (most, after, left) in enumerate(found, 1):
+        for number, (most, waiting, after, left) in enumerate(found, 1):
             which = f"backward pass {number} of a model of {in_words(psi)} on 4 ranks"
             assert after <= afterwards, (
                 f"after {which} rank {rank} holds {in_words(after)}. Its shards of parameters and gradients are "
@@ -743,6 +755,12 @@ def test_whole_gradients_do_not_pile_up(stage_class):
                 f"during {which} rank {rank} holds up to {in_words(most)}. Its shards of parameters and gradients are "
                 f"{in_words(psi / 2)}, and a few blocks of {in_words(BLOCK)} may be whole, and their gradients: each "
                 "unit's are reduced and freed as soon as backward is done with it"
+            )
+            # in the first one few gradients are shards yet when the most units are whole
+            assert number > 1 or waiting <= during - 5.9 * BLOCK, (
+                f"during {which} rank {rank} holds {in_words(waiting)} while it waits for a reduction, "
+                f"{in_words(waiting - during + 5.9 * BLOCK)} too much. Does a unit's gradient get memory before the "
+                f"one before it has given its own back? A block has {in_words(BLOCK)}"
             )
 
 
@@ -977,7 +995,13 @@ def stepped(whole):
         param -= 0.1 * gradient.view(param.shape)
 
 
-@pytest.mark.step(5, points=3, raised=UNITS)
+@pytest.mark.step(5, points=1, raised="here step() is called where no rank ran a backward, and gradients count as "
+                  "zero: what does step() call that ends backward also where none ran (self.reduced_gradients())?")
+def test_a_step_without_a_backward(stage_class):
+    assert_nothing_moved([result for result, in toys.run(step_without_backward, 2, stage_class, 1)])
+
+
+@pytest.mark.step(5, points=2, raised=UNITS)
 def test_an_evaluation_leaves_nothing_whole(stage_class):
     ranks, first, made = zip(*toys.run(evaluated, 2, stage_class), strict=True)
     for number, (step, skip) in enumerate(EVALUATIONS):

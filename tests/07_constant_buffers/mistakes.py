@@ -99,6 +99,9 @@ WRONG = {
     "buffers of nothing": Wrong(
         1, "test_a_size_that_holds_nothing", r"ConstantBuffers\(8\) on 3 ranks was made, though there is no element",
         init(refuse="")),
+    "one element is refused": Wrong(
+        1, "test_a_size_that_holds_nothing", r"ConstantBuffers\(4\) on 1 rank raised ValueError: one element a rank is",
+        init(refuse="if self.elements < 2:\n    raise ValueError('too small')")),
     "new memory for each load": Wrong(
         1, "test_two_buffers_for_ever", r"take\(\) number 1 returned memory that is none of the two in `buffers`",
         take(result="torch.zeros_like(self.buffers[self._turn])")),
@@ -213,6 +216,9 @@ def all_reduce(tensors, buffers, op="avg"):
         dist.all_reduce(flat, group=buffers.group)
         flat /= dist.get_world_size(buffers.group) if op == "avg" else 1
 """, "right": all_reduce()["all_reduce"].replace("def all_reduce", "def right")}),
+    "autograd follows": Wrong(
+        4, "test_tensors_become_mean_or_sum", r"(?s)it raised RuntimeError: A view was created in no_grad mode",
+        {"all_reduce": all_reduce()["all_reduce"].removeprefix("@torch.no_grad()\n")}),
     "keeps what it sent": Wrong(
         4, "test_memory_does_not_grow_with_the_model", r"needs [\d.]+ \wB for .* of tensors, and 2.\d MB for",
         all_reduce(before="kept = []", send=f"kept.append(filled.clone())\n{SENT}")),
@@ -250,7 +256,27 @@ def fill(buffer, load):
 """},
 }
 
+NOTHING = "the two statements need nothing of each other"
+AS_MANY = "the sizes are those of the pieces, so there are as many of each"
 UNTOLD = {
+    "ConstantBuffers.__init__: `self.group = group` a statement later": NOTHING,
+    "ConstantBuffers.__init__: `if self.elements < 1:` a statement later":
+        "buffers of nothing are made, and refused then",
+    "ConstantBuffers.__init__: `self.buffers = [torch.zeros(self.elements, dtype=dtype, device=device) for _ in "
+    "range(2)]` a statement later": NOTHING,
+    "ConstantBuffers.__init__: `self._under_way = [None, None]` a statement later": NOTHING,
+    "ConstantBuffers.__init__: `torch.zeros(self.elements, dtype=dtype, device=device)` without device=device":
+        "it is for a GPU, and this lesson is graded on the CPU",
+    "ConstantBuffers.__init__: `world_size * dtype.itemsize` computed otherwise": "a number in the words of an error",
+    "ConstantBuffers.wait: `self._finish(1 - self._turn)` a statement later": "both are back when wait() ends",
+    "ConstantBuffers._finish: `then()` a statement later": "nothing is taken or sent while a result is read",
+    "fill: `zip(filled.split(sizes), load, strict=True)` without strict=True": AS_MANY,
+    "fill: True turned": AS_MANY,
+    "unpack: `zip(load, filled.split(sizes), strict=True)` without strict=True": AS_MANY,
+    "unpack: True turned": AS_MANY,
+    "all_reduce: 0 + 1": "both buffers are of one dtype on one device",
+    "loads: `start, room = (start + piece.numel(), room - piece.numel())` a statement later":
+        "a load that is full gets a piece of no elements more before it goes, which takes no room",
     "loads: `load.append(piece)` a statement later": "the two statements need nothing of each other",
     "ConstantBuffers.__init__: 0 + 1": "either buffer may come first: they take turns all the same",
 }

@@ -91,11 +91,12 @@ def test_two_buffers_of_the_size(lesson):
 
 @pytest.mark.step(1, points=1)
 def test_a_size_that_holds_nothing(lesson):
-    for _, _, (one_too_few, enough) in once(made, 3, lesson):
-        assert enough is None, f"ConstantBuffers(12) on 3 ranks raised {enough}: one element a rank is enough"
+    for ranks, (_, _, (one_too_few, enough)) in [(n, found) for n in (3, 1) for found in once(made, n, lesson)]:
+        where = "on 3 ranks" if ranks == 3 else "on 1 rank"
+        assert enough is None, f"ConstantBuffers({4 * ranks}) {where} raised {enough}: one element a rank is enough"
         assert one_too_few == "ValueError", (
-            f"ConstantBuffers(8) on 3 ranks {'raised ' + one_too_few if one_too_few else 'was made'}, though there is "
-            "no element for each rank: ValueError is wanted, else a loop over loads of nothing never ends"
+            f"ConstantBuffers({4 * ranks - 4}) {where} {'raised ' + one_too_few if one_too_few else 'was made'}, "
+            "though there is no element for each rank: ValueError is wanted, else a loop over loads of nothing goes on"
         )
 
 
@@ -406,13 +407,14 @@ def numbers(rank, dtype=torch.float32, shapes=SHAPES):
 
 
 def reduced(lesson):
-    """What all_reduce() made of numbers(): the mean, then the sum, through the same buffers."""
+    """What all_reduce() made of numbers(): the mean, then the sum, of tensors that want a gradient, through the same
+    buffers."""
     rank, found = dist.get_rank(), {}
     buffers = lesson.ConstantBuffers(ROOM_BYTES)
     for op in ("avg", "sum"):
-        tensors = numbers(rank)
+        tensors = [tensor.requires_grad_(op == "sum") for tensor in numbers(rank)]
         lesson.all_reduce(iter(tensors), buffers, op)
-        found[op] = tensors
+        found[op] = [tensor.detach() for tensor in tensors]
     return found
 
 

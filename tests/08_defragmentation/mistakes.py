@@ -236,6 +236,11 @@ WRONG = {
         r"of 6 gradients in the slab the one that backward completes first was set to None, .* to the 5 others without",
         gradients(move="if slab.holds(param.grad) and slab.used == 0:\n    raise RuntimeError('reset too early')\n"
                        "if not slab.holds(param.grad):\n    param.grad = slab.keep(param.grad)")),
+    "looks at where a gradient begins": Wrong(
+        4, "test_a_reset_while_gradients_are_in_use_is_refused",
+        r"of 6 gradients in the slab all but the one .* were set to None, .* backward added to that one",
+        gradients(move=MOVE.replace("param.grad.storage_offset() + param.grad.numel() > slab.used",
+                                    "param.grad.storage_offset() > slab.used"))),
     "looks at the dtype of frozen parameters": Wrong(
         4, "test_a_frozen_layer_may_be_of_another_dtype",
         r"frozen, and in bf16; .* raised ValueError: .* has torch.bfloat16 on cpu, torch.float32 on cpu. Only",
@@ -331,7 +336,31 @@ RIGHT = {
                                             "if place.dim() else place.fill_(place)\nself.handed = []"),
 }
 
+NOTHING = "the two statements need nothing of each other"
+ONTO_ITSELF = "a tensor that stays where it is is copied onto itself, piece by piece, which takes time alone"
 UNTOLD = {
+    "Pool.take: `block.used = True` a statement later": NOTHING,
+    "Pool.take: `if rest.after:` a statement later": NOTHING,
+    "Pool.take: `block.size, block.after = (size, rest)` a statement later": NOTHING,
+    "Pool.give: `block.used = False` a statement later": NOTHING,
+    "Pool.give: `self._take_out(before.size, before.address)` a statement later": NOTHING,
+    "Pool.give: `block.address, block.size = (before.address, before.size + block.size)` a statement later": NOTHING,
+    "Pool.give: `self._take_out(after.size, after.address)` a statement later": NOTHING,
+    "Pool.give: `block.size += after.size` a statement later": NOTHING,
+    "Slab.keep: `self.memory[self.used:end].view(tensor.shape).copy_(tensor)` a statement later":
+        "a view of the same memory may be taken first",
+    "Slab.reset: 0 + 1 (2)": "what was kept is valid until reset() alone: its first number may be zeroed then",
+    "gradients_in_slab: `slab = Slab(sum((param.numel() for param in params)), *_kind_of(params))` a statement later":
+        "the hook looks for the slab when it runs",
+    "Arena.compact: without @torch.no_grad()": "_lend has its own, and the arena's memory wants no gradient",
+    "Arena.compact: `self._move(old.address, new.address, old.size)` a statement later":
+        "the tensor may point to its new place before its numbers come there: nobody reads it in between",
+    "Arena._move: without `if source == target:`": ONTO_ITSELF,
+    "Arena._move: `if source == target:` a statement later": ONTO_ITSELF,
+    "Arena._move: without `return`": ONTO_ITSELF,
+    "Arena._move: `min(piece, size - done)`, arguments 1 and 2 exchanged": "the smaller one is the same",
+    "Arena._move: `source - target < count` compared otherwise":
+        "a piece that ends where it began is cloned without need, and a piece more is allowed",
     "Pool.give: `if before and (not before.used):` a statement later": "the block behind may be merged first: the free "
     "block is the same",
 }

@@ -766,17 +766,17 @@ def test_micro_batches_add_up_in_place(assignment):
 
 
 def reset_too_early(assignment):
-    """What backward says when the slab was reset while gradients were in use: all of them, or all but the one that
-    backward completes first; and how many there are. After they were set to None it must go through."""
+    """What backward says when the slab was reset while gradients were in use: all of them, all but the one that
+    backward completes first, or that one alone; and how many there are. Once all were set to None it must go on."""
     errors, order = [], []
-    for forgotten in (0, 1):
+    for forgotten in (slice(0), slice(1), slice(1, None)):
         model = toys.build(toys.MLP, 0)
         slab = assignment.gradients_in_slab(model)
         order.clear()
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(order.append)
         model(*toys.numbers(0, 0)).backward()
-        for param in order[:forgotten]:
+        for param in order[forgotten]:
             param.grad = None
         total = len(order)
         slab.reset()
@@ -796,7 +796,7 @@ def reset_too_early(assignment):
 
 @pytest.mark.step(4, points=3)
 def test_a_reset_while_gradients_are_in_use_is_refused(assignment):
-    (((error, partly), total),) = once(reset_too_early, 1, assignment)
+    (((error, partly, first), total),) = once(reset_too_early, 1, assignment)
     assert error, (
         "gradients lay in the slab, it was reset, and the next backward added to them without a word. What is kept "
         "next would lie over them: raise RuntimeError in backward where a gradient lies where nothing is kept")
@@ -805,6 +805,10 @@ def test_a_reset_while_gradients_are_in_use_is_refused(assignment):
         f"reset. The next backward kept that one again, and added to the {total - 1} others without a word, though "
         "nothing is kept where they lie. slab.used is not 0 any more when their hooks run: look at where each gradient "
         "lies")
+    assert first, (
+        f"of {total} gradients in the slab all but the one that backward completes first were set to None, and "
+        "the slab was reset. The next backward added to that one without a word, at the slab's front, where the others "
+        "are kept now: look at where a gradient ends")
 
 
 # --------------------------------------------------------------------------------------------------- step 5: compact

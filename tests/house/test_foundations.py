@@ -199,7 +199,7 @@ def test_a_bucket_is_updated_alone():
                for index, master in enumerate(masters)]
     whole = [nn.Parameter(master.detach().clone()) for master in masters]
     options = [dict(weight_decay=0.1), dict(lr=0.5)]
-    optimizer = optimizers.on_shards(torch.optim.AdamW, dict(lr=0.1), options, buckets)
+    optimizer = optimizers.over_shards(torch.optim.AdamW, dict(lr=0.1), options, buckets)
     plain = torch.optim.AdamW([dict(params=whole[:2], **options[0]), dict(params=whole[2:], **options[1])], lr=0.1)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, plain)]
     with warnings.catch_warnings():

@@ -77,6 +77,14 @@ def load_state_dict(stage, state: dict) -> None:
 Hooks.state_dict, Hooks.load_state_dict = state_dict, load_state_dict
 
 
+@seams.at("wrapped")
+def give_methods(stage) -> None:
+    """To a stage that has another base class: an assignment's."""
+    for method in (state_dict, load_state_dict):
+        if not hasattr(stage, method.__name__):
+            setattr(type(stage), method.__name__, method)
+
+
 @seams.at("update_begins")
 def wait_until_left(bucket) -> None:
     """Before a bucket changes, wait until the checkpoint that is being written, if any, has it."""

@@ -97,7 +97,6 @@ def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
     import toys
 
     from zero_minimal.classroom import fence, hosts, results
-    from zero_minimal.core import seams
     from zero_minimal.offloading import beside
     from zero_minimal.processes import failures, joining
 
@@ -121,7 +120,7 @@ def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
         _send(line, HERE)
         function, args = pickle.loads(receive(line))
         answer = b"result\n" + results.encode(function(*args))
-        seams.tell("rank_ends")
+        joining.say_goodbye()
     except BaseException as error:  # SystemExit too: the judge must hear of it
         told = {"words": str(error) or type(error).__name__, "kind": type(error).__name__,
                 "lost_a_peer": failures.lost_a_peer(error), "seconds": time.time()}

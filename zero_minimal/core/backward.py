@@ -84,6 +84,8 @@ class Backward:
         self.spent = False  # step() has used the gradients, and zero_grad() was not called since
         self._reset()
         stage.model.register_forward_hook(Tie(Backward._watch_output, self))
+        for param in self.buckets_of:  # before autograd adds anything to .grad
+            param.register_hook(Tie(lambda backward, _: backward.begin(), self))
         self._listen()
         tell("followed", self)
 
@@ -122,22 +124,25 @@ class Backward:
     # a gradient's way: autograd calls _gradient, which counts, and hands over what is complete
 
     def _listen(self) -> None:
-        """Let autograd call begin() before it adds to param.grad, and _gradient(param) after."""
+        """Let autograd call _gradient(param) in every pass, as soon as param.grad is there."""
         for param in self.buckets_of:
-            param.register_hook(Tie(lambda backward, _: backward.begin(), self))
             param.register_post_accumulate_grad_hook(Tie(Backward._gradient, self))
 
     def _gradient(self, param: nn.Parameter) -> None:
         """A parameter's gradient has come."""
-        buckets = self.buckets_of[param]
-        tell("gradient_arrives", self, param, buckets)
-        self.stage.gradient_arrived(param, buckets[0].flat)
+        self._arrived(param)
         if not self.accumulating:
-            for bucket in buckets:
+            for bucket in self.buckets_of[param]:
                 self.waits_for[bucket].discard(param)
                 if not self.waits_for[bucket]:
                     self._completed.append(bucket)
             self._hand_over_complete()
+
+    def _arrived(self, param: nn.Parameter) -> None:
+        """Tell the stage, and who listens."""
+        buckets = self.buckets_of[param]
+        tell("gradient_arrives", self, param, buckets)
+        self.stage.gradient_arrived(param, buckets[0].flat)
 
     def _hand_over_complete(self) -> None:
         """Hand over the buckets whose turn has come."""

@@ -5,10 +5,10 @@ the seams that it uses and the mistakes that it refuses. The algorithm knows non
 from importlib import import_module
 
 IN_ORDER = (  # in which they are asked
-    "ownership", "refused_models", "views", "refused_optimizers", "same_on_all_ranks",
-    "failed_wrap", "released", "used_gradients", "handed_over", "changed_in_forward", "moments", "stage3_reads",
-    "told_to_autograd", "copied_stage", "tokens", "group_members", "forked_process",
-    "collective_fingerprint",
+    "group_members", "ownership", "refused_models", "views", "refused_optimizers",
+    "same_on_all_ranks", "failed_wrap", "released", "used_gradients", "handed_over",
+    "changed_in_forward", "moments", "stage3_reads", "told_to_autograd", "copied_stage", "tokens",
+    "forked_process", "collective_fingerprint",
 )
 for name in IN_ORDER:
     import_module(f"zero_minimal.guards.{name}")

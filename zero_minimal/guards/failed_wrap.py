@@ -7,8 +7,8 @@ Seam: wrap_failed.
 import contextlib
 
 from zero_minimal.core import seams
+from zero_minimal.core.released import is_released
 from zero_minimal.core.units import give_back
-from zero_minimal.guards.released import is_released
 
 
 @seams.at("wrap_failed")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zero_minimal.core import seams
+from zero_minimal.core.released import is_released
 from zero_minimal.guards.marks import LEFT_BEHIND, trained_by
 
 MAY_ASK = (
@@ -69,12 +70,6 @@ def becomes_released(param: nn.Parameter) -> None:
 def becomes_plain(param: nn.Parameter) -> None:
     if isinstance(param, Released):
         param.__class__ = nn.Parameter
-
-
-def is_released(param: nn.Parameter) -> bool:
-    """Whether its values are gone for now; those of its class, whatever that is."""
-    in_memory = param.untyped_storage().nbytes()
-    return type(param) is Released or in_memory < param.numel() * param.element_size()
 
 
 def refuse_left_behind(module: nn.Module, *_) -> None:

@@ -81,8 +81,9 @@ def refuse_graph(backward, param: nn.Parameter, buckets: list) -> None:
 @seams.at("gradient_arrives")
 def refuse_late(backward, param: nn.Parameter, buckets: list) -> None:
     """Raises: RuntimeError if a bucket of this parameter was handed over, or counted it already."""
-    counts = [param in backward.waits_for.get(bucket, ()) for bucket in buckets]
-    if not backward.accumulating and not all(counts):
+    waits_for = getattr(backward, "waits_for", None)  # an assignment may count otherwise
+    counts = waits_for is None or all(param in waits_for.get(bucket, ()) for bucket in buckets)
+    if not backward.accumulating and not counts:
         raise RuntimeError(
             f"a gradient of shape {tuple(param.shape)} came after its bucket was handed over. "
             "If it was the parameter's second one in this pass: torch.utils.checkpoint around "

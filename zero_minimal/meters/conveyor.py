@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from zero_minimal.core import collectives
 from zero_minimal.core.layout import same_storage
+from zero_minimal.core.released import is_released
 from zero_minimal.core.units import Unit
-from zero_minimal.guards.released import is_released
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.owners import OF_A_BUCKET
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from zero_minimal.core import optimizers, replicas
 from zero_minimal.core.set_up import parameter_groups
+from zero_minimal.guards.refused_optimizers import STEPS
 from zero_minimal.offloading import files
 from zero_minimal.offloading.away import Kept
 from zero_minimal.offloading.budget import Budget
@@ -164,7 +165,7 @@ def _tensors(kind: type, options: dict, group: dict, dtype: torch.dtype) -> dict
     wide = torch.float32 if dtype.itemsize < 4 else dtype
     param = nn.Parameter(torch.zeros(TRIED, dtype=wide))
     optimizer = kind([group | {"params": [param]}], **options)
-    for _ in range(optimizers.STEPS):
+    for _ in range(STEPS):
         optimizers.update(optimizer, optimizer.param_groups[0], param, torch.ones_like(param))
     state = {name: value.dtype for name, value in optimizer.state[param].items()
              if isinstance(value, torch.Tensor) and value.shape == param.shape}

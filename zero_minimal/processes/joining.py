@@ -170,11 +170,17 @@ def before_the_end(function: Callable[[], object]) -> None:
     _before_the_end.append(function)
 
 
+def say_goodbye() -> None:
+    """This rank comes to its end: whoever still waits for it, or ever will, gets an error."""
+    if not seams.attached:  # else it has sent nothing
+        seams.tell("rank_ends")
+
+
 def come_to_the_end() -> None:
     """This rank has done its work."""
     for function in _before_the_end:
         function()
-    seams.tell("rank_ends")
+    say_goodbye()
 
 
 _local: dict = {}  # device and local rank of this process, for _describe

@@ -219,7 +219,8 @@ class Stage3:
         self.release_all()
         for part in self.parts:
             scale = 1 if self.gradient_scale is None else self.gradient_scale
-            part.master.grad = part.gradient.to(part.master.dtype) * scale
+            gradient = torch.zeros_like(part.shard) if part.gradient is None else part.gradient  # nobody ran a backward
+            part.master.grad = gradient.to(part.master.dtype) * scale
         self.optimizer.step()
         for part in self.parts:
             part.master.grad = None
