@@ -42,6 +42,7 @@ from zero_minimal.core.pending import (
     collective,
     heard_by,
     inside_collective,
+    other_ranks,
 )
 from zero_minimal.core.sums import sum_in_rank_order
 
@@ -204,12 +205,6 @@ def _exchange(leaving: list, arriving: list, group) -> list:
     works += [group.send([leaving[other]], other, tag) for other in others]
     channel().sent()
     return works
-
-
-def other_ranks(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks of a group by their number there: the next one first."""
-    world_size, rank = group.size(), group.rank()
-    return [(rank + distance) % world_size for distance in range(1, world_size)]
 
 
 def _on_host(tensor, group):

@@ -178,3 +178,9 @@ def inside_collective() -> bool:
 def channel() -> Channel:
     """That of the collective at work, also for what it is made of."""
     return _thread.call.channel
+
+
+def other_ranks(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks of a group by their number there: the next one first."""
+    world_size, rank = group.size(), group.rank()
+    return [(rank + distance) % world_size for distance in range(1, world_size)]

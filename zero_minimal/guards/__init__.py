@@ -3,6 +3,7 @@ the seams that it uses and the mistakes that it refuses. The algorithm knows non
 (core/seams.py), and runs without."""
 
 from importlib import import_module
+from importlib.util import find_spec
 
 IN_ORDER = (  # in which they are asked
     "group_members", "ownership", "refused_models", "views", "refused_optimizers",
@@ -10,5 +11,6 @@ IN_ORDER = (  # in which they are asked
     "changed_in_forward", "moments", "stage3_reads", "told_to_autograd", "copied_stage", "tokens",
     "forked_process", "collective_fingerprint",
 )
-for name in IN_ORDER:
+HAS_COLLECTIVES = find_spec("zero_minimal.core.collectives")  # not in the lesson that builds them
+for name in IN_ORDER if HAS_COLLECTIVES else ():
     import_module(f"zero_minimal.guards.{name}")

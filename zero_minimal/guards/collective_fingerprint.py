@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.core import seams
-from zero_minimal.core.collectives import Call, Channel, other_ranks
+from zero_minimal.core.pending import Call, Channel, other_ranks
 
 LENGTH = 256  # bytes of a note
 TAG = 2**30  # of notes; those of data are below it
