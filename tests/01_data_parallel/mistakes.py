@@ -358,7 +358,7 @@ UNTOLD = {
     "async_op=True)` without of=bucket": "it says to who watches whose message this is; what is sent stays the same",
     "Stage0.bucket_complete: `self._wait()` a statement later": "the message under way is another bucket's: it does "
     "not matter whether the missing gradients of this one are zeroed before it has arrived",
-    "Backward._gradient: `for bucket in buckets:` a statement later": "each bucket leaves with the "
+    "Backward._gradient: `for bucket in self.buckets_of[param]:` a statement later": "each bucket leaves with the "
     "gradient after its last one: the checks leave room for all-reduces whose second half leaves later than that",
     "Stage0.zero_grad: `self.backward.forget()` a statement later": "the statements concern different things",
     "Stage0.zero_grad: `self.gradient_scale = None` a statement later": "the statements concern different things",

@@ -134,8 +134,6 @@ def made_at_the_start(line):
         self.memory, self.reducing, self.shown = GradientMemory(self.buckets, group), None, False
         self.backward = Backward(self, by_turns=True)
         self.turns = Turns(self)
-        refuse_state_dict(self)
-        refuse_nested_tensors(self)
         """, line)}
 
 
