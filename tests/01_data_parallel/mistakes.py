@@ -34,7 +34,7 @@ def rest(old="self.stage.gradient_arrived(param, bucket.flat)", give="self.hand_
          buckets="[*self.waits_for]"):
     return {"Backward._hand_over_rest": function("def _hand_over_rest(self):", function(
         f"for bucket in {buckets}:", function("for param in self.waits_for[bucket]:", function(
-            "if handed_over.has_gradient(param):", old)), give))}
+            "if param.grad is not None:", old)), give))}
 
 
 def listen(register="param.register_post_accumulate_grad_hook(Tie(Backward._gradient, self))", begin=""):

@@ -79,7 +79,7 @@ def returned(*, scale="self.gradient_scale", options="_options_of(self.optimizer
 
 
 READY = "self.backward.complete()"
-EDITS = "for bucket in self.buckets:\n    layout.wait_until_left(bucket)\n    precision.keep_changes(bucket)"
+EDITS = "for bucket in self.buckets:\n    seams.tell('update_begins', bucket)\n    precision.keep_changes(bucket)"
 GATHER = """
 def gather(bucket):
     return collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket,
