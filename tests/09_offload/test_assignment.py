@@ -859,7 +859,14 @@ def after_a_step(assignment):
             weight += 1.0
         edited = weight.detach().clone()
         zero.step()
-        found.append((means, refused, (weight.detach() - edited).abs().max().item()))
+        moved = (weight.detach() - edited).abs().max().item()
+        zero.zero_grad()
+        zero.optimizer.param_groups[0]["lr"] = 1.0
+        if rank == 0:  # the other one has run out of batches
+            zero.model(*toys.numbers(rank, 3)).backward()
+        zero.step()
+        alone = (weight.detach() - edited).abs().max().item()
+        found.append((means, refused, moved, alone))
         zero.host.end()
     return found
 
@@ -868,7 +875,7 @@ def after_a_step(assignment):
 def test_statistics_are_alike_and_a_late_backward_is_refused(assignment):
     results = once(after_a_step, 2, assignment)
     for rank, of_rank in enumerate(results):
-        for name, ((_, after), refused, _), ((_, first), *_) in zip(STAGES, of_rank, results[0], strict=False):
+        for name, ((_, after), refused, _, alone), ((_, first), *_) in zip(STAGES, of_rank, results[0], strict=False):
             assert torch.equal(after, first), (
                 f"{name}: after step() batch norm's running mean is {after[0]:.4g}, … on rank {rank} and "
                 f"{first[0]:.4g}, … on rank 0: replicas.broadcast_statistics gives all rank 0's"
@@ -878,12 +885,16 @@ def test_statistics_are_alike_and_a_late_backward_is_refused(assignment):
                 f"error: "
                 "set self.backward.spent in step()"
             )
+            assert alone > 0, (
+                f"{name}: rank 0 alone ran a backward before step(), and step() moved nothing on rank {rank}. Who has "
+                "no gradient sends zeros: were all buckets handed over before the hosts update?"
+            )
 
 
 @pytest.mark.step(4, points=1, stuck=WAITS)
 def test_an_edit_goes_along(assignment):
     for rank, of_rank in enumerate(once(after_a_step, 2, assignment)):
-        for name, (_, _, moved) in zip(STAGES, of_rank, strict=False):
+        for name, (_, _, moved, _) in zip(STAGES, of_rank, strict=False):
             assert moved < 1e-6, (
                 f"{name}: 1 was added to a parameter by hand on all ranks, and step() of SGD with lr 0 moved it by "
                 f"{moved:.2g} on rank {rank}: the host's master did not know of the edit (precision.keep_changes), and "
