@@ -43,7 +43,7 @@ def listen(register="param.register_post_accumulate_grad_hook(Tie(Backward._grad
 
 
 COUNT = """
-for bucket in buckets:
+for bucket in self.buckets_of[param]:
     self.waits_for[bucket] -= {param}
     if not self.waits_for[bucket]:
         self._completed.append(bucket)
@@ -87,7 +87,7 @@ VISITS = listen(begin="""
     """) | gradient(count="""
     self.visits[param] -= 1
     if self.visits[param] == 0:
-        for bucket in buckets:
+        for bucket in self.buckets_of[param]:
             self.waits_for[bucket].discard(param)
     """)
 ONE_BY_ONE = """
@@ -209,7 +209,7 @@ WRONG = {
     "leaves with the parameter that was registered last": Wrong(
         3, "test_gradients_that_leave_early_are_the_mean", r"came after its bucket was handed over",
         gradient(count="""
-            for bucket in buckets:
+            for bucket in self.buckets_of[param]:
                 if param is bucket.params[0]:
                     self.hand_over(bucket)
             """, end=""), 2),
