@@ -263,7 +263,7 @@ def after_zero_grad():
             raise
         raise AssertionError(
             f"zero_grad() was called before this backward, and it was refused as if it had not been ({error}): what "
-            "step() has set and backward has counted must start afresh in zero_grad() (self.backward.forget())"
+            "step() has set and backward has counted must start afresh in zero_grad() (self.reducer.forget())"
         ) from None
 
 

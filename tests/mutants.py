@@ -22,11 +22,11 @@ from pathlib import Path
 
 import submissions
 
+from zero_minimal.classroom.grader_client import GraderClient
 from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.judging import SECONDS, Reported, reports
 from zero_minimal.classroom.lessons import Lesson, found
 from zero_minimal.classroom.references import reference
-from zero_minimal.classroom.standby import Standby
 from zero_minimal.classroom.starters import functions_of
 
 COMPARED = {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
@@ -167,7 +167,7 @@ class Jury:
         self.lesson, self.folder = lesson, tempfile.TemporaryDirectory()
         self.file = Path(self.folder.name) / "assignment.py"
         self.file.write_text(reference(lesson))
-        self.standby = Standby(lesson, self.file)
+        self.standby = GraderClient(lesson, self.file)
         self.standby.wait_until_ready()
 
     def says(self, source: str, first: int = 1) -> str:

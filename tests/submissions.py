@@ -110,7 +110,7 @@ def solution(lesson: Lesson, name: str) -> list[str]:
 
 @functools.cache
 def supervisor(lesson: Lesson) -> Supervisor:
-    """One for all submissions of a lesson, whatever test file they are in: its nursery takes seconds to start."""
+    """One for all submissions of a lesson, whatever test file they are in: its fork server takes seconds to start."""
     made = Supervisor(lesson, lesson.starter)
     atexit.register(made.close)
     return made

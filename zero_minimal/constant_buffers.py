@@ -63,7 +63,7 @@ class ConstantBuffers:
         self._finish(self._turn)
         return self.buffers[self._turn]
 
-    def send(self, pending: collectives.Pending, then: Callable[[], object]) -> None:
+    def send(self, pending: collectives.Work, then: Callable[[], object]) -> None:
         """The buffer that was taken last is on its way. Once `pending` is over, `then()` is called
         to read the result: not now, but before the buffer is taken again."""
         self._under_way[self._turn] = pending, then

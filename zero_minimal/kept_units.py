@@ -33,7 +33,7 @@ class Kept3(Stage3):
         self.kept = set(blocks[max(len(blocks) - int(keep_units), 0) :])
 
     def unit_turn(self, unit, following):
-        self.waiting = self.waiting - {unit} if self.backward.running else self.kept
+        self.waiting = self.waiting - {unit} if self.reducer.running else self.kept
         super().unit_turn(unit, following)
 
     def _release(self, unit):

@@ -5,17 +5,17 @@
 
 A forward does not need all parameters at once: the embedding first, the head last. So step() starts
 the all-gathers, in the order of the forward, and returns. In its turn each module waits for its own
-parameters alone (extensions/on_the_way.py), as at stage 3. Bytes, memory and losses are those
+parameters alone (extensions/lazy_all_gather.py), as at stage 3. Bytes, memory and losses are those
 of stages 1 and 2.
 
 Who looks at a parameter meanwhile waits for it, too, and gets the whole, new one. What looks past
-PyTorch, C++ extensions and CUDA graphs say, needs `zero.on_the_way.wait()` before.
+PyTorch, C++ extensions and CUDA graphs say, needs `zero.gathering.wait()` before.
 """
 
 import torch
 
 from zero_minimal.core import collectives, optimizers, replicas
-from zero_minimal.extensions.on_the_way import OnTheWay
+from zero_minimal.extensions.lazy_all_gather import LazyAllGather
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 
@@ -26,7 +26,7 @@ class Late:
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.on_the_way = OnTheWay(self)
+        self.gathering = LazyAllGather(self)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -37,32 +37,32 @@ class Late:
         replicas.broadcast_statistics(self.model, self.group)
         for bucket in reversed(self.buckets):  # backward completes the last layers first
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
-            self.on_the_way.send(bucket, lambda bucket=bucket: collectives.all_gather(
+            self.gathering.send(bucket, lambda bucket=bucket: collectives.all_gather(
                 bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket,
                 async_op=True,
             ))
-        self.backward.spent = True
+        self.reducer.spent = True
 
     # whoever uses more than a module at a time waits for all
 
     def reduced_gradients(self) -> list[torch.Tensor]:
         """What the update reads: this rank's shard of each bucket's average, [padded / N]."""
-        self.on_the_way.wait()  # what no forward has used since the last step
+        self.gathering.wait()  # what no forward has used since the last step
         return super().reduced_gradients()
 
     def state_dict(self) -> dict:
         """This rank's training state, for a restart with the same number of ranks."""
-        self.on_the_way.wait()
+        self.gathering.wait()
         return super().state_dict()
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
-        self.on_the_way.wait()
+        self.gathering.wait()
         super().load_state_dict(state)
 
     def gather_parameters(self):
         """Context in which every parameter is whole, as at stages 1 and 2."""
-        self.on_the_way.wait()
+        self.gathering.wait()
         return super().gather_parameters()
 
 

@@ -14,7 +14,7 @@ once.
 
 naive.py trains the same in fp32, without these, which lie in core/:
     buckets       many gradients in one message         layout.py
-    overlap       messages travel during backward       backward.py
+    overlap       messages travel during backward       reducer.py
     fp32 masters  so that 16-bit parameters can train   precision.py, optimizers.py
 """
 
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from zero_minimal.core import collectives, optimizers, precision, replicas
-from zero_minimal.core.backward import Backward, Hooks
+from zero_minimal.core.reducer import Hooks, Reducer
 from zero_minimal.core.set_up import set_up
 
 
@@ -55,7 +55,7 @@ class Stage0(Hooks):
             self, model, optimizer_class, optimizer_options,
             group=group, bucket_bytes=bucket_bytes, param_groups=param_groups,
         )
-        self.backward = Backward(self)
+        self.reducer = Reducer(self)
         self.reducing = None  # the all-reduce under way, if any
 
     def own(self, bucket):
@@ -63,7 +63,7 @@ class Stage0(Hooks):
         bucket.gradients = bucket.whole_gradients()  # [padded]
         bucket.parameter_shard, bucket.gradient_shard = bucket.parameters, bucket.gradients
 
-    # during backward: core/backward.py calls these
+    # during backward: core/reducer.py calls these
 
     def gradient_arrived(self, param, flat):
         flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
@@ -89,13 +89,13 @@ class Stage0(Hooks):
 
     def no_sync(self) -> AbstractContextManager:
         """Context for the micro-batches before the last: gradients add up here, nothing is sent."""
-        return self.backward.accumulate()
+        return self.reducer.accumulate()
 
     # after backward
 
     def reduced_gradients(self) -> list[torch.Tensor]:
         """What the update reads: the averaged gradient of each bucket, [padded]."""
-        self.backward.complete()
+        self.reducer.complete()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
@@ -114,12 +114,12 @@ class Stage0(Hooks):
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
         replicas.broadcast_statistics(self.model, self.group)
-        self.backward.spent = True
+        self.reducer.spent = True
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
         self._wait()
-        self.backward.forget()
+        self.reducer.forget()
         self.gradient_scale = None
         for param in self.model.parameters():
             param.grad = None

@@ -29,11 +29,11 @@ import torch
 from torch import nn
 
 from zero_minimal.core import collectives, optimizers, precision, replicas
-from zero_minimal.core.backward import Backward, Hooks
+from zero_minimal.core.execution_order import ExecutionOrder
+from zero_minimal.core.freed_parameter import release, restore
 from zero_minimal.core.gradient_memory import GradientMemory, Reduction
-from zero_minimal.core.released import release, restore
+from zero_minimal.core.reducer import Hooks, Reducer
 from zero_minimal.core.set_up import set_up
-from zero_minimal.core.turns import Turns
 from zero_minimal.core.units import find_units, whole_parameters
 
 
@@ -83,8 +83,9 @@ class Stage3(Hooks):
         self.memory = memory(self.buckets, group)
         self.reducing = None  # the Reduction under way, if any
         self.shown = False  # inside gather_parameters()
-        self.backward = Backward(self, by_turns=True)
-        self.turns = Turns(self)  # after Backward, whose hook on the model's output runs first
+        self.reducer = Reducer(self, by_turns=True)
+        # after Reducer, whose hook on the model's output runs first
+        self.execution_order = ExecutionOrder(self)
 
     def own(self, bucket):
         """A rank keeps a shard of every bucket, and of its parameters nothing else
@@ -93,7 +94,7 @@ class Stage3(Hooks):
         bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank).clone()
         self._free(bucket)
 
-    # parameters come and go: core/turns.py says when
+    # parameters come and go: core/execution_order.py says when
 
     def _gather(self, unit):
         """Start to gather a unit's parameters."""
@@ -162,12 +163,12 @@ class Stage3(Hooks):
     def evaluation_done(self):
         self._release_all()
 
-    # during backward: core/backward.py calls these
+    # during backward: core/reducer.py calls these
 
     def backward_begins(self):
         if self.shown:
             raise RuntimeError("call backward() outside gather_parameters()")
-        self.turns.begin("backward")
+        self.execution_order.begin("backward")
 
     def bucket_complete(self, bucket, done):
         # first wait for the bucket before, under way while autograd made these gradients: its
@@ -205,7 +206,7 @@ class Stage3(Hooks):
 
     def reduced_gradients(self) -> list[torch.Tensor]:
         """What the update reads: this rank's shard of each bucket's average, [padded / N]."""
-        self.backward.complete()
+        self.reducer.complete()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
@@ -225,12 +226,12 @@ class Stage3(Hooks):
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
         replicas.broadcast_statistics(self.model, self.group)
-        self.backward.spent = True
+        self.reducer.spent = True
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
         self._wait()
-        self.backward.forget()
+        self.reducer.forget()
         self.gradient_scale = None
         for bucket in self.buckets:
             bucket.gradient_shard = None

@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
-from zero_minimal.checkpoint.boxes import Place
-from zero_minimal.checkpoint.pieces import Holding
+from zero_minimal.checkpoint.chunks import Place
+from zero_minimal.checkpoint.local_chunks import Holding
 from zero_minimal.constant_buffers import ConstantBuffers
 from zero_minimal.core import collectives, precision
 from zero_minimal.core.gradient_memory import GradientMemory

@@ -14,7 +14,7 @@ once.
 
 naive.py trains the same in fp32, without these, which lie in core/:
     buckets       many gradients in one message         layout.py
-    overlap       messages travel during backward       backward.py
+    overlap       messages travel during backward       reducer.py
     fp32 masters  so that 16-bit parameters can train   precision.py, optimizers.py
 """
 
@@ -26,12 +26,12 @@ import torch
 from torch import nn
 
 from zero_minimal.core import collectives, optimizers, precision, replicas
-from zero_minimal.core.backward import Hooks
 from zero_minimal.core.layout import Bucket
 from zero_minimal.core.outputs import tensors_in
+from zero_minimal.core.reducer import Hooks
 from zero_minimal.core.seams import tell
 from zero_minimal.core.set_up import set_up
-from zero_minimal.core.ties import Tie
+from zero_minimal.core.weak_hooks import WeakHook
 
 
 def _too_late(param):
@@ -108,10 +108,11 @@ class Naive:
         self.averaged, self.guards = False, []
 
 
-class Backward:
+class Reducer:
     """Counts the gradients of each of stage.buckets as they come, and calls the stage's Hooks.
 
-    by_turns: do not hand over a bucket with its last gradient: turns.Turns says when (stage 3).
+    by_turns: do not hand over a bucket with its last gradient: at stage 3 execution_order.py says
+        when.
     """
 
     def __init__(self, stage: Hooks, by_turns: bool = False):
@@ -129,9 +130,9 @@ class Backward:
         self.accumulating = False  # passes hand over nothing
         self.spent = False  # step() has used the gradients, and zero_grad() was not called since
         self._reset()
-        stage.model.register_forward_hook(Tie(Backward._watch_output, self))
+        stage.model.register_forward_hook(WeakHook(Reducer._watch_output, self))
         for param in self.buckets_of:  # before autograd adds anything to .grad
-            param.register_hook(Tie(lambda backward, _: backward.begin(), self))
+            param.register_hook(WeakHook(lambda reducer, _: reducer.begin(), self))
         self._listen()
         tell("followed", self)
 
@@ -146,7 +147,7 @@ class Backward:
         in_func = torch._C._functorch.peek_interpreter_stack() is not None  # its passes are its own
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None and not in_func:
-                tensor.grad_fn.register_prehook(Tie(lambda backward, *_: backward.begin(), self))
+                tensor.grad_fn.register_prehook(WeakHook(lambda reducer, *_: reducer.begin(), self))
 
     def begin(self) -> None:
         """A pass begins, unless one is under way: backward has come to something of this model."""
@@ -171,7 +172,7 @@ class Backward:
 
     def _listen(self) -> None:
         """Let autograd call _gradient(param) in every pass, as soon as param.grad is there."""
-        # step 3: autograd calls self._gradient, through a Tie, for each parameter of
+        # step 3: autograd calls self._gradient, through a WeakHook, for each parameter of
         # self.buckets_of.
         ...  # until step 3 nothing happens here
 
@@ -281,7 +282,7 @@ class Stage0(Hooks):
             self, model, optimizer_class, optimizer_options,
             group=group, bucket_bytes=bucket_bytes, param_groups=param_groups,
         )
-        self.backward = Backward(self)
+        self.reducer = Reducer(self)
         self.reducing = None  # the all-reduce under way, if any
 
     def own(self, bucket):
@@ -289,7 +290,7 @@ class Stage0(Hooks):
         bucket.gradients = bucket.whole_gradients()  # [padded]
         bucket.parameter_shard, bucket.gradient_shard = bucket.parameters, bucket.gradients
 
-    # during backward: core/backward.py calls these
+    # during backward: core/reducer.py calls these
 
     def gradient_arrived(self, param, flat):
         flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
@@ -312,13 +313,13 @@ class Stage0(Hooks):
 
     def no_sync(self) -> AbstractContextManager:
         """Context for the micro-batches before the last: gradients add up here, nothing is sent."""
-        return self.backward.accumulate()
+        return self.reducer.accumulate()
 
     # after backward
 
     def reduced_gradients(self) -> list[torch.Tensor]:
         """What the update reads: the averaged gradient of each bucket, [padded]."""
-        self.backward.complete()
+        self.reducer.complete()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
@@ -337,12 +338,12 @@ class Stage0(Hooks):
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
         replicas.broadcast_statistics(self.model, self.group)
-        self.backward.spent = True
+        self.reducer.spent = True
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
         # step 5: nothing is under way, no .grad is left, self.gradient_scale is None, and
-        # self.backward starts afresh (forget).
+        # self.reducer starts afresh (forget).
         raise NotImplementedError("step 5: zero_grad")
 
     @contextmanager

@@ -23,10 +23,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_minimal.core import collectives, precision, replicas
-from zero_minimal.core.backward import Backward, Hooks
 from zero_minimal.core.layout import ALIGNMENT, Bucket
 from zero_minimal.core.optimizers import changes_parameters, update
 from zero_minimal.core.precision import Scale
+from zero_minimal.core.reducer import Hooks, Reducer
 from zero_minimal.core.set_up import set_up
 
 
@@ -120,7 +120,7 @@ class Stage1(Hooks):
             padded_size=padded_size, master_of=master_of,
             over_shards=over_shards,
         )
-        self.backward = Backward(self)
+        self.reducer = Reducer(self)
         self.reducing = None  # the reduce-scatter under way, if any
 
     def own(self, bucket):
@@ -131,10 +131,10 @@ class Stage1(Hooks):
         # bucket.parameters and bucket.gradients.
         raise NotImplementedError("step 1: own")
 
-    # during backward: core/backward.py calls these
+    # during backward: core/reducer.py calls these
 
     def backward_begins(self):
-        if self.backward.reduced:  # a second backward since zero_grad(); Backward clears this next
+        if self.reducer.reduced:  # a second backward since zero_grad(); Reducer clears this next
             # a shard holds an average A, and will be averaged again. Its owner puts in N·A, the
             # other ranks 0, so A comes back: (N·A + 0 + … + 0) / N = A. New gradients add to that.
             for bucket in self.buckets:
@@ -164,13 +164,13 @@ class Stage1(Hooks):
 
     def no_sync(self) -> AbstractContextManager:
         """Context for the micro-batches before the last: gradients add up here, nothing is sent."""
-        return self.backward.accumulate()
+        return self.reducer.accumulate()
 
     # after backward
 
     def reduced_gradients(self) -> list[torch.Tensor]:
         """What the update reads: this rank's shard of each bucket's average, [padded / N]."""
-        self.backward.complete()
+        self.reducer.complete()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
@@ -193,7 +193,7 @@ class Stage1(Hooks):
     def zero_grad(self) -> None:
         """Forget the gradients."""
         self._wait()
-        self.backward.forget()
+        self.reducer.forget()
         self.gradient_scale = None
         for param in self.model.parameters():
             param.grad = None

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 from zero_minimal.core import collectives, optimizers, precision, replicas
-from zero_minimal.core.backward import Backward, Hooks
 from zero_minimal.core.gradient_memory import GradientMemory, Reduction
+from zero_minimal.core.reducer import Hooks, Reducer
 from zero_minimal.core.set_up import set_up
 
 
@@ -59,7 +59,7 @@ class Stage2(Hooks):
             self, model, optimizer_class, optimizer_options,
             group=group, bucket_bytes=bucket_bytes, param_groups=param_groups,
         )
-        self.backward = Backward(self)
+        self.reducer = Reducer(self)
         self.memory = memory(self.buckets, group)
         self.reducing = None  # the Reduction under way, if any
 
@@ -68,7 +68,7 @@ class Stage2(Hooks):
         alone (core/set_up.py calls this at the start)."""
         bucket.parameter_shard = bucket.shard(bucket.parameters, self.rank)  # [padded / N]
 
-    # during backward: core/backward.py calls these
+    # during backward: core/reducer.py calls these
 
     def bucket_complete(self, bucket, done):
         # step 1: the mean of this bucket's gradients over the ranks is on its way to their shards,
@@ -93,7 +93,7 @@ class Stage2(Hooks):
 
     def reduced_gradients(self) -> list[torch.Tensor]:
         """What the update reads: this rank's shard of each bucket's average, [padded / N]."""
-        self.backward.complete()
+        self.reducer.complete()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()

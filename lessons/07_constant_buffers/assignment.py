@@ -57,7 +57,7 @@ class ConstantBuffers:
         # result was read. The one that was sent last may still be on its way.
         raise NotImplementedError("step 1: take")
 
-    def send(self, pending: collectives.Pending, then: Callable[[], object]) -> None:
+    def send(self, pending: collectives.Work, then: Callable[[], object]) -> None:
         """The buffer that was taken last is on its way. Once `pending` is over, `then()` is called
         to read the result: not now, but before the buffer is taken again."""
         # step 1: it is noted what the buffer taken last waits for. Nothing has been waited for or

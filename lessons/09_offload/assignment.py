@@ -6,7 +6,7 @@ Memory a rank, for Ψ parameters on N ranks, in 16 bit:
     Offloaded1   2Ψ   parameters + 2Ψ gradients     the host: 4Ψ/N masters + 8Ψ/N state + 2Ψ/N
     Offloaded2   2Ψ   parameters + buckets                    gradients
     Offloaded3   2Ψ/N parameters + units, buckets
-and four buffers of one bucket's shard, through which all goes (offloading/bus.py).
+and four buffers of one bucket's shard, through which all goes (offloading/host_link.py).
 
 Over the bus, a step and rank; what the ranks send each other stays as it is:
 
@@ -21,8 +21,8 @@ With k micro-batches a step gradients cross once at stage 1, which adds them up 
 k times at stages 2 and 3, where the host adds them up. Crossing once would keep 2Ψ/N bytes of them
 on the rank: k times more on the bus is the price of none.
 
-The host of a rank on a CPU is a process beside it (offloading/beside.py), that of a rank with a
-GPU a thread and pinned memory. The bits are those of the stage by itself; with a GPU those of an
+The host of a rank on a CPU is a process beside it (offloading/host_process.py), that of a rank with
+a GPU a thread and pinned memory. The bits are those of the stage by itself; with a GPU those of an
 update on the CPU.
 """
 
@@ -38,21 +38,21 @@ from torch import Tensor, nn
 
 from zero_minimal.core import collectives, optimizers, precision, replicas, seams
 from zero_minimal.offloading import disk_set_up
-from zero_minimal.offloading.away import (
-    Away,
+from zero_minimal.offloading.async_fetch import AsyncFetch
+from zero_minimal.offloading.disk import OnDisk
+from zero_minimal.offloading.files import Buffer, File, Stretch
+from zero_minimal.offloading.host_link import Bus, Parcel, speed
+from zero_minimal.offloading.host_process import Host
+from zero_minimal.offloading.offloaded_state import (
     Kept,
+    OffloadedState,
     Shard,
     all_here,
     put_all,
     refuse_alone,
     stand_in,
 )
-from zero_minimal.offloading.beside import Host
-from zero_minimal.offloading.bus import Bus, Parcel, speed
-from zero_minimal.offloading.disk import OnDisk
-from zero_minimal.offloading.files import Buffer, File, Stretch
 from zero_minimal.offloading.read_ahead import BUFFERS
-from zero_minimal.offloading.returning import Returning
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
@@ -190,7 +190,7 @@ class Offloaded:
     Args:
         bus: bytes a second in each direction; None: as fast as it goes.
         disk: a folder, for a host that keeps all in a file there (offloading/disk.py).
-        host_budget: bytes of memory that its process may then have (offloading/budget.py).
+        host_budget: bytes of memory that its process may then have (offloading/memory_budget.py).
         The others are the stage's.
     zero.optimizer holds the options (lr, …), which go along with each update, so that a scheduler
     attaches to it; its state is on the host. Refused are its step hooks, and reduced_gradients().
@@ -220,7 +220,7 @@ class Offloaded:
         serving = functools.partial(serve, kind=DiskState) if self.disk else serve
         self.host = Host(serving, largest, device, self.bandwidth)
         weakref.finalize(self, self.host.end)
-        self.returning = Returning(self.host)
+        self.returning = AsyncFetch(self.host)
         if self.disk:
             disk_set_up.set_up(self, self.disk, self.in_turn())
 
@@ -230,7 +230,7 @@ class Offloaded:
         if bucket.trained:
             if self.host is None:
                 self._start_host(bucket.parameter_shard.device)
-            bucket.away = Away(self.host, self.in_turn().index(bucket))
+            bucket.away = OffloadedState(self.host, self.in_turn().index(bucket))
             self._hand_over(bucket)
             bucket.away.know(bucket)
 
@@ -271,7 +271,7 @@ class Offloaded:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """As at the stage. The host computes the norms of this rank's shards."""
-        self.backward.complete()
+        self.reducer.complete()
         norms, dtype = self.host.ask("norms")
         norms = [norms[bucket.away.number] for bucket in self.buckets]  # sums have an order
         squares = torch.tensor(norms, dtype=dtype, device=self.buckets[0].device).square().sum()
@@ -283,7 +283,7 @@ class Offloaded:
 
     def gradients_are_finite(self) -> Tensor:
         """Whether none of this rank's is infinite or NaN, []: what LossScaler asks."""
-        self.backward.complete()
+        self.reducer.complete()
         return torch.tensor(self.host.ask("finite"), device=self.buckets[0].device)
 
     def zero_grad(self) -> None:
@@ -356,12 +356,12 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
     def step(self) -> None:
         """Let the host update its shards. All but the first come beside the next forward."""
         self._release_all()
-        self.backward.complete()
+        self.reducer.complete()
         for bucket in self.buckets:
             seams.tell("update_begins", bucket)
         self.returning.begin(self._returned(), self.buckets)
         replicas.broadcast_statistics(self.model, self.group)
-        self.backward.spent = True
+        self.reducer.spent = True
 
     def _gather(self, unit):
         self.returning.take_until_back(unit.buckets)

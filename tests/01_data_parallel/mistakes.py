@@ -32,13 +32,13 @@ def wait(body="if self.reducing:\n    self.reducing.wait()\n    self.reducing = 
 
 def rest(old="self.stage.gradient_arrived(param, bucket.flat)", give="self.hand_over(bucket)",
          buckets="[*self.waits_for]"):
-    return {"Backward._hand_over_rest": function("def _hand_over_rest(self):", function(
+    return {"Reducer._hand_over_rest": function("def _hand_over_rest(self):", function(
         f"for bucket in {buckets}:", function("for param in self.waits_for[bucket]:", function(
             "if param.grad is not None:", old)), give))}
 
 
-def listen(register="param.register_post_accumulate_grad_hook(Tie(Backward._gradient, self))", begin=""):
-    return {"Backward._listen": function("def _listen(self):", begin, function(
+def listen(register="param.register_post_accumulate_grad_hook(WeakHook(Reducer._gradient, self))", begin=""):
+    return {"Reducer._listen": function("def _listen(self):", begin, function(
         "for param in self.buckets_of:", register))}
 
 
@@ -51,7 +51,7 @@ for bucket in self.buckets_of[param]:
 
 
 def gradient(begin="self._arrived(param)", count=COUNT, end="self._hand_over_complete()"):
-    return {"Backward._gradient": function(
+    return {"Reducer._gradient": function(
         "def _gradient(self, param):", begin, "if self.accumulating:\n    return", count, end)}
 
 
@@ -65,15 +65,15 @@ while self.waits_for:
 
 
 def hand_over_complete(body=HEAD):
-    return {"Backward._hand_over_complete": function("def _hand_over_complete(self):", body)}
+    return {"Reducer._hand_over_complete": function("def _hand_over_complete(self):", body)}
 
 
 def accumulate(inside="self.accumulating = True", after="self.accumulating = False"):
-    return {"Backward.accumulate": "@contextmanager\n" + function(
+    return {"Reducer.accumulate": "@contextmanager\n" + function(
         "def accumulate(self):", inside, "try:\n    yield", function("finally:", after))}
 
 
-def zero_grad(begin="self._wait()", forget="self.backward.forget()", scale="self.gradient_scale = None",
+def zero_grad(begin="self._wait()", forget="self.reducer.forget()", scale="self.gradient_scale = None",
               drop="param.grad = None"):
     return {"Stage0.zero_grad": function("def zero_grad(self):", begin, forget, scale,
                                          function("for param in self.model.parameters():", drop))}
@@ -203,7 +203,7 @@ WRONG = {
         3, "test_gradients_that_leave_early_are_the_mean",
         r"(?s)it raised AttributeError: 'NoneType' object.*To look at: is .grad there when your hook is called",
         listen(register="""
-            hook = Tie(lambda backward, own, _: backward._gradient(own), self, param)
+            hook = WeakHook(lambda backward, own, _: backward._gradient(own), self, param)
             param.register_hook(hook)
             """), 2),
     "leaves with the parameter that was registered last": Wrong(
@@ -240,7 +240,7 @@ WRONG = {
         bucket_complete(reduce=REDUCE + "\nself._wait()")),
     "waits at once in the second pass of a step": Wrong(
         4, "test_all_has_arrived_when_backward_ends", r"rank 0 stood still each time .* This is the second backward",
-        bucket_complete(reduce=REDUCE + "\nif self.backward.passes:\n    self._wait()")),
+        bucket_complete(reduce=REDUCE + "\nif self.reducer.passes:\n    self._wait()")),
     "nobody waits": Wrong(
         4, "test_all_has_arrived_when_backward_ends",
         r"(?s)every all-reduce that was started must be|has not the mean gradients of two .* was each all-reduce wai",
@@ -256,14 +256,14 @@ WRONG = {
         accumulate(after="pass")),
     "no_sync lasts when an error leaves it": Wrong(
         5, "test_an_error_ends_no_sync_too", r"The next backward sent 0 bytes on rank 0, and .* must leave there",
-        {"Backward.accumulate": "@contextmanager\n" + function(
+        {"Reducer.accumulate": "@contextmanager\n" + function(
             "def accumulate(self):", "self.accumulating = True", "yield", "self.accumulating = False")}),
     "earlier micro-batches are halved": Wrong(
         5, "test_micro_batches_add_up", r"has not the ranks' mean of 3 micro-batches' sum",
         {"Stage0.gradient_arrived": """
             def gradient_arrived(self, param, flat):
                 flat.keep_gradient(param)
-                if self.backward.accumulating:
+                if self.reducer.accumulating:
                     param.grad /= 2
             """}),
     "a list that gets the norm of each bucket": Wrong(
@@ -278,7 +278,7 @@ WRONG = {
         {"Stage0.step": "@torch.no_grad()\n" + function(
             "def step(self):", "self.reduced_gradients()", function("for bucket in self.buckets:", (
                 "optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)")),
-            "self.backward.spent = True")}),
+            "self.reducer.spent = True")}),
     "each rank keeps its own running statistics, the naive way": Wrong(
         5, "test_a_step_leaves_rank_0s_statistics", r"Naive: after step\(\) norm.running_mean.* of rank 1 is not what",
         {"Naive.step": function("def step(self):", "self.reduced_gradients()", "self.optimizer.step()")}),
@@ -287,44 +287,44 @@ WRONG = {
         {"Stage0.step": "@torch.no_grad()\n" + function(
             "def step(self):", "self.reduced_gradients()", function("for bucket in self.buckets:", (
                 "optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)")),
-            "if not self.backward.steps:\n    replicas.broadcast_statistics(self.model, self.group)",
-            "self.backward.spent = True")}),
+            "if not self.reducer.steps:\n    replicas.broadcast_statistics(self.model, self.group)",
+            "self.reducer.spent = True")}),
     "old gradients stay": Wrong(
         5, "test_the_second_step_starts_afresh", r"the sum of both steps': zero_grad\(\) left the first one's",
         zero_grad(drop="pass")),
     "zero_grad does not tell backward": Wrong(
         5, "test_the_second_step_starts_afresh",
-        r"^rank \d: zero_grad\(\) was called before this backward, and it was refused .* \(self.backward.forget\(\)\)",
+        r"^rank \d: zero_grad\(\) was called before this backward, and it was refused .* \(self.reducer.forget\(\)\)",
         zero_grad(forget="")),
     "listens once more in each step": Wrong(
         5, "test_the_second_step_starts_afresh", r"came after its bucket was handed over",
-        zero_grad(forget="self.backward.forget()\nself.backward._listen()")),
+        zero_grad(forget="self.reducer.forget()\nself.backward._listen()")),
     "an old gradient stands in for a missing one": Wrong(
         5, "test_trains_as_one_process_would",
         r"(?s)rank 0 has other parameters than one process .* counts as one whose .*zero_missing",
         bucket_complete(missing="")),
     "of a micro-batch that is dropped the gradients stay": Wrong(
         5, "test_the_second_step_starts_afresh", r"has not the last step's mean gradient. Before it .* under no_sync",
-        zero_grad(begin="reduced = self.backward.reduced",
+        zero_grad(begin="reduced = self.reducer.reduced",
                   drop="param.grad = None if reduced else param.grad")),
     "of a batch that is dropped the gradients stay": Wrong(
         5, "test_the_second_step_starts_afresh", r"has not the last step's mean gradient. Before it a batch was drop",
-        zero_grad(begin="spent = self.backward.spent", drop="param.grad = None if spent else param.grad")),
+        zero_grad(begin="spent = self.reducer.spent", drop="param.grad = None if spent else param.grad")),
     "the scale of a batch that is dropped stays": Wrong(
         5, "test_the_second_step_starts_afresh",
         r"moved rank 0's parameters by \S+, and .* was clipped, to 0.001, and then dropped",
-        zero_grad(begin="if self.backward.spent:\n    self.gradient_scale = None", scale="")),
+        zero_grad(begin="if self.reducer.spent:\n    self.gradient_scale = None", scale="")),
     "later steps wait at once": Wrong(
         5, "test_later_steps_overlap_too", r"rank 0 stood still each time .* This is the fourth step: what is another",
-        bucket_complete(reduce=REDUCE + "\nif self.backward.steps:\n    self._wait()")),
+        bucket_complete(reduce=REDUCE + "\nif self.reducer.steps:\n    self._wait()")),
     "later steps wait until backward has ended": Wrong(
         5, "test_later_steps_overlap_too", r"rank 0 sent nothing before .* This is the fourth step: what is another",
         hand_over_complete("if self.steps:\n    return" + HEAD)),
     "after the first step nobody listens": Wrong(
         5, "test_later_steps_overlap_too", r"rank 0 sent nothing before .* This is the fourth step: what is another",
-        listen(begin="self.hooks = []", register="self.hooks.append(param.register_post_accumulate_grad_hook(Tie("
-               "Backward._gradient, self)))") | zero_grad(begin="""
-            for hook in self.backward.hooks:
+        listen(begin="self.hooks = []", register="self.hooks.append(param.register_post_accumulate_grad_hook(WeakHook("
+               "Reducer._gradient, self)))") | zero_grad(begin="""
+            for hook in self.reducer.hooks:
                 hook.remove()
             """)),
     "clipping stays for the next step": Wrong(
@@ -358,9 +358,9 @@ UNTOLD = {
     "async_op=True)` without of=bucket": "it says to who watches whose message this is; what is sent stays the same",
     "Stage0.bucket_complete: `self._wait()` a statement later": "the message under way is another bucket's: it does "
     "not matter whether the missing gradients of this one are zeroed before it has arrived",
-    "Backward._gradient: `for bucket in self.buckets_of[param]:` a statement later": "each bucket leaves with the "
+    "Reducer._gradient: `for bucket in self.buckets_of[param]:` a statement later": "each bucket leaves with the "
     "gradient after its last one: the checks leave room for all-reduces whose second half leaves later than that",
-    "Stage0.zero_grad: `self.backward.forget()` a statement later": "the statements concern different things",
+    "Stage0.zero_grad: `self.reducer.forget()` a statement later": "the statements concern different things",
     "Stage0.zero_grad: `self.gradient_scale = None` a statement later": "the statements concern different things",
     "Stage0.zero_grad: without `self._wait()`": "backward has waited already, or has raised an error",
     "Stage0.zero_grad: `self._wait()` a statement later": "as without it: nothing is under way there",

@@ -508,8 +508,8 @@ def test_ranks_hand_over_in_one_order(stage_class, world_size):
 
 
 def belated(stage_class):
-    """None from who has written another Backward: a fixed order is right, too."""
-    if not hasattr(stage_class, "Backward"):
+    """None from who has written another Reducer: a fixed order is right, too."""
+    if not hasattr(stage_class, "Reducer"):
         return None
     return watched(stage_class, Belated, wide_numbers, LAYER, (0, 1))[-1]
 

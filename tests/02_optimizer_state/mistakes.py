@@ -31,7 +31,7 @@ def over_shards(begin="", group="{**group, 'params': params}", params="bucket.ma
 
 
 REDUCE = "pending = collectives.reduce_scatter(part, bucket.gradients, op=op, group=self.group, async_op=True)"
-AT_ONCE = "pending = collectives.Pending([])"
+AT_ONCE = "pending = collectives.Work([])"
 
 
 def bucket_complete(zero="bucket.zero_missing()", op="avg", reduce=REDUCE, wait="self._wait()",
@@ -65,7 +65,7 @@ gathering.append(collectives.all_gather(whole, own, group=self.group, async_op=T
 def step(ends="self.reduced_gradients()", begin="",
          update="update_shard(self.optimizer, bucket, self.gradient_scale)", gather=GATHER,
          end="for pending in gathering:\n    pending.wait()", statistics="replicas.broadcast_statistics(self.model, "
-         "self.group)", spent="self.backward.spent = True"):
+         "self.group)", spent="self.reducer.spent = True"):
     loop = function("for bucket in self.buckets:", update, gather)
     return {"Stage1.step": "@torch.no_grad()\n" + function(
         "def step(self):", ends, begin, "gathering = []", loop, end, statistics, spent)}
@@ -144,7 +144,7 @@ GARBAGE = {"Stage1.own": """
     """}
 ALL_REDUCE = """
 collectives.all_reduce(bucket.gradients, op=op, group=self.group)
-pending = collectives.Pending([])
+pending = collectives.Work([])
 """
 
 WRONG = {
@@ -251,7 +251,7 @@ WRONG = {
         2, "test_micro_batches_add_up", r"not the mean gradient, summed over two micro-batches without no_sync\(\)",
         {"Stage1.backward_begins": """
             def backward_begins(self):
-                if self.backward.reduced:
+                if self.reducer.reduced:
                     for bucket in self.buckets:
                         bucket.show_gradients()
             """}),
@@ -325,7 +325,7 @@ WRONG = {
         step(statistics="")),
     "running statistics are sent in the first step only": Wrong(
         3, "test_running_statistics_are_alike", r"step\(\) number 2 batch norm's running mean is .* on rank 1",
-        step(statistics="if not self.backward.steps:\n    replicas.broadcast_statistics(self.model, self.group)")),
+        step(statistics="if not self.reducer.steps:\n    replicas.broadcast_statistics(self.model, self.group)")),
     "running means are sent, and variances are not": Wrong(
         3, "test_running_statistics_are_alike", r"step\(\) number 1 batch norm's running var is .* on rank 1",
         step(statistics="""
@@ -341,7 +341,7 @@ WRONG = {
                     collectives.all_reduce(buffer, op="avg", group=self.group)
             """)),
     "gradients are used twice without a word": Wrong(
-        3, "test_a_backward_after_step_is_refused", r"It must be an error: set self.backward.spent in step\(\)",
+        3, "test_a_backward_after_step_is_refused", r"It must be an error: set self.reducer.spent in step\(\)",
         step(spent="")),
     "no master: the optimizer updates bf16": Wrong(
         4, "test_small_steps_in_bf16_add_up", r"25 steps of 0.0015 from 1 on .* rank 0 has 1: each is too small",

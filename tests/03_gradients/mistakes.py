@@ -7,7 +7,7 @@ from submissions import Wrong, function
 
 FREED = "self.memory.give_back(self.reducing.whole)"
 REDUCING = "self.reducing = Reduction(bucket, whole, part, pending)"
-AT_ONCE = "pending = collectives.Pending([])"
+AT_ONCE = "pending = collectives.Work([])"
 
 
 def bucket_complete(begin="self._wait()", whole="self.memory.whole(bucket)", fuse="bucket.fuse_gradients(whole)",
@@ -49,10 +49,10 @@ def step(begin="", ends="self.reduced_gradients()", buckets="self.buckets", upda
     loop = function(f"for bucket in {buckets}:", update, gather)
     return {"Stage2.step": "@torch.no_grad()\n" + function(
         "def step(self):", begin, ends, "gathering = []", loop, end,
-        "replicas.broadcast_statistics(self.model, self.group)", "self.backward.spent = True")}
+        "replicas.broadcast_statistics(self.model, self.group)", "self.reducer.spent = True")}
 
 
-def zero_grad(forget="self.backward.forget()", scale="self.gradient_scale = None",
+def zero_grad(forget="self.reducer.forget()", scale="self.gradient_scale = None",
               shard="bucket.gradient_shard = None"):
     return {"Stage2.zero_grad": function(
         "def zero_grad(self):", "self._wait()", forget, scale, function("for bucket in self.buckets:", shard),
@@ -98,7 +98,7 @@ LATER = LATE | bucket_complete(begin="self._wait()\nself.begun = True", name="re
     "Stage2.begun": "begun = False",
     "Stage2.bucket_complete": """
         def bucket_complete(self, bucket, done):
-            if self.backward.passes or self.backward.steps:
+            if self.reducer.passes or self.reducer.steps:
                 self.late = (*self.late, (bucket, done))
             else:
                 self.reduce(bucket, done)
@@ -134,7 +134,7 @@ def made_at_the_start(line):
         set_up(
             self, model, optimizer_class, options, group=group, bucket_bytes=bucket_bytes, param_groups=param_groups
         )
-        self.backward, self.reducing = Backward(self), None
+        self.reducer, self.reducing = Reducer(self), None
         self.memory = GradientMemory(self.buckets, group)
         """, line)}
 
@@ -268,7 +268,7 @@ WRONG = {
     "a bucket of the second backward stays": Wrong(
         3, "test_memory_stays_as_in_the_first_backward",
         r"after backward of step 2, micro-batch 1 rank 0 holds 4\d.\d kB besides the parameters.* of gradients",
-        bucket_complete(end="if self.backward.steps == 1:\n    self.last = whole\n" + REDUCING) | wait(free="")),
+        bucket_complete(end="if self.reducer.steps == 1:\n    self.last = whole\n" + REDUCING) | wait(free="")),
     "the gradients of the last update stay": Wrong(
         3, "test_memory_stays_as_in_the_first_backward",
         r"after step\(\) number 1 rank 0 holds 4\d.\d kB besides the parameters",
@@ -400,10 +400,10 @@ WRONG = {
     "a rank without a backward leaves": Wrong(
         2, "test_a_rank_without_a_backward_takes_the_step",
         r"(?s)rank 0 .*To look at: here step\(\) is called where no backward ran.* takes part in all reductions",
-        step(ends="if not self.backward.reduced:\n    return"), hangs=True),
+        step(ends="if not self.reducer.reduced:\n    return"), hangs=True),
     "gradients are used twice without a word": Wrong(
-        2, "test_a_backward_after_step_is_refused", r"It must be an error: set self.backward.spent in step\(\)",
-        {"Stage2.step": step()["Stage2.step"].replace("self.backward.spent = True", "")}),
+        2, "test_a_backward_after_step_is_refused", r"It must be an error: set self.reducer.spent in step\(\)",
+        {"Stage2.step": step()["Stage2.step"].replace("self.reducer.spent = True", "")}),
     "the optimizer forgets": Wrong(
         3, "test_trains_as_one_process_would",
         r"(?s)SGD with momentum, 3 steps: rank 0 has .* must be .*an optimizer whose state .* is empty in each step",
@@ -423,7 +423,7 @@ WRONG = {
     "gradients without a step are kept": Wrong(
         3, "test_the_second_step_starts_afresh", r"where the one before was dropped \(zero_grad\(\) without step\(\)\)",
         zero_grad(shard="bucket.gradient_shard = None if spent else bucket.gradient_shard",
-                  forget="spent = self.backward.spent\nself.backward.forget()")),
+                  forget="spent = self.reducer.spent\nself.backward.forget()")),
     "what is under way when zero_grad is called comes later": Wrong(
         3, "test_the_second_step_starts_afresh", r"not the mean gradient .* and had failed in its second micro-batch",
         {"Stage2.zero_grad": zero_grad()["Stage2.zero_grad"].replace("self._wait()", "pass")}),
@@ -432,7 +432,7 @@ WRONG = {
         zero_grad(shard="pass")),
     "does not start backward afresh": Wrong(
         3, "test_the_second_step_starts_afresh",
-        r"^rank \d: zero_grad\(\) was called before this backward, and it was refused .* \(self.backward.forget\(\)\)",
+        r"^rank \d: zero_grad\(\) was called before this backward, and it was refused .* \(self.reducer.forget\(\)\)",
         zero_grad(forget="")),
     "the shard is overwritten": Wrong(
         3, "test_micro_batches_add_up", r"the last micro-batch's gradient alone: each one overwrote the shard",
@@ -446,7 +446,7 @@ WRONG = {
     "whole gradients wait for the last micro-batch": Wrong(
         3, "test_micro_batches_wait_in_shards",
         r"between two micro-batches rank 0 holds 1\d\d.\d kB of gradients, and its shard is 78.7 kB",
-        {"Stage2.no_sync": "def no_sync(self):\n    return self.backward.accumulate()"}),
+        {"Stage2.no_sync": "def no_sync(self):\n    return self.reducer.accumulate()"}),
     "only shards are updated, not the 16-bit parameters": Wrong(
         3, "test_trains_as_one_process_would", r"bf16, 5 steps: rank 0 has other parameters",
         step(update="""
@@ -537,7 +537,7 @@ WRONG |= {  # the same, where the kernel counts
         2, "test_the_kernel_counts_a_step", r"rank \d holds up to \d+.\d MB, as the kernel counts", WHOLE_STATE),
     "whole gradients between micro-batches, to the kernel": Wrong(
         3, "test_the_kernel_counts_micro_batches", r"rank \d holds up to \d+.\d MB, as the kernel counts",
-        {"Stage2.no_sync": "def no_sync(self):\n    return self.backward.accumulate()"}),
+        {"Stage2.no_sync": "def no_sync(self):\n    return self.reducer.accumulate()"}),
 }
 
 RIGHT = {
@@ -551,7 +551,7 @@ RIGHT = {
                 set_up(
                     self, model, optimizer_class, options, group=group, bucket_bytes=size, param_groups=param_groups
                 )
-                self.backward, self.reducing = Backward(self), None
+                self.reducer, self.reducing = Reducer(self), None
                 self.memory = GradientMemory(self.buckets, group)
             """},
 }
@@ -586,7 +586,7 @@ UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody coul
         "stage 3 alone has more in all_buckets: those of frozen parameters",
     "Stage2.zero_grad: `self._wait()` a statement later":
         "forget() looks at nothing that is under way",
-    "Stage2.zero_grad: `self.backward.forget()` a statement later":
+    "Stage2.zero_grad: `self.reducer.forget()` a statement later":
         "the two statements need nothing of each other",
     "Stage2.zero_grad: `self.gradient_scale = None` a statement later":
         "the two statements need nothing of each other",

@@ -23,7 +23,7 @@ GATHER = """
 unit.gathering.append(collectives.all_gather(
     bucket.parameters, bucket.parameter_shard, group=self.group, async_op=True))
 """
-AT_ONCE = "unit.gathering.append(collectives.Pending([]))"
+AT_ONCE = "unit.gathering.append(collectives.Work([]))"
 
 
 def _gather(begin="if unit.whole or unit.gathering:\n    return", buckets="unit.buckets", room=ROOM, gather=GATHER):
@@ -68,7 +68,7 @@ def unit_turn(begin="", needed="[unit, *unit.around]", free=FREE_OTHERS, gather=
 
 
 REDUCING = "self.reducing = Reduction(bucket, whole, part, pending)"
-REDUCED = "pending = collectives.Pending([])"
+REDUCED = "pending = collectives.Work([])"
 
 
 def freed_last():
@@ -105,7 +105,7 @@ STATISTICS = "replicas.broadcast_statistics(self.model, self.group)"
 
 
 def step(begin="self._release_all()", buckets="self.buckets", update=UPDATE, statistics=STATISTICS,
-         spent="self.backward.spent = True"):
+         spent="self.reducer.spent = True"):
     return {"Stage3.step": "@torch.no_grad()\n" + function(
         "def step(self):", begin, "self.reduced_gradients()", function(f"for bucket in {buckets}:", update),
         statistics, spent)}
@@ -132,8 +132,8 @@ def made_at_the_start(line):
         set_up(self, model, optimizer_class, options, group=group, bucket_bytes=bucket_bytes,
                param_groups=param_groups, units=self.units)
         self.memory, self.reducing, self.shown = GradientMemory(self.buckets, group), None, False
-        self.backward = Backward(self, by_turns=True)
-        self.turns = Turns(self)
+        self.reducer = Reducer(self, by_turns=True)
+        self.execution_order = ExecutionOrder(self)
         """, line)}
 
 
@@ -337,7 +337,7 @@ WRONG = {
     "changes in backward are lost": Wrong(
         5, "test_an_evaluation_leaves_nothing_whole",
         r"of blocks.4 were changed in place, at its turn in backward, and in",
-        _release(keep=KEPT.replace("unit.whole", "unit.whole and not self.backward.running"))),
+        _release(keep=KEPT.replace("unit.whole", "unit.whole and not self.reducer.running"))),
     "changes of the root are lost": Wrong(
         5, "test_an_evaluation_leaves_nothing_whole",
         r"of first, of the root, were changed in place, at its turn in forw",
@@ -388,18 +388,18 @@ WRONG = {
     "backward does not gather": Wrong(
         4, "test_backward_frees_units_too",
         r"while blocks.4 works, rank 0 has blocks.5 whole, too.* Or does unit_turn nothing in backward\?",
-        unit_turn(begin="if self.backward.running:\n    return"), 2),
+        unit_turn(begin="if self.reducer.running:\n    return"), 2),
     "backward frees nothing": Wrong(
         4, "test_backward_frees_units_too",
         r"in backward pass, while blocks.4 works, rank 0 has blocks.5 whole, too",
-        unit_turn(free="if not self.backward.running:" + FREE_OTHERS.replace("\n", "\n    "))),
+        unit_turn(free="if not self.reducer.running:" + FREE_OTHERS.replace("\n", "\n    "))),
     "references are dropped, and backward finds what forward left": Wrong(
         3, "test_backward_frees_units_too",
         r"while blocks.5 works, rank 0 still has memory of blocks.0, .*: it was left in forward.* Autograd has saved",
         DROPPED),
     "only forward prefetches": Wrong(
         4, "test_backward_prefetches", r"in the second backward pass rank 0 begins to send .* after blocks.5 only when",
-        unit_turn(prefetch=PREFETCH.replace("following:", "following and not self.backward.running:"))),
+        unit_turn(prefetch=PREFETCH.replace("following:", "following and not self.reducer.running:"))),
     "backward prefetches in the order of forward": Wrong(
         4, "test_backward_frees_units_too",
         r"while blocks.4 works, rank 0 has blocks.5 whole, too.* was it prefetched in the order of forward\?",
@@ -431,7 +431,7 @@ WRONG = {
         {"Stage3.backward_begins": """
             def backward_begins(self):
                 self._release_all()
-                self.turns.begin("backward")
+                self.execution_order.begin("backward")
             """}),
     "gradients of 16 bits are added in 16 bits": Wrong(
         4, "test_gradients_of_16_bits_are_added_in_32",
@@ -462,7 +462,7 @@ WRONG = {
         r"\d+ of 54876 parameters did not move .*: these units were still whole in step\(\).* before you update", {
             "Stage3.step": "@torch.no_grad()\n" + function(
                 "def step(self):", "self.reduced_gradients()", function("for bucket in self.buckets:", UPDATE),
-                "self._release_all()", STATISTICS, "self.backward.spent = True")}, 2),
+                "self._release_all()", STATISTICS, "self.reducer.spent = True")}, 2),
     "updates twice": Wrong(
         5, "test_every_shard_is_updated", r"moved parameters 2 times too far: was the update made more than once\?",
         step(update=UPDATE + "\n" + UPDATE), 3),
@@ -487,18 +487,18 @@ WRONG = {
              "collectives.all_gather(whole, bucket.parameter_shard, group=self.group)")),
     "a barrier at the end of a step": Wrong(
         5, "test_a_step_sends_nothing", r"rank 0 called barrier 1 times in step\(\): all ranks stand still",
-        step(spent=f"self.backward.spent = True\n{BARRIER}")),
+        step(spent=f"self.reducer.spent = True\n{BARRIER}")),
     "a number of each rank at the end of a step": Wrong(
         5, "test_a_step_sends_nothing", r"rank 0 of 4 called all_reduce 1 times in step\(\), and this model has no",
-        step(spent=f"self.backward.spent = True\n{NUMBER}")),
+        step(spent=f"self.reducer.spent = True\n{NUMBER}")),
     "running statistics stay each rank's own": Wrong(
         5, "test_statistics_and_a_backward_too_many", r"running mean is .* on rank 1 and .* on rank 0: each rank has",
         step(statistics="")),
     "running statistics are sent in the first step only": Wrong(
         5, "test_statistics_and_a_backward_too_many", r"step\(\) number 2 batch norm's running mean is .* on rank 1",
-        step(statistics=f"if not self.backward.steps:\n    {STATISTICS}")),
+        step(statistics=f"if not self.reducer.steps:\n    {STATISTICS}")),
     "gradients are used twice without a word": Wrong(
-        5, "test_statistics_and_a_backward_too_many", r"It must be an error: set self.backward.spent in step\(\)",
+        5, "test_statistics_and_a_backward_too_many", r"It must be an error: set self.reducer.spent in step\(\)",
         step(spent="")),
     "an evaluation leaves units whole": Wrong(
         5, "test_an_evaluation_leaves_nothing_whole",

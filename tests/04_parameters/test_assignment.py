@@ -49,8 +49,8 @@ from toys import Recipe
 from turns_seen import BLOCKS, Marks, Sight, Tower, block_bytes, numbers, seeded_numbers
 
 from zero_minimal.core import collectives
-from zero_minimal.core.released import is_released
-from zero_minimal.guards.released import Released
+from zero_minimal.core.freed_parameter import is_released
+from zero_minimal.guards.reads_of_freed_parameters import FreedParameter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,7 +95,7 @@ def at_the_start(stage_class):
 
 
 def _read(param):
-    if not isinstance(param, Released):
+    if not isinstance(param, FreedParameter):
         reach = param.storage_offset() + sum((size - 1) * step
                                              for size, step in zip(param.shape, param.stride(), strict=True))
         if param.numel() and param.untyped_storage().nbytes() <= reach * param.element_size():
@@ -946,7 +946,7 @@ def test_statistics_and_a_backward_too_many(stage_class):
     for rank, (_, refused) in enumerate(found):
         assert refused, (
             f"backward, step(), backward without zero_grad(): rank {rank} added the second gradient to the first one's "
-            "shards without a word. It must be an error: set self.backward.spent in step()"
+            "shards without a word. It must be an error: set self.reducer.spent in step()"
         )
 
 

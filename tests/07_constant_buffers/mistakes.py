@@ -181,7 +181,7 @@ def fill(buffer, load):
     "sends no more than one at a time": Wrong(
         4, "test_one_is_filled_while_the_other_travels",
         r"rank 1 was 0.5 s late, and meanwhile rank 0 sent 1 buffer and then waited: it could fill and send the other",
-        all_reduce(send="pending = collectives.Pending([])\n" + SENT.removeprefix("pending = ").replace(
+        all_reduce(send="pending = collectives.Work([])\n" + SENT.removeprefix("pending = ").replace(
             ", async_op=True", ""))),
     "trusts that it is back after a while": Wrong(
         4, "test_a_slow_rank_changes_nothing", r"where rank 1 comes 0.5 s late: tensor .*before what was sent in it",

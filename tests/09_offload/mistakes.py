@@ -78,7 +78,7 @@ def returned(*, scale="self.gradient_scale", options="_options_of(self.optimizer
         function(f"for bucket in {turns}:", *body))}
 
 
-READY = "self.backward.complete()"
+READY = "self.reducer.complete()"
 EDITS = "for bucket in self.buckets:\n    seams.tell('update_begins', bucket)\n    precision.keep_changes(bucket)"
 GATHER = """
 def gather(bucket):
@@ -86,7 +86,7 @@ def gather(bucket):
                                   async_op=True)
 """
 STATISTICS = "replicas.broadcast_statistics(self.model, self.group)"
-SPENT = "self.backward.spent = True"
+SPENT = "self.reducer.spent = True"
 GATHERED = "for pending in [gather(bucket) for bucket in self._returned()]:\n    pending.wait()"
 
 
@@ -277,7 +277,7 @@ WRONG = {
         step(READY, EDITS, GATHER, "self.pending = [gather(bucket) for bucket in self._returned()]", STATISTICS,
              SPENT)),
     "what the gathers brought is not waited for": Wrong(
-        4, TRAINS, r"each Pending of a gather must be waited for before step\(\) returns",
+        4, TRAINS, r"each Work of a gather must be waited for before step\(\) returns",
         step(READY, EDITS, GATHER, "self.pending = [gather(bucket) for bucket in self._returned()]", STATISTICS,
              SPENT), hangs=True),
     "each rank has statistics of its own": Wrong(
@@ -345,6 +345,6 @@ RIGHT = {
 }
 
 UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody could tell them from the reference
-    "GatheredAfter.step: `self.backward.complete()` a statement later":
+    "GatheredAfter.step: `self.reducer.complete()` a statement later":
         "edits go to the masters in any case, before or after the gradients are complete",
 }

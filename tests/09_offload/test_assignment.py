@@ -78,7 +78,7 @@ class Spy:
 @contextlib.contextmanager
 def buffers_filled_again():
     """As soon as a buffer of the bus is given back, something else lies in it: NaN."""
-    from zero_minimal.offloading.bus import Bus
+    from zero_minimal.offloading.host_link import Bus
 
     emptied = Bus.emptied
 
@@ -125,7 +125,7 @@ def values(number, dtype, times=0):
 
 def a_host(assignment, optimizer, options, groups, dtype):
     """A host that has been handed three shards."""
-    from zero_minimal.offloading.beside import Host
+    from zero_minimal.offloading.host_process import Host
 
     host = Host(serving(assignment), 8 * max(SIZES.values()), torch.device("cpu"), None)
     for number in SIZES:
@@ -439,7 +439,7 @@ def test_micro_batches_add_up_on_the_host(assignment):
 def gradients_there(zero):
     """This rank's gradient shards, from the host: what SGD with lr 1 takes away."""
     before = [bucket.away.fetch(None) for bucket in zero.buckets]
-    zero.backward.complete()
+    zero.reducer.complete()
     zero.host.send(("update", [{} for _ in zero.optimizer.param_groups], None))
     for _ in zero.buckets:
         zero.host.emptied(zero.host.receive())
@@ -682,7 +682,7 @@ def beside_the_stage(assignment, cases, **options):
     return found
 
 
-WAITED = "each Pending of a gather must be waited for before step() returns"
+WAITED = "each Work of a gather must be waited for before step() returns"
 
 
 def assert_as_the_stage(results, *names):
@@ -883,7 +883,7 @@ def test_statistics_are_alike_and_a_late_backward_is_refused(assignment):
             assert refused, (
                 f"{name}: backward, step(), backward without zero_grad(): rank {rank} let it pass. It must be an "
                 f"error: "
-                "set self.backward.spent in step()"
+                "set self.reducer.spent in step()"
             )
             assert alone > 0, (
                 f"{name}: rank 0 alone ran a backward before step(), and step() moved nothing on rank {rank}. Who has "

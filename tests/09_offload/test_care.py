@@ -12,7 +12,7 @@ import toys
 from processes import ended
 
 from zero_minimal import offload, stage2
-from zero_minimal.offloading.beside import HostError
+from zero_minimal.offloading.host_process import HostError
 
 in_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 

@@ -14,7 +14,7 @@ from processes import alive, ended
 
 from zero_minimal import offload
 from zero_minimal.checkpoint import saved_state
-from zero_minimal.offloading.beside import HostError
+from zero_minimal.offloading.host_process import HostError
 from zero_minimal.stage3 import Stage3
 
 in_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")

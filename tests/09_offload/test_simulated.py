@@ -10,8 +10,8 @@ import toys
 
 from zero_minimal import __main__ as program
 from zero_minimal.offload import Offloaded3
-from zero_minimal.offloading import beside, host_here
-from zero_minimal.offloading.bus import Bus, Parcel
+from zero_minimal.offloading import host_process, simulated_host
+from zero_minimal.offloading.host_link import Bus, Parcel
 from zero_minimal.paper import formulas
 from zero_minimal.processes import ranks
 from zero_minimal.programs.cases import Case
@@ -171,7 +171,7 @@ class Doubler:
         self.bus, self.given = bus, []
 
     def take(self, parcel: Parcel):
-        assert host_here.at_work()
+        assert simulated_host.at_work()
         self.given.append(parcel.tensor.clone())
         self.bus.emptied(parcel)
 
@@ -182,7 +182,7 @@ class Doubler:
 
 
 def test_rank_and_host_take_turns_over_a_bus_of_two_buffers():
-    bus = host_here.bus_to_host(Doubler, 64)
+    bus = simulated_host.bus_to_host(Doubler, 64)
     sent = [torch.full((16,), float(number)) for number in range(7)]
     for tensor in sent:
         bus.send(("take",), tensor)
@@ -195,9 +195,9 @@ def test_rank_and_host_take_turns_over_a_bus_of_two_buffers():
     assert (bus.sent, bus.received) == (7 * 64, 7 * 64)
     with pytest.raises(RuntimeError, match="has nothing to do"):
         bus.receive()
-    assert not host_here.at_work()
+    assert not simulated_host.at_work()
 
 
 def test_no_trace_is_left():
     simulate(Case(SMALL, 2, 2, "bf16", steps=1, offload="cpu"))
-    assert beside.here is None and not host_here.at_work()
+    assert host_process.here is None and not simulated_host.at_work()

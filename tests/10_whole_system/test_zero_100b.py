@@ -17,7 +17,7 @@ from torch import optim
 from zero_minimal import __main__ as program
 from zero_minimal.core.mesh import make_mesh
 from zero_minimal.core.precision import LossScaler
-from zero_minimal.guards.handed_over import has_gradient
+from zero_minimal.guards.grad_placeholder import has_gradient
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.processes import ranks
 from zero_minimal.processes.ranks import RankError

@@ -170,7 +170,7 @@ class SkipsSpikes(Stage0):
         self.usual = self.latest if self.usual is None else 0.7 * self.usual + 0.3 * self.latest
         if spike:
             self.reduced_gradients()
-            self.backward.spent = True
+            self.reducer.spent = True
         else:
             super().step()
 
@@ -205,7 +205,7 @@ class ForgetsTheLast(Stage1):
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
             if number < len(self.buckets) - 1:
                 collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket)
-        self.backward.spent = True
+        self.reducer.spent = True
 
 
 class KeepsAllState(Stage1):
@@ -269,7 +269,7 @@ class ReducesAndSlices(Stage2):
         part = self.memory.shard(bucket)
         collectives.all_reduce(whole, group=self.group, of=bucket)
         part.copy_(bucket.shard(whole, self.rank))
-        self.reducing = Reduction(bucket, whole, part, collectives.Pending([]))
+        self.reducing = Reduction(bucket, whole, part, collectives.Work([]))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def hides(keep, start="", end=""):
     return Wrong(1, KERNEL, r"holds up to \d+.\d MB, as the kernel counts", GRADIENTS.bucket_complete(
         begin=f"self._wait()\nself.kept = getattr(self, 'kept', [])\n{start}",
         fuse=f"bucket.fuse_gradients(whole)\n{keep}") | {"Stage2.reduced_gradients": function(
-            "def reduced_gradients(self):", "if not self.backward.reduced:\n    self.backward.finish()", end,
+            "def reduced_gradients(self):", "if not self.reducer.reduced:\n    self.reducer.finish()", end,
             "return [bucket.gradient_shard for bucket in self.buckets]")})
 
 
@@ -112,7 +112,7 @@ IN_LESSON_3 = {
     "no traffic, and a full list": Wrong(
         1, KERNEL, r"add up to|as the kernel counts", GRADIENTS.bucket_complete(
             reduce=f"part.copy_(bucket.shard(whole, self.rank))\n{GRADIENTS.AT_ONCE}")),
-    "answers on the nursery's line": looks(  # a rank has one line to the judge: its own
+    "answers on the fork server's line": looks(  # a rank has one line to the judge: its own
         r"it raised LookupError: no other line", "import os, socket", "def is_line(number):",
         "    try: return socket.socket(fileno=os.dup(number)).family == socket.AF_UNIX",
         "    except OSError: return False",

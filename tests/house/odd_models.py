@@ -366,7 +366,7 @@ class Inside(Chain):
         return x, [layer.kept for outer in self.layers for layer in outer.layers]
 
 
-class Notes(nn.Module):
+class FingerprintChannel(nn.Module):
     """Layers write into a list that they are given; the next one returns it. Of the last, only the note is used."""
 
     class Writing(Layer):
@@ -706,7 +706,7 @@ CASES = {
     "blocks that end in their list": Case(lambda: Chain(lambda: Outer(end=False), 2, head=False)),
     "tensors passed on": Case(PassedOn),
     "inner tensors handed out": Case(Inside, with_insides),
-    "notes": Case(Notes, with_insides),
+    "notes": Case(FingerprintChannel, with_insides),
     "in place": Case(lambda: Chain(InPlace, head=False)),
     "reordered": Case(Reordered, steps=6),
     "recurrent": Case(Recurrent),

@@ -193,7 +193,7 @@ def test_a_file_that_is_half_written_is_drawn_as_far_as_it_goes(drawn):
 
 def test_without_the_lessons_ring_the_attempt_is_drawn_alone(drawn):
     world = drawn.world
-    world.run("from zero_minimal.notebook.told import Withheld\nkept, ring = ring, Withheld('ring')")
+    world.run("from zero_minimal.notebook.errors import Withheld\nkept, ring = ring, Withheld('ring')")
     try:
         _, (picture,), said = drawn(RINGS, submissions.spliced(RINGS, {}))
         with pytest.raises(notebook.CellError, match="ring.all_gather is not in this copy of the course") as failed:

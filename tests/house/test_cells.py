@@ -11,7 +11,7 @@ from jupyter_client.manager import start_new_kernel
 from thorough import sample
 
 from zero_minimal import notebook
-from zero_minimal.notebook import printed, standing
+from zero_minimal.notebook import printed, stack_inspection
 
 LONG = 60  # seconds in which a loaded machine does what takes one
 
@@ -336,9 +336,9 @@ def test_who_asks_where_a_rank_stands_keeps_nothing_of_it_alive(monkeypatch):
         looked_up.set()
         assert gone.wait(20)
 
-    monkeypatch.setattr(standing.linecache, "checkcache", slow)
+    monkeypatch.setattr(stack_inspection.linecache, "checkcache", slow)
     answers = []
-    asker = threading.Thread(target=lambda: asked.wait(20) and answers.append(standing.here("<%%px 1>")))
+    asker = threading.Thread(target=lambda: asked.wait(20) and answers.append(stack_inspection.here("<%%px 1>")))
     asker.start()
 
     def at_work():

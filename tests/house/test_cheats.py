@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cheats
 from test_classroom import COLLECTIVES, GRADIENTS, messages, on_linux  # noqa: F401  (messages is a fixture)
 
-from zero_minimal.classroom import accounts, fence, judging, results
+from zero_minimal.classroom import accounts, judging, results, sandbox
 from zero_minimal.classroom import grade as grader
 from zero_minimal.classroom.accounts import descendants, lives
 from zero_minimal.classroom.grades import Grades
@@ -30,7 +30,7 @@ from zero_minimal.classroom.judging import Reported
 from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.classroom.submission import syntax_error, text_of
 
-fenced = pytest.mark.skipif(not fence.holds(), reason="needs a kernel that can fence a submission in")
+fenced = pytest.mark.skipif(not sandbox.holds(), reason="needs a kernel that can fence a submission in")
 CHEATS = [pytest.param(lesson, cheat, id=name, marks=pytest.mark.thorough if number % 6 else ()) for lesson, all_of in (
     (GRADIENTS, cheats.IN_LESSON_3), (COLLECTIVES, cheats.IN_LESSON_0))
     for number, (name, cheat) in enumerate(all_of.items())]
@@ -101,7 +101,7 @@ def judged(lesson, file, only, what):
     while judge is None and grading.is_alive():
         time.sleep(0.05)
         for process in set(descendants(os.getpid())) - before:
-            if len(descendants(process)) > 1:  # a nursery, and a rank
+            if len(descendants(process)) > 1:  # a fork server, and a rank
                 judge = process
                 break
     what(judge)

@@ -145,7 +145,7 @@ class Meter:
 
 
 def test_copies_that_began_in_backward_are_counted():
-    from zero_minimal.offloading.pinned import Copy
+    from zero_minimal.offloading.pinned_link import Copy
 
     seen = [Copy(True, 8, 1.0, 2.0), Copy(True, 8, 2.5, 4.0), Copy(False, 8, 5.0, 6.0)]
     told = copies.by_events(seen, (0.0, 2.0), Meter())

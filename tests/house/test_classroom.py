@@ -324,9 +324,9 @@ def test_the_nursery_may_die_between_tests(messages):
     """A kill that shows late is not charged to the next tests."""
     reference, check = submissions.spliced(COLLECTIVES, {}), "test_broadcast_returns_its_tensor"
     assert messages(COLLECTIVES, reference, check) == []
-    nursery = submissions.supervisor(COLLECTIVES).nursery.process
-    nursery.kill()
-    nursery.wait()
+    fork_server = submissions.supervisor(COLLECTIVES).fork_server.process
+    fork_server.kill()
+    fork_server.wait()
     for _ in range(2):
         checks._runs.clear()
         assert messages(COLLECTIVES, reference, check) == []

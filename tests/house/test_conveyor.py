@@ -11,7 +11,7 @@ from thorough import sample
 
 from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.core import collectives
-from zero_minimal.core.released import release
+from zero_minimal.core.freed_parameter import release
 from zero_minimal.meters.conveyor import STATES, Conveyor
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import formulas

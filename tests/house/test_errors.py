@@ -387,7 +387,7 @@ def read_outside(stage):
         with torch.no_grad(), pytest.raises(RuntimeError, match="is released.*gather_parameters"):
             read()
     assert weight.shape.numel() and weight.requires_grad
-    assert "Released parameter 'layers.0.linear.weight'" in repr(weight)
+    assert "Freed parameter 'layers.0.linear.weight'" in repr(weight)
     with zero.gather_parameters():
         state, kept = model.state_dict(), model.layers[0].linear.weight.t()
         image, copied = {name: tensor.clone() for name, tensor in state.items()}, copy.deepcopy(state)

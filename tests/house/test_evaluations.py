@@ -26,7 +26,7 @@ def wrap(stage, make=toys.Transformer, **options):
 
 def tracked(zero):
     """How many entries the lists and dicts of the followers of forward and backward have, all together."""
-    return sum(len(value) for part in (zero.turns, zero.backward) for value in vars(part).values()
+    return sum(len(value) for part in (zero.execution_order, zero.reducer) for value in vars(part).values()
                if isinstance(value, (list, dict, set)))
 
 

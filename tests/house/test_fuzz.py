@@ -32,7 +32,7 @@ def of_all(error, where):
     return [Outcome([], [], [], [], error, where)] * 2
 
 
-OURS = '  File "/somewhere/zero_minimal/core/turns.py", line 3, in f\n    raise RuntimeError(JOINT)\n'
+OURS = '  File "/somewhere/zero_minimal/core/execution_order.py", line 3, in f\n    raise RuntimeError(JOINT)\n'
 REFUSED = "RuntimeError: parameter 'a' is frozen"
 
 

@@ -18,13 +18,13 @@ from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.core import collectives, precision, random_state, replicas
 from zero_minimal.core.mesh import make_mesh
 from zero_minimal.defragmentation import Slab
-from zero_minimal.extensions import uneven
+from zero_minimal.extensions import join
 from zero_minimal.guards.same_on_all_ranks import checksum
 from zero_minimal.meters import timing
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
-from zero_minimal.offloading import away, host
-from zero_minimal.offloading.bus import BUFFERS, Queues
-from zero_minimal.offloading.pinned import PinnedBus
+from zero_minimal.offloading import host, offloaded_state
+from zero_minimal.offloading.host_link import BUFFERS, Queues
+from zero_minimal.offloading.pinned_link import PinnedBus
 from zero_minimal.processes import joining, ranks
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.workload import loop
@@ -202,16 +202,16 @@ def test_a_copy_to_the_host_is_read_when_it_is_there():
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 def test_a_fingerprint_on_a_gpu_knows_every_bit(dtype, monkeypatch):
-    monkeypatch.setattr(away, "AT_ONCE", 16)
+    monkeypatch.setattr(offloaded_state, "AT_ONCE", 16)
     with lazy_gpu.here():
         shard = torch.randn(100, device="cuda").to(dtype)
-        before = away.fingerprint(shard)
+        before = offloaded_state.fingerprint(shard)
         assert isinstance(before, torch.Tensor) and before.ndim == 0, "nobody has waited for it"
-        assert before == away.fingerprint(shard.clone())
+        assert before == offloaded_state.fingerprint(shard.clone())
         for place in (0, 15, 16, 99):
             changed = shard.clone()
             changed[place] += 1
-            assert before != away.fingerprint(changed)
+            assert before != offloaded_state.fingerprint(changed)
 
 
 def on_native_collectives():
@@ -232,7 +232,7 @@ def on_native_collectives():
             own = torch.full((3,), float(dist.get_rank()), device="cuda")
             collectives.reduce(own, op="sum")
             found["reduced"] = own.tolist()
-            found["batches"] = list(uneven.together(range(2)))
+            found["batches"] = list(join.together(range(2)))
             found["numbers"] = replicas.numbers_of_all_ranks([dist.get_rank(), 7])
             return found
 
@@ -337,13 +337,13 @@ def test_a_slab_on_a_gpu():
 
 def test_a_host_that_is_a_thread_takes_no_speed():
     with lazy_gpu.here(), pytest.raises(ValueError, match="leave bus= out"):
-        from zero_minimal.offloading.beside import Host
+        from zero_minimal.offloading.host_process import Host
 
         Host(lambda bus: None, 64, lazy_gpu.GPU, 1e9)
 
 
 def test_an_error_of_the_host_thread_reaches_the_rank():
-    from zero_minimal.offloading.beside import Host, HostError
+    from zero_minimal.offloading.host_process import Host, HostError
 
     def serve(bus):
         bus.receive()

@@ -28,9 +28,9 @@ from thorough import sample
 
 from zero_minimal.checkpoint import saved_state
 from zero_minimal.core import collectives, optimizers
-from zero_minimal.extensions import on_the_way
+from zero_minimal.extensions import lazy_all_gather
 from zero_minimal.extensions.averages import Average
-from zero_minimal.extensions.on_the_way import Awaited
+from zero_minimal.extensions.lazy_all_gather import Awaited
 from zero_minimal.late_gather import Late1, Late2
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
@@ -304,9 +304,9 @@ def test_a_parameter_that_nobody_can_find_is_waited_for():
         pass
 
     waited = []
-    on_the_way._under_way.add(fake := type("Fake", (), {"wait": lambda self: waited.append(1)})())
+    lazy_all_gather._under_way.add(fake := type("Fake", (), {"wait": lambda self: waited.append(1)})())
     try:
         Awaited.__torch_function__(lambda hidden: None, (), (Hidden(),))
     finally:
-        on_the_way._under_way.discard(fake)
+        lazy_all_gather._under_way.discard(fake)
     assert waited == [1]

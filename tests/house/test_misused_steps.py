@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from zero_minimal.core.precision import LossScaler
 from zero_minimal.extensions.averages import Average
-from zero_minimal.extensions.uneven import together
+from zero_minimal.extensions.join import together
 
 SHARDED = pytest.mark.parametrize("stage", (1, 2, 3))
 

@@ -18,7 +18,7 @@ import odd_models
 from odd_models import ALL, CASES, HUGGING_FACE, WIDTH, Case, Chain, Layer, vectors
 
 from zero_minimal.core import collectives
-from zero_minimal.guards.handed_over import has_gradient
+from zero_minimal.guards.grad_placeholder import has_gradient
 from zero_minimal.processes.ranks import RankError
 
 # One step sums some hundred products of numbers of size 1; fp64 rounds each by 1e-16, and the weights of four steps

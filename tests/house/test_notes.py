@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.core import collectives
-from zero_minimal.extensions.uneven import together
+from zero_minimal.extensions.join import together
 from zero_minimal.guards.collective_fingerprint import LENGTH, Mismatch
 from zero_minimal.processes import ranks
 

@@ -176,7 +176,7 @@ def at_once(tensors, buffers):
     for load in loads([tensor.view(-1) for tensor in tensors], buffers.elements):
         filled = fill(buffers.take(), load)
         collectives.all_reduce(filled)
-        buffers.send(collectives.Pending([]), functools.partial(unpack, filled, load))
+        buffers.send(collectives.Work([]), functools.partial(unpack, filled, load))
         buffers.wait()
 
 

@@ -16,7 +16,7 @@ GRADIENTS = lessons.found()["03_gradients"]
 CORE = "zero_minimal.core."
 SEVERAL = [
     dataclasses.replace(GRADIENTS, reference="zero_minimal.stage0", class_name="Stage0",
-                        takes_in=(CORE + "backward.Backward",)),
+                        takes_in=(CORE + "reducer.Reducer",)),
     dataclasses.replace(GRADIENTS, reference="zero_minimal.stage1", class_name="Stage1",
                         takes_in=(CORE + "precision.master_of", CORE + "precision.global_norm")),
 ]

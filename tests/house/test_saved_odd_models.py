@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from odd_models import CASES
 
-from zero_minimal.checkpoint import pieces, saved_state
+from zero_minimal.checkpoint import local_chunks, saved_state
 
 # what torch does not save either: calls counted in an attribute, a buffer that is not persistent
 COUNTS = ["reordered", "buffers"]
@@ -32,7 +32,7 @@ def train(zero, case, first, last):
 
 
 def all_values(zero):
-    buffers = [buffer.clone() for _, buffer in pieces.persistent_buffers(zero.model)]
+    buffers = [buffer.clone() for _, buffer in local_chunks.persistent_buffers(zero.model)]
     return toys.whole_parameters(zero) + buffers
 
 

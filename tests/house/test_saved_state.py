@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 from saved_models import Model, groups_of
 
 from zero_minimal.checkpoint import as_json, saved_state
-from zero_minimal.checkpoint.boxes import Box, Place, boxes
+from zero_minimal.checkpoint.chunks import Chunk, Place, chunks
 from zero_minimal.core.precision import LossScaler
 
 STEPS, SAVED_AT = 6, (3, 4)  # checkpoints have the state after so many
@@ -239,7 +239,7 @@ def test_json_holds_what_programs_keep():
         as_json.decoded({"!": "dtype", "name": "load"})
 
 
-# ---------------------------------------------------------------------------------------------------------------- boxes
+# ---------------------------------------------------------------------------------------------------------------- chunks
 
 
 def test_boxes_are_the_stretch():
@@ -247,8 +247,8 @@ def test_boxes_are_the_stretch():
         whole = torch.arange(torch.Size(shape).numel()).view(shape or (1,))
         for begin in range(whole.numel() + 1):
             for end in range(begin, whole.numel() + 1):
-                found = [whole[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
-                         for box in boxes(shape, begin, end)]
+                found = [whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
+                         for chunk in chunks(shape, begin, end)]
                 assert [each for part in found for each in part.flatten().tolist()] == list(range(begin, end))
                 assert len(found) <= max(1, 2 * len(shape) - 1)
 
@@ -260,12 +260,12 @@ def test_places_are_where_the_whole_has_it():
         (Place((12, 5), 0, ((0, 2, 2), (2, 6, 2), (4, 10, 2))), whole.view(3, 2, 2, 5)[:, 1].reshape(6, 5)),
         (Place((12, 5), 1, ((0, 3, 2),)), whole[:, 3:]),
     ):
-        box = Box((1, 0), (4, own.shape[1]))
+        chunk = Chunk((1, 0), (4, own.shape[1]))
         seen = 0
-        for inside, there in place.boxes(box):
-            cut = [slice(a + b, a + b + size) for a, b, size in zip(box.offsets, inside.offsets, inside.sizes,
+        for inside, there in place.chunks(chunk):
+            cut = [slice(a + b, a + b + size) for a, b, size in zip(chunk.offsets, inside.offsets, inside.sizes,
                                                                     strict=True)]
             rows = [slice(a, a + size) for a, size in zip(there.offsets, there.sizes, strict=True)]
             assert torch.equal(own[tuple(cut)], whole[tuple(rows)])
             seen += there.numel
-        assert seen == box.numel
+        assert seen == chunk.numel

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from saved_models import Wide, groups_of
 
-from zero_minimal.checkpoint import pieces, saved_state
+from zero_minimal.checkpoint import local_chunks, saved_state
 
 STEPS, SAVED_AT = 6, 3
 RECIPES = {"fp32": (torch.float32, torch.optim.SGD, dict(lr=0.01, momentum=0.9), 3e-4),
@@ -75,7 +75,7 @@ def save(stage, folder):
         for group in zero.optimizer.param_groups:
             group["lr"] *= 0.7  # as a scheduler would
         saved_state.save(zero, folder / recipe, {"from": [stage, dist.get_world_size()]}, step=SAVED_AT)
-        losses[recipe] = steps(zero, SAVED_AT, STEPS), pieces.facts_of(pieces.holding_of(zero))["groups"]
+        losses[recipe] = steps(zero, SAVED_AT, STEPS), local_chunks.facts_of(local_chunks.holding_of(zero))["groups"]
     return losses
 
 
@@ -87,7 +87,7 @@ def go_on(stage, folders):
         for recipe in RECIPES:
             zero = build(stage, recipe, seed=2)
             extra = saved_state.load(zero, folder / recipe)
-            groups = pieces.facts_of(pieces.holding_of(zero))["groups"]
+            groups = local_chunks.facts_of(local_chunks.holding_of(zero))["groups"]
             losses[recipe] = steps(zero, SAVED_AT, STEPS), groups, tuple(extra["from"])
         found.append(losses)
     return found
@@ -173,7 +173,7 @@ def test_the_bound_would_show_it(source):
 
 
 def test_stages_0_to_2_write_the_same(tmp_path):
-    """What is saved has nothing of shards or stages in it: these have the same buckets, and so the same boxes."""
+    """What is saved has nothing of shards or stages in it: these have the same buckets, and so the same chunks."""
     files = []
     for stage in range(3):
         toys.run(save_alike, 2, stage, tmp_path / str(stage))

@@ -184,7 +184,7 @@ def test_contents_are_json_with_a_checksum(tmp_path):
     contents = json.loads(text)
     assert zlib.crc32(text.partition(b"\n")[2]) == contents["crc32"]
     assert contents["contents"]["facts"]["extra"] == {"epoch": 3}
-    [[offsets, sizes, file, place]] = contents["contents"]["tensors"]["model/norm.weight"]["boxes"]
+    [[offsets, sizes, file, place]] = contents["contents"]["tensors"]["model/norm.weight"]["chunks"]
     held = (tmp_path / "step-00000000" / file).read_bytes()
     one = torch.frombuffer(bytearray(held[place : place + 4 * sizes[0]]), dtype=torch.float32)
     assert offsets == [0] and torch.equal(one, torch.ones(15))

@@ -1,4 +1,4 @@
-"""ZeRO-100B goes on under another mesh: parts of matrices are saved as boxes of the whole ones."""
+"""ZeRO-100B goes on under another mesh: parts of matrices are saved as chunks of the whole ones."""
 
 import warnings
 
@@ -9,7 +9,7 @@ import toys
 from thorough import sample
 
 from zero_minimal.checkpoint import saved_state, state_folder
-from zero_minimal.checkpoint.boxes import boxes
+from zero_minimal.checkpoint.chunks import chunks
 from zero_minimal.core.mesh import make_mesh
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.zero_100b import System, places
@@ -111,7 +111,7 @@ def test_the_parts_are_the_whole():
         for name, place, shape in of_rank:
             assert place.shape == tuple(whole[name].shape)
             seen = counted.setdefault(name, torch.zeros(place.shape))
-            for box in boxes(shape, 0, torch.Size(shape).numel()):
-                for _, there in place.boxes(box):
+            for chunk in chunks(shape, 0, torch.Size(shape).numel()):
+                for _, there in place.chunks(chunk):
                     seen[tuple(slice(a, a + size) for a, size in zip(there.offsets, there.sizes, strict=True))] += 1
     assert len(counted) == 1 + 2 * 6 and all((seen == 1).all() for seen in counted.values())

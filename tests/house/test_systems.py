@@ -15,7 +15,7 @@ import yaml
 from matplotlib.figure import Figure
 
 import zero_minimal
-from zero_minimal.classroom import accounts, fence
+from zero_minimal.classroom import accounts, sandbox
 from zero_minimal.meters import timing, traffic
 from zero_minimal.pictures.benchmark import draw_speeds
 from zero_minimal.pictures.traffic import traffic_panel
@@ -56,8 +56,8 @@ def test_what_only_linux_tells_is_not_known_elsewhere(no_linux):
     assert accounts.descendants(process) == [] and accounts.end_all_below(process) == 0
     assert traffic.wire_bytes() is None and timing.machine_seconds() is None
     assert timing.start_of_memory(cpu) is None
-    assert not fence.holds()
-    for nothing in (fence.end_with_parent, fence.no_other_processes, lambda: fence.only_files(["/"], [])):
+    assert not sandbox.holds()
+    for nothing in (sandbox.end_with_parent, sandbox.no_other_processes, lambda: sandbox.only_files(["/"], [])):
         assert nothing() is None
 
 
@@ -75,7 +75,7 @@ def test_root_becomes_nobody_by_calls_that_macos_has(tmp_path):
     program = ("import os, sys; from zero_minimal.classroom import fence; del os.setresuid, os.setresgid; "
                "fence.give_up_root([], sys.argv[1]); print(os.getuid(), os.geteuid(), os.getgid())")
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, cwd=HOUSE)
-    assert done.stdout.split() == [str(fence.NOBODY)] * 3, done.stderr
+    assert done.stdout.split() == [str(sandbox.NOBODY)] * 3, done.stderr
 
 
 def test_windows_is_told_of_wsl():

@@ -19,8 +19,8 @@ import pytest
 import submissions
 from submissions import function
 
-from zero_minimal.classroom import fence
 from zero_minimal.classroom import grade as grader
+from zero_minimal.classroom import sandbox
 from zero_minimal.classroom import saved as saving
 from zero_minimal.classroom import watch as watching
 from zero_minimal.classroom.accounts import descendants, lives
@@ -160,7 +160,7 @@ class Judge:
 
 @pytest.fixture
 def watch(tmp_path, monkeypatch):
-    monkeypatch.setattr(watching, "Standby", Judge)
+    monkeypatch.setattr(watching, "GraderClient", Judge)
     handed = []
     watch = Watch(LESSON, tmp_path / "mine.py", Grades(LESSON), lambda steps: handed.append([s.number for s in steps]))
     watch.handed, watch.new = handed, []
@@ -348,7 +348,7 @@ def test_the_whole_of_a_watch(tmp_path, temporary, started):
     watched.says("0 of 15 points; steps 2 to 5 were not looked at")
     file.write_text("def exchange(:\n")
     watched.says("the file is not Python, line 1")
-    if fence.holds():
+    if sandbox.holds():
         file.write_text("import torch\ntorch.from_file('{}', size=9, dtype=torch.uint8)\n{}".format(
             HOUSE / "zero_minimal/core/ring.py", submissions.spliced(LESSON, {})))
         watched.says("Permission denied")

@@ -238,7 +238,7 @@ def drop_the_stage(stage):
     train(zero)
     loss = model(*toys.tokens(0, 1))  # a graph that stays: people keep their losses
     loss.backward()
-    gone = [weakref.ref(part) for part in (zero, zero.optimizer, zero.backward, zero.buckets[0])]
+    gone = [weakref.ref(part) for part in (zero, zero.optimizer, zero.reducer, zero.buckets[0])]
     values = toys.whole_parameters(zero)
     del zero
     alive = [type(part()).__name__ for part in gone if part()]

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_minimal.checkpoint import as_json, pieces, state_folder
-from zero_minimal.checkpoint.pieces import Holding, Piece
+from zero_minimal.checkpoint import as_json, local_chunks, state_folder
+from zero_minimal.checkpoint.local_chunks import Holding, LocalChunk
 from zero_minimal.checkpoint.state_folder import Contents, Damaged
 from zero_minimal.core import random_state
 
@@ -63,7 +63,7 @@ def newest_good(folder: Path, group: dist.ProcessGroup | None = None) -> Content
     raise Damaged("\n".join(problems) if problems else f"there is no checkpoint in {folder}")
 
 
-def read_alone(contents: Contents, wanted: list[Piece]) -> None:
+def read_alone(contents: Contents, wanted: list[LocalChunk]) -> None:
     """Fill the pieces, in one process without ranks."""
     from zero_minimal.checkpoint.resharding import PieceLoader, Reader
 
@@ -149,7 +149,7 @@ def in_short(names: list[str]) -> str:
 # ------------------------------------------------------------------------------------ into a stage
 
 
-def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[Piece]]:
+def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[LocalChunk]]:
     """A state for stage.load_state_dict(), in new memory, and the pieces of it that are to be
     read."""
     stage, wanted = holding.stage, []
@@ -160,7 +160,7 @@ def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[Piece]]:
     masters = [param for group in stage.optimizer.param_groups for param in group["params"]]
     of_number = {}
     for bucket, shard in zip(stage.all_buckets, state["shards"], strict=True):
-        wanted += pieces.in_bucket(holding, bucket, "model", shard)
+        wanted += local_chunks.in_bucket(holding, bucket, "model", shard)
         if bucket.trained:
             number = next(n for n, param in enumerate(masters) if param is bucket.master)
             names = [holding.names[param] for param in bucket.params if param.numel()]
@@ -168,12 +168,13 @@ def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[Piece]]:
             for kind in kinds_for(names, contents):
                 dtype = _dtype(contents, f"{kind}/{names[0]}")
                 of_number[number][kind.split("/")[1]] = held = torch.zeros_like(shard, dtype=dtype)
-                wanted += pieces.in_bucket(holding, bucket, kind, held)
+                wanted += local_chunks.in_bucket(holding, bucket, kind, held)
     here = {buffer: name for name, buffer in stage.model.named_buffers()}
-    buffers = pieces.persistent_buffers(stage.model)
+    buffers = local_chunks.persistent_buffers(stage.model)
     whole = state["frozen"] | {name: state["buffers"][here[buffer]] for name, buffer in buffers}
     for name, own in whole.items():
-        wanted += pieces.whole_piece(_kind(name, contents), name, own, holding.places.get(name))
+        kind, place = _kind(name, contents), holding.places.get(name)
+        wanted += local_chunks.whole_piece(kind, name, own, place)
     state["optimizer"] = optimizer_state(
         {number: own for number, own in of_number.items() if own}, contents, state["optimizer"])
     return state, wanted
@@ -237,12 +238,13 @@ def optimizer_state(of_number: dict, contents: Contents, here: dict) -> dict:
 
 def plain_to_fill(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, contents: Contents
-) -> tuple[dict | None, dict[str, torch.Tensor], list[Piece]]:
+) -> tuple[dict | None, dict[str, torch.Tensor], list[LocalChunk]]:
     """For a model and an optimizer without a stage: what optimizer.load_state_dict() takes, new
     buffers, and the pieces of both and of the parameters that are to be read."""
     named = dict(model.named_parameters())
     tensors = [("model", name, param.data) for name, param in named.items()]
-    buffers = {name: in_own_memory(buffer) for name, buffer in pieces.persistent_buffers(model)}
+    buffers = {name: in_own_memory(buffer)
+               for name, buffer in local_chunks.persistent_buffers(model)}
     tensors += [(_kind(name, contents), name, buffer) for name, buffer in buffers.items()]
     state = None
     if optimizer is not None:
@@ -259,7 +261,7 @@ def plain_to_fill(
             if own:
                 of_number[number] = own
         state = optimizer_state(of_number, contents, optimizer.state_dict())
-    wanted = [piece for entry in tensors for piece in pieces.whole_piece(*entry)]
+    wanted = [piece for entry in tensors for piece in local_chunks.whole_piece(*entry)]
     return state, buffers, wanted
 
 
@@ -270,7 +272,7 @@ def fill_extra_states(model: nn.Module, contents: Contents) -> None:
 
 
 def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved: dict) -> dict:
-    """As pieces.facts_of(), for check(). What only training needs is taken from the checkpoint."""
+    """As local_chunks.facts_of(), for check(). What only training needs is the checkpoint's."""
     groups = {} if optimizer is None else {
         param: number for number, group in enumerate(optimizer.param_groups)
         for param in group["params"]}
@@ -284,9 +286,9 @@ def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved
         "parameters": {name: {"shape": list(param.shape), "dtype": as_json.name_of(param.dtype),
                               "group": group_of(name, param)}
                        for name, param in model.named_parameters()},
-        "buffers": pieces.facts_of_buffers(model),
-        "extra_states": pieces.extra_states(model),
-        "also": pieces.second_names(model),
+        "buffers": local_chunks.facts_of_buffers(model),
+        "extra_states": local_chunks.extra_states(model),
+        "also": local_chunks.second_names(model),
     } | ({} if optimizer is None else {"optimizer": type(optimizer).__name__,
                                        "groups": optimizer.param_groups})
 

@@ -1,8 +1,8 @@
 """Resharding: pieces go to files and come back, through torch.distributed.checkpoint (DCP).
 
-    to save     each rank says which boxes it has, rank 0 sees that together they are whole, each
+    to save     each rank says which chunks it has, rank 0 sees that together they are whole, each
                 rank writes its own, and rank 0 writes down where each of them lies
-    to load     each rank says which boxes it wants; those of the files that overlap with them are
+    to load     each rank says which chunks it wants; those of the files that overlap with them are
                 read, and what both have in common is copied
 
 DCP leads through these steps, finds the overlaps, tells all ranks if one of them fails, and runs
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.futures import Future
 
 from zero_minimal.checkpoint import as_json, state_folder
-from zero_minimal.checkpoint.pieces import Piece
+from zero_minimal.checkpoint.local_chunks import LocalChunk
 from zero_minimal.checkpoint.state_folder import Contents
 from zero_minimal.core.layout import same_storage
 
@@ -39,7 +39,7 @@ class PieceSaver(planner.SavePlanner):
         list, "ranks_own".
     """
 
-    def __init__(self, pieces: list[Piece], own: dict):
+    def __init__(self, pieces: list[LocalChunk], own: dict):
         self.pieces, self.own = pieces, own
         self.last_of = {piece.bucket: number for number, piece in enumerate(pieces)}
 
@@ -48,7 +48,7 @@ class PieceSaver(planner.SavePlanner):
 
     def create_local_plan(self) -> planner.SavePlan:
         # to rank 0 go a few numbers a piece: DCP's own items take longer to send than to write
-        sizes = [(piece.name, piece.shape, piece.box.numel) for piece in self.pieces]
+        sizes = [(piece.name, piece.shape, piece.chunk.numel) for piece in self.pieces]
         return planner.SavePlan([], planner_data=(sizes, self.own))
 
     def create_global_plan(self, all_plans):  # on rank 0
@@ -72,7 +72,7 @@ class PieceSaver(planner.SavePlanner):
     def resolve_data(self, write_item) -> torch.Tensor:
         return self.pieces[write_item.index.index].tensor
 
-    def written(self, write_item) -> Piece:
+    def written(self, write_item) -> LocalChunk:
         """Its bytes have left. After the last piece of a bucket step() may change the bucket."""
         number = write_item.index.index
         piece = self.pieces[number]
@@ -117,7 +117,7 @@ class Writer(storage.StorageWriter, AsyncStager):
         return [planner.SavePlan([], self.own / f"rank-{rank}.bin") for rank in range(len(plans))]
 
     def write_data(self, plan, planner) -> Future:
-        file, boxes, checksums = plan.storage_data, [], []
+        file, chunks, checksums = plan.storage_data, [], []
         with open(file, "wb") as stream:
             for items, stretch in _side_by_side(plan.items, planner):
                 held, place = as_json.bytes_of(stretch), stream.tell()
@@ -127,20 +127,21 @@ class Writer(storage.StorageWriter, AsyncStager):
                     stream.write(block)
                 for piece in map(planner.written, items):
                     described = piece.name, piece.shape, as_json.name_of(piece.tensor.dtype)
-                    boxes.append((described, piece.box.offsets, piece.box.sizes, file.name, place))
+                    lies = piece.chunk.offsets, piece.chunk.sizes, file.name, place
+                    chunks.append((described, *lies))
                     place += piece.tensor.nbytes
             state_folder.sync(stream)
         done = Future()
-        done.set_result((file.name, checksums, boxes))
+        done.set_result((file.name, checksums, chunks))
         return done
 
     def finish(self, metadata, results) -> None:  # on rank 0, when all ranks have written
         tensors, files = {}, {}
-        for file, checksums, boxes in results:
+        for file, checksums, chunks in results:
             files[file] = checksums
-            for (name, shape, dtype), *box in boxes:
-                tensors.setdefault(name, {"shape": shape, "dtype": dtype, "boxes": []})
-                tensors[name]["boxes"].append(box)
+            for (name, shape, dtype), *chunk in chunks:
+                tensors.setdefault(name, {"shape": shape, "dtype": dtype, "chunks": []})
+                tensors[name]["chunks"].append(chunk)
         facts = {**self.facts, "ranks_own": metadata.planner_data}
         state_folder.write_contents(Contents(self.own, facts, tensors, files))
         # DCP sends this to all ranks
@@ -175,9 +176,9 @@ def _follows(tensor: torch.Tensor, first: torch.Tensor, elements: int) -> bool:
 
 
 class PieceLoader(planner.LoadPlanner):
-    """What to read for a rank's pieces: the boxes that overlap with them."""
+    """What to read for a rank's pieces: the chunks that overlap with them."""
 
-    def __init__(self, pieces: list[Piece]):
+    def __init__(self, pieces: list[LocalChunk]):
         self.pieces = {_index(piece): piece for piece in pieces}
         self.described = None
 
@@ -191,9 +192,9 @@ class PieceLoader(planner.LoadPlanner):
                 index.fqn, self.described[index.fqn], [_chunk(piece)]
             )
             found = sum(item.lengths.numel() for item in overlaps)
-            if found != piece.box.numel:
-                raise ValueError(f"{index.fqn} is not whole in this checkpoint: of a box of "
-                                 f"{piece.box.numel} elements it has {found}")
+            if found != piece.chunk.numel:
+                raise ValueError(f"{index.fqn} is not whole in this checkpoint: of a chunk of "
+                                 f"{piece.chunk.numel} elements it has {found}")
             items += overlaps
         return planner.LoadPlan(items)
 
@@ -219,14 +220,14 @@ class PieceLoader(planner.LoadPlanner):
 
 
 class Reader(storage.StorageReader):
-    """Reads boxes: of each as many rows as are wanted."""
+    """Reads chunks: of each as many rows as are wanted."""
 
     def __init__(self, contents: Contents):
-        self.contents, self.boxes = contents, {}
+        self.contents, self.chunks = contents, {}
         for name, tensor in contents.tensors.items():
-            for offsets, sizes, file, offset in tensor["boxes"]:
+            for offsets, sizes, file, offset in tensor["chunks"]:
                 index = metadata.MetadataIndex(name, offsets)
-                self.boxes[index] = contents.folder / file, offset, sizes, tensor["dtype"]
+                self.chunks[index] = contents.folder / file, offset, sizes, tensor["dtype"]
 
     def reset(self, checkpoint_id=None):
         pass
@@ -236,8 +237,8 @@ class Reader(storage.StorageReader):
             name: metadata.TensorStorageMetadata(
                 metadata.TensorProperties(as_json.dtype_of(tensor["dtype"])),
                 torch.Size(tensor["shape"]),
-                [metadata.ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
-                 for box in tensor["boxes"]],
+                [metadata.ChunkStorageMetadata(torch.Size(chunk[0]), torch.Size(chunk[1]))
+                 for chunk in tensor["chunks"]],
             ) for name, tensor in self.contents.tensors.items()
         })
 
@@ -252,7 +253,7 @@ class Reader(storage.StorageReader):
 
     def read_data(self, plan, planner) -> Future:
         for item in plan.items:
-            file, offset, sizes, dtype = self.boxes[item.storage_index]
+            file, offset, sizes, dtype = self.chunks[item.storage_index]
             part = _read(file, offset, sizes, as_json.dtype_of(dtype), item)
             planner.resolve_tensor(item).copy_(part)
         done = Future()
@@ -265,7 +266,7 @@ class Reader(storage.StorageReader):
 
 
 def _read(file: Path, offset: int, sizes: list, dtype: torch.dtype, item) -> torch.Tensor:
-    """What is wanted of a box that lies in a file: of its rows only those are read."""
+    """What is wanted of a chunk that lies in a file: of its rows only those are read."""
     first, rows = item.storage_offsets[0], item.lengths[0]
     row = dtype.itemsize * torch.Size(sizes[1:]).numel()
     held = bytearray(rows * row)
@@ -279,10 +280,11 @@ def _read(file: Path, offset: int, sizes: list, dtype: torch.dtype, item) -> tor
     return part
 
 
-def _index(piece: Piece) -> metadata.MetadataIndex:
-    return metadata.MetadataIndex(piece.name, piece.box.offsets)
+def _index(piece: LocalChunk) -> metadata.MetadataIndex:
+    return metadata.MetadataIndex(piece.name, piece.chunk.offsets)
 
 
-def _chunk(piece: Piece) -> metadata.ChunkStorageMetadata:
-    """What DCP calls a box."""
-    return metadata.ChunkStorageMetadata(torch.Size(piece.box.offsets), torch.Size(piece.box.sizes))
+def _chunk(piece: LocalChunk) -> metadata.ChunkStorageMetadata:
+    """What DCP calls a chunk."""
+    where = piece.chunk
+    return metadata.ChunkStorageMetadata(torch.Size(where.offsets), torch.Size(where.sizes))

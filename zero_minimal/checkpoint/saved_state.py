@@ -14,9 +14,9 @@ elements what it is, by the name of the parameter and the place in it:
     in the checkpoint      w₂ [rows, columns], and where in which file each part of it lies
 
 On the way back each rank looks for the elements that it owns now, wherever they lie. It reads these
-and no others, so that no rank ever holds the whole model. Parts of matrices are boxes (boxes.py), a
-rank's are its pieces (pieces.py), torch.distributed.checkpoint finds which of them overlap
-(resharding.py), and state_folder.py says why a kill does no harm.
+and no others, so that no rank ever holds the whole model. Parts of matrices are chunks
+(chunks.py), local_chunks.py has those of a rank, torch.distributed.checkpoint finds which of them
+overlap (resharding.py), and state_folder.py says why a kill does no harm.
 
 A checkpoint has parameters (of those in 16 bit the fp32 masters, from which they come by rounding),
 optimizer state and options, buffers, what modules give in get_extra_state(), the state of each
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from zero_minimal.checkpoint import loading, pieces, saving
+from zero_minimal.checkpoint import loading, local_chunks, saving
 from zero_minimal.checkpoint.saving import NotSaved, Saving
 from zero_minimal.checkpoint.sharded_state import fill_buffers
 from zero_minimal.checkpoint.state_folder import Damaged
@@ -84,11 +84,11 @@ def load(zero, folder: str | Path):
     from zero_minimal.checkpoint.resharding import PieceLoader, Reader
 
     saving.finish_earlier()
-    holding = pieces.holding_of(zero)
+    holding = local_chunks.holding_of(zero)
     saving.meet("load", holding.group)
     group = saving.group_to_save(holding.group)
     contents = loading.newest_good(Path(folder).absolute(), group)
-    loading.check(contents.facts, pieces.facts_of(holding))
+    loading.check(contents.facts, local_chunks.facts_of(holding))
     state, wanted = loading.to_fill(holding, contents)
     asked = dict(storage_reader=Reader(contents), planner=PieceLoader(wanted), process_group=group)
     try:
@@ -105,7 +105,7 @@ def load(zero, folder: str | Path):
 def any_in(zero, folder: str | Path) -> bool:
     """Whether there is a checkpoint in a folder, good or not, as rank 0 sees it; all ranks must
     ask."""
-    holding = pieces.holding_of(zero)
+    holding = local_chunks.holding_of(zero)
     saving.meet("look for", holding.group)
     return bool(loading.candidates(Path(folder), saving.group_to_save(holding.group)))
 

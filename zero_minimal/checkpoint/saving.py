@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from zero_minimal.checkpoint import as_json, pieces, state_folder
+from zero_minimal.checkpoint import as_json, local_chunks, state_folder
 from zero_minimal.checkpoint.sharded_state import check_moment
 from zero_minimal.core import precision, random_state, replicas
 from zero_minimal.guards.collective_fingerprint import CHECKPOINT
@@ -73,7 +73,7 @@ def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: boo
     from zero_minimal.checkpoint.resharding import PieceSaver, Writer
 
     _check_numbers(step, keep)
-    holding = pieces.holding_of(zero)
+    holding = local_chunks.holding_of(zero)
     check_moment(holding.stage)
     encoded = as_json.encoded(extra)
     finish_earlier()
@@ -83,10 +83,10 @@ def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: boo
         meanwhile = False  # the bus is training's: it carries the state before that goes on
     for bucket in buckets:
         precision.keep_changes(bucket)
-    facts = {"step": step, "extra": encoded, **pieces.facts_of(holding)}
+    facts = {"step": step, "extra": encoded, **local_chunks.facts_of(holding)}
     own = {"data_rank": holding.data_rank,
            "random": as_json.encoded(random_state.random_state())}
-    to_save = pieces.to_save(holding)
+    to_save = local_chunks.to_save(holding)
     writer = Writer(folder.absolute(), facts, keep)  # the current directory may change
     asked = dict(storage_writer=writer, planner=PieceSaver(to_save, own),
                  process_group=group_to_save(holding.group))
@@ -149,7 +149,9 @@ def meet(to_do: str, group: dist.ProcessGroup | None, number: int = 0) -> list[i
     return [number for [number] in every]
 
 
-def write_alone(folder: Path, facts: dict, to_save: list[pieces.Piece], keep: int) -> Path:
+def write_alone(
+    folder: Path, facts: dict, to_save: list[local_chunks.LocalChunk], keep: int
+) -> Path:
     """A checkpoint of these pieces, written by one process without ranks. Returns its path."""
     from zero_minimal.checkpoint.resharding import PieceSaver, Writer
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_minimal.core import collectives, optimizers, precision, seams
-from zero_minimal.core.backward import Hooks
+from zero_minimal.core.reducer import Hooks
 from zero_minimal.guards.used_gradients import accumulated
 
 
@@ -65,7 +65,7 @@ def load_state_dict(stage, state: dict) -> None:
     fill_buffers(stage.model, state["buffers"])
     for name, param in expected["frozen"].items():
         param.copy_(state["frozen"][name])
-    stage.backward.loads += 1  # by which ranks that have not loaded are told
+    stage.reducer.loads += 1  # by which ranks that have not loaded are told
     for bucket in stage.buckets:
         whole = bucket.parameters.untyped_storage().nbytes() and bucket.parameters.numel()
         if whole > bucket.parameter_shard.numel():
@@ -107,7 +107,7 @@ def check_moment(stage) -> None:
     if getattr(stage, "shown", False):
         raise RuntimeError("leave gather_parameters() before you save: what is changed inside of "
                            "it comes to the shards at its end")
-    if accumulated(stage.backward) and not stage.backward.skipped:
+    if accumulated(stage.reducer) and not stage.reducer.skipped:
         raise RuntimeError("a checkpoint has no gradients, and those of the backward passes since "
                            "the last zero.step() would be lost: save after zero.step(); or call "
                            "zero.zero_grad() first, if they are not needed")

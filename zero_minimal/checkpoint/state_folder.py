@@ -1,8 +1,8 @@
 """A folder of checkpoints: which are whole, and which is the newest.
 
     DIR/step-00000040/          a checkpoint
-        contents.json           what there is: names, shapes, where each box lies; checksums
-        rank-0.bin              the bytes of the boxes that rank 0 had, one after the other
+        contents.json           what there is: names, shapes, where each chunk lies; checksums
+        rank-0.bin              the bytes of the chunks that rank 0 had, one after the other
         rank-1.bin
     DIR/step-00000030.1/        one of an earlier step, and yet a newer one: a run went back
     DIR/.writing-…              one that is not finished, or never will be
@@ -47,8 +47,8 @@ class Contents:
     """What is in a checkpoint, as contents.json has it."""
 
     folder: Path
-    facts: dict  # what pieces.facts_of() says, and what the program keeps
-    tensors: dict  # name: {"shape", "dtype", "boxes": [[offsets, sizes, file, byte], …]}
+    facts: dict  # what local_chunks.facts_of() says, and what the program keeps
+    tensors: dict  # name: {"shape", "dtype", "chunks": [[offsets, sizes, file, byte], …]}
     files: dict  # name: [[how many bytes, their crc32], …], one stretch after the other
     crc32: int = 0  # of all this, in the file
 

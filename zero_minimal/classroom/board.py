@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_minimal.classroom import fence
+from zero_minimal.classroom import sandbox
 from zero_minimal.classroom.open_part import FILE, illegal, judge
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.programs.budget import TRACKS, Score
@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> int:
     for file in options.write:
         if file.suffix not in WRITERS:
             parser.error(f"{file} must end in {', '.join(WRITERS)}")
-    if not fence.holds():
+    if not sandbox.holds():
         print("This system cannot fence a submission in (Linux 5.13 can): judge nobody's file but your own.\n")
     try:
         rows = rows_of(options.folder, tell=lambda row: print(f"{row.who}: {row.points} of 60", file=sys.stderr))

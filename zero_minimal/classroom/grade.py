@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_minimal.classroom import drawn, fence, open_part
+from zero_minimal.classroom import drawn, open_part, sandbox
 from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.grades import Grades, gradescope
 from zero_minimal.classroom.judging import grade
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     all_grades = [(open_part.TrackGrades if call.is_open else Grades)(call.lesson, (call.step,) if call.step else ())
                   for call in calls]
     options, began = calls[0].options, time.monotonic()
-    if not fence.holds():
+    if not sandbox.holds():
         print("This system cannot fence a submission in (Linux 5.13 can): grade nobody's file but your own.\n")
     try:
         if options.json:  # should the grader itself be brought down, this is what counts

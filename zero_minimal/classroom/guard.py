@@ -8,7 +8,7 @@ It sees that a submission
 - prints or takes memory without end.
 
 It runs in the submission's own process, so whoever attacks it can switch it off, and gains nothing by that: the answers
-are not there (staging.py), the kernel denies the rest (fence.py), and what earns points is judged outside
+are not there (course_copy.py), the kernel denies the rest (sandbox.py), and what earns points is judged outside
 (supervisor.py).
 """
 
@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from zero_minimal.classroom.lessons import HOUSE, UNWRITTEN, Lesson
 from zero_minimal.classroom.references import borrowed
-from zero_minimal.offloading import beside
+from zero_minimal.offloading import host_process
 
 PRINTED = 2**20  # bytes that a rank may print or write into one file
 FILES = 2**26  # bytes that a host may write into one file
@@ -72,13 +72,13 @@ def guarded(function, submission, host=False):
         gc.freeze()
         torch.set_num_threads(1)
         _limit(FILES if host else PRINTED)
-        if beside.lend:
-            beside.lend.submission = submission
+        if host_process.lend:
+            host_process.lend.submission = submission
         guard = Guard(submission.lesson)
         try:
             guard.look_at(submission.source)
             result = function(*args, **kwargs)
-            beside.end_all()
+            host_process.end_all()
             guard.look_again(threads=not host)
         except BaseException as error:
             raise Fault(guard.fouls[0] if guard.fouls else in_words(error, submission.path)) from None
@@ -151,7 +151,7 @@ class Guard:
             self.fouls.append(f"it replaced {changed[0]}: what measures a submission must stay as it is")
         begun = time.monotonic()
         while threads and _thread._count() > self._threads:
-            has_host = any(thread.name == beside.WATCH for thread in threading.enumerate())
+            has_host = any(thread.name == host_process.WATCH for thread in threading.enumerate())
             if time.monotonic() > begun + (PATIENCE if has_host else 1):
                 if has_host:
                     raise RuntimeError(HANGS)
@@ -162,7 +162,7 @@ class Guard:
 
 
 def _asks_for_mallopt(event: str, args: tuple) -> bool:
-    """What offloading/budget.py calls in a host with a disk."""
+    """What offloading/memory_budget.py calls in a host with a disk."""
     return event == "ctypes.dlopen" and args[0] is None or event == "ctypes.dlsym" and args[1] == "mallopt"
 
 
@@ -237,7 +237,7 @@ def in_words(error: BaseException, path: str) -> str:
                 + f" ({text[:LONG]})" * bool(text))
     if isinstance(error, AssertionError) and not own:
         return text.split("\nassert ")[0]
-    if isinstance(error, beside.HostError):
+    if isinstance(error, host_process.HostError):
         return text.splitlines()[-1] if UNWRITTEN in text else text
     if text == HANGS:
         return text

@@ -1,9 +1,9 @@
 """Hosts: beside a rank that runs a submission, a process that keeps what the rank has no room for (lesson 09).
 
 A rank may start no process, and make no memory that others see. So it asks the judge, which makes both and lets the
-nursery fork the host:
+fork server fork the host:
 
-    rank ── "host", bytes ──► judge ── fork ──► nursery ──► host, behind the same fence
+    rank ── "host", bytes ──► judge ── fork ──► fork server ──► host, behind the same fence
          ◄── a line to the host, and the memory of the bus ──
 
 Then the two speak by themselves. The judge holds the host as it holds the rank: it asks for its stack, counts its
@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 
 import cloudpickle
 
-from zero_minimal.offloading import bus
+from zero_minimal.offloading import host_link
 
 REQUEST = b"host"  # a rank's, with the size of a buffer behind it
 MOST_BYTES, MOST_HOSTS = 2**26, 64  # of a buffer; of a rank
@@ -31,7 +31,7 @@ MOST_BYTES, MOST_HOSTS = 2**26, 64  # of a buffer; of a rank
 
 
 class Lender:
-    """What offloading/beside.py uses in the place of starting a process.
+    """What offloading/host_process.py uses in the place of starting a process.
 
     line: the rank's to the judge. submission: whose file the host runs, too.
     """
@@ -70,15 +70,15 @@ class LentProcess:
 
 
 def host(setup: dict, line: socket.socket, stacks: int, ends: int, memory: int) -> None:
-    """What a host does, forked by the nursery. It never returns."""
+    """What a host does, forked by the fork server. It never returns."""
     import checks
     import toys
 
-    from zero_minimal.classroom import fence
+    from zero_minimal.classroom import sandbox
     from zero_minimal.classroom.guard import guarded
 
     try:
-        fence.end_with_parent()
+        sandbox.end_with_parent()
         os.set_inheritable(ends, False)
         checks.listen_in_threads()
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
@@ -86,8 +86,8 @@ def host(setup: dict, line: socket.socket, stacks: int, ends: int, memory: int) 
         folder = f"{setup['folder']}/{setup['rank']}"
         os.chdir(folder)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
-        fence.only_files(["/"], [folder, "/dev/null"])
-        fence.no_other_processes()
+        sandbox.only_files(["/"], [folder, "/dev/null"])
+        sandbox.no_other_processes()
         toys.secrets = {}
         connection = Connection(line.detach())
         submission = pickle.loads(connection.recv_bytes())
@@ -96,12 +96,13 @@ def host(setup: dict, line: socket.socket, stacks: int, ends: int, memory: int) 
         def run():
             submission.load()  # where `serve` is to be found
             told, serve = pickle.loads(connection.recv_bytes())
-            there["bus"] = bus.Bus(bus.Words(connection), bus.memory_of(memory, told["size"]), 1, told["bandwidth"])
+            buffers = host_link.memory_of(memory, told["size"])
+            there["bus"] = host_link.Bus(host_link.Words(connection), buffers, 1, told["bandwidth"])
             serve(there["bus"])
 
         try:
             guarded(run, submission, host=True)()
-        except bus.OtherSideGone:
+        except host_link.OtherSideGone:
             pass
         except BaseException as error:
             if "bus" in there:

@@ -1,8 +1,8 @@
 """Judging: the lesson's tests run in a process of their own, the judge, and what it finds comes through a pipe.
 
 The judge (plugin.py) names its tests and their points before a line of the submission runs, and each is taken once. The
-submission itself runs in ranks far below (nursery.py). Should the judge go down all the same, the test under way has
-failed, and another goes on.
+submission itself runs in ranks far below (fork_server.py). Should the judge go down all the same, the test under way
+has failed, and another goes on.
 """
 
 import contextlib

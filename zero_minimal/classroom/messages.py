@@ -10,7 +10,7 @@ from zero_minimal.classroom.lessons import LOOK_AT, UNWRITTEN
 from zero_minimal.guards.collective_fingerprint import Mismatch
 from zero_minimal.processes.ranks import RankError
 
-COLLECTIVES = {"collectives.py", "pending.py"}  # the files of core in which ranks wait for each other
+COLLECTIVES = {"collectives.py", "work.py"}  # the files of core in which ranks wait for each other
 ROOMS = ("/zero_minimal/core/", "/zero_minimal/guards/", "/zero_minimal/processes/",
          "/zero_minimal/extensions/", "/zero_minimal/checkpoint/", "/zero_minimal/offloading/", "/tests/")
 _RANK = re.compile(r"^((?:host of )?rank \d+) stands here", re.MULTILINE)
@@ -174,7 +174,7 @@ def _place(frames: list, path: str) -> str:
     if own is None:
         outside = [(Path(file).name, function) for file, _, function in frames
                    if any(room in file for room in ROOMS)]
-        at_bus = [function for file, function in outside if file == "bus.py" and function in WHY_AT_THE_BUS]
+        at_bus = [function for file, function in outside if file == "host_link.py" and function in WHY_AT_THE_BUS]
         if at_bus:
             return f"{BUS}, in {at_bus[0]}: {WHY_AT_THE_BUS[at_bus[0]]}"
         waits = [function for file, function in outside if file in COLLECTIVES]

@@ -15,9 +15,9 @@ import pytest
 
 from zero_minimal.classroom import messages
 from zero_minimal.classroom.accounts import Busy
+from zero_minimal.classroom.grader_server import Request, Server
 from zero_minimal.classroom.guard import guarded, unwritten
 from zero_minimal.classroom.lessons import UNWRITTEN, USED_UP, found, needs
-from zero_minimal.classroom.serving import Request, Server
 from zero_minimal.classroom.starters import functions_of
 from zero_minimal.classroom.submission import Submission
 from zero_minimal.classroom.supervisor import Supervisor
@@ -33,7 +33,7 @@ def pytest_addoption(parser):
     group.addoption("--steps", help="the numbers of those that are looked at, with commas; default: all")
     group.addoption("--report", type=int, help="file descriptor to write results to")
     group.addoption("--seconds", type=float, help="time for all tests together")
-    group.addoption("--serve", type=int, help="instead of these two: a socket from which requests come (serving.py)")
+    group.addoption("--serve", type=int, help="instead of these two: a socket for requests (grader_server.py)")
 
 
 def pytest_configure(config):
@@ -130,7 +130,7 @@ class Grading:
         session.items[:] = [items[test] for test in request.tests]
         path, lesson = Path(self.config.submission.path), self.config.submission.lesson
         self.config.submission = Submission(path, lesson, request.source)
-        supervisor = Supervisor(lesson, path, places, request.nursery)
+        supervisor = Supervisor(lesson, path, places, request.fork_server)
         self._begin(request.reports, Runner(self.config.submission, request.seconds, supervisor))
 
     def _begin(self, reports: int, runner: Runner) -> None:

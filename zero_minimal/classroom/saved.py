@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_minimal.classroom.staging import helpers
+from zero_minimal.classroom.course_copy import helpers
 from zero_minimal.classroom.submission import decoded, syntax_error
 
 POLL = 0.1  # seconds between two looks

@@ -21,12 +21,12 @@ import cloudpickle
 
 from zero_minimal.classroom import hosts, results
 from zero_minimal.classroom.accounts import Busy, Clock, end_all_below, lives
+from zero_minimal.classroom.course_copy import stage
+from zero_minimal.classroom.fork_server import DATA, HERE
 from zero_minimal.classroom.guard import Fault
 from zero_minimal.classroom.lessons import Lesson
 from zero_minimal.classroom.messages import DIED_AT
-from zero_minimal.classroom.nursery import DATA, HERE
-from zero_minimal.classroom.staging import stage
-from zero_minimal.classroom.wards import START, HostWard, Nursery, Ward
+from zero_minimal.classroom.sandboxed_ranks import START, ForkServer, HostHandle, RankHandle
 from zero_minimal.processes.failures import GRACE, Failure, raise_first
 
 LOOK = 0.01  # seconds between two looks at the ranks' memory
@@ -39,14 +39,16 @@ BUSY = ("this machine is too busy to judge: other programs had its processors fo
 class Supervisor:
     """Runs functions on ranks that hold a submission. Close it: it has processes and a folder.
 
-    places, nursery: what `stage` has made, and a nursery there, if they are ready (serving.py); else it makes its own.
+    places, fork_server: what `stage` has made, and a fork server there, if they are ready (grader_server.py); else it makes
+        its own.
     """
 
-    def __init__(self, lesson: Lesson, submission: Path, places: dict | None = None, nursery: Nursery | None = None):
+    def __init__(self, lesson: Lesson, submission: Path, places: dict | None = None,
+                 fork_server: ForkServer | None = None):
         self.folder = None if places else tempfile.TemporaryDirectory(prefix="grading-")
         self.places = places or stage(lesson, submission, Path(self.folder.name))
         earlier = [int(name) for name in os.listdir(self.places["runs"]) if name.isdigit()]
-        self.nursery, self.number = nursery, max(earlier, default=0)  # a run's folder is new
+        self.fork_server, self.number = fork_server, max(earlier, default=0)  # a run's folder is new
         self.accounts, self.left = [], 0
         self.spent = 0.0  # seconds of all runs so far, as Clock counts them
         self.beat = lambda: None  # called every now and then while ranks run
@@ -55,115 +57,117 @@ class Supervisor:
     def run(self, function, world_size: int, *args, timeout: float, fresh: bool = False, counted: bool = False) -> list:
         """function(*args) on each of world_size new ranks; their results, rank 0's first.
 
-        fresh: each rank from a nursery of its own, with another seed of Python's hashes; others share one.
+        fresh: each rank from a fork server of its own, with another seed of Python's hashes; others share one.
         counted: `accounts` are then what the kernel counted.
         timeout: seconds as Clock counts them.
-        Raises: RankError and TimeoutError as `ranks.run`; ChildProcessError if a nursery was ended; Busy.
+        Raises: RankError and TimeoutError as `ranks.run`; ChildProcessError if a fork server was ended; Busy.
         """
-        work, wards = cloudpickle.dumps((function, args)), []
-        nurseries = self._nurseries(world_size, fresh)
+        work, handles = cloudpickle.dumps((function, args)), []
+        fork_servers = self._fork_servers(world_size, fresh)
         self.number += 1
         folder = f"{self.places['runs']}/{self.number}"
         clock = Clock()
         try:
-            for rank, nursery in enumerate(nurseries):
-                wards.append(nursery.fork(dict(rank=rank, world_size=world_size, timeout=SLOWEST * timeout + START,
+            for rank, fork_server in enumerate(fork_servers):
+                handles.append(fork_server.fork(dict(rank=rank, world_size=world_size, timeout=SLOWEST * timeout + START,
                                                folder=folder, secret=self.secrets[rank])))
-                wards[-1].folder = folder
-            return self._gather(wards, work, clock, timeout, counted)
+                handles[-1].folder = folder
+            return self._gather(handles, work, clock, timeout, counted)
         finally:
             clock.look()
             self.spent += clock.spent
-            for ward in wards:
-                ward.close()
-            self.left = sum(end_all_below(nursery.pid) for nursery in set(nurseries) if nursery.lives())
-            for nursery in nurseries if fresh else ():
-                nursery.close()
+            for handle in handles:
+                handle.close()
+            self.left = sum(end_all_below(fork_server.pid) for fork_server in set(fork_servers) if fork_server.lives())
+            for fork_server in fork_servers if fresh else ():
+                fork_server.close()
 
-    def _nurseries(self, world_size: int, fresh: bool) -> list[Nursery]:
+    def _fork_servers(self, world_size: int, fresh: bool) -> list[ForkServer]:
         """One for each rank."""
         if fresh:
-            nurseries = [Nursery(self.places, hash_seed=rank + 1) for rank in range(world_size)]
+            fork_servers = [ForkServer(self.places, hash_seed=rank + 1) for rank in range(world_size)]
         else:
-            if self.nursery and self.nursery.lives():
-                return [self.nursery] * world_size
+            if self.fork_server and self.fork_server.lives():
+                return [self.fork_server] * world_size
             self.close_nursery()
-            self.nursery = Nursery(self.places)
-            nurseries = [self.nursery] * world_size
-        for nursery in dict.fromkeys(nurseries):
-            nursery.wait_until_ready()
-        return nurseries
+            self.fork_server = ForkServer(self.places)
+            fork_servers = [self.fork_server] * world_size
+        for fork_server in dict.fromkeys(fork_servers):
+            fork_server.wait_until_ready()
+        return fork_servers
 
     def close_nursery(self) -> None:
-        if self.nursery:
-            self.nursery.close()
-            self.nursery = None
+        if self.fork_server:
+            self.fork_server.close()
+            self.fork_server = None
 
     def close(self) -> None:
         self.close_nursery()
         if self.folder:
             self.folder.cleanup()
 
-    def _gather(self, wards: list[Ward], work: bytes, clock: Clock, timeout: float, counted: bool) -> list:
+    def _gather(self, handles: list[RankHandle], work: bytes, clock: Clock, timeout: float, counted: bool) -> list:
         """One answer a rank, or the failure that came first."""
         until, begun = timeout, set()
         answers, failures = {}, {}
-        while len(answers) + len(failures) < len(wards):
-            pending = {ward.line: rank for rank, ward in enumerate(wards) if rank not in answers | failures}
+        while len(answers) + len(failures) < len(handles):
+            pending = {handle.line: rank for rank, handle in enumerate(handles) if rank not in answers | failures}
             if time.monotonic() > clock.looked + TICK:
-                clock.look(process for ward in wards for process in ward.processes())
+                clock.look(process for handle in handles for process in handle.processes())
                 self.beat()
             if clock.spent >= until and failures:
                 break
             if clock.spent >= until:
-                raise TimeoutError(_where_they_stand(wards, sorted(pending.values()), timeout))
+                raise TimeoutError(_where_they_stand(handles, sorted(pending.values()), timeout))
             if clock.passed > SLOWEST * timeout:
                 raise Busy(BUSY.format(clock.passed))
             ready, _, _ = select.select(list(pending), [], [], LOOK if counted else TICK)
-            for ward in wards if counted else ():
-                ward.look()
+            for handle in handles if counted else ():
+                handle.look()
             for rank in map(pending.get, ready):
                 with contextlib.suppress(BlockingIOError):
-                    self._hear(rank, wards, work, begun, answers, failures)
+                    self._hear(rank, handles, work, begun, answers, failures)
                 if failures:
                     until = min(until, clock.spent + GRACE)
         if failures:
-            raise_first(failures, len(wards))
-        self.accounts = [ward.account(answers[rank]) for rank, ward in enumerate(wards)] if counted else []
-        for ward in wards:
+            raise_first(failures, len(handles))
+        self.accounts = [handle.account(answers[rank]) for rank, handle in enumerate(handles)] if counted else []
+        for handle in handles:
             with contextlib.suppress(OSError):
-                ward.line.sendall(b"!")  # all are done
-        return [_decoded(rank, answers[rank]) for rank in range(len(wards))]
+                handle.line.sendall(b"!")  # all are done
+        return [_decoded(rank, answers[rank]) for rank in range(len(handles))]
 
-    def _hear(self, rank: int, wards: list[Ward], work: bytes, begun: set, answers: dict, failures: dict) -> None:
-        ward = wards[rank]
+    def _hear(
+        self, rank: int, handles: list[RankHandle], work: bytes, begun: set, answers: dict, failures: dict
+    ) -> None:
+        handle = handles[rank]
         try:
-            message = ward.read()
+            message = handle.read()
         except (EOFError, OSError):  # it died without a word
             until = time.monotonic() + GRACE  # it may only have closed the line
-            while lives(ward.process) and time.monotonic() < until:
+            while lives(handle.process) and time.monotonic() < until:
                 time.sleep(0.005)
-            ward.signal(signal.SIGKILL)
-            death = Failure.of_death(ward.ended())
-            stack = ward.stack()
+            handle.signal(signal.SIGKILL)
+            death = Failure.of_death(handle.ended())
+            stack = handle.stack()
             failures[rank] = replace(death, words=f"{death.words}{DIED_AT}{stack}") if stack else death
             return
         if message is None:
             return
         if message == HERE and rank not in begun:
             begun.add(rank)
-            ward.begin(work)
+            handle.begin(work)
         elif message == DATA:
-            ward.give_data(self.data_secrets[rank])
+            handle.give_data(self.data_secrets[rank])
         elif message.startswith(hosts.REQUEST):
-            ward.lend_host(dict(rank=rank, folder=ward.folder), int.from_bytes(message[len(hosts.REQUEST) :], "big"))
+            handle.lend_host(dict(rank=rank, folder=handle.folder), int.from_bytes(message[len(hosts.REQUEST) :], "big"))
         elif message.startswith(b"failure\n"):
-            failures[rank] = _failure(message, ward.hosts)
+            failures[rank] = _failure(message, handle.hosts)
         else:
             answers[rank] = message
 
 
-def _failure(message: bytes, of_rank: list[HostWard]) -> Failure:
+def _failure(message: bytes, of_rank: list[HostHandle]) -> Failure:
     try:
         told = json.loads(message.partition(b"\n")[2])
         words, kind = str(told["words"])[:10_000], str(told["kind"])
@@ -185,26 +189,26 @@ def _decoded(rank: int, answer: bytes):
         raise_first({rank: Failure(time.time(), False, str(error))}, rank + 1)
 
 
-def _where_they_stand(wards: list[Ward], late: list[int], timeout: float) -> str:
+def _where_they_stand(handles: list[RankHandle], late: list[int], timeout: float) -> str:
     """Ask the ranks that are not done for their stacks."""
     for rank in late:
-        for process in (wards[rank], *wards[rank].hosts):
+        for process in (handles[rank], *handles[rank].hosts):
             process.signal(signal.SIGCONT)
             process.signal(signal.SIGUSR1)
-    stacks = {process.stacks for rank in late for process in (wards[rank], *wards[rank].hosts)}
+    stacks = {process.stacks for rank in late for process in (handles[rank], *handles[rank].hosts)}
     patience = time.monotonic() + GRACE
     while stacks and time.monotonic() < patience:
         stacks -= set(select.select(list(stacks), [], [], GRACE)[0])
     time.sleep(0.3)  # and the rest of it
-    lines = [f"after {timeout:g} s rank {', '.join(map(str, late))} of {len(wards)} had not finished"]
+    lines = [f"after {timeout:g} s rank {', '.join(map(str, late))} of {len(handles)} had not finished"]
     for rank in late:
-        lines.append(f"\nrank {rank} stands here (innermost first):\n{wards[rank].stack()}")
+        lines.append(f"\nrank {rank} stands here (innermost first):\n{handles[rank].stack()}")
         lines += [f"\nhost of rank {rank} stands here (innermost first):\n{host.stack()}"
-                  for host in wards[rank].hosts if lives(host.process)]
+                  for host in handles[rank].hosts if lives(host.process)]
     return "\n".join(lines)
 
 
-def _how_it_ended(host: HostWard) -> str:
+def _how_it_ended(host: HostHandle) -> str:
     """Of one that was killed, or crashed."""
     if lives(host.process):
         return ""

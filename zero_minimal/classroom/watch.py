@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zero_minimal.classroom.accounts import Busy
+from zero_minimal.classroom.grader_client import GraderClient
 from zero_minimal.classroom.grades import INDENT, Grades, head, numbered, tell
 from zero_minimal.classroom.judging import SECONDS, Reported, reports
 from zero_minimal.classroom.lessons import Lesson, Step
 from zero_minimal.classroom.saved import POLL, Place, Saved
-from zero_minimal.classroom.standby import Standby
 from zero_minimal.processes import interrupts
 from zero_minimal.programs import progress
 
@@ -60,7 +60,7 @@ class Watch:
 
     def __init__(self, lesson: Lesson, file: Path, grades: Grades, hand_on: Callable[[list[Step]], None]):
         self.lesson, self.file, self.grades, self.hand_on = lesson, file, grades, hand_on
-        self.place, self.standby = Place(file), Standby(lesson, file)
+        self.place, self.standby = Place(file), GraderClient(lesson, file)
         self.looked: dict[int, str] = {}
         self.failed_last: dict[int, str] = {}  # step: the test to begin with
         self.told: dict[int, tuple] = {}  # step: what was said of it last
@@ -134,16 +134,16 @@ class Watch:
         self.failed_last[step.number] = failed[0] if failed else ""
         screen.through(step)
 
-    def _ready(self) -> Standby:
+    def _ready(self) -> GraderClient:
         if not self.standby.lives():
             self.standby.close()
-            self.standby = Standby(self.lesson, self.file)
+            self.standby = GraderClient(self.lesson, self.file)
         if not self.standby.tests:
             _wait_for("getting ready (this takes some seconds once) …")
             self.standby.wait_until_ready()
         return self.standby
 
-    def _in_order(self, standby: Standby, steps: list[Step]) -> list[str]:
+    def _in_order(self, standby: GraderClient, steps: list[Step]) -> list[str]:
         """Tests by step, and in each first the one that failed last."""
         return [test for step in steps for test in sorted(
             (test for test, worth in standby.tests.items() if worth["step"] == step.number),

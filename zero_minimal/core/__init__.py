@@ -1,13 +1,15 @@
-"""Core: what ZeRO is. A stage file stands on these files alone; core/seams.py says how the rest attaches.
+"""Core: what ZeRO is. A stage file stands on these files alone; core/seams.py says how the rest
+attaches.
 
 In the order of reading:
-    collectives, pending, sums   what ranks send each other
+    collectives, work, sums      what ranks send each other
     layout                       flats, buckets, shards
     set_up, replicas             what all stages begin with; what is equal on all ranks
-    backward, outputs, ties      when a bucket's gradients are complete
+    reducer, outputs, weak_hooks when a bucket's gradients are complete
     optimizers, precision        torch's optimizers on shards; masters, norm, loss scale
     gradient_memory              where gradients of stages 2 and 3 lie
-    units, released, turns       what stage 3 gathers and frees, and when
+    units, freed_parameter       what stage 3 gathers and frees
+    execution_order              and when
     seams                        where everything else attaches
 and for the lessons after stage 3: ring, mesh, random_state, fused, blocks.
 """

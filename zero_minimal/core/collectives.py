@@ -23,7 +23,7 @@ part to everyone, and every part lands where it belongs. A tensor on a GPU goes 
 since gloo runs on the CPU. On NCCL the native functions are called.
 
 The decorator `collective` adds two arguments to each function. With async_op=True it returns a
-`Pending` (pending.py) at once; else None, when the result is in place. `of=` names what is sent,
+`Work` (work.py) at once; else None, when the result is in place. `of=` names what is sent,
 for the error that a rank gets which is in another collective. A `group` of None is all ranks; the
 functions below are given the process group itself.
 What a rank sends, and when, is heard from outside (`heard_by`): no stage has a line for it.
@@ -34,20 +34,20 @@ import time
 import torch
 import torch.distributed as dist
 
-from zero_minimal.core.pending import (
+from zero_minimal.core.sums import sum_in_rank_order
+from zero_minimal.core.work import (
     Call,
     Channel,
-    Pending,
+    Work,
     channel,
     collective,
     heard_by,
     inside_collective,
     other_ranks,
 )
-from zero_minimal.core.sums import sum_in_rank_order
 
 __all__ = [
-    "Call", "Channel", "Pending", "all_gather", "all_reduce", "broadcast", "free", "heard_by",
+    "Call", "Channel", "Work", "all_gather", "all_reduce", "broadcast", "free", "heard_by",
     "inside_collective", "other_ranks", "reduce", "reduce_scatter",
 ]
 
@@ -62,7 +62,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp
 @collective
 def reduce_scatter(
     output: torch.Tensor, input: torch.Tensor, *, op: str = "avg", group=None
-) -> Pending:
+) -> Work:
     """Sum or average `input` over the ranks; this rank's part of the result goes to `output`.
 
     Args:
@@ -77,7 +77,7 @@ def reduce_scatter(
                          f"the output's {output.numel()}")
     if dist.get_backend(group) != "gloo":
         work = _native_reduce_scatter(output, input, op=_OPS[op], group=group, async_op=True)
-        return Pending([work])
+        return Work([work])
     # every rank has a summand for each part: leaving[r] is ours for part r, and goes to rank r;
     # arriving[r] is rank r's for our own part, and our own summand needs no message
     leaving = _on_host(input, group).view(world_size, -1).unbind()
@@ -92,15 +92,15 @@ def reduce_scatter(
         if total is not output:
             output.copy_(total)
 
-    return Pending(_exchange(leaving, arriving, group), finish)
+    return Work(_exchange(leaving, arriving, group), finish)
 
 
 @collective
-def all_gather(output: torch.Tensor, input: torch.Tensor, *, group=None) -> Pending:
+def all_gather(output: torch.Tensor, input: torch.Tensor, *, group=None) -> Work:
     """Collect every rank's `input` [s] into `output` [N·s], in rank order. `input` may be this
     rank's own part of `output`."""
     if dist.get_backend(group) != "gloo":
-        return Pending([_native_all_gather(output, input, group=group, async_op=True)])
+        return Work([_native_all_gather(output, input, group=group, async_op=True)])
     world_size, rank = group.size(), group.rank()
     if output.numel() != world_size * input.numel():
         raise ValueError(f"all_gather: {output.numel()} elements are not {world_size} times "
@@ -110,21 +110,21 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, *, group=None) -> Pend
     if arriving[rank].data_ptr() != input.data_ptr():
         arriving[rank].copy_(input.view(-1))
     works = _exchange([arriving[rank]] * world_size, arriving, group)
-    return Pending(works, lambda: host is output or output.copy_(host))
+    return Work(works, lambda: host is output or output.copy_(host))
 
 
 @collective
-def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
+def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Work:
     """Sum ("sum"), average ("avg") or maximum ("max") of `tensor` over the ranks, in place. On
     gloo a reduce_scatter and an all_gather, except for "max", which gloo does itself."""
     _check(op, "sum", "avg", "max")
     if dist.get_backend(group) != "gloo":
-        return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)])
+        return Work([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)])
     if op == "max":
         channel().check()  # gloo's own would take a message of any other collective
         host = _on_host(tensor, group)
         work = dist.all_reduce(host, op=_OPS[op], group=group, async_op=True)
-        return Pending([work], lambda: tensor.copy_(host))
+        return Work([work], lambda: tensor.copy_(host))
 
     world_size, rank = group.size(), group.rank()
     flat = _padded(tensor, world_size)
@@ -137,11 +137,11 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Pending:
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
 
-    return Pending([], gather, half_done=True)
+    return Work([], gather, half_done=True)
 
 
 @collective
-def reduce(tensor: torch.Tensor, root: int = 0, *, op: str = "avg", group=None) -> Pending:
+def reduce(tensor: torch.Tensor, root: int = 0, *, op: str = "avg", group=None) -> Work:
     """Sum or average of `tensor`, in place on rank `root` of the group; the others keep theirs."""
     _check(op, "sum", "avg")
     world_size, is_root = group.size(), group.rank() == root
@@ -158,11 +158,11 @@ def reduce(tensor: torch.Tensor, root: int = 0, *, op: str = "avg", group=None) 
             sum_in_rank_order(received, result, op)
             tensor.copy_(result.view(tensor.shape))
 
-    return Pending([work], finish)
+    return Work([work], finish)
 
 
 @collective
-def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Pending:
+def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Work:
     """Copy the tensor of rank `root` of the group to all ranks, in place. Any dtype."""
     host = _on_host(tensor, group).contiguous()
     as_bytes = host.view(-1).view(torch.uint8)
@@ -175,7 +175,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Pending:
         if host is not tensor and not torch.equal(host, tensor.to(host.device)):
             tensor.copy_(host)
 
-    return Pending([work], finish)
+    return Work([work], finish)
 
 
 def _check(op: str, *known: str) -> None:

@@ -126,7 +126,7 @@ class LossScaler:
         if not skipped:
             zero.step()
         elif hasattr(zero, "backward"):
-            zero.backward.skipped = True
+            zero.reducer.skipped = True
         return not skipped
 
     def update(self) -> None:

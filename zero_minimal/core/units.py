@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from zero_minimal.core import collectives, seams
+from zero_minimal.core.freed_parameter import restore
 from zero_minimal.core.layout import Bucket
 from zero_minimal.core.precision import keep_changes
-from zero_minimal.core.released import restore
 
 
 @dataclass(eq=False)

@@ -1,3 +1,3 @@
 """Extensions: rare cases that the algorithm serves, each attached from outside."""
 
-from zero_minimal.extensions import meta_device, odd_graphs  # noqa: F401
+from zero_minimal.extensions import graph_entries, meta_device  # noqa: F401

@@ -73,4 +73,4 @@ class Average:
                 self.zero.load_state_dict(state | {"shards": weights})
 
     def _steps(self) -> int:
-        return self.zero.backward.steps + self.zero.backward.spent
+        return self.zero.reducer.steps + self.zero.reducer.spent

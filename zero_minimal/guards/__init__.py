@@ -6,10 +6,10 @@ from importlib import import_module
 from importlib.util import find_spec
 
 IN_ORDER = (  # in which they are asked
-    "group_members", "ownership", "refused_models", "views", "refused_optimizers",
-    "same_on_all_ranks", "failed_wrap", "released", "used_gradients", "handed_over",
-    "changed_in_forward", "moments", "stage3_reads", "told_to_autograd", "copied_stage", "tokens",
-    "forked_process", "collective_fingerprint",
+    "group_members", "ownership", "refused_models", "views_from_outside", "refused_optimizers",
+    "same_on_all_ranks", "failed_wrap", "reads_of_freed_parameters", "used_gradients",
+    "grad_placeholder", "changed_in_forward", "training_moment", "stage3_reads",
+    "version_counters", "copied_stage", "vocabulary", "forked_process", "collective_fingerprint",
 )
 HAS_COLLECTIVES = find_spec("zero_minimal.core.collectives")  # not in the lesson that builds them
 for name in IN_ORDER if HAS_COLLECTIVES else ():

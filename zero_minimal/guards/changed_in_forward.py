@@ -14,7 +14,7 @@ import torch
 
 from zero_minimal.core import seams
 from zero_minimal.core.layout import Bucket
-from zero_minimal.core.ties import Tie
+from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards.collective_fingerprint import CHANGED, EDITED
 
 
@@ -39,8 +39,8 @@ class ChangedInForward:
         self.before = []  # what was seen of each bucket when it began
         for bucket in buckets:
             bucket.changed = bucket.edited = ""  # in words; the second of what was edited by hand
-        module.register_forward_pre_hook(Tie(ChangedInForward._begin, self))
-        module.register_forward_hook(Tie(ChangedInForward._end, self))
+        module.register_forward_pre_hook(WeakHook(ChangedInForward._begin, self))
+        module.register_forward_hook(WeakHook(ChangedInForward._end, self))
 
     def _begin(self, *_) -> None:
         self.before = [self._seen(bucket) for bucket in self.buckets]
@@ -84,36 +84,36 @@ def _sum(bucket: Bucket | Frozen) -> float | None:
 
 
 @seams.at("followed")
-def follow(backward) -> None:
-    stage = backward.stage
-    backward.frozen, backward.watched = [], []
-    for one in stage.units if backward.by_turns else [stage]:
-        module = one.module if backward.by_turns else one.model
-        held = one.params if backward.by_turns else module.parameters()
-        frozen = Frozen([param for param in held if param not in backward.buckets_of])
+def follow(reducer) -> None:
+    stage = reducer.stage
+    reducer.frozen, reducer.watched = [], []
+    for one in stage.units if reducer.by_turns else [stage]:
+        module = one.module if reducer.by_turns else one.model
+        held = one.params if reducer.by_turns else module.parameters()
+        frozen = Frozen([param for param in held if param not in reducer.buckets_of])
         trained = [bucket for bucket in one.buckets if bucket in stage.buckets]
-        backward.frozen.append(frozen)
-        backward.watched.append(ChangedInForward(module, [*trained, frozen]))
+        reducer.frozen.append(frozen)
+        reducer.watched.append(ChangedInForward(module, [*trained, frozen]))
 
 
 @seams.at("gradients_asked")
-def look_for_edits(backward) -> None:
-    if not backward.by_turns:  # step() mixes shards
-        for bucket in backward.stage.buckets:
+def look_for_edits(reducer) -> None:
+    if not reducer.by_turns:  # step() mixes shards
+        for bucket in reducer.stage.buckets:
             bucket.edited = bucket.edited or edited_by_hand(bucket)
 
 
-def changes_of(backward, bucket: Bucket) -> str:
+def changes_of(reducer, bucket: Bucket) -> str:
     """In words, what forward or somebody's hand has changed."""
-    changed = bucket.changed or "".join(frozen.changed for frozen in backward.frozen)
-    edited = "" if backward.by_turns else bucket.edited or edited_by_hand(bucket)
+    changed = bucket.changed or "".join(frozen.changed for frozen in reducer.frozen)
+    edited = "" if reducer.by_turns else bucket.edited or edited_by_hand(bucket)
     bucket.edited = ""
     return changed + edited
 
 
 @seams.at("gradients_dropped")
-def forget(backward) -> None:
-    for bucket in (*backward.stage.buckets, *backward.frozen):
+def forget(reducer) -> None:
+    for bucket in (*reducer.stage.buckets, *reducer.frozen):
         bucket.changed = ""
 
 

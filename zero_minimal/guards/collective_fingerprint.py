@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.core import seams
-from zero_minimal.core.pending import Call, Channel, other_ranks
+from zero_minimal.core.work import Call, Channel, other_ranks
 
 LENGTH = 256  # bytes of a note
 TAG = 2**30  # of notes; those of data are below it
@@ -54,10 +54,10 @@ def give_notes(moment: str, call: Call) -> None:
     if sends and dist.get_backend(call.group) == "gloo":
         what = f"{call.name} of {call.of}" if call.of else call.name
         dtype = str(call.tensors[0].dtype)[6:]
-        call.channel = Notes(f"{what}, {call.bytes:,} bytes of {dtype}", call.group)
+        call.channel = FingerprintChannel(f"{what}, {call.bytes:,} bytes of {dtype}", call.group)
 
 
-class Notes(Channel):
+class FingerprintChannel(Channel):
     """The notes of one collective: this rank's, and those of the others, which are awaited.
 
     They go out with the first data, not before: a collective that is refused for its arguments has

@@ -3,7 +3,7 @@
 Seam: the base class of the stages.
 """
 
-from zero_minimal.core.backward import Hooks
+from zero_minimal.core.reducer import Hooks
 
 
 def refuse_copies(stage):

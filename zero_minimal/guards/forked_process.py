@@ -11,7 +11,7 @@ import weakref
 import torch.distributed as dist
 
 from zero_minimal.core import seams
-from zero_minimal.core.pending import Call
+from zero_minimal.core.work import Call
 
 _process_of = weakref.WeakKeyDictionary()  # group: the process that joined it
 

@@ -6,7 +6,7 @@ Seam: collective.
 import torch.distributed as dist
 
 from zero_minimal.core import seams
-from zero_minimal.core.pending import Call
+from zero_minimal.core.work import Call
 
 
 @seams.at("collective")

@@ -11,8 +11,8 @@ from torch import nn
 
 from zero_minimal.core import seams
 from zero_minimal.core.layout import same_storage
-from zero_minimal.guards.marks import LEFT_BEHIND, Mark, trained_by
-from zero_minimal.guards.released import Released
+from zero_minimal.guards.reads_of_freed_parameters import FreedParameter
+from zero_minimal.guards.trained_by import LEFT_BEHIND, Mark, trained_by
 
 
 @seams.at("model_given")
@@ -32,7 +32,7 @@ def refuse_taken(model: nn.Module, group, units) -> None:
         if (stage := trained_by(param)) is not None:
             raise ValueError(f"this model belongs to a {type(stage).__name__} already: wrap it "
                              "once, or build a new one (`del zero` gives it back at stages 0 to 2)")
-        if isinstance(param, Released):
+        if isinstance(param, FreedParameter):
             raise ValueError(f"parameter {name!r} is released: {LEFT_BEHIND}")
 
 
@@ -61,22 +61,22 @@ def name_of(param: nn.Parameter) -> str:
 
 
 @seams.at("gradient_arrives")
-def check_arrived(backward, param: nn.Parameter, buckets: list) -> None:
+def check_arrived(reducer, param: nn.Parameter, buckets: list) -> None:
     check_place(param, buckets[0].parameters)
 
 
 @seams.at("gradients_asked")
-def check_all(backward) -> None:
-    check_trained(backward.stage.model)
-    if not backward.by_turns:  # at stage 3 execution order knows where they are
-        for bucket in backward.stage.buckets:
+def check_all(reducer) -> None:
+    check_trained(reducer.stage.model)
+    if not reducer.by_turns:  # at stage 3 execution order knows where they are
+        for bucket in reducer.stage.buckets:
             for param in bucket.params:
                 check_place(param, bucket.parameters)
 
 
 @seams.at("backward_ends")
-def check_owned(backward) -> None:
-    check_owner(backward.stage.model)
+def check_owned(reducer) -> None:
+    check_owner(reducer.stage.model)
 
 
 def check_owner(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
-from zero_minimal.core.ties import Tie
+from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards.ownership import refuse_no_module
 
 
@@ -161,7 +161,7 @@ def refuse_script(model: nn.Module) -> None:
 @seams.at("wrapped")
 def refuse_ddp_around(stage) -> None:
     """Raises: RuntimeError in the forward of a DistributedDataParallel."""
-    stage.model.register_forward_pre_hook(Tie(_refuse_inside_ddp, stage))
+    stage.model.register_forward_pre_hook(WeakHook(_refuse_inside_ddp, stage))
 
 
 def _refuse_inside_ddp(*_) -> None:

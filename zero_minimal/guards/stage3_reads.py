@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from zero_minimal.core import seams
-from zero_minimal.core.ties import Tie
-from zero_minimal.guards.released import refuse_left_behind
+from zero_minimal.core.weak_hooks import WeakHook
+from zero_minimal.guards.reads_of_freed_parameters import refuse_left_behind
 
 
 @seams.at("wrapped")
@@ -28,7 +28,7 @@ def refuse_state_dict(stage) -> None:
                                "model.load_state_dict() under `with zero.gather_parameters():`, "
                                "on all ranks; or save zero.state_dict(), this rank's part")
 
-    tie = Tie(refuse, stage, left=refuse_left_behind)
+    tie = WeakHook(refuse, stage, left=refuse_left_behind)
     for module in stage.model.modules():
         module.register_state_dict_pre_hook(tie)
         module.register_load_state_dict_pre_hook(tie)
@@ -54,4 +54,4 @@ def refuse_nested_tensors(stage) -> None:
 
     for module in stage.model.modules():
         if isinstance(module, nn.TransformerEncoder):
-            module.register_forward_pre_hook(Tie(refuse, stage), with_kwargs=True)
+            module.register_forward_pre_hook(WeakHook(refuse, stage), with_kwargs=True)

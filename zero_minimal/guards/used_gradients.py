@@ -1,7 +1,7 @@
 """Gradients that step() has used, or that were clipped, take no further backward pass before
 zero_grad(). A pass does not begin inside another one, nor does a gradient come twice.
 
-Seams: followed, gradient_arrives, gradients_dropped. handed_over.py calls the rest as a pass
+Seams: followed, gradient_arrives, gradients_dropped. grad_placeholder.py calls the rest as a pass
 begins.
 """
 
@@ -10,37 +10,37 @@ from torch import nn
 
 from zero_minimal.core import seams
 from zero_minimal.core.outputs import tensors_in
-from zero_minimal.core.ties import Tie
+from zero_minimal.core.weak_hooks import WeakHook
 
 
 @seams.at("followed")
-def follow(backward) -> None:
-    backward.begun = False  # a pass has begun since the last zero_grad()
-    backward.skipped = False  # the loss scaler has left these gradients out
-    backward.task = None  # autograd's number for the pass under way
-    backward.stage.model.register_forward_hook(Tie(watch_output, backward))
+def follow(reducer) -> None:
+    reducer.begun = False  # a pass has begun since the last zero_grad()
+    reducer.skipped = False  # the loss scaler has left these gradients out
+    reducer.task = None  # autograd's number for the pass under way
+    reducer.stage.model.register_forward_hook(WeakHook(watch_output, reducer))
 
 
 @seams.at("gradients_dropped")
-def forget(backward) -> None:
-    backward.begun = backward.skipped = False
+def forget(reducer) -> None:
+    reducer.begun = reducer.skipped = False
 
 
-def accumulated(backward) -> bool:
+def accumulated(reducer) -> bool:
     """Whether there are gradients that no step() has used."""
-    return backward.begun and not backward.spent
+    return reducer.begun and not reducer.spent
 
 
-def watch_output(backward, module, inputs, output) -> None:
+def watch_output(reducer, module, inputs, output) -> None:
     in_func = torch._C._functorch.peek_interpreter_stack() is not None  # its passes are its own
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None and not in_func:
-            tensor.grad_fn.register_prehook(Tie(refuse_second, backward))
+            tensor.grad_fn.register_prehook(WeakHook(refuse_second, reducer))
 
 
-def refuse_second(backward, *_) -> None:
+def refuse_second(reducer, *_) -> None:
     """Raises: RuntimeError if another pass has not ended."""
-    if backward.running and backward.task != torch._C._current_graph_task_id():
+    if reducer.running and reducer.task != torch._C._current_graph_task_id():
         raise RuntimeError(
             "a backward pass begins while another one has not ended. If that one failed, call "
             "zero.zero_grad() first; if torch.utils.checkpoint is around the whole model, it "
@@ -48,14 +48,14 @@ def refuse_second(backward, *_) -> None:
         )
 
 
-def refuse_used(backward) -> None:
+def refuse_used(reducer) -> None:
     """Raises: RuntimeError if gradients are there to which no pass may add."""
-    if backward.spent:
-        which = getattr(backward.stage.buckets[0], "model", "") or " of model 1"
+    if reducer.spent:
+        which = getattr(reducer.stage.buckets[0], "model", "") or " of model 1"
         raise RuntimeError(f"call zero.zero_grad() after zero.step(){which}, a "
-                           f"{type(backward.stage.model).__name__}: this backward() comes to its "
+                           f"{type(reducer.stage.model).__name__}: this backward() comes to its "
                            "parameters, and step() has used their gradients already")
-    if backward.reduced and backward.stage.gradient_scale is not None:
+    if reducer.reduced and reducer.stage.gradient_scale is not None:
         raise RuntimeError("the gradients were clipped or unscaled already, and what step() "
                            "multiplies them with, gradient_scale, does not hold for another "
                            "backward pass: call zero.clip_grad_norm_() and scaler.unscale_() "
@@ -63,13 +63,13 @@ def refuse_used(backward) -> None:
                            "zero.zero_grad(), also after a step that the scaler has skipped")
 
 
-def note_pass(backward) -> None:
-    backward.begun, backward.skipped = True, False
-    backward.task = torch._C._current_graph_task_id()
+def note_pass(reducer) -> None:
+    reducer.begun, reducer.skipped = True, False
+    reducer.task = torch._C._current_graph_task_id()
 
 
 @seams.at("gradient_arrives")
-def refuse_graph(backward, param: nn.Parameter, buckets: list) -> None:
+def refuse_graph(reducer, param: nn.Parameter, buckets: list) -> None:
     """Raises: RuntimeError if its gradient has a graph, which a bucket cannot keep."""
     if param.grad.requires_grad:
         raise RuntimeError("backward(create_graph=True) leaves gradients with a graph in .grad, "
@@ -79,11 +79,11 @@ def refuse_graph(backward, param: nn.Parameter, buckets: list) -> None:
 
 
 @seams.at("gradient_arrives")
-def refuse_late(backward, param: nn.Parameter, buckets: list) -> None:
+def refuse_late(reducer, param: nn.Parameter, buckets: list) -> None:
     """Raises: RuntimeError if a bucket of this parameter was handed over, or counted it already."""
-    waits_for = getattr(backward, "waits_for", None)  # an assignment may count otherwise
+    waits_for = getattr(reducer, "waits_for", None)  # an assignment may count otherwise
     counts = waits_for is None or all(param in waits_for.get(bucket, ()) for bucket in buckets)
-    if not backward.accumulating and not counts:
+    if not reducer.accumulating and not counts:
         raise RuntimeError(
             f"a gradient of shape {tuple(param.shape)} came after its bucket was handed over. "
             "If it was the parameter's second one in this pass: torch.utils.checkpoint around "

@@ -11,7 +11,7 @@ import contextlib
 
 from zero_minimal.core import collectives
 from zero_minimal.core.gradient_memory import Reduction
-from zero_minimal.guards.handed_over import has_gradient
+from zero_minimal.guards.grad_placeholder import has_gradient
 
 KINDS = (
     "coming",  # gradients that this rank has computed, not yet on their way
@@ -29,7 +29,7 @@ class Lanes:
     """
 
     def __init__(self, zero):
-        self.zero, self.buckets = zero, list(zero.backward.buckets)
+        self.zero, self.buckets = zero, list(zero.reducer.buckets)
         self.record: dict = {kind: [[] for _ in self.buckets] for kind in KINDS}
         self.record["padded"] = [bucket.parameters.nbytes for bucket in self.buckets]
         self._started = self._ended = 0  # reduce-scatters: they come in the order of the buckets

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.core import collectives
+from zero_minimal.core.freed_parameter import is_released
 from zero_minimal.core.layout import same_storage
-from zero_minimal.core.released import is_released
 from zero_minimal.core.units import Unit
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.owners import OF_A_BUCKET
@@ -56,7 +56,7 @@ class Conveyor:
             undo.enter_context(self.ledger)
             self.ledger.watch(self.zero.model, self.zero, self.zero.optimizer)
             undo.enter_context(collectives.heard_by(self._hear))
-            undo.enter_context(self.zero.turns.heard_by(self._turn))
+            undo.enter_context(self.zero.execution_order.heard_by(self._turn))
             self._undo = undo.pop_all()
         return self
 
@@ -76,7 +76,7 @@ class Conveyor:
 
     def _turn(self, unit: Unit) -> None:
         forward = "forward" if torch.is_grad_enabled() else "evaluation"
-        self._look("backward" if self.zero.backward.running else forward, self.units.index(unit))
+        self._look("backward" if self.zero.reducer.running else forward, self.units.index(unit))
 
     def _look(self, phase: str, at_work: int | None) -> None:
         # of buckets of somebody's own kind the ledger takes shards for the optimizer's

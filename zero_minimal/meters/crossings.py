@@ -3,7 +3,7 @@ a file (offloading/disk.py)."""
 
 from contextlib import contextmanager
 
-from zero_minimal.offloading.away import resident_bytes
+from zero_minimal.offloading.offloaded_state import resident_bytes
 
 
 class BusMeter:

@@ -46,7 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_minimal.core import collectives
 from zero_minimal.meters.owners import Owners, parameters_of, strided_tensors
-from zero_minimal.offloading import host_here
+from zero_minimal.offloading import simulated_host
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "scalars", "buffers", "activations", "other")
 UNOWNED = ("buffers", "activations", "other")  # guessed from the moment of birth, until an owner is found
@@ -194,7 +194,7 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # a DTensor: torch takes it apart, and comes back with the local tensors
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        if host_here.at_work():
+        if simulated_host.at_work():
             return result
         for tensor in strided_tensors((args, kwargs, result)):
             storage = self._look_at(tensor, str(operator))
@@ -308,7 +308,7 @@ class Ledger(TorchDispatchMode):
 
     def _before_optimizer(self, optimizer, args, kwargs) -> None:
         """Gradients in the dtype of the masters, made for this step."""
-        if not host_here.at_work():
+        if not simulated_host.at_work():
             self.claim([param.grad for param in parameters_of(optimizer)], "gradients")
 
     def _meet(self, param: nn.Parameter, storage: Storage) -> None:

@@ -94,7 +94,7 @@ class Trays:
 
 
 class _Watched:
-    """A Pending whose wait() is noted."""
+    """A Work whose wait() is noted."""
 
     def __init__(self, pending, note: Callable[[], None]):
         self.pending, self.note = pending, note

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zero_minimal.notebook.told import Told
+from zero_minimal.notebook.errors import Told
 from zero_minimal.programs import record
 
 NEAR = 0.02  # a guess that is no farther from a number than this share of it is taken for that number

@@ -25,7 +25,7 @@ from types import ModuleType
 
 import cloudpickle
 
-from zero_minimal.notebook.told import NotHere, Told
+from zero_minimal.notebook.errors import NotHere, Told
 
 HOUSE = Path(__file__).parents[2]  # the checkout
 NAME = "assignment"  # of the module
@@ -33,7 +33,7 @@ STEP = re.compile(r"step (\d+): ")  # how the starter's errors begin
 QUIET = re.compile(r"^ *\.\.\.  # until (step \d+) ")  # and what stands in their place where nothing is raised
 AGAIN = "Mend it, save the file, and run this cell again."
 
-files: set[str] = set()  # those that were loaded: what stands in one is told by its line (standing.py)
+files: set[str] = set()  # those that were loaded: what stands in one is told by its line (stack_inspection.py)
 
 
 class Unreadable(Told):

@@ -11,8 +11,8 @@ import ipyparallel
 
 from zero_minimal.notebook import printed
 from zero_minimal.notebook import rank as notebook_rank
+from zero_minimal.notebook.errors import NotHere, Told
 from zero_minimal.notebook.screen import Screen, stand
-from zero_minimal.notebook.told import NotHere, Told
 
 PATIENCE = 5.0  # seconds in which all ranks wait for each other, until a cell counts as stuck
 LOOK_EVERY = 0.25  # seconds
@@ -163,7 +163,7 @@ class Cell:
             return b"", failure, (0, 0)
 
     def left_half_done(self) -> bool:
-        """Whether stages may have been in the middle of their work (see aftermath.py)."""
+        """Whether stages may have been in the middle of their work (see recovery.py)."""
         counts = {count for rank in self.everybody for count in self._told(rank)[2]}
         return len(counts) > 1 or any(failure["in_a_stage"] for failure in self.failures().values())
 

@@ -26,9 +26,9 @@ from ipyparallel.engine.app import IPEngine
 from IPython import get_ipython
 
 from zero_minimal.core import collectives
-from zero_minimal.notebook import aftermath, printed, standing
-from zero_minimal.notebook.told import Told, Withheld
-from zero_minimal.offloading import beside
+from zero_minimal.notebook import printed, recovery, stack_inspection
+from zero_minimal.notebook.errors import Told, Withheld
+from zero_minimal.offloading import host_process
 from zero_minimal.processes import ranks
 
 HOURS = 24 * 3600  # a group's own time limit: the notebook has a better one
@@ -50,13 +50,13 @@ def main(folder: str, rank: int, world_size: int, device: str) -> None:
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # plt.show() means display(figure)
     printed.bars_as_text()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    beside.many = True
+    host_process.many = True
     join(0)
     threading.Thread(target=_answer, daemon=True).start()
     engine = IPEngine.instance(user_ns=names)
     engine.initialize([f"--profile-dir={folder}", f"--IPEngine.id={rank}", "--IPEngine.enable_nanny=False",
                        "--log-level=WARN"])
-    with collectives.heard_by(aftermath.hear):
+    with collectives.heard_by(recovery.hear):
         engine.start()
 
 
@@ -72,8 +72,8 @@ def join(attempt: int) -> None:
 
 def meet_again(attempt: int, half_done: bool) -> tuple[list[str], list[str]]:
     """A new process group after a cell that failed. Returns names of what cannot be used any more (aftermath.close)."""
-    closed = aftermath.close(get_ipython().user_ns, half_done)
-    aftermath.forget()
+    closed = recovery.close(get_ipython().user_ns, half_done)
+    recovery.forget()
     join(attempt)
     gc.collect()  # the error has a stack that holds the old group, in a circle: its connections close now
     return closed
@@ -91,10 +91,10 @@ def run_cell(code: str, name: str, file: Path, value: bool = False) -> tuple[byt
     """Run a cell, under a file name of its own. What it prints goes to `file` (see printed.py).
 
     Returns: the value, pickled, if the code is an expression whose value is wanted; how it failed, if it did (see
-    `_failure`); the collectives that this rank has begun and ended (see aftermath.py).
+    `_failure`); the collectives that this rank has begun and ended (see recovery.py).
     """
     answer, failure, shell = b"", None, get_ipython()
-    standing.begin()
+    stack_inspection.begin()
     _running[:] = [name]
     with printed.into(file, shell):
         try:
@@ -108,7 +108,7 @@ def run_cell(code: str, name: str, file: Path, value: bool = False) -> tuple[byt
             failure = _failure(error, name)
         with _changes:
             _running.clear()
-    return answer, failure, aftermath.exchanged()
+    return answer, failure, recovery.exchanged()
 
 
 def _pickled(value) -> bytes:
@@ -125,7 +125,7 @@ def _pickled(value) -> bytes:
 
 def _execute(code: str, name: str, shell) -> None:
     """Run it, and print the value of its last line if that is an expression, as a notebook does."""
-    with standing.parsing:
+    with stack_inspection.parsing:
         tree = ast.parse(code, name)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         statements = compile(tree, name, "exec")
@@ -143,12 +143,12 @@ def _failure(error: BaseException, name: str) -> dict:
         position = {"line": error.lineno, "source": (error.text or "").strip(), "earlier": False, "inside": "",
                     "attempt": ""}
     else:
-        position = standing.position(traceback.extract_tb(error.__traceback__), name)
+        position = stack_inspection.position(traceback.extract_tb(error.__traceback__), name)
     text = "".join(traceback.format_exception(error))
     because_of_another = ranks.lost_a_peer(error) or isinstance(error, KeyboardInterrupt)
     return position | {
         "kind": type(error).__name__, "message": str(error), "traceback": text, "lost": because_of_another,
-        "in_a_stage": aftermath.in_a_stage(error.__traceback__), "told": isinstance(error, Told),
+        "in_a_stage": recovery.in_a_stage(error.__traceback__), "told": isinstance(error, Told),
     }
 
 
@@ -165,7 +165,7 @@ def _answer() -> None:
                         cut()
                     if request == "interrupt" and cell in _running:
                         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                caller.send(standing.here(cell))
+                caller.send(stack_inspection.here(cell))
 
 
 def cut() -> None:

@@ -15,8 +15,8 @@ while the cell runs.
 
 When a cell fails on a rank, or all ranks wait for each other, the cell ends with a message that says where each rank
 stood; the ranks meet in a new process group, and keep their variables, but for a few that the message names
-(aftermath.py). Who computes, prints or sleeps is never ended, however long it takes (standing.py). The ranks end with
-the notebook's kernel, in whatever way that ends (guardian.py).
+(recovery.py). Who computes, prints or sleeps is never ended, however long it takes (stack_inspection.py). The ranks
+end with the notebook's kernel, in whatever way that ends (guardian.py).
 """
 
 import argparse

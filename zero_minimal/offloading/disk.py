@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_minimal.core import optimizers
-from zero_minimal.offloading.away import Kept, Shard, resident_bytes, stand_in
-from zero_minimal.offloading.bus import Parcel
 from zero_minimal.offloading.disk_set_up import Asked, prepare
 from zero_minimal.offloading.files import Buffer
+from zero_minimal.offloading.host_link import Parcel
+from zero_minimal.offloading.offloaded_state import Kept, Shard, resident_bytes, stand_in
 
 
 @dataclass(eq=False)

@@ -19,9 +19,9 @@ from zero_minimal.core import optimizers, replicas
 from zero_minimal.core.set_up import parameter_groups
 from zero_minimal.guards.refused_optimizers import STEPS
 from zero_minimal.offloading import files
-from zero_minimal.offloading.away import Kept
-from zero_minimal.offloading.budget import Budget
-from zero_minimal.offloading.bus import Parcel
+from zero_minimal.offloading.host_link import Parcel
+from zero_minimal.offloading.memory_budget import Budget
+from zero_minimal.offloading.offloaded_state import Kept
 
 TRIED = 16  # elements of the shard that an optimizer is tried on
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zero_minimal.core import collectives, replicas, seams
 from zero_minimal.extensions import meta_device
 from zero_minimal.guards import activation_checkpoints as checkpoints
-from zero_minimal.offloading import away
+from zero_minimal.offloading import offloaded_state
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def _nothing_travels(moment: str, call: collectives.Call) -> None:
 
 NOT_READ = (  # functions of the algorithm that read values
     (replicas, "numbers_of_all_ranks", lambda numbers, group=None, of="": [numbers] * dist.get_world_size(group)),
-    (away, "fingerprint", lambda shard: None),
+    (offloaded_state, "fingerprint", lambda shard: None),
     (meta_device, "has_no_value", lambda tensor: False),
     (checkpoints, "checksum", lambda leaves: 0),
     # torch's swap_tensors refuses tensors that have weak references, and fake tensors have some of torch's own

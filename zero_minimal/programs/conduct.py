@@ -22,7 +22,8 @@ USED = {"abc", "bisect", "collections", "contextlib", "copy", "dataclasses", "fu
 OURS = {"core", "guards", "processes", "extensions", "checkpoint", "offloading", "workload", "paper", "stage0",
         "stage1", "stage2", "stage3", "tensor_parallel", "activation_partitioning", "constant_buffers",
         "defragmentation", "zero_100b"}  # rooms and files of the course
-MODULES = {"seams", "host", "bus", "pinned", "away", "beside", "fakes"}  # files of the course that may not be imported
+# files of the course that may not be imported
+MODULES = {"seams", "host", "host_link", "pinned_link", "offloaded_state", "host_process", "fakes"}
 TELLS = "it could tell simulated ranks from real ones by it"
 UNSEEN = "the ledger does not see what lies there"
 HIDES = "the meter does not see what is sent by it"

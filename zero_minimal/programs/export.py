@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from zero_minimal.checkpoint import as_json, loading, pieces
+from zero_minimal.checkpoint import as_json, loading, local_chunks
 from zero_minimal.checkpoint.state_folder import Contents
 from zero_minimal.programs import hub
 from zero_minimal.programs.progress import meanwhile
@@ -30,7 +30,7 @@ def weights(contents: Contents) -> dict[str, torch.Tensor]:
         for name, one in described.items():
             made[kind, name] = torch.zeros(one["shape"], dtype=as_json.dtype_of(one["dtype"]))
     loading.read_alone(contents, [piece for (kind, name), tensor in made.items()
-                                  for piece in pieces.whole_piece(kind, name, tensor)])
+                                  for piece in local_chunks.whole_piece(kind, name, tensor)])
     found = {name: tensor for (_, name), tensor in made.items()}
     return found | {name: found[first].clone() for name, first in facts["also"].items() if first in found}
 

@@ -18,9 +18,9 @@ from zero_minimal.core import collectives, optimizers, replicas
 from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.observer import Observer
 from zero_minimal.offload import LeavesAtOnce, Offloaded1, Offloaded2
-from zero_minimal.offloading.away import resident_bytes
-from zero_minimal.offloading.beside import Host
-from zero_minimal.offloading.bus import Bus
+from zero_minimal.offloading.host_link import Bus
+from zero_minimal.offloading.host_process import Host
+from zero_minimal.offloading.offloaded_state import resident_bytes
 from zero_minimal.processes import ranks
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage2 import Stage2
@@ -59,7 +59,7 @@ class GradientsAway(LeavesAtOnce, Stage2):
 
     @torch.no_grad()
     def step(self) -> None:
-        self.backward.complete()
+        self.reducer.complete()
         for number, bucket in enumerate(self.buckets):
             self.host.send(("give", number))
             parcel = self.host.receive()
@@ -69,7 +69,7 @@ class GradientsAway(LeavesAtOnce, Stage2):
             self.host.emptied(parcel)
             collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket)
         replicas.broadcast_statistics(self.model, self.group)
-        self.backward.spent = True
+        self.reducer.spent = True
 
 
 @dataclass(frozen=True)

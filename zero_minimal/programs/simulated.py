@@ -1,7 +1,7 @@
 """Simulated: a simulation asked for by a rank.
 
 A simulation makes ranks of its own, and a process belongs to one world only. So a process beside rank 0
-(offloading/beside.py) runs it, and all ranks get what came of it. Without ranks it runs right here.
+(offloading/host_process.py) runs it, and all ranks get what came of it. Without ranks it runs right here.
 """
 
 import gc
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.meters.allocator import CachingAllocator, replay
-from zero_minimal.offloading.beside import Host
-from zero_minimal.offloading.bus import Bus
+from zero_minimal.offloading.host_link import Bus
+from zero_minimal.offloading.host_process import Host
 from zero_minimal.paper.shapes import parameter_count, shape_for, usual_heads, usual_shape
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.simulation import simulate

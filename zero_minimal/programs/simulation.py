@@ -7,8 +7,8 @@ once.
 The memory ledger counts each storage as what it stands for, as in a real run. So the bytes are those of the running
 code, not of a formula; a test holds them to the byte against real ranks. What has no value, such as a loss, is null.
 
-An offloaded rank has its host in this process, and the two take turns (offloading/host_here.py). The ledger looks away
-while the host works; what it keeps is what it says itself, and the bus counts what crosses, as in a real run.
+An offloaded rank has its host in this process, and the two take turns (offloading/simulated_host.py). The ledger
+looks away while the host works; what it keeps is what it says itself, and the bus counts what crosses, as in a real run.
 
 Not simulated: the search for infinities in fp16's gradients, which would read them; NCCL's own buffers, workspaces of
 kernels, what an allocator loses to fragmentation. Attention is torch's fused kernel, which keeps no matrix of scores.
@@ -35,7 +35,7 @@ from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.memory import Event, Ledger, Moment
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.offload import HostState
-from zero_minimal.offloading import beside, host, host_here
+from zero_minimal.offloading import host, host_process, simulated_host
 from zero_minimal.paper import formulas
 from zero_minimal.paper.fakes import new_tensors_in, without_values
 from zero_minimal.paper.kernels import kernel
@@ -95,14 +95,14 @@ class _Run:
         mesh = make_mesh(case.model_parallel)
         # here device and host are one: what is kept on the host is called "other", which nothing else is
         elsewhere = host.announced(lambda kept: self.ledger.claim(kept, "other"))
-        beside_it = host_here.instead_of_processes(HostState)
+        beside_it = simulated_host.instead_of_processes(HostState)
         with torch.enable_grad(), without_values(), self.ledger, elsewhere, beside_it as hosts:
             somebody = torch.nn.Module()
             self.ledger.watch(somebody)  # so that what has no owner yet counts as a temporary buffer
             self._construct(mesh)
             self.ledger.watch(self.model, self.zero, *filter(None, [self.system]))
             self.bus = None
-            if isinstance(getattr(self.zero, "host", None), beside.Host):
+            if isinstance(getattr(self.zero, "host", None), host_process.Host):
                 self.bus, bus = BusMeter(self.zero), self.zero.host.bus
                 self.ledger.claim([bus.outgoing, bus.incoming], "buffers")
             with around(self.model, self.zero) if around else contextlib.nullcontext():

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.core import optimizers, precision, set_up
-from zero_minimal.core.backward import Backward, Hooks
+from zero_minimal.core.reducer import Hooks, Reducer
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -50,7 +50,7 @@ class Stage2(Hooks):
         for buffer in model.buffers():
             dist.broadcast(buffer, 0, group=group)
         self.optimizer = optimizers.over_shards(optimizer_class, options, groups, self.buckets)
-        self.backward = Backward(self)
+        self.reducer = Reducer(self)
 
     def bucket_complete(self, bucket, done):
         bucket.reduce()
@@ -59,8 +59,8 @@ class Stage2(Hooks):
         return nullcontext()
 
     def reduced_gradients(self):
-        if not self.backward.reduced:
-            self.backward.finish()
+        if not self.reducer.reduced:
+            self.reducer.finish()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
@@ -81,10 +81,10 @@ class Stage2(Hooks):
             all_gather(bucket.parameters, bucket.parameter_shard.clone(), group=self.group)
         for buffer in self.model.buffers():
             dist.broadcast(buffer, 0, group=self.group)
-        self.backward.spent = True
+        self.reducer.spent = True
 
     def zero_grad(self):
-        self.backward.forget()
+        self.reducer.forget()
         self.gradient_scale = None
         for bucket in self.buckets:
             bucket.gradient_shard = bucket.params[0].grad = None

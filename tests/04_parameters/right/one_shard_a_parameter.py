@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_minimal.core import optimizers, precision, replicas, set_up
-from zero_minimal.core.backward import Backward, Hooks
-from zero_minimal.core.released import release, restore
-from zero_minimal.core.turns import Turns
+from zero_minimal.core.execution_order import ExecutionOrder
+from zero_minimal.core.freed_parameter import release, restore
+from zero_minimal.core.reducer import Hooks, Reducer
 from zero_minimal.core.units import find_units
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -72,8 +72,8 @@ class Stage3(Hooks):
         for buffer in model.buffers():
             dist.broadcast(buffer, dist.get_global_rank(group or dist.group.WORLD, 0), group=group)
         self.optimizer = optimizers.over_shards(optimizer_class, options, groups, self.buckets)
-        self.backward = Backward(self, by_turns=True)
-        self.turns = Turns(self)
+        self.reducer = Reducer(self, by_turns=True)
+        self.execution_order = ExecutionOrder(self)
 
     def unit_turn(self, unit, following):
         for other in self.units:
@@ -108,7 +108,7 @@ class Stage3(Hooks):
     evaluation_done = leave_all
 
     def backward_begins(self):
-        self.turns.begin("backward")
+        self.execution_order.begin("backward")
 
     def bucket_complete(self, bucket, done):
         bucket.reduce()
@@ -117,8 +117,8 @@ class Stage3(Hooks):
         return nullcontext()
 
     def reduced_gradients(self):
-        if not self.backward.reduced:
-            self.backward.finish()
+        if not self.reducer.reduced:
+            self.reducer.finish()
         return [bucket.gradient_shard for bucket in self.buckets]
 
     @torch.no_grad()
@@ -137,10 +137,10 @@ class Stage3(Hooks):
         for bucket in self.buckets:
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
         replicas.broadcast_statistics(self.model, self.group)
-        self.backward.spent = True
+        self.reducer.spent = True
 
     def zero_grad(self):
-        self.backward.forget()
+        self.reducer.forget()
         self.gradient_scale = None
         for bucket in self.buckets:
             bucket.gradient_shard = bucket.params[0].grad = None

@@ -13,13 +13,13 @@ class ConstantBuffers:
         if not self.elements:
             raise ValueError("too small")
         self.buffers = list(torch.empty(2, self.elements, dtype=dtype, device=device).unbind())
-        self.under_way, self.turns = deque(), 0
+        self.under_way, self.turn = deque(), 0
 
     def take(self):
         while len(self.under_way) > 1:
             self._back()
-        self.turns += 1
-        return self.buffers[self.turns % 2]
+        self.turn += 1
+        return self.buffers[self.turn % 2]
 
     def send(self, pending, then):
         self.under_way.append((pending, then))

@@ -11,10 +11,10 @@ from torch import nn
 
 from zero_minimal.core import collectives, optimizers, precision, replicas, seams
 from zero_minimal.offloading import disk_set_up
-from zero_minimal.offloading.away import Away, Kept, Shard, refuse_alone
-from zero_minimal.offloading.beside import Host
 from zero_minimal.offloading.disk import OnDisk
 from zero_minimal.offloading.files import Buffer
+from zero_minimal.offloading.host_process import Host
+from zero_minimal.offloading.offloaded_state import Kept, OffloadedState, Shard, refuse_alone
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
@@ -144,7 +144,7 @@ class Mixin:
             if self.disk:
                 disk_set_up.set_up(self, self.disk, self.buckets)
         number, shard = self.buckets.index(bucket), bucket.parameter_shard
-        bucket.away = Away(self.host, number)
+        bucket.away = OffloadedState(self.host, number)
         self.host.send(("keep", number, bucket.group_index), shard)
         wide = torch.promote_types(bucket.dtype, torch.float32)
         bucket.master = nn.Parameter(torch.zeros(1, dtype=wide).expand(len(shard)))
@@ -164,7 +164,7 @@ class Mixin:
         self.host.send(("gradient", bucket.away.number, not self.crosses_whole), shard)
 
     def clip_grad_norm_(self, max_norm):
-        self.backward.complete()
+        self.reducer.complete()
         norms, dtype = self.host.ask("norms")
         total = torch.tensor(norms, dtype=dtype).square().sum()
         collectives.all_reduce(total, op="sum", group=self.group)
@@ -173,7 +173,7 @@ class Mixin:
         return norm
 
     def gradients_are_finite(self):
-        self.backward.complete()
+        self.reducer.complete()
         return torch.tensor(self.host.ask("finite"))
 
     def zero_grad(self):
@@ -185,7 +185,7 @@ class Mixin:
         whole = hasattr(self, "_release_all")  # stage 3 gathers as units are used
         if whole:
             self._release_all()
-        self.backward.complete()
+        self.reducer.complete()
         for bucket in self.buckets:
             seams.tell("update_begins", bucket)
             precision.keep_changes(bucket)
@@ -206,7 +206,7 @@ class Mixin:
         while under_way:
             under_way.popleft().wait()
         replicas.broadcast_statistics(self.model, self.group)
-        self.backward.spent = self.optimizer._opt_called = True
+        self.reducer.spent = self.optimizer._opt_called = True
 
 
 class Offloaded1(Mixin, Stage1):

@@ -20,7 +20,7 @@ class KeptUnits(Stage3):
 
     def unit_turn(self, unit, following):
         needed = [unit, *unit.around]
-        if not self.backward.running:
+        if not self.reducer.running:
             for other in self.units:
                 if other.whole and other not in needed and other.module not in self.kept:
                     self._release(other)

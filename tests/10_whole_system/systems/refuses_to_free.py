@@ -18,7 +18,7 @@ class Refuses(Stage3):
         super().unit_turn(unit, None)  # nothing ahead of its turn
 
     def _release(self, unit):
-        if self.backward.running and unit in self.units[1:] or unit in self.stay:
+        if self.reducer.running and unit in self.units[1:] or unit in self.stay:
             if not self.reduced.issuperset(unit.buckets):
                 return
         super()._release(unit)

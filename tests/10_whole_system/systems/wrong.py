@@ -33,7 +33,7 @@ def system(methods="pass", first="pass", top=""):
     return top + HEAD.format(methods=indented, first=first)
 
 
-RESTORE = "from zero_minimal.core.released import restore\n"
+RESTORE = "from zero_minimal.core.freed_parameter import restore\n"
 FILLED = """
 def fill(self, unit):  # memory for its parameters, and nothing that comes there
     for bucket in unit.buckets if unit else ():
@@ -82,14 +82,14 @@ WRONG = {
     "gathers less on many ranks": Wrong(
         "simulated", r"line \d+, in Mine.(fill|_gather), runs on simulated ranks and not on real", system(FILLED + """
 def _gather(self, unit):
-    if self.world_size > 8 and self.backward.running and not unit.whole:
+    if self.world_size > 8 and self.reducer.running and not unit.whole:
         self.fill(unit)
     super()._gather(unit)
 """, top=RESTORE)),
     "gathers less, by arithmetic": Wrong(
         "simulated", "no collective has brought it since the last step", system(FILLED + """
 def _gather(self, unit):
-    for one in [unit] * min(1, self.world_size // 8 * self.backward.running * (not unit.whole)):
+    for one in [unit] * min(1, self.world_size // 8 * self.reducer.running * (not unit.whole)):
         self.fill(one)
     super()._gather(unit)
 """, first="Mine.fill(None, None)", top=RESTORE)),

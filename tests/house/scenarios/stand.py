@@ -32,7 +32,7 @@ import torch.distributed as dist
 from house.scenarios.plain import Plain, PlainScaler, play_in_turn
 
 from zero_minimal.core.precision import LossScaler
-from zero_minimal.extensions import on_the_way, uneven
+from zero_minimal.extensions import join, lazy_all_gather
 from zero_minimal.guards import collective_fingerprint as notes
 
 LATE = {"late1": "stage1", "late2": "stage2"}  # late_gather.py's: what comes of it is as at that stage
@@ -154,7 +154,7 @@ class Staged(Me):
         return LossScaler(scale, groups=[self.group], **options)
 
     def together(self, batches):
-        return uneven.together(batches, self.group)
+        return join.together(batches, self.group)
 
 
 class Alone(Me):
@@ -221,7 +221,7 @@ def _default(dtype):
 def _leave(group) -> None:
     """As a rank does that ends with an error: whoever waits for it there sees that it is gone."""
     notes._groups.pop(group, None)  # no goodbye
-    on_the_way._under_way.clear()
+    lazy_all_gather._under_way.clear()
     dist.destroy_process_group(group)
 
 

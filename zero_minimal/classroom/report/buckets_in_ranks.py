@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zero_minimal.classroom.report import small_model
 from zero_minimal.classroom.report.recorder import Recorder, finite, values_of
 from zero_minimal.core import collectives
-from zero_minimal.core.released import is_released
+from zero_minimal.core.freed_parameter import is_released
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.owners import OF_A_BUCKET
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from zero_minimal.classroom.lessons import UNWRITTEN, Lesson
-from zero_minimal.classroom.report import chunks, rounds
+from zero_minimal.classroom.report import chunk_words, rounds
 from zero_minimal.classroom.report.recording import Recorded
 from zero_minimal.classroom.report.rings import CHUNKS, PADDING, RANKS, RINGS, Ring, Sent
 from zero_minimal.classroom.report.rounds import Event
@@ -69,7 +69,7 @@ def _grids(events: list[list[Event]], ring: Ring, number: int) -> list:
     if ring.copies > 1:
         return []
     states = [rounds.held(rounds.state_after(own, number), ring) for own in events]
-    return [chunks.grid(states, ring, "What each rank holds then")]
+    return [chunk_words.grid(states, ring, "What each rank holds then")]
 
 
 # ------------------------------------------------------------------------------------------------------ round by round
@@ -98,12 +98,12 @@ def _line(rank: int, events: list[Event], ring: Ring, number: int, wrong: bool, 
 
 
 def _message(entry: dict, ring: Ring) -> str:
-    return chunks.say(rounds.reads(entry["values"], ring), ring)
+    return chunk_words.say(rounds.reads(entry["values"], ring), ring)
 
 
 def _expected(sent: Sent, ring: Ring) -> str:
     parts = tuple(int(rank in sent.ranks) for rank in range(RANKS))
-    return chunks.label(rounds.Read(ring.ranges[sent.chunk].start, parts), ring)
+    return chunk_words.label(rounds.Read(ring.ranges[sent.chunk].start, parts), ring)
 
 
 def _bytes(sent: Sent, ring: Ring) -> int:
@@ -180,7 +180,7 @@ def _wrong_chunk(event: Event, sent: Sent, ring: Ring) -> str:
 def _wrong_piece(event: Event, ring: Ring, seen: set) -> str:
     """A broadcast may be cut as its author likes, in up to chunk_count pieces."""
     found = rounds.reads(event.entry["values"], ring)
-    if not found or not all(each and each.parts == chunks.right(ring, each.element) for each in found):
+    if not found or not all(each and each.parts == chunk_words.right(ring, each.element) for each in found):
         return f"{_message(event.entry, ring)}, and the root's numbers are expected."
     if len(found) == ring.size:
         return f"the whole tensor in one message: in {CHUNKS} chunks the next rank could pass one on while others come."
@@ -203,20 +203,20 @@ def _end(name: str, rank: int, events: list[Event], ring: Ring) -> tuple[Line, l
         return Line(f"rank {rank}", f"returns {entry['kind']}", f"returns {wanted}", True), [
             f"{name} returned {entry['kind']} on rank {rank}, and a tensor is expected."]
     found = rounds.reads(entry["values"], ring)
-    has = chunks.say(found, ring)
+    has = chunk_words.say(found, ring)
     wrong = list(_wrong_end(name, rank, entry, found, has, wanted, ring)) + list(_left(name, rank, events, ring))
     did = f"{verb} {has}{', but see above' if wrong and has == wanted else ''}"
     return Line(f"rank {rank}", did, f"{verb} {wanted}", bool(wrong)), wrong
 
 
 def _wanted(element: int, rank: int, ring: Ring) -> str:
-    return chunks.label(rounds.Read(element, chunks.right(ring, element, rank)), ring)
+    return chunk_words.label(rounds.Read(element, chunk_words.right(ring, element, rank)), ring)
 
 
 def _wrong_end(name: str, rank: int, entry: dict, found, has: str, wanted: str, ring: Ring):
     dtype = str(ring.dtype)[6:]
     pairs = [(each.element, each.parts, each.divided) if each else None for each in found or ()]
-    right = [(element, chunks.right(ring, element, rank), False) for element in ring.holds[rank]]
+    right = [(element, chunk_words.right(ring, element, rank), False) for element in ring.holds[rank]]
     if ring.copies == 1 and entry["shape"] != [len(right)]:
         yield f"{name} returned a tensor {entry['shape']} on rank {rank}, and a flat one [{len(right)}] is expected."
     elif pairs != right:

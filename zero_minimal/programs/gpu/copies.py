@@ -1,6 +1,6 @@
 """Copies: whether what goes to the host and comes back does so beside the computation.
 
-    offload        gradients leave during backward, parameters return (offload.py, offloading/pinned.py)
+    offload        gradients leave during backward, parameters return (offload.py, offloading/pinned_link.py)
     checkpoints    P_a+cpu: a block's input leaves during the forward of the blocks after it (offloading/host.py)
 
 CUDA's events say when each copy of the bus ran; torch's profiler says when each kernel ran, and on which stream.

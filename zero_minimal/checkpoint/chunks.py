@@ -1,0 +1,85 @@
+"""Chunks: a stretch of a tensor's elements, as blocks that begin somewhere and have a shape.
+
+A rank's shard is a stretch of a bucket, and may begin and end in the middle of a matrix's row. From
+element 3 to element 17 of a matrix [4, 5] three chunks reach:
+
+    · · · a a      a   from row 0, column 3   [1, 2]
+    b b b b b      b   from row 1, column 0   [2, 5]
+    b b b b b
+    c c · · ·      c   from row 3, column 0   [1, 2]
+
+So whatever is cut, and into how many shards, each rank has chunks of the same whole tensors. To go
+on with other ranks is to ask which of the saved chunks overlap with the new ones, and to copy what
+they share. Nothing has to know how the other side was cut.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a whole tensor: where it begins, and its shape. Both have a number a dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def chunks(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Chunk]:
+    """The chunks, one after the other, of the elements begin to end (without it) of a tensor of
+    this shape. (One without dimensions counts as one of the shape [1].)"""
+    if begin >= end:
+        return
+    if len(shape) < 2:
+        yield Chunk((begin,), (end - begin,))
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # the whole rows between them
+    if first > last:  # begin and end lie within the same row
+        yield from _in_row(shape, last, begin, end)
+        return
+    yield from _in_row(shape, first - 1, begin, first * row)
+    if first < last:
+        yield Chunk((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _in_row(shape, last, last * row, end)
+
+
+def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[Chunk]:
+    start = row * math.prod(shape[1:])
+    for chunk in chunks(shape[1:], begin - start, end - start):
+        yield Chunk((row, *chunk.offsets), (1, *chunk.sizes))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the tensor of a model-parallel rank lies in the whole one, which was cut along `dim`.
+
+    shape: of the whole tensor.
+    stretches: (from row in this rank's tensor, from row in the whole one, how many rows); a query,
+        key and value matrix has three. Rows in none of them are padding, and are not saved.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    stretches: tuple[tuple[int, int, int], ...]
+
+    def chunks(self, chunk: Chunk) -> Iterator[tuple[Chunk, Chunk]]:
+        """A chunk of this rank's tensor, cut at the stretches: each part of it, counted from the
+        beginning of the chunk, and the chunk of the whole tensor that it is."""
+        begin, size = chunk.offsets[self.dim], chunk.sizes[self.dim]
+        for here, there, rows in self.stretches:
+            low, high = max(begin, here), min(begin + size, here + rows)
+            if low < high:
+                sizes = _with(chunk.sizes, self.dim, high - low)
+                inside = _with(tuple(0 for _ in sizes), self.dim, low - begin)
+                whole = _with(chunk.offsets, self.dim, low - here + there)
+                yield Chunk(inside, sizes), Chunk(whole, sizes)
+
+
+def _with(numbers: tuple[int, ...], place: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:place], number, *numbers[place + 1 :])

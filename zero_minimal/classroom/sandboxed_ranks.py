@@ -1,0 +1,273 @@
+"""Sandboxed ranks: those that run a submission, their hosts, and their fork server, as the judge holds them.
+
+Nothing here believes a rank. What it sends is data of limited size; what it holds and sends is read in /proc, where it
+cannot write.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+
+from zero_minimal.classroom import hosts, results
+from zero_minimal.classroom.accounts import end_all_below, held_by, sent_by
+from zero_minimal.classroom.fork_server import LENGTH, READY
+from zero_minimal.offloading import host_link
+
+START = 60.0  # seconds that a fork server may take to import torch, on a machine that has much else to do
+ANSWER = 60.0  # the same to fork
+STACK = 2**15  # bytes of a rank's stack that are read
+KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
+
+
+@dataclass
+class Account:
+    """What the kernel counted for one rank from the submission's first line on; None where it does not count."""
+
+    sent: int | None  # bytes that the rank wrote, to whomever
+    held: int | None  # bytes of memory of its own at most, once it had data, beyond what it had before
+    host: int | None = None  # the same of its hosts together
+
+
+@dataclass(eq=False)
+class Process:
+    """One that runs a submission."""
+
+    fork_server: "ForkServer"
+    process: int | None  # None once it is known to have ended
+    stacks: int  # a pipe
+
+    def signal(self, number: int) -> None:
+        if self.process:  # 0 would mean ourselves
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process, number)
+
+    def ended(self) -> int | None:
+        """Its exit code, once it has ended or was killed."""
+        code, self.process = self.fork_server.ended(self.process) if self.process else None, None
+        return code
+
+    def stack(self) -> str:
+        """What it has written of its stack since it was asked for, or when it crashed."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.stacks, STACK).decode(errors="replace").rstrip()
+        return ""
+
+    def close(self) -> None:
+        self.signal(signal.SIGKILL)
+        os.close(self.stacks)
+        if self.fork_server.lives():
+            self.ended()
+
+
+@dataclass(eq=False)
+class HostHandle(Process):
+    """A rank's host."""
+
+    held_before: int | None = None
+    most: int = 0
+
+    def look(self) -> int:
+        self.most = max(self.most, (held_by(self.process) or 0) - (self.held_before or 0))
+        return self.most
+
+
+@dataclass(eq=False)
+class RankHandle(Process):
+    """A rank, as the judge sees it."""
+
+    line: socket.socket
+    folder: str = ""  # of this run
+    hosts: list[HostHandle] = field(default_factory=list)
+    received: bytearray = field(default_factory=bytearray)
+    sent_before: int | None = None
+    held_before: int | None = None
+    most: int = 0
+    most_of_hosts: int = 0
+    has_data: bool = False
+
+    def read(self) -> bytes | None:
+        """What has come so far; the whole message once it is there. Raises: EOFError if the rank is gone."""
+        part = self.line.recv(2**20)
+        if not part:
+            raise EOFError
+        self.received += part
+        length = int.from_bytes(self.received[:LENGTH], "big")
+        if len(self.received) < LENGTH or len(self.received) < LENGTH + min(length, results.MOST):
+            return None
+        if length > results.MOST:
+            raise EOFError
+        message = bytes(self.received[LENGTH : LENGTH + length])
+        del self.received[: LENGTH + length]
+        return message
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.close()
+        self.line.close()
+        super().close()
+
+    def lend_host(self, setup: dict, size: int) -> None:
+        """Give it a host process, a line to that, and memory that both see. Nothing, if it has had too many."""
+        if size > hosts.MOST_BYTES or len(self.hosts) >= hosts.MOST_HOSTS:
+            self._send(b"")
+            return
+        (ours, theirs), (ends, writes) = socket.socketpair(), os.pipe()
+        memory = host_link.shared_file(size)
+        try:
+            self.hosts.append(self.fork_server.fork_host(setup, theirs.fileno(), writes, memory))
+            socket.send_fds(self.line, [b"!"], [ours.fileno(), ends, memory])
+        finally:
+            ours.close()
+            theirs.close()
+            for descriptor in (ends, writes, memory):
+                os.close(descriptor)
+
+    def begin(self, work: bytes) -> None:
+        self.sent_before, self.held_before = sent_by(self.process), held_by(self.process)
+        self._send(work)
+
+    def give_data(self, secret: int) -> None:
+        """What is held counts from now on; who asks again is given it again, and nothing else changes."""
+        self.most = self.most if self.has_data else 0
+        self.has_data = True
+        self._send(secret.to_bytes(LENGTH, "big"))
+
+    def _send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # gone, as will be seen
+            self.line.sendall(len(message).to_bytes(LENGTH, "big") + message)
+
+    def processes(self) -> list[int]:
+        """Its own and its hosts' that have not ended."""
+        return [process.process for process in (self, *self.hosts) if process.process]
+
+    def look(self) -> None:
+        self.most = max(self.most, held_by(self.process) or 0)
+        self.most_of_hosts = max(self.most_of_hosts, sum(host.look() for host in self.hosts))
+
+    def account(self, answer: bytes) -> Account:
+        """Without the bytes of its answer."""
+        after = sent_by(self.process)
+        sent = None if self.sent_before is None or after is None else after - self.sent_before - LENGTH - len(answer)
+        if self.held_before is None:
+            return Account(sent, None)
+        return Account(sent, self.most - self.held_before, self.most_of_hosts)
+
+
+class ForkServer:
+    """The judge's handle of a fork server.
+
+    hash_seed: Python's, in it and all that it forks; None for one by chance.
+    """
+
+    def __init__(self, places: dict, hash_seed: int | None = None):
+        self.control, theirs = socket.socketpair()
+        environment = {name: os.environ[name] for name in KEPT if name in os.environ} | {
+            "PYTHONPATH": places["house"], "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
+            "HOME": places["runs"], "TMPDIR": places["runs"]}
+        if hash_seed is not None:
+            environment["PYTHONHASHSEED"] = str(hash_seed)
+        self.printed = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "zero_minimal.classroom.fork_server", str(theirs.fileno()), json.dumps(places)],
+            cwd=places["house"], env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            stdout=self.printed, stderr=subprocess.STDOUT)
+        self.pid = self.process.pid
+        theirs.close()
+
+    def wait_until_ready(self) -> None:
+        self.control.settimeout(START)
+        if self.control.recv(100) != READY:
+            self.printed.seek(0)
+            raise RuntimeError(f"no ranks can be started:\n{self.printed.read().decode(errors='replace')[-3000:]}")
+        self.control.settimeout(ANSWER)
+
+    def lives(self) -> bool:
+        return self.process.poll() is None
+
+    def fork(self, setup: dict) -> RankHandle:
+        ours, theirs = socket.socketpair()
+        stacks, writes = os.pipe()
+        os.set_blocking(stacks, False)
+        try:
+            return RankHandle(self, self._ask({"start": setup}, theirs.fileno(), writes), stacks, ours)
+        finally:
+            theirs.close()
+            os.close(writes)
+
+    def fork_host(self, setup: dict, *descriptors: int) -> HostHandle:
+        """descriptors: its line, the end of a pipe that closes with it, the memory of its bus."""
+        stacks, writes = os.pipe()
+        os.set_blocking(stacks, False)
+        line, *others = descriptors
+        try:
+            process = self._ask({"host": setup}, line, writes, *others)
+            return HostHandle(self, process, stacks, held_by(process))
+        finally:
+            os.close(writes)
+
+    def lend(self) -> "Lent":
+        """A copy of it for one judge: it ends when the judge does, whatever state that left it in."""
+        ours, theirs = socket.socketpair()
+        try:
+            return Lent(self, self._ask({"lend": True}, theirs.fileno()), ours)
+        finally:
+            theirs.close()
+
+    def ended(self, process: int) -> int:
+        """The exit code of a process of its own that has ended, or was killed."""
+        return self._ask({"ended": process})
+
+    def _ask(self, request: dict, *descriptors: int):
+        try:
+            socket.send_fds(self.control, [json.dumps(request).encode()], descriptors)
+            answer = self.control.recv(100)
+        except OSError:
+            answer = b""
+        if not answer.endswith(b"\n"):
+            self.close()
+            raise ChildProcessError("a process of the grader's was killed while this test ran")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        end_all_below(self.pid)
+        self.process.kill()
+        self.process.wait()
+        self.control.close()
+        self.printed.close()
+
+
+class Lent(ForkServer):
+    """A fork server forked from another one, in no time: `owner` has imported all that ranks need."""
+
+    def __init__(self, owner: ForkServer, pid: int, control: socket.socket):
+        self.owner, self.pid, self.control = owner, pid, control
+        self.control.settimeout(ANSWER)
+
+    def wait_until_ready(self) -> None:
+        """It is from the start."""
+
+    def lives(self) -> bool:
+        try:
+            return not select.select([self.control], [], [], 0)[0]  # who has ended is heard: the end of its line
+        except (OSError, ValueError):  # closed
+            return False
+
+    def close(self) -> None:
+        """By a judge. It ends when it hears no more from us."""
+        end_all_below(self.pid)
+        self.control.close()
+
+    def take_back(self) -> None:
+        """By the owner's judge, once the other one is gone."""
+        self.close()
+        for end in os.killpg, os.kill:  # it may not have come to lead a group
+            with contextlib.suppress(OSError):
+                end(self.pid, signal.SIGKILL)
+        self.owner.ended(self.pid)

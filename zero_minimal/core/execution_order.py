@@ -1,0 +1,217 @@
+"""Execution order: stage 3's clock. It follows forward and backward from unit to unit, and says whose
+turn it is, who comes next, and with which units backward is done."""
+
+import bisect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zero_minimal.core.outputs import tensors_in
+from zero_minimal.core.seams import tell
+from zero_minimal.core.units import Unit
+from zero_minimal.core.weak_hooks import WeakHook
+
+IN_BACKWARD = 2**48  # more nodes than any forward makes
+
+
+class Pass:
+    """A forward pass. The nodes of its graph hold this object: it lives as long as they."""
+
+
+class ExecutionOrder:
+    """Follows forward and backward from unit to unit, and calls
+
+        stage.unit_turn(unit, following)  the unit's forward or backward begins; `following` is the
+                                          unit expected after it, or None
+        stage.evaluation_done()           a forward pass under no_grad has ended
+        stage.reducer.hand_over(bucket)  backward is done with the unit of this bucket
+
+    Which unit is expected next? If turn number t of the pass before (forward or backward, as now)
+    was this unit's, as it is now, then the unit of turn t + 1.
+
+    How is backward followed? Through hooks on the grad_fn of each tensor that a unit returns: on
+    its way to a parameter backward meets one of these nodes first. The turn is that of the
+    innermost unit that ran when the node was made. (Other ways out of a unit, an auxiliary loss
+    say: zero_minimal/extensions.)
+
+    When is backward done with a unit? Autograd numbers the nodes of its graph as forward makes
+    them, and backward goes through them from the highest number down. So when it comes to a node,
+    it is done with every unit whose first call began after that node was made. The gradients
+    themselves could not tell: a parameter may have none on one of the ranks, and all ranks must
+    hand over at the same moment.
+
+    Make it after stage.reducer, whose hook at the model's output must run before the root's: it
+    begins the pass, and then the root's turn in it begins.
+    """
+
+    def __init__(self, stage):
+        self.stage, self.root = weakref.proxy(stage), stage.units[0]
+        self._listeners: list[Callable[[Unit], object]] = []
+        self._passes: dict = {"forward": [], "backward": []}
+        self._opened_by: nn.Module | None = None  # the module whose call began the forward pass
+        self.begin("forward")
+        self._forget()
+        for unit in stage.units:
+            self.follow(unit, unit.module)
+        tell("units_followed", self)
+
+    def follow(self, unit: Unit, module: nn.Module) -> None:
+        """A call of the module, or of a part of the unit's, is the unit's turn."""
+        # before the user's own hooks, which may read parameters
+        before = WeakHook(ExecutionOrder._before_forward, self, unit, left=left_behind)
+        module.register_forward_pre_hook(before, prepend=True)
+        after = WeakHook(ExecutionOrder._after_forward, self, unit)
+        module.register_forward_hook(after, always_call=True)
+
+    @contextmanager
+    def heard_by(self, listener: Callable[[Unit], object]) -> Iterator[None]:
+        """Context in which listener(unit) is called at each turn, after stage.unit_turn()."""
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+    def begin(self, kind: str) -> None:
+        """A "forward" or "backward" pass begins."""
+        self._last = self._passes[kind]
+        self._now = self._passes[kind] = []
+        self._went_back = kind == "backward"
+        if self._went_back:  # what a checkpoint ran again belongs to the pass before
+            self._first_call = {unit: number for unit, number in self._first_call.items()
+                                if number < IN_BACKWARD}
+
+    def _forget(self) -> None:
+        # a call of a unit made the nodes with begin <= number < end. Backward may still come to a
+        # node of a forgotten call, below since: it says nothing about which units are done
+        self.since = next_number()
+        self._first_call: dict[Unit, int] = {}  # unit → begin, in the order of the calls
+        self.under_way: list[tuple] = []  # (begin, unit, module): calls that have not returned
+        # (begin, end, unit, its pass, weakly), inner calls before the outer one
+        self._calls: list[tuple] = []
+        self._pass = Pass()
+
+    def _forget_the_dead(self) -> None:
+        """At the start of a forward pass: forget calls to which no backward can come any more. An
+        evaluation without no_grad() leaves nothing else behind."""
+        self._pass = Pass()  # first, or this object would hold the last one
+        self._calls = [call for call in self._calls if call[3]() is not None]
+        self._first_call = {}
+        for begin, _, unit, _ in sorted(self._calls, key=lambda call: call[0]):
+            self._first_call.setdefault(unit, begin)
+
+    def _before_forward(self, unit: Unit, module: nn.Module, _) -> None:
+        if self.stage.shown:  # all is whole; one rank alone may be running
+            return
+        if module is not unit.module and self._is_at_work(unit):
+            return
+        tell("unit_called", self, unit)
+        if not self.stage.reducer.running:
+            if self._went_back:  # a forward after a backward
+                # not at the end of backward: in forward A, forward B, backward A, backward B the
+                # calls of B are needed after the first backward
+                self._forget()
+                self._went_back = False
+            if module in (self.root.module, self._opened_by):
+                self.begin("forward")
+            if not self._now:
+                self._opened_by = module
+            if not self.under_way:
+                self._forget_the_dead()
+        if torch.is_grad_enabled():
+            self._first_call.setdefault(unit, next_number())
+        self.under_way.append((next_number(), unit, module))
+        tell("unit_begins", self, unit)
+        self.turn(unit)
+
+    def _is_at_work(self, unit: Unit) -> bool:
+        at_work = [one for _, one, _ in self.under_way]
+        return bool(at_work) if unit is self.root else unit in at_work
+
+    def _after_forward(self, unit: Unit, module: nn.Module, _, output) -> None:
+        if not self.under_way or self.under_way[-1][2] is not module:
+            tell("part_returned", self, module, output)  # of the unit at work
+            return
+        began, _, _ = self.under_way.pop()
+        tell("unit_ends", self, unit)
+        if output is None and sys.exc_info()[1] is not None:
+            return  # forward has failed: what is under way may never arrive
+        if torch.is_grad_enabled():
+            self.note_call(unit, began)
+            for tensor in tensors_in(output):
+                self.watch(tensor.grad_fn, self.innermost)
+        tell("unit_returned", self, unit, module, output)
+        if not torch.is_grad_enabled() and module is self.root.module:
+            self.stage.evaluation_done()
+
+    def note_call(self, unit: Unit, began: int) -> None:
+        """A call of the unit made the nodes from this number on."""
+        self._first_call.setdefault(unit, began)
+        self._calls.append((began, next_number(), unit, weakref.ref(self._pass)))
+
+    def innermost(self, number: int) -> Unit | None:
+        """The innermost unit that ran when the node of this number was made."""
+        ended_later = bisect.bisect_right(self._calls, number, key=lambda call: call[1])
+        # inner calls come first in _calls
+        owners = (unit for begin, _, unit, _ in self._calls[ended_later:] if begin <= number)
+        return next(owners, None)
+
+    def watch(self, node, owner_of: Callable[[int], Unit | None]) -> None:
+        """When backward comes to the node it is the turn of owner_of(its number), if any."""
+        if node is None or "watched" in node.metadata:
+            return
+        number = ordered(node._sequence_nr())
+        if owner := owner_of(number):
+            node.metadata["watched"] = self._pass
+            node.register_prehook(WeakHook(
+                lambda order, unit, *_: order._before_backward(unit, number), self, owner,
+                left=left_behind,
+            ))
+
+    def _before_backward(self, unit: Unit, number: int) -> None:
+        tell("backward_at_unit", self, unit, number)
+        if number >= self.since and self.stage.reducer.running:
+            for later, begin in reversed(self._first_call.items()):
+                if begin > number:
+                    for bucket in later.buckets:
+                        self.stage.reducer.hand_over(bucket)
+        self.turn(unit)
+
+    def turn(self, unit: Unit) -> None:
+        """It is the unit's turn, unless it is already."""
+        if not unit.whole or self._now[-1:] != [unit]:
+            number = len(self._now)
+            as_before = self._last[number : number + 1] == [unit]
+            self._now.append(unit)
+            following = next(iter(self._last[number + 1 : number + 2]), None) if as_before else None
+            tell("unit_turn", self.stage, unit, following)
+            self.stage.unit_turn(unit, following)
+            for listener in self._listeners:
+                listener(unit)
+        tell("unit_is_whole", self, unit)
+
+
+def left_behind(*what) -> None:
+    """A model is used, or a backward comes, whose stage is gone."""
+    tell("left_behind", *what)
+
+
+def next_number() -> int:
+    """The number of the next node of a graph."""
+    return ordered(torch.autograd._get_sequence_nr())
+
+
+def ordered(number: int) -> int:
+    """Autograd's number of a node that is being made, such that nodes of a computation that runs
+    again in backward come after those of forward. Autograd counts in each thread by itself, and
+    backward on a GPU runs in a thread of its own: there its numbers begin at 0."""
+    return number + IN_BACKWARD if in_backward() else number
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work in a backward pass."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,186 @@
+"""Work: a collective under way (torch.distributed has its own), and who hears of it.
+
+    start ──── messages travel ──── wait() ──── end
+
+`collective` is the decorator of the functions in collectives.py, which start what is pending here.
+"""
+
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from zero_minimal.core import seams
+
+
+class Channel:
+    """What goes along with the data of a collective: nothing, unless a listener gives the Call
+    another one."""
+
+    def opens(self) -> int:
+        """Before messages can arrive. Returns their tag."""
+        return 0
+
+    def sent(self) -> None:
+        """This rank's data has left."""
+
+    def check(self) -> None:
+        """Before the others' data is read."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One collective of this rank, as listeners hear of it."""
+
+    name: str  # of the function
+    tensors: tuple  # that it was given
+    group: dist.ProcessGroup
+    of: object  # names what is sent
+    travels: bool = True  # a listener may say that nothing is sent: in a simulation
+    channel: Channel = field(default_factory=Channel)
+
+    @property
+    def bytes(self) -> int:
+        """Its payload, the whole vector: the largest of its tensors."""
+        return max(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def world_size(self) -> int:
+        return self.group.size()
+
+
+class Work:
+    """A collective under way. Leave its tensors alone until `wait()` has returned.
+
+    On gloo messages travel meanwhile; sums, and the all-gather half of an all_reduce, run inside
+    wait(). On NCCL all of it runs meanwhile; wait() only lets the GPU's current stream wait for it.
+
+    Args:
+        works: what torch.distributed has started.
+        then: what is left to do when these are over.
+        half_done: whether that sends something.
+    """
+
+    def __init__(self, works, then: Callable[[], object] | None = None, half_done: bool = False):
+        self.works, self.then = works, then
+        self.number, self.call = next(_numbers), None  # None: a part of another collective
+        if half_done:
+            _half_done.add(self)
+
+    def wait(self) -> None:
+        if self.call is None:
+            return self._finish()
+        if _half_done:
+            self._wait_for_earlier_ones()
+        seams.tell("collective", "wait", self.call)
+        with _AtWorkIn(self.call):
+            self.call.channel.check()
+            self._finish()
+        seams.tell("collective", "end", self.call)
+        self.call = None
+
+    def _finish(self) -> None:
+        _half_done.discard(self)
+        for work in self.works:
+            work.wait()
+        if self.then is not None:
+            self.then()
+        self.works, self.then = [], None  # nothing is left to do
+
+    def __del__(self):
+        # somebody has caught an error, say, and let the stage go. gloo, in the middle of a message
+        # whose memory is gone, reads nothing more from that rank: what comes next would hang
+        if self.works and self.then is not None:
+            _dropped.append((self.works, self.then))
+
+    def _wait_for_earlier_ones(self) -> None:
+        """An all_reduce on gloo sends its second half in wait(). Another rank may wait for that
+        before it starts what this one waits for."""
+        earlier = [one for one in _half_done if one.number < self.number and one.call is not None]
+        for one in sorted(earlier, key=lambda one: one.number):
+            if one.call.group == self.call.group:
+                one.wait()
+
+
+_numbers = itertools.count()
+_half_done: weakref.WeakSet[Work] = weakref.WeakSet()  # all_reduces that nobody has waited for
+_dropped: list = []  # works that nobody can wait for, and what holds their memory
+
+
+def collective(launch):
+    """Decorator for a function that starts a collective and returns its Work: it tells the
+    listeners, and unless async_op is set it waits for the result and returns None."""
+
+    @functools.wraps(launch)
+    def collective(*tensors, async_op: bool = False, of: object = "", group=None, **options):
+        if _thread.call is not None:  # a part of the collective at work
+            pending = launch(*tensors, group=group, **options)
+        else:
+            given = (*tensors, *options.values())
+            given = tuple(value for value in given if isinstance(value, torch.Tensor))
+            call = Call(launch.__name__, given, group or dist.group.WORLD, of)
+            seams.tell("collective", "start", call)
+            with _AtWorkIn(call):
+                pending = (launch(*tensors, group=call.group, **options) if call.travels
+                           else Work([]))
+            pending.call = call
+        return pending if async_op else pending.wait()
+
+    return collective
+
+
+# ------------------------------------------------------------------------------ who listens to them
+
+
+def heard_by(listener: Callable[[str, Call], object]) -> AbstractContextManager:
+    """Context in which listener(moment, call) is called for this rank's collectives:
+
+        "start"  before anything is sent
+        "wait"   when the rank begins to wait for the result
+        "end"    when the result is there
+
+    `call` is the same object each time. A collective that is made of others counts as one.
+    """
+    return seams.heard_by("collective", listener)
+
+
+class _Thread(threading.local):
+    call: Call | None = None  # the collective that this thread is at work in
+
+
+_thread = _Thread()
+
+
+class _AtWorkIn:
+    """Context in which this thread starts a collective, or finishes it."""
+
+    def __init__(self, call: Call):
+        self.call = call
+
+    def __enter__(self):
+        self.before, _thread.call = _thread.call, self.call
+
+    def __exit__(self, *_):
+        _thread.call = self.before
+
+
+def inside_collective() -> bool:
+    """Whether this thread is at work in a collective, or in the wait() of one."""
+    return _thread.call is not None
+
+
+def channel() -> Channel:
+    """That of the collective at work, also for what it is made of."""
+    return _thread.call.channel
+
+
+def other_ranks(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks of a group by their number there: the next one first."""
+    world_size, rank = group.size(), group.rank()
+    return [(rank + distance) % world_size for distance in range(1, world_size)]

@@ -1,0 +1,122 @@
+"""External parameters: what is computed at stage 3 from a parameter that is whole while its unit's
+forward does not run: in the forward of the model after a block's turn, in a forward hook of the
+block, or in the training loop. (DeepSpeed's name. "Lent" below: from then until it is freed.)
+
+A unit's own operations are followed by execution_order.py: backward meets the unit's output first,
+and gathers it. A penalty on a weight (its L1 norm, say) lies outside, and its operations save the
+parameter itself, which in backward may be gone. So whatever is computed from a lent parameter, or
+from a view of it, is watched: each such operation is a small call of the unit, with a turn in
+backward. And a view that is kept says so when it is read after the parameter is released; its
+memory is gone then.
+
+Seam: parameter_restored.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zero_minimal.core import seams
+from zero_minimal.core.layout import same_storage
+from zero_minimal.core.outputs import tensors_in
+from zero_minimal.core.weak_hooks import WeakHook
+from zero_minimal.guards import reads_of_freed_parameters
+
+TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+class _Followed:
+    """What the two classes below share."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in reads_of_freed_parameters.ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        used = [value for value in _arguments(args, kwargs) if isinstance(value, _Followed)]
+        with _plain(used):
+            for value in used:
+                if value.numel() and not value.untyped_storage().nbytes():
+                    raise RuntimeError(
+                        "a view of a parameter is read after the parameter was released: its "
+                        "memory is gone. Keep a .clone() of it"
+                    )
+            if function in TO_NUMPY:  # an array could not say that its memory is gone
+                return function(args[0].clone(), *args[1:], **kwargs)
+            before = torch.autograd._get_sequence_nr()
+            result = function(*args, **kwargs)
+            if isinstance(result, (torch.Tensor, tuple, list)):
+                _follow(used, list(tensors_in(result)), before)
+            return result
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return repr(self.detach().clone())
+
+
+class Lent(_Followed, nn.Parameter):
+    """A parameter that is whole while its unit's forward does not run."""
+
+    def __deepcopy__(self, memo):  # a plain one
+        with torch._C.DisableTorchFunctionSubclass():
+            memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+
+class View(_Followed, torch.Tensor):
+    """A view of a lent parameter: it lies in the parameter's memory."""
+
+
+def lend(params: list[nn.Parameter], used: WeakHook) -> None:
+    """From now on used(node, number) is told of what autograd records of these parameters."""
+    for param in params:
+        if type(param) is nn.Parameter:
+            param.__class__, param._zero_used = Lent, used
+
+
+@seams.at("parameter_restored")
+def becomes_plain(param: nn.Parameter) -> None:
+    take_back([param])
+
+
+def take_back(params: list[nn.Parameter]) -> None:
+    """Their unit works: its operations need not be followed one by one."""
+    for param in params:
+        if type(param) is Lent:
+            param.__class__ = nn.Parameter
+
+
+@contextmanager
+def _plain(values: list[torch.Tensor]) -> Iterator[None]:
+    """Context in which they are what torch knows."""
+    kinds = [type(value) for value in values]
+    for value, kind in zip(values, kinds, strict=True):
+        value.__class__ = nn.Parameter if kind is Lent else torch.Tensor
+    try:
+        yield
+    finally:
+        for value, kind in zip(values, kinds, strict=True):
+            value.__class__ = kind
+
+
+def _arguments(args: tuple, kwargs: dict):
+    for value in [*args, *kwargs.values()]:
+        if isinstance(value, (tuple, list)):
+            yield from value
+        else:
+            yield value
+
+
+def _follow(used: list, results: list[torch.Tensor], before: int) -> None:
+    """Tell of the nodes that an operation has made since number `before`; follow views, too."""
+    ties = {vars(value).get("_zero_used") for value in used} - {None}
+    for tensor in results:
+        if type(tensor) is torch.Tensor and any(same_storage(tensor, each) for each in used):
+            tensor.__class__, tensor._zero_used = View, next(iter(ties), None)
+        node = tensor.grad_fn if torch.is_grad_enabled() else None
+        if node is not None and node._sequence_nr() >= before:
+            for tie in ties:
+                tie(node, before)

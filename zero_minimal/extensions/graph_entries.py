@@ -1,0 +1,187 @@
+"""Graph entries: the ways on which backward comes to a unit of stage 3 besides what the unit
+returned.
+
+    modules inside a unit     they may be called by themselves: an encoder, the head
+    attributes                an auxiliary loss that a module keeps, or a list of them
+    external parameters       a penalty on a weight (external_parameters.py)
+    saved tensors             whatever way nobody can follow (saved_tensors.py)
+
+What stage 3 cannot serve is refused: create_graph=True, torch.func around a forward, a forward in
+another thread, one backward through two forward passes with a backward between them.
+
+Seams: units_followed, unit_called, unit_begins, unit_ends, unit_returned, unit_is_whole,
+backward_at_unit, left_behind.
+"""
+
+import threading
+import types
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from zero_minimal.core import seams
+from zero_minimal.core.execution_order import ExecutionOrder, in_backward, ordered
+from zero_minimal.core.layout import same_storage
+from zero_minimal.core.outputs import tensors_in
+from zero_minimal.core.units import Unit
+from zero_minimal.core.weak_hooks import WeakHook
+from zero_minimal.extensions import external_parameters
+from zero_minimal.extensions.saved_tensors import SavedTensors
+from zero_minimal.guards.reads_of_freed_parameters import refuse_left_behind
+from zero_minimal.guards.trained_by import LEFT_BEHIND
+
+NO_SECOND = ("stage 3 frees parameters after each turn, and cannot serve create_graph=True: train "
+             "at stage 2, where torch.autograd.grad(loss, parameters, create_graph=True) works")
+JOINT = (
+    "this backward() goes through two forward passes, and a backward() came between them: at stage "
+    "3 call backward() on each loss by itself, or run both forward passes before the first one"
+)
+OTHER_THREAD = (
+    "the model is called in another thread than before, where autograd counts anew, and stage 3 "
+    "goes by that count: call it in one thread"
+)
+UNDER_FUNC = (
+    "torch.func (vmap, grad, jacrev, jvp) around a forward finds no parameters at stage 3, which "
+    "frees them after each turn: copy the model, `with zero.gather_parameters(): whole = "
+    "copy.deepcopy(model)`, on all ranks, and call it on the copy; or train at stage 2"
+)
+
+
+@seams.at("units_followed")
+def follow_more(order: ExecutionOrder) -> None:
+    order.saved = SavedTensors(order.stage.units, WeakHook(saved_is_read, order))
+    order.thread = None  # in which the model is called
+    for unit in order.stage.units:
+        for module in inner_owners(unit):
+            order.follow(unit, module)
+
+
+def inner_owners(unit: Unit) -> list[nn.Module]:
+    """Modules inside a unit's that have parameters of it."""
+    params = set(unit.params)
+    return [module for module in unit.module.modules() if module is not unit.module
+            and not params.isdisjoint(module.parameters(recurse=False))]
+
+
+@seams.at("unit_called")
+def refuse_elsewhere(order: ExecutionOrder, unit: Unit) -> None:
+    """Where the order of autograd's nodes, by which units are followed, does not hold."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(UNDER_FUNC)
+    if torch.is_grad_enabled() and not in_backward():
+        order.thread = order.thread or threading.get_ident()
+        if order.thread != threading.get_ident():
+            raise RuntimeError(OTHER_THREAD)
+
+
+@seams.at("unit_begins")
+def save_through_us(order: ExecutionOrder, unit: Unit) -> None:
+    if not in_backward():  # one pair of hooks serves all units of the call
+        if len(order.under_way) == 1:
+            order.saved.end()  # of a forward that was cut off
+        order.saved.begin(len(order.under_way))
+
+
+@seams.at("unit_ends")
+def save_no_more(order: ExecutionOrder, unit: Unit) -> None:
+    if not in_backward():
+        order.saved.end(len(order.under_way) + 1)
+    lend(order, unit)
+
+
+# what a module returns, or keeps
+
+
+@seams.at("unit_returned")
+def look_at_unit(order: ExecutionOrder, unit: Unit, module: nn.Module, output) -> None:
+    refuse_late(module, output)
+    for tensor in tensors_in(output):
+        if any(same_storage(tensor, bucket.parameters) for bucket in unit.buckets):
+            raise RuntimeError(f"unit {unit.name or 'root'!r} returns a part of its own "
+                               "parameters, which are freed after its turn: return a .clone() of "
+                               "it")
+    if torch.is_grad_enabled():
+        for tensor in kept(module):
+            order.watch(tensor.grad_fn, order.innermost)
+
+
+@seams.at("part_returned")
+def look_at_part(order: ExecutionOrder, module: nn.Module, output) -> None:
+    refuse_late(module, output)
+    if order.under_way:
+        began, at_work, _ = order.under_way[-1]
+        for tensor in [*tensors_in(output), *kept(module)]:
+            order.watch(tensor.grad_fn, lambda number: at_work if number >= began else None)
+
+
+def refuse_late(module: nn.Module, output) -> None:
+    if isinstance(output, (Iterator, types.FunctionType)):
+        raise RuntimeError(f"a {type(module).__name__} returns a {type(output).__name__}, "
+                           "which would read parameters after its turn: return tensors, in a "
+                           "list or a dict")
+
+
+def kept(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors that a module has put into attributes, or into lists there."""
+    values = list(vars(module).values())
+    values += [part for value in values if isinstance(value, (list, tuple)) for part in value]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+# backward
+
+
+@seams.at("backward_at_unit")
+def refuse_graphs(order: ExecutionOrder, unit: Unit, number: int) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(NO_SECOND)
+    reducer = order.stage.reducer
+    has_handed_over = reducer.running and len(reducer.waits_for) < len(reducer.buckets)
+    if number < order.since and has_handed_over:
+        raise RuntimeError(JOINT)
+
+
+def saved_is_read(order: ExecutionOrder, unit: Unit) -> None:
+    """Backward, or whoever looks into the graph, reads a parameter of the unit."""
+    if not in_backward():
+        raise RuntimeError(f"a saved parameter of unit {unit.name or 'root'!r} is read outside "
+                           "of backward(): at stage 3 it is there in its unit's turn alone")
+    if torch.is_grad_enabled():
+        raise RuntimeError(NO_SECOND)
+    if not unit.whole:
+        order.stage.reducer.begin()  # of a loss that is not computed from the model's output
+        # no turn: what is whole stays whole, since the same node may read of two units
+        order.stage._gather(unit)
+        order.stage._arrive(unit)
+
+
+@seams.at("left_behind")
+def refuse_alone(*what) -> None:
+    """A module is called whose stage is gone, or backward comes to a graph of that."""
+    if isinstance(what[0], nn.Module):
+        refuse_left_behind(what[0])
+    else:
+        raise RuntimeError(f"backward() comes too late: {LEFT_BEHIND}")
+
+
+# parameters that can be read while their unit is not at work
+
+
+@seams.at("unit_is_whole")
+def lend(order: ExecutionOrder, unit: Unit) -> None:
+    at_work = {one for _, called, _ in order.under_way for one in (called, *called.around)}
+    for one in (unit, *unit.around):
+        if one in at_work:
+            external_parameters.take_back(one.params)
+        elif one.whole:
+            external_parameters.lend(one.params, WeakHook(used, order, one))
+
+
+def used(order: ExecutionOrder, unit: Unit, node, began: int) -> None:
+    """Autograd has recorded an operation on a lent parameter: a small call of its unit."""
+    if "watched" not in node.metadata:
+        # in a penalty, backward comes here before the model's output
+        node.register_prehook(WeakHook(lambda order, *_: order.stage.reducer.begin(), order))
+        order.note_call(unit, ordered(began))
+        order.watch(node, lambda number: unit)

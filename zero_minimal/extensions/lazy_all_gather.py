@@ -1,0 +1,288 @@
+"""Lazy all-gather: parameters that are still being gathered when step() has returned
+(late_gather.py).
+
+    step()      update, send ──► bucket 3, 2, 1, 0
+    forward     a module uses its parameters: are they here? Wait for their buckets, then compute
+
+Whoever reads a parameter before its bucket is here would get some ranks' new values and others' old
+ones. So until then the parameter is of a class of its own, Awaited, and points to a NaN. Every
+operation of torch on it waits first, and then finds a plain parameter, whole: a forward, copy,
+print, checkpoint, an edit in place. Shape, dtype and .grad can be asked meanwhile.
+
+    here?      its neighbours?     what the parameter is
+    no         no                  Awaited, a NaN: an operation waits for it
+    yes        no                  Awaited, its values: what could move the memory waits for all
+    yes        yes                 a plain parameter
+
+Neighbours lie in the same memory. Messages are still being written there, so it must not move.
+
+A view of a parameter that somebody has kept (`weight.data`, say) has no class that could wait, and
+TorchScript does not ask. If there is one, the gathering is waited for at once, as at stages 1
+and 2. What looks past the class finds the NaN: C++ extensions, TorchScript made of a part and kept
+outside of the model, torch.func.vmap over a parameter itself, and CUDA graphs, which find anything.
+Write `zero.gathering.wait()` before those.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from zero_minimal.core import seams
+from zero_minimal.core.layout import Bucket, same_storage
+from zero_minimal.core.weak_hooks import WeakHook
+from zero_minimal.guards import reads_of_freed_parameters
+from zero_minimal.processes import joining
+
+# what would tell where a parameter's memory is, and how it lies there
+PLACES = ("stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr", "is_shared")
+MAY_ASK = reads_of_freed_parameters.ALLOWED - {getattr(torch.Tensor, name) for name in PLACES}
+# what moves that memory or shows it to somebody who can, with all that lies there
+MOVE = ("untyped_storage", "storage", "_typed_storage", "data_ptr", "share_memory_", "detach",
+        "detach_", "numpy", "__array__", "__dlpack__", "_use_count")  # swap_tensors asks the last
+MOVABLE = {getattr(torch.Tensor, name) for name in MOVE if hasattr(torch.Tensor, name)}
+MOVABLE |= {torch.Tensor.data.__get__, torch.Tensor.data.__set__}
+
+FORKED = (
+    "this process was forked from a rank while {} was on its way, and here it never arrives: call "
+    "zero.gathering.wait() before the fork (a DataLoader with workers forks in iter())"
+)
+LOST = (
+    "{} never arrived, and this rank has lost it: gathering it failed ({}). Start the ranks again "
+    "from the last checkpoint"
+)
+TRACED = (
+    "torch.jit.trace would find parameters that are on their way, and record how they come: call "
+    "zero.gathering.wait() before"
+)
+COMPILED = "a parameter is on its way: call zero.gathering.wait() before what is compiled"
+
+try:
+    not_compiled = torch.compiler.disable(reason=COMPILED)
+except TypeError:  # older ones, 2.6 among them, ask for no reason
+    not_compiled = torch.compiler.disable
+
+
+class Awaited(nn.Parameter):
+    """A parameter whose new values, or those of its neighbours, are not here yet."""
+
+    @classmethod
+    @not_compiled  # compiled code stops here, waits, and goes on
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in MAY_ASK:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        late = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, Awaited)]
+        for param in late:
+            _wait_for(param, and_neighbours=function in MOVABLE)
+        if not late:  # it lies where one cannot look
+            wait_for_all()
+        with _as_plain(late):
+            return function(*args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        _wait_for(self, and_neighbours=True)
+        return self.__deepcopy__(memo)  # now of nn.Parameter
+
+    def __reduce_ex__(self, protocol):
+        _wait_for(self, and_neighbours=True)
+        return self.__reduce_ex__(protocol)
+
+
+@seams.at("parameter_restored")
+def becomes_plain(param: nn.Parameter) -> None:
+    if isinstance(param, Awaited):
+        param.__class__ = nn.Parameter
+
+
+class LazyAllGather:
+    """What a stage's step() has sent, and nobody has needed yet."""
+
+    def __init__(self, stage):
+        self._pending: dict = {}  # bucket: its all-gather, in the order in which they were sent
+        self._params: dict[nn.Parameter, torch.Tensor] = {}  # each that is late: its own memory
+        # Awaited all the same, since a neighbour is late (in a list they would be compared)
+        self._here: dict[nn.Parameter, None] = {}
+        self._buckets_of: dict[nn.Parameter, list[Bucket]] = {}
+        for bucket in stage.buckets:
+            for param in bucket.params:
+                self._buckets_of.setdefault(param, []).append(bucket)
+        self._seen: set = set()  # flats of which somebody has a view
+        self._traced = False  # TorchScript has been made of the model, and somebody may keep it
+        self._lost: BaseException | None = None  # what went wrong while it was waited for
+        self._process = os.getpid()
+        self._lock = threading.RLock()  # an evaluation may run on a thread of its own
+        self._flats = {bucket.flat: bucket.parameters for bucket in stage.buckets}
+        self._holders = {flat: _holders(whole) for flat, whole in self._flats.items()}
+        self._model = stage.model
+        before = _Before(WeakHook(LazyAllGather._before_model, self),
+                         WeakHook(LazyAllGather._before_compiled, self))
+        stage.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+    def send(self, bucket: Bucket, start) -> None:
+        """start() begins to gather the bucket; from here on its parameters are late."""
+        if not self._pending:  # what is being sent would be counted, too
+            self._seen = {flat for flat, whole in self._flats.items()
+                          if _holders(whole) > self._holders[flat]}
+            if self._traced or _is_scripted(self._model):
+                self._seen = set(self._flats)
+        hidden = bucket.flat not in self._seen and all(
+            type(param) in (nn.Parameter, Awaited) for param in bucket.params)
+        for param in bucket.params:
+            if hidden and param not in self._params:
+                self._params[param] = param.data
+                param.data = bucket.flat.placeholder(param)
+                param.__class__, param._zero_late = Awaited, self
+        self._pending[bucket] = start()
+        _under_way.add(self)
+        if not hidden:  # somebody has a view, or a parameter a class of the user's
+            self._arrive([bucket])
+
+    def wait(self) -> None:
+        """Until all of it is here."""
+        self._arrive(list(self._pending))
+
+    def wait_for(self, param: nn.Parameter) -> None:
+        """Until this parameter is here."""
+        self._arrive(self._buckets_of.get(param, list(self._pending)))  # of another: it was swapped
+
+    def _arrive(self, buckets: list[Bucket]) -> None:
+        with self._lock:
+            for bucket in buckets:
+                if bucket in self._pending:
+                    self._wait(bucket)
+            still_late = {param for bucket in self._pending for param in bucket.params}
+            for param in [param for param in self._params if param not in still_late]:
+                self._put_back(param)
+            flats = {bucket.flat for bucket in self._pending}
+            for param in [param for param in self._here if self._flat(param) not in flats]:
+                del self._here[param]
+                param.__class__ = nn.Parameter
+                vars(param).pop("_zero_late", None)
+            if not self._pending:
+                _under_way.discard(self)
+
+    def _wait(self, bucket: Bucket) -> None:
+        """Until a bucket is here. Raises: RuntimeError if it never will be."""
+        words = f"{bucket.name}{bucket.model}"
+        if os.getpid() != self._process:
+            raise RuntimeError(FORKED.format(words))
+        if self._lost is not None:
+            raise RuntimeError(LOST.format(words, self._lost)) from self._lost
+        try:
+            self._pending[bucket].wait()
+        except Exception as error:
+            self._lost = error
+            _under_way.discard(self)
+            raise
+        del self._pending[bucket]
+
+    def _put_back(self, param: nn.Parameter) -> None:
+        """It is here: let it point to its values. If the user has meanwhile put something else in
+        their place (param.set_ does not ask), that stays, and the next backward says so."""
+        memory = self._params.pop(param)
+        with torch._C.DisableTorchFunctionSubclass():
+            if same_storage(param, self._flat(param).placeholder(param)):
+                param.data = memory
+        self._here[param] = None
+
+    def _flat(self, param: nn.Parameter):
+        return self._buckets_of[param][0].flat
+
+    @contextlib.contextmanager
+    def as_plain(self, param: nn.Parameter) -> Iterator[None]:
+        """Context in which a parameter that is here is of no special class."""
+        with self._lock:
+            param.__class__ = nn.Parameter
+        try:
+            yield
+        finally:
+            with self._lock:
+                if param in self._here:
+                    param.__class__ = Awaited
+
+    def _before_compiled(self, *_) -> None:
+        self.wait()
+
+    def _before_model(self, model: nn.Module, *given) -> None:
+        """What looks at parameters without using them needs all: compiled code, and in evaluations
+        torch's encoder, which takes its fast path with plain ones alone. Tensors of a class of the
+        user's answer for the parameters that they meet, too."""
+        if torch.jit.is_tracing():
+            if self._pending:
+                raise RuntimeError(TRACED)
+            self._traced = True
+        if self._pending and (not torch.is_grad_enabled() or _is_compiled(model)
+                              or any(map(_answers, _pytree.tree_leaves(given)))):
+            self.wait()
+
+
+class _Before:
+    """A hook before the model's forward, plain or compiled."""
+
+    def __init__(self, plain: WeakHook, compiled: WeakHook):
+        self.plain, self.compiled = plain, compiled
+
+    def __call__(self, model, args, kwargs):
+        if torch.compiler.is_compiling():
+            self.compiled(model, args, kwargs)
+        else:
+            self.plain(model, args, kwargs)
+
+
+# so a model that is dropped does not end a gathering half-way
+_under_way: set[LazyAllGather] = set()
+
+
+def wait_for_all() -> None:
+    """Until all that this rank gathers is here."""
+    for each in list(_under_way):
+        each.wait()
+
+
+joining.before_the_end(wait_for_all)  # the other ranks still need what this one sends
+
+
+def _wait_for(param: Awaited, and_neighbours: bool) -> None:
+    late = vars(param).get("_zero_late")
+    if late is not None and and_neighbours:
+        late.wait()
+    elif late is not None:
+        late.wait_for(param)
+
+
+@contextlib.contextmanager
+def _as_plain(params: list[nn.Parameter]) -> Iterator[None]:
+    """Context in which they are of no special class, so that torch does not ask again."""
+    with contextlib.ExitStack() as stack:
+        for param in params:
+            late = vars(param).get("_zero_late")
+            if late is not None:
+                stack.enter_context(late.as_plain(param))
+        yield
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether torch compiles it, or a part of it."""
+    return any(isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl
+               for module in model.modules())
+
+
+def _is_scripted(model: nn.Module) -> bool:
+    """Whether a part of it is TorchScript, which reads parameters in C++."""
+    return any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+
+
+def _answers(value) -> bool:
+    """Whether torch asks the class of a value what to do."""
+    return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many tensors lie in its memory."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -1,0 +1,156 @@
+"""Grad placeholder: what a parameter's .grad is once its gradient lives in shards. Reading it is an
+error.
+
+Seams: followed, backward_begins, gradients_reduced, gradients_asked, gradients_dropped.
+
+At stages 1 to 3 no rank holds the averaged gradient of a whole parameter. If .grad were None then,
+torch's clip_grad_norm_ would find no gradient and clip nothing; if it were what this rank alone has
+computed, it would clip by another norm on each rank. Both go on without a word. So between a
+backward pass and zero_grad(), .grad is of a class of its own: whether it is there, and its shape,
+can be asked; what it holds cannot.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+
+from zero_minimal.core import seams
+from zero_minimal.core.layout import Flat
+from zero_minimal.core.weak_hooks import WeakHook
+from zero_minimal.guards.ownership import name_of
+from zero_minimal.guards.reads_of_freed_parameters import ALLOWED
+from zero_minimal.guards.used_gradients import note_pass, refuse_used
+
+
+class GradPlaceholder(torch.Tensor):
+    """Stands in for the gradient of a parameter."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        raise RuntimeError(
+            "a rank holds no whole gradient after backward, only its shards of the average, so "
+            ".grad cannot be read or changed. Clip with zero.clip_grad_norm_(max_norm), which "
+            "returns the norm; drop a batch with zero.zero_grad(); read, or change in place, what "
+            "zero.reduced_gradients() returns; or change a parameter's gradient on its way: "
+            "param.register_hook(lambda gradient: …)"
+        )
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"a gradient of shape {tuple(self.shape)}, handed over"
+
+
+def stand_in(placeholder: torch.Tensor) -> GradPlaceholder:
+    """A gradient that nobody can read, in the shape of a placeholder."""
+    return placeholder.as_subclass(GradPlaceholder)
+
+
+def has_gradient(param: nn.Parameter) -> bool:
+    """Whether .grad holds a gradient."""
+    return param.grad is not None and type(param.grad) is not GradPlaceholder
+
+
+class Left:
+    """What the last backward pass left in .grad of a stage's parameters: what the stage put there,
+    or a GradPlaceholder where it put nothing. What the user does to it is looked for when gradients are
+    asked for, and when the next pass begins.
+
+    flats: where each parameter lies; None for an assignment's own kind of bucket.
+    """
+
+    def __init__(self, stage, flats: dict[nn.Parameter, Flat | None]):
+        self.stage, self._flats = stage, flats
+        self._grads: dict[nn.Parameter, torch.Tensor] = {}
+        self._stand_ins: dict[nn.Parameter, GradPlaceholder] = {}  # made once
+        self._aside = False  # taken away for the time of a forward
+        # the model may live longer, and then its gradients are its own
+        weakref.finalize(self, _take_away, self._grads).atexit = False
+
+    def leave(self) -> None:
+        """The pass is over, and the stage has done with .grad what it does."""
+        for param, flat in self._flats.items():
+            if flat is not None and param.grad is None:
+                if param not in self._stand_ins:
+                    self._stand_ins[param] = stand_in(flat.placeholder(param))
+                param.grad = self._grads[param] = self._stand_ins[param]
+            elif flat is not None and param.grad is not None and flat.gradients is not None:
+                self._grads[param] = param.grad
+
+    def look(self) -> None:
+        """See what has become of it. All gone: the user called model.zero_grad(), and means
+        zero.zero_grad(). Raises: RuntimeError if something else is in the place of one."""
+        self.come_back()
+        if self._grads and all(param.grad is None for param in self._grads):
+            self.stage.zero_grad()
+            self._grads.clear()
+        for param, left in self._grads.items():
+            if param.grad is not left:
+                raise RuntimeError(
+                    f"the gradient of {name_of(param)} was replaced after backward, and "
+                    "the one that is reduced is elsewhere. Drop all gradients with "
+                    "zero.zero_grad(); change them in place, in zero.reduced_gradients(); or "
+                    "change one on its way: param.register_hook(lambda gradient: …)"
+                )
+
+    def before_forward(self, *_) -> None:
+        """Put it aside: torch.compile looks at .grad of all that it meets."""
+        self.look()
+        for param in self._grads:
+            if not has_gradient(param):
+                param.grad, self._aside = None, True
+
+    def come_back(self) -> None:
+        """After that forward."""
+        if self._aside:
+            for param, left in self._grads.items():
+                param.grad = left
+            self._aside = False
+
+    def take_away(self) -> None:
+        """The next pass begins: gradients that are there stay, and it adds to them."""
+        _take_away(self._grads)
+        self.forget()
+
+    def forget(self) -> None:
+        self._grads.clear()
+        self._aside = False
+
+
+def _take_away(grads: dict[nn.Parameter, torch.Tensor]) -> None:
+    for param in grads:
+        if not has_gradient(param):
+            param.grad = None
+
+
+@seams.at("followed")
+def follow(reducer) -> None:
+    flats = {param: buckets[0].flat for param, buckets in reducer.buckets_of.items()}
+    reducer.left = left = Left(reducer.stage, flats)
+    reducer.stage.model.register_forward_pre_hook(WeakHook(Left.before_forward, left))
+    reducer.stage.model.register_forward_hook(WeakHook(lambda left, *_: left.come_back(), left))
+
+
+@seams.at("backward_begins")
+def next_pass(reducer) -> None:
+    reducer.left.look()
+    refuse_used(reducer)
+    note_pass(reducer)
+    reducer.left.take_away()
+
+
+@seams.at("gradients_asked")
+def look(reducer) -> None:
+    reducer.left.look()
+
+
+@seams.at("gradients_reduced")
+def leave(reducer) -> None:
+    reducer.left.leave()
+
+
+@seams.at("gradients_dropped")
+def forget(reducer) -> None:
+    reducer.left.forget()

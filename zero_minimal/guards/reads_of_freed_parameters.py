@@ -1,0 +1,79 @@
+"""Reads of freed parameters: at stage 3, between its unit's turns, to read one is an error.
+
+Seams: parameter_released, parameter_restored.
+
+Its values are gone, and a number in their place would go on into losses and weights. So as long as
+it is released a parameter is of a class of its own: what it is can be asked (shape, dtype, …), what
+it holds cannot. At the earliest a unit is released when the turn of another begins; the root in
+step(), or when an evaluation ends.
+"""
+
+import torch
+from torch import nn
+
+from zero_minimal.core import seams
+from zero_minimal.core.freed_parameter import is_released
+from zero_minimal.guards.trained_by import LEFT_BEHIND, trained_by
+
+MAY_ASK = (
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn",
+    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes",
+    "retains_grad", "output_nr", "_version", "_base", "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+)
+MAY_CALL = (
+    "size", "stride", "numel", "dim", "nelement", "element_size", "is_floating_point", "is_complex",
+    "is_contiguous", "is_shared", "storage_offset", "untyped_storage", "data_ptr", "get_device",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "__hash__",
+)
+ALLOWED = {getattr(torch.Tensor, name).__get__ for name in MAY_ASK}
+ALLOWED |= {getattr(torch.Tensor, name) for name in MAY_CALL}
+ALLOWED |= {torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__, torch.numel}
+ALLOWED |= {torch.is_floating_point, torch.is_complex}
+
+
+class FreedParameter(nn.Parameter):
+    """A parameter whose memory is gone for now."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        given = [*args, *(kwargs or {}).values()]
+        found = next((value for value in given if isinstance(value, FreedParameter)), None)
+        words = "a parameter" if found is None else f"parameter {found.name!r}"
+        if found is not None and trained_by(found) is None:
+            raise RuntimeError(f"{words} is released: {LEFT_BEHIND}")
+        raise RuntimeError(
+            f"{words} is released: at stage 3 a rank holds it only while its unit works. Read or "
+            "change it under `with zero.gather_parameters():`, on all ranks. If a module uses a "
+            "parameter of another one, name a module around both in units="
+        )
+
+    @property
+    def name(self) -> str:
+        return vars(self).get("_zero_name", "")
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"Freed parameter {self.name!r} of shape {tuple(self.shape)}, {self.dtype}"
+
+
+@seams.at("parameter_released")
+def becomes_released(param: nn.Parameter) -> None:
+    """A class of parameters of somebody else's stays as it is; then the placeholder can be read."""
+    if type(param) is nn.Parameter:
+        param.__class__ = FreedParameter
+
+
+@seams.at("parameter_restored")
+def becomes_plain(param: nn.Parameter) -> None:
+    if isinstance(param, FreedParameter):
+        param.__class__ = nn.Parameter
+
+
+def refuse_left_behind(module: nn.Module, *_) -> None:
+    """Raise RuntimeError if a parameter of the module is released, and its stage is gone."""
+    for param in module.parameters():
+        if is_released(param) and trained_by(param) is None:
+            raise RuntimeError(LEFT_BEHIND)

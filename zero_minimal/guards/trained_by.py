@@ -1,0 +1,37 @@
+"""Trained by: which stage trains a parameter.
+
+At stage 3 the parameters go with the stage, and a model that was left behind says so when used.
+"""
+
+import weakref
+
+import torch
+
+from zero_minimal.core.weak_hooks import nothing
+
+LEFT_BEHIND = (
+    "the stage of this model is gone (del zero), and with it went the parameters, of which the "
+    "model itself holds none at stage 3: keep `zero` as long as the model, or copy the model "
+    "before, under `with zero.gather_parameters():`, on all ranks"
+)
+
+
+class Mark:
+    """On a parameter: which stage trains it."""
+
+    def __init__(self, stage=None):
+        self._stage = nothing if stage is None else weakref.ref(stage)
+
+    @property
+    def stage(self):
+        """None if it is gone."""
+        return self._stage()
+
+    def __reduce__(self):
+        return Mark, ()
+
+
+def trained_by(param: torch.Tensor):
+    """The stage that trains a parameter, or None."""
+    mark = vars(param).get("_zero_stage")
+    return mark.stage if isinstance(mark, Mark) else mark

@@ -1,0 +1,84 @@
+"""Training moment: what a bucket's fingerprint says of training, so that ranks that differ are
+told: which backward of which step, what the last step() did, with which learning rate, which edits.
+
+Seams: wrapped, followed, bucket_complete, unit_turn, gradients_reduced, gradients_dropped.
+Mistakes: a scheduler, clip_grad_norm_() or a load_state_dict() on one rank alone.
+"""
+
+import torch
+from torch import Tensor
+
+from zero_minimal.core import seams
+from zero_minimal.guards.changed_in_forward import changes_of
+from zero_minimal.guards.collective_fingerprint import LOADED, SCALED
+
+
+@seams.at("wrapped")
+def remember_options(stage) -> None:
+    stage.optimizer._zero_given = [_simple(group) for group in stage.optimizer.param_groups]
+
+
+@seams.at("followed")
+def count(reducer) -> None:
+    reducer.steps = reducer.passes = 0  # step() calls; passes that handed over since
+    reducer.loads = 0  # load_state_dict() calls
+    reducer.scaled = ""  # in words, how the last step() scaled gradients
+
+
+@seams.at("gradients_reduced")
+def count_pass(reducer) -> None:
+    reducer.passes += 1
+
+
+@seams.at("gradients_dropped")
+def count_step(reducer) -> None:
+    reducer.scaled = _scale_in_words(reducer.stage.gradient_scale) if reducer.spent else ""
+    reducer.steps, reducer.passes = reducer.steps + reducer.spent, 0
+
+
+@seams.at("bucket_complete")
+def date_bucket(reducer, bucket) -> None:
+    rate = rate_of(reducer.stage, bucket)
+    loaded = f"{LOADED}{reducer.loads}" if reducer.loads else ""
+    bucket.moment = (f"backward {reducer.passes + 1} of step {reducer.steps + 1}"
+                     f"{reducer.scaled}{rate}{loaded}{changes_of(reducer, bucket)}")
+
+
+@seams.at("unit_turn")
+def date_units(stage, *units) -> None:
+    reducer, step = stage.reducer, stage.reducer.steps + 1
+    moment = f"forward of step {step}" if torch.is_grad_enabled() else f"evaluation, step {step}"
+    if reducer.running:
+        moment = f"backward {reducer.passes + 1} of step {step}"
+    for unit in units:
+        for bucket in unit.buckets if unit else ():
+            bucket.moment = moment
+
+
+def _scale_in_words(scale) -> str:
+    """Nothing, if step() did not scale; without the number where it lies on a GPU: to read it
+    would take a wait."""
+    if scale is None:
+        return ""
+    return f"{SCALED} ({float(scale):.6g})" if torch.as_tensor(scale).is_cpu else SCALED
+
+
+def rate_of(stage, bucket) -> str:
+    """In words, with which learning rate a bucket will be updated, and with which other options, if
+    they were changed after wrapping. Nothing of tensors: to read one may take a wait for a GPU."""
+    group = stage.optimizer.param_groups[bucket.group_index]
+    rate, given = group.get("lr"), getattr(stage.optimizer, "_zero_given", ())
+    words = [f"lr {rate}"] if isinstance(rate, (int, float)) else []
+    if given:  # none in an assignment
+        words += [f"{name}={value!r}".replace(" ", "") for name, value in _simple(group).items()
+                  if given[bucket.group_index].get(name, value) != value]
+    return f" with {' '.join(words)}" if words else ""
+
+
+def _simple(group: dict) -> dict:
+    def of_tensors(value):
+        return isinstance(value, tuple) and any(isinstance(part, Tensor) for part in value)
+
+    return {name: value for name, value in group.items()
+            if name != "lr" and isinstance(value, (int, float, tuple, str))
+            and not of_tensors(value)}
