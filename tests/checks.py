@@ -521,7 +521,7 @@ def assert_small_steps_add_up(stage_class):
 
 def overflow_on_one_rank(stage_class):
     """Steps taken (or not), scales and whether parameters moved, where one element of one rank's gradient overflows."""
-    from zero_minimal.core.precision import LossScaler
+    from zero_minimal.core.loss_scaler import LossScaler
 
     rank = dist.get_rank()
     model = toys.build(toys.Transformer, rank, torch.float16)

@@ -215,7 +215,7 @@ def train(stage_class, recipe):
     scheduler = recipe.schedule(zero.optimizer) if recipe.schedule else None
     scaler = None
     if recipe.scale:
-        from zero_minimal.core.precision import LossScaler  # lesson 0 is graded where there is none
+        from zero_minimal.core.loss_scaler import LossScaler  # lesson 0 is graded where there is none
 
         scaler = LossScaler(recipe.scale)
     torch.manual_seed(200 + rank)  # dropout

@@ -128,7 +128,7 @@ WRONG = {
         1, "test_micro_batches_add_up", r"twice the second one's gradient: its average arrived where the first one's",
         shard("return self.home_of[bucket]")),
     "the first dtype is everybody's": Wrong(
-        1, "test_buckets_of_two_dtypes_are_refused", r"was taken without a word",
+        1, "test_the_dtype_is_that_of_the_buckets", r"was taken without a word",
         memory(kind="dtype, device = buckets[0].dtype, buckets[0].device")),
 
     "the slab holds whole inputs, and parts are kept": Wrong(

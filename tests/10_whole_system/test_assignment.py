@@ -228,20 +228,33 @@ class TwoKinds(nn.Module):
         self.one, self.other = nn.Linear(7, 5), nn.Linear(5, 3).bfloat16()
 
 
-def two_kinds(assignment):
+def dtypes(assignment):
+    """What is said of a model of two dtypes; and what a step of one in bf16 raises, with the dtypes of its shards."""
+    told = fault = ""
     try:
         stage_2(assignment)(TwoKinds(), optim.SGD, lr=0.1)
     except ValueError as error:
-        return str(error)
-    return ""
+        told = str(error)
+    zero = stage_2(assignment)(toys.build(toys.Transformer, dist.get_rank()).bfloat16(), optim.SGD, lr=0.1)
+    try:
+        toys.step_of(zero, 0)
+        whole = zero.memory.whole(zero.buckets[0])
+        fault = "" if whole.dtype == torch.bfloat16 else f"whole() gave memory of {whole.dtype}"
+    except (ValueError, RuntimeError, TypeError) as error:
+        fault = f"it raised {type(error).__name__}: {error}"
+    return told, fault
 
 
 @pytest.mark.step(1, points=1)
-def test_buckets_of_two_dtypes_are_refused(assignment):
-    for rank, told in enumerate(once(two_kinds, 2, assignment)):
+def test_the_dtype_is_that_of_the_buckets(assignment):
+    for rank, (told, fault) in enumerate(once(dtypes, 2, assignment)):
         assert told, (
             f"rank {rank}: a model with parameters in fp32 and in bf16 was taken without a word, and one pair of "
             "buffers cannot hold both: ValueError (kind_of raises it)"
+        )
+        assert not fault, (
+            f"rank {rank}, a step of a model in bf16: {fault}. Gradients have the dtype of their parameters: what must "
+            "the buffers' be?"
         )
 
 

@@ -15,8 +15,8 @@ from thorough import sample
 from torch import optim
 
 from zero_minimal import __main__ as program
+from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.core.mesh import make_mesh
-from zero_minimal.core.precision import LossScaler
 from zero_minimal.guards.grad_placeholder import has_gradient
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.processes import ranks

@@ -11,8 +11,8 @@ import toys
 from torch import nn
 
 from zero_minimal.core import layout, optimizers, precision, units
+from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.core.outputs import tensors_in
-from zero_minimal.core.precision import LossScaler
 
 # ------------------------------------------------------------------------------------------------------------ layout
 

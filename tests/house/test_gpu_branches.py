@@ -15,7 +15,7 @@ import torch.distributed as dist
 from thorough import sample
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
-from zero_minimal.core import collectives, precision, random_state, replicas
+from zero_minimal.core import collectives, loss_scaler, random_state, replicas
 from zero_minimal.core.mesh import make_mesh
 from zero_minimal.defragmentation import Slab
 from zero_minimal.extensions import join
@@ -65,7 +65,7 @@ def train(name, on_gpu):
             checkpoint_blocks(zero.model, **kept)
         if on_gpu:
             zero.run_backward = lazy_gpu.backward
-        scaler = precision.LossScaler(2.0**10) if settings.dtype == "fp16" else None
+        scaler = loss_scaler.LossScaler(2.0**10) if settings.dtype == "fp16" else None
         steps = loop.steps(zero, loop.training_batches(settings, rank.rank), settings, scaler=scaler)
         losses = [loss.item() for parts in steps for loss in parts]
         state = copy.deepcopy(zero.state_dict())

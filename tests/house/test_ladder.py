@@ -16,6 +16,8 @@ from torch import optim
 from torch.nn.parallel import DistributedDataParallel
 from toys import STAGES, WORLDS, Recipe
 
+from zero_minimal.core import collectives, seams
+from zero_minimal.core.layout import Bucket
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
 from zero_minimal.workload.model import GPT, GPTConfig
@@ -217,6 +219,51 @@ def test_model_states_equal_the_formula_to_the_byte(world_size, dtype, stage):
         # and by another way: all storages that any Python object holds, whatever anybody believes about them
         assert seen == sum(padded) + counters + placeholders
         assert padding <= checks.most_padding(toys.Transformer(), world_size)
+
+
+# ------------------------------------------------------------------------ the algorithm by itself, and all that attaches
+
+PACKAGES = {"all that attaches": "nothing", "no guards": "zero_minimal.guards", "by itself": "zero_minimal."}
+
+
+def by_itself(stage):
+    """{who listens: losses and norms of three steps, parameters, messages of buckets, model states now and at most}"""
+    found = {}
+    for name, package in PACKAGES.items():
+        calls, losses, ledger = [], [], Ledger()
+        with seams.without(package), ledger, collectives.heard_by(lambda *heard, calls=calls: calls.append(heard)):
+            model = toys.build(toys.Transformer, dist.get_rank(), torch.bfloat16)
+            zero = STAGES[stage](model, optim.AdamW, bucket_bytes=4096, lr=0.01)
+            ledger.watch(model, zero)
+            for step in range(3):
+                with zero.no_sync():
+                    model(*toys.tokens(dist.get_rank(), 2 * step)).backward()
+                loss = model(*toys.tokens(dist.get_rank(), 2 * step + 1))
+                loss.backward()
+                losses += [loss.item(), zero.clip_grad_norm_(0.5).item()]
+                zero.step()
+                states = ledger.states()
+                zero.zero_grad()
+            with zero.gather_parameters():
+                parameters = [param.detach().clone() for param in model.parameters()]
+        # what guards send themselves names no bucket
+        trains = [(moment, call.name, call.bytes) for moment, call in calls if isinstance(call.of, Bucket)]
+        highest = ledger.highest()  # (gloo's threads let go of buffers a moment late)
+        memory = {what: (states[what], highest[what]) for what in ("parameters", "gradients", "optimizer")}
+        found[name] = losses, parameters, trains, memory
+        del model, zero, ledger
+    return found
+
+
+@by_stage
+@pytest.mark.parametrize("world_size", sample(WORLDS, [2]))
+def test_guards_change_no_bit_and_no_byte(world_size, stage):
+    for found in toys.run(by_itself, world_size, stage):
+        everything, *others = found.values()
+        for name, alone in zip([*found][1:], others, strict=True):
+            assert alone[0] == everything[0] and toys.identical(alone[1], everything[1]), f"{name}: other bits"
+            assert alone[2] == everything[2], f"{name}: other messages"
+        assert others[0][3] == everything[3], "without guards: other memory"
 
 
 # ----------------------------------------------------------------------------------------------- peak memory, in order

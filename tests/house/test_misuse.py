@@ -14,7 +14,7 @@ from misuse import Coder, by_stage, by_world, draw, refused
 from thorough import sample
 from torch import nn, optim
 
-from zero_minimal.core.precision import LossScaler
+from zero_minimal.core.loss_scaler import LossScaler
 
 
 def wrap(stage, dtype=torch.float32, **options):

@@ -20,7 +20,7 @@ from saved_models import Model, groups_of
 
 from zero_minimal.checkpoint import as_json, saved_state
 from zero_minimal.checkpoint.chunks import Chunk, Place, chunks
-from zero_minimal.core.precision import LossScaler
+from zero_minimal.core.loss_scaler import LossScaler
 
 STEPS, SAVED_AT = 6, (3, 4)  # checkpoints have the state after so many
 

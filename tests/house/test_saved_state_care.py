@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 from saved_models import Wide
 
 from zero_minimal.checkpoint import as_json, saved_state, saving, state_folder
-from zero_minimal.core.precision import LossScaler
+from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.extensions.averages import Average
 from zero_minimal.processes import ranks
 

@@ -1,5 +1,5 @@
-"""Execution order: stage 3's clock. It follows forward and backward from unit to unit, and says whose
-turn it is, who comes next, and with which units backward is done."""
+"""Execution order: stage 3's clock. It follows forward and backward from unit to unit, and says
+whose turn it is, who comes next, and with which units backward is done."""
 
 import bisect
 import sys

@@ -55,8 +55,8 @@ def has_gradient(param: nn.Parameter) -> bool:
 
 class Left:
     """What the last backward pass left in .grad of a stage's parameters: what the stage put there,
-    or a GradPlaceholder where it put nothing. What the user does to it is looked for when gradients are
-    asked for, and when the next pass begins.
+    or a GradPlaceholder where it put nothing. What the user does to it is looked for when gradients
+    are asked for, and when the next pass begins.
 
     flats: where each parameter lies; None for an assignment's own kind of bucket.
     """

@@ -98,7 +98,7 @@ def refuse_in_optimizer(stage) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if all(param.grad is None for param in params):
             raise RuntimeError("call zero.step(): zero.optimizer.step() alone sees no gradient, "
-                               "and sends no parameter. (In fp16, take precision.LossScaler in "
+                               "and sends no parameter. (In fp16, take loss_scaler.LossScaler in "
                                "the place of torch's GradScaler)")
 
     def refuse_group(group):

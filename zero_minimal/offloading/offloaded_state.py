@@ -1,7 +1,7 @@
 """Offloaded state: what of a bucket is on its rank's host (offload.py), and how it is asked for
 there.
 
-    on the rank     bucket.away, an OffloadedState: edits go to the host, its state comes back to be saved
+    on the rank     bucket.away, an OffloadedState: edits go to the host, state comes back
     on the host     Kept: the shards, and the answers
 
 A rank that is asked for its norm, or whether a gradient has overflowed, lets the host look: the

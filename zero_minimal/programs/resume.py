@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero_minimal.checkpoint import saved_state, state_folder
-from zero_minimal.core.precision import LossScaler
+from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.processes import interrupts
 from zero_minimal.processes.ranks import Rank
 from zero_minimal.programs import trained

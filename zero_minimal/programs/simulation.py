@@ -28,8 +28,8 @@ from torch.optim import AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
+from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.core.mesh import Mesh, make_mesh
-from zero_minimal.core.precision import LossScaler
 from zero_minimal.guards.refused_optimizers import check_element_wise
 from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.memory import Event, Ledger, Moment

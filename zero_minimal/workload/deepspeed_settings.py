@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zero_minimal.core.precision import LossScaler
+from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.workload import deepspeed_schedules
 from zero_minimal.workload.settings import OPTIMIZER, Settings
 

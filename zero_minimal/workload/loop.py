@@ -13,7 +13,7 @@ from contextlib import ExitStack, nullcontext
 import torch
 
 from zero_minimal.core import collectives
-from zero_minimal.core.precision import LossScaler
+from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.processes import ranks
 from zero_minimal.workload import data, masking
 from zero_minimal.workload.model import GPT

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from zero_minimal.core.precision import LossScaler
+from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.processes import interrupts
 from zero_minimal.processes.joining import COLLECTIVE_TIMEOUT
 from zero_minimal.workload import data, tokens

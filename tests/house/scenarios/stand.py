@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from house.scenarios.plain import Plain, PlainScaler, play_in_turn
 
-from zero_minimal.core.precision import LossScaler
+from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.extensions import join, lazy_all_gather
 from zero_minimal.guards import collective_fingerprint as notes
 
