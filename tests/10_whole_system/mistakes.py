@@ -5,14 +5,17 @@ Each of the functions below gives the text of one that is right, or that differs
 
 from submissions import Wrong, function
 
+KIND = r"a backward in bf16: (it raised|gradients lie in memory of torch.float32)"
+
 
 def memory(size="max(bucket.padded for bucket in buckets) * dtype.itemsize", kind="dtype, device = kind_of(buckets)",
            shards="[bucket.parameter_shard.numel() for bucket in buckets]",
            slab="self.slab = torch.zeros(sum(shards), dtype=dtype, device=device)",
-           homes="self.home_of = dict(zip(buckets, self.slab.split(shards)))"):
+           homes="self.home_of = dict(zip(buckets, self.slab.split(shards)))",
+           buffers="ConstantBuffers({size}, dtype=dtype, device=device, group=group)"):
     return {"ConstantMemory.__init__": function(
         "def __init__(self, buckets, group=None):", kind,
-        f"self.constant_buffers = ConstantBuffers({size}, dtype=dtype, device=device, group=group)",
+        f"self.constant_buffers = {buffers.format(size=size)}",
         f"shards = {shards}", slab, homes)}
 
 
@@ -128,8 +131,17 @@ WRONG = {
         1, "test_micro_batches_add_up", r"twice the second one's gradient: its average arrived where the first one's",
         shard("return self.home_of[bucket]")),
     "the first dtype is everybody's": Wrong(
-        1, "test_the_dtype_is_that_of_the_buckets", r"was taken without a word",
+        1, "test_buffers_are_of_the_buckets_kind", r"was taken without a word",
         memory(kind="dtype, device = buckets[0].dtype, buckets[0].device")),
+    "buffers of fp32, whatever the buckets are": Wrong(
+        1, "test_buffers_are_of_the_buckets_kind", KIND,
+        memory(buffers="ConstantBuffers(2 * {size}, device=device, group=group)")),
+    "a slab of fp32": Wrong(
+        1, "test_buffers_are_of_the_buckets_kind", KIND,
+        memory(slab="self.slab = torch.zeros(sum(shards), device=device)")),
+    "buffers for all ranks": Wrong(
+        1, "test_buffers_are_of_the_buckets_kind", r"a backward on a group of one rank: it raised",
+        memory(buffers="ConstantBuffers({size}, dtype=dtype, device=device)")),
 
     "the slab holds whole inputs, and parts are kept": Wrong(
         2, "test_the_slab_is_as_large_as_the_checkpoints",
@@ -269,3 +281,22 @@ RIGHT = {
             "return self.slab[start : start + size]")},
 }
 SHORT = {"what all hold counts M times", "N for D"}
+
+ORDER = "the two do not need each other, and both are there when the method returns"
+ON_A_CPU = "the ranks of the grader have no GPU: there every device is the CPU"
+UNTOLD = {
+    "ConstantMemory.__init__: `self.constant_buffers = ConstantBuffers(largest, dtype=dtype, device=device, group=group)` "
+    "a statement later": ORDER,
+    "ConstantMemory.__init__: `ConstantBuffers(largest, dtype=dtype, device=device, group=group)` without device=device":
+        ON_A_CPU,
+    "ConstantMemory.__init__: `torch.zeros(sum(shards), dtype=dtype, device=device)` without device=device": ON_A_CPU,
+    "ConstantMemory.__init__: `zip(buckets, self.slab.split(shards), strict=True)` without strict=True":
+        "there are as many shards as buckets",
+    "ConstantMemory.__init__: True turned": "there are as many shards as buckets",
+    "System.keep_checkpoints: `self.slab = Slab(elements * sizes.layers, dtype=like.dtype, device=like.device)` "
+    "a statement later": ORDER,
+    "System.keep_checkpoints: `Slab(elements * sizes.layers, dtype=like.dtype, device=like.device)` "
+    "without device=like.device": ON_A_CPU,
+    "System.clip_grad_norm_: without @torch.no_grad()": "gradient shards do not want gradients themselves",
+    "System.clip_grad_norm_: `self.zero.buckets`: all_buckets": "only stage 3 makes buckets of frozen parameters",
+}

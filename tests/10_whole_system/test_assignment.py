@@ -228,34 +228,38 @@ class TwoKinds(nn.Module):
         self.one, self.other = nn.Linear(7, 5), nn.Linear(5, 3).bfloat16()
 
 
-def dtypes(assignment):
-    """What is said of a model of two dtypes; and what a step of one in bf16 raises, with the dtypes of its shards."""
-    told = fault = ""
+def of_other_kinds(assignment):
+    """What is said of a model of two dtypes; and what goes wrong with one in bf16, and in a group of one of the ranks."""
+    told, faults = "", {}
     try:
         stage_2(assignment)(TwoKinds(), optim.SGD, lr=0.1)
     except ValueError as error:
         told = str(error)
-    zero = stage_2(assignment)(toys.build(toys.Transformer, dist.get_rank()).bfloat16(), optim.SGD, lr=0.1)
-    try:
-        toys.step_of(zero, 0)
-        whole = zero.memory.whole(zero.buckets[0])
-        fault = "" if whole.dtype == torch.bfloat16 else f"whole() gave memory of {whole.dtype}"
-    except (ValueError, RuntimeError, TypeError) as error:
-        fault = f"it raised {type(error).__name__}: {error}"
-    return told, fault
+    alone, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(dist.get_world_size())])
+    for name, dtype, group in (("in bf16", torch.bfloat16, None), ("on a group of one rank", torch.float32, alone)):
+        model = toys.build(toys.Transformer, dist.get_rank()).to(dtype)
+        zero = stage_2(assignment)(model, optim.SGD, group=group, lr=0.1, bucket_bytes=BUCKET)
+        try:
+            model(*toys.tokens(dist.get_rank(), 0)).backward()
+            kinds = {each.dtype for each in (*zero.reduced_gradients(), zero.memory.whole(zero.buckets[0]))} - {dtype}
+            faults[name] = f"gradients lie in memory of {kinds.pop()}" if kinds else ""
+        except (ValueError, RuntimeError, TypeError) as error:
+            faults[name] = f"it raised {type(error).__name__}: {error}"
+    return told, faults
 
 
 @pytest.mark.step(1, points=1)
-def test_the_dtype_is_that_of_the_buckets(assignment):
-    for rank, (told, fault) in enumerate(once(dtypes, 2, assignment)):
+def test_buffers_are_of_the_buckets_kind(assignment):
+    for rank, (told, faults) in enumerate(once(of_other_kinds, 3, assignment)):
         assert told, (
             f"rank {rank}: a model with parameters in fp32 and in bf16 was taken without a word, and one pair of "
             "buffers cannot hold both: ValueError (kind_of raises it)"
         )
-        assert not fault, (
-            f"rank {rank}, a step of a model in bf16: {fault}. Gradients have the dtype of their parameters: what must "
-            "the buffers' be?"
-        )
+        for name, fault in faults.items():
+            assert not fault, (
+                f"rank {rank}, a backward {name}: {fault}. Gradients have the dtype of their parameters, and buckets "
+                "are cut for the ranks of the stage's group: what must the buffers know?"
+            )
 
 
 # ---------------------------------------------------------------------------------------- on a mesh: one model for all

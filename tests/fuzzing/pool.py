@@ -23,6 +23,7 @@ from zero_minimal.processes import interrupts, joining, ranks
 TESTS = Path(__file__).parents[1]
 PATIENCE = datetime.timedelta(seconds=20)  # for ranks that wait for each other
 LONGEST = 60  # seconds; after them the ranks are ended
+RENEWALS = 10  # of the group; a group that ranks have left in an error keeps a thread of gloo's busy
 
 
 class Hung(Exception):
@@ -69,7 +70,7 @@ class Pool:
                 theirs.close()
                 self.pipes.append(ours)
                 self.processes.append(process)
-        self.renew = True
+        self.renew, self.renewals = True, 0
 
     def end(self):
         for process in self.processes:
@@ -78,8 +79,12 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def play(self, program: dict, stage: str) -> list:
+        if self.renew and self.renewals == RENEWALS:
+            self.end()
+            self.start()
         if self.renew:
             self._ask("renew")
+            self.renewals += 1
         outcomes = self._ask((program, stage))
         failed = [bool(outcome.error) for outcome in outcomes]
         self.renew = all(failed)
