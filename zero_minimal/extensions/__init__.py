@@ -1,3 +1,8 @@
 """Extensions: rare cases that the algorithm serves, each attached from outside."""
 
-from zero_minimal.extensions import graph_entries, meta_device  # noqa: F401
+from zero_minimal.extensions import (  # noqa: F401
+    graph_entries,
+    hooks_of_users,
+    meta_device,
+    moved_data,
+)

@@ -34,21 +34,19 @@ class SavedTensors:
         self._unit_at: dict[int, weakref.ref] = {}  # by the place of the storage
         self._whole = whole
         self._begun: list[tuple] = []  # (depth of the call, the hooks that it runs under)
-        self._last: Callable | None = None  # the last of these, which is on top
 
     def begin(self, depth: int) -> None:
         """From here on autograd saves through this object, in a call inside so many others. Hooks
         of the user's (save_on_cpu) get what is no parameter. A checkpoint's get all: they count
         what is saved, and compute it again."""
         theirs = _top_hooks()
-        if theirs and theirs[0] == self._last:
-            return
+        if theirs and getattr(theirs[0], "func", None) == self._pack:
+            return  # it does already
         if not self._begun:
             self._unit_at = {bucket.parameters.untyped_storage()._cdata: unit
                              for unit in self._units for bucket in unit().buckets
                              if bucket.parameters is not None}
-        self._last = functools.partial(self._pack, theirs)
-        context = saved_tensors_hooks(self._last, self._unpack)
+        context = saved_tensors_hooks(functools.partial(self._pack, theirs), self._unpack)
         context.__enter__()
         self._begun.append((depth, context))
 

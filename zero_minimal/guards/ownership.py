@@ -1,8 +1,8 @@
 """Ownership: a model belongs to one stage, and its parameters stay where that stage has put them.
 
 Seams: model_given, buckets_planned, wrapped, gradient_arrives, gradients_asked, backward_ends.
-Mistakes: a model that is wrapped twice; a parameter that was moved, replaced, frozen or unfrozen
-after wrapping.
+Mistakes: a model that is wrapped twice; a parameter that was added, moved, replaced, tied, removed,
+frozen or unfrozen after wrapping.
 """
 
 import torch
@@ -29,9 +29,15 @@ def refuse_taken(model: nn.Module, group, units) -> None:
         raise RuntimeError(f"this rank, {dist.get_rank()} of the world, is not in group=: wrap the "
                            "model on the ranks of the group alone")
     for name, param in model.named_parameters():
-        if (stage := trained_by(param)) is not None:
+        if (stage := trained_by(param)) is not None and stage.model is not model:
+            raise ValueError(f"parameter {name!r} belongs to a {type(stage).__name__} already, "
+                             f"with another model, a {type(stage.model).__name__}. A parameter has "
+                             "one stage: wrap one module that holds both models")
+        if stage is not None:
             raise ValueError(f"this model belongs to a {type(stage).__name__} already: wrap it "
-                             "once, or build a new one (`del zero` gives it back at stages 0 to 2)")
+                             "once, or build a new one (`del zero` gives it back at stages 0 to 2; "
+                             "at stage 3 wrap a copy.deepcopy(model), made on all ranks under "
+                             "`with zero.gather_parameters():`)")
         if isinstance(param, FreedParameter):
             raise ValueError(f"parameter {name!r} is released: {LEFT_BEHIND}")
 
@@ -62,7 +68,7 @@ def name_of(param: nn.Parameter) -> str:
 
 @seams.at("gradient_arrives")
 def check_arrived(reducer, param: nn.Parameter, buckets: list) -> None:
-    check_place(param, buckets[0].parameters)
+    check_place(param, buckets[0].parameters, reducer.by_turns)
 
 
 @seams.at("gradients_asked")
@@ -71,21 +77,24 @@ def check_all(reducer) -> None:
     if not reducer.by_turns:  # at stage 3 execution order knows where they are
         for bucket in reducer.stage.buckets:
             for param in bucket.params:
-                check_place(param, bucket.parameters)
+                check_place(param, bucket.parameters, at_stage_3=False)
 
 
 @seams.at("backward_ends")
 def check_owned(reducer) -> None:
-    check_owner(reducer.stage.model)
-
-
-def check_owner(model: nn.Module) -> None:
-    """Raise RuntimeError if the model has a parameter that its stage does not know."""
-    for name, param in model.named_parameters():
+    """Raise RuntimeError if the model has a parameter that its stage does not know, or has lost one
+    that it does."""
+    there = dict(reducer.stage.model.named_parameters())
+    for name, param in there.items():
         if trained_by(param) is None:
-            raise RuntimeError(f"parameter {name!r} was moved or replaced after wrapping, perhaps "
-                               "by load_state_dict(assign=True), so the stage does not train it: "
-                               "do that before")
+            raise RuntimeError(f"parameter {name!r} was added, moved or replaced after wrapping, "
+                               "perhaps by load_state_dict(assign=True), so the stage does not "
+                               "train it: do that before, or `del zero` and wrap again")
+    held = set(there.values())
+    for param in (param for param in reducer.buckets_of if param not in held):
+        raise RuntimeError(f"{name_of(param)} is in the model no more: its module was removed "
+                           "after wrapping, or another parameter stands in its place (weights that "
+                           "were tied, say). Do that before, or `del zero` and wrap again")
 
 
 def check_trained(model: nn.Module) -> None:
@@ -99,14 +108,16 @@ def check_trained(model: nn.Module) -> None:
                                "weights over)")
 
 
-def check_place(param: nn.Parameter, parameters: torch.Tensor) -> None:
+def check_place(param: nn.Parameter, parameters: torch.Tensor, at_stage_3: bool) -> None:
     """Raise RuntimeError if a parameter no longer lies in `parameters`, which its stage updates."""
     if not same_storage(param, parameters):
+        or_else = (
+            " Or this gradient comes from something that was computed inside gather_parameters(), "
+            "or inside a unit that does not return it: compute it after that unit's turn, or "
+            "return it")
         raise RuntimeError(
             f"{name_of(param)}, of shape {tuple(param.shape)}, is not where its stage put it. It "
             "was moved or replaced after wrapping (model.to, load_state_dict(assign=True), "
-            "param.data = …): do that before, and change values in place, param.data.copy_(…). Or, "
-            "at stage 3, this gradient comes from something that was computed inside "
-            "gather_parameters(), or inside a unit that does not return it: compute it after that "
-            "unit's turn, or return it"
+            "param.data = …): do that before, and change values in place, param.data.copy_(…)."
+            f"{or_else if at_stage_3 else ''}"
         )

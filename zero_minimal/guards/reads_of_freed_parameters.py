@@ -48,7 +48,8 @@ class FreedParameter(nn.Parameter):
         raise RuntimeError(
             f"{words} is released: at stage 3 a rank holds it only while its unit works. Read or "
             "change it under `with zero.gather_parameters():`, on all ranks. If a module uses a "
-            "parameter of another one, name a module around both in units="
+            "parameter of another one, name a module around both in units=. What differentiates "
+            "by parameters itself (torch.func, torch.autograd.grad) trains at stages 0 to 2"
         )
 
     @property

@@ -35,9 +35,9 @@ def check_element_wise(
     refusal = (f"{name} is not element-wise, so it cannot update a shard: use AdamW, Adam, SGD or "
                "another that is")
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(4, 8, generator=generator)
-    gradients = [torch.randn(4, 8, generator=generator) * 10 ** (step % 3 - 1)
-                 for step in range(STEPS)]
+    kind = dict(generator=generator, dtype=torch.float32)  # whatever the user's default is
+    start = torch.randn(4, 8, **kind)
+    gradients = [torch.randn(4, 8, **kind) * 10 ** (step % 3 - 1) for step in range(STEPS)]
     whole = nn.Parameter(start.clone())
     halves = [nn.Parameter(half.clone()) for half in start.view(-1).split(16)]
     try:
@@ -56,7 +56,8 @@ def check_element_wise(
             for half, its_gradient in zip(halves, gradient.view(-1).split(16), strict=True):
                 update(on_halves, on_halves.param_groups[0], half, its_gradient.clone())
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{refusal} ({error})") from None
+        raise ValueError(f"{refusal} (its step() on a flat shard, without arguments, raised: "
+                         f"{error})") from None
     moved = whole.detach() - start
     in_halves = torch.cat([half.detach() for half in halves]).view(4, 8) - start
     if not torch.allclose(moved, in_halves, rtol=1e-3, atol=1e-3 * moved.abs().max().item()):

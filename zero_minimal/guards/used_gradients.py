@@ -85,8 +85,10 @@ def refuse_late(reducer, param: nn.Parameter, buckets: list) -> None:
     counts = waits_for is None or all(param in waits_for.get(bucket, ()) for bucket in buckets)
     if not reducer.accumulating and not counts:
         raise RuntimeError(
-            f"a gradient of shape {tuple(param.shape)} came after its bucket was handed over. "
-            "If it was the parameter's second one in this pass: torch.utils.checkpoint around "
-            "a module used several times needs use_reentrant=False, and "
-            "activation_partitioning.checkpoint cannot be around it"
+            f"a gradient of shape {tuple(param.shape)} came after its bucket was handed over, of "
+            f"parameter {getattr(param, '_zero_name', '')!r}. If it was its second one in this "
+            "pass: torch.utils.checkpoint around a module used several times needs "
+            "use_reentrant=False, and activation_partitioning.checkpoint cannot be around it; a "
+            "torch.autograd.Function that runs a backward of its own (a reversible block) must "
+            "return its parameters' gradients, by torch.autograd.grad"
         )

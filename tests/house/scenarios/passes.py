@@ -793,3 +793,39 @@ def steps_in_one_autocast(me):
 
     with torch.autocast("cpu", torch.bfloat16):
         in_a_loop(me, Chain(), one)
+
+
+class Nested(nn.Module):
+    """A block with a checkpoint around what two layers of its own do, each a unit of stage 3."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList(Layer() for _ in range(2))
+        self.gain = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def experts(self, x):
+        return sum(layer(x).square() for layer in self.inner) * self.gain
+
+    def forward(self, x):
+        return x + checkpoint(self.experts, x, use_reentrant=False).tanh() * self.gain
+
+
+@scenario()
+def checkpoints_in_checkpoints_around_units_in_units(me):
+    """Found by the fuzzer: a checkpoint counts what is saved, and some of it went past the outer one."""
+    blocks = Chain(layer=Nested, count=2)
+    train(me, blocks, loss=lambda model, me, step: checkpoint(model, me.x(step), use_reentrant=False).square().mean())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.chain = Chain(layer=Nested, count=2)
+
+    def forward(self, x):
+        return checkpoint(self.chain, x, use_reentrant=False)
+
+
+@scenario()
+def checkpoints_in_a_checkpoint_inside_the_model(me):
+    train(me, Checkpointed())

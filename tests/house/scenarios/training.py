@@ -679,3 +679,85 @@ def one_rank_takes_a_batch_more(me):
             squares(model, me, 2 * step + micro).backward()
         zero.step()
         zero.zero_grad()
+
+
+# -------------------------------------------------------------- parameters that change hands after wrapping, and hooks
+
+
+def scaled_by_a_hook(me, before: bool):
+    model = Chain()
+
+    def hook(param):
+        param.grad.mul_(0.1)
+
+    def register():
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(hook)
+
+    if before:
+        register()
+    zero = me.wrap(model, SGD, lr=0.1)
+    if not before:
+        register()
+    for step in range(3):
+        squares(model, me, step).backward()
+        zero.step()
+        zero.zero_grad()
+
+
+scenario("a hook after accumulation from before wrapping", naive=False)(lambda me: scaled_by_a_hook(me, True))
+scenario("a hook after accumulation from after wrapping", naive=False)(lambda me: scaled_by_a_hook(me, False))
+
+
+GONE = "is in the model no more: its module was removed after wrapping, or another parameter stands in its place"
+
+
+@scenario(naive=False, refused=GONE + "|If a module uses a parameter of another one")
+def tied_after_wrapping(me):
+    model = Chain()
+    zero = me.wrap(model, SGD, lr=0.1)
+    model.layers[2].linear.weight = model.layers[1].linear.weight
+    for step in range(2):
+        squares(model, me, step).backward()
+        zero.step()
+        zero.zero_grad()
+
+
+@scenario(naive=False, refused=GONE)
+def a_block_removed_after_wrapping(me):
+    model = Chain()
+    zero = me.wrap(model, SGD, lr=0.1)
+    del model.layers[1]
+    for step in range(2):
+        squares(model, me, step).backward()
+        zero.step()
+        zero.zero_grad()
+
+
+@scenario(naive=False, refused="was added, moved or replaced after wrapping|of another|a block")
+def a_block_added_after_wrapping(me):
+    model = Chain()
+    zero = me.wrap(model, SGD, lr=0.1)
+    model.layers.append(type(model.layers[0])())
+    squares(model, me, 0).backward()
+    zero.step()
+
+
+@scenario(naive=False)
+def a_vector_of_all_parameters_put_back(me):
+    model = Chain()
+    zero = train(me, model)
+    with zero.gather_parameters(), torch.no_grad():
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters(0.5 * vector, model.parameters())
+    for step in range(3, 6):
+        squares(model, me, step).backward()
+        zero.step()
+        zero.zero_grad()
+
+
+@scenario(naive=False, refused="parameter '0.* belongs to a (Stage|Late). already, with another model, a Chain. A param")
+def a_body_with_two_heads_in_two_models(me):
+    body = Chain()
+    me.wrap(body, SGD, lr=0.1)
+    me.wrap(nn.Sequential(body, nn.Linear(7, 1)), SGD, lr=0.1)

@@ -1,0 +1,26 @@
+"""Moved data: inside gather_parameters() a user lets a parameter point to other memory, by param.data
+= … or torch.nn.utils.vector_to_parameters(). Its values are taken over (stage 3 does so anyway).
+
+Seam: parameters_edited.
+"""
+
+import torch
+from torch import nn
+
+from zero_minimal.core import seams
+from zero_minimal.core.layout import same_storage
+from zero_minimal.guards.trained_by import trained_by
+
+
+@seams.at("parameters_edited")
+@torch.no_grad()
+def take_over(model: nn.Module, group) -> None:
+    stage = trained_by(next(model.parameters()))
+    for bucket in getattr(stage, "buckets", ()) if not hasattr(stage, "units") else ():
+        whole = bucket.parameters.as_strided((bucket.flat.size,), (1,), 0)
+        for param in bucket.params:
+            view = bucket.flat.view(whole, param)
+            alike = param.shape == view.shape and param.dtype == view.dtype
+            if alike and not same_storage(param, whole):
+                view.copy_(param.data)
+                param.data = view
