@@ -24,10 +24,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import collectives, optimizers, precision, replicas
 from zero_minimal.core.layout import Bucket
-from zero_minimal.core.outputs import tensors_in
 from zero_minimal.core.reducer import Hooks
 from zero_minimal.core.seams import tell
 from zero_minimal.core.set_up import set_up
@@ -145,9 +145,9 @@ class Reducer:
 
     def _watch_output(self, module, inputs, output) -> None:
         in_func = torch._C._functorch.peek_interpreter_stack() is not None  # its passes are its own
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None and not in_func:
-                tensor.grad_fn.register_prehook(WeakHook(lambda reducer, *_: reducer.begin(), self))
+        for leaf in tree_leaves(output):
+            if getattr(leaf, "grad_fn", None) is not None and not in_func:
+                leaf.grad_fn.register_prehook(WeakHook(lambda reducer, *_: reducer.begin(), self))
 
     def begin(self) -> None:
         """A pass begins, unless one is under way: backward has come to something of this model."""

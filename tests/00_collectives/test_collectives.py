@@ -43,14 +43,13 @@ def check_all(dtype, size, op, async_op):
 
     scattered, given = torch.full((size,), torch.nan, dtype=dtype), numbers(rank, whole, dtype)
     gathered = torch.full((whole,), torch.nan, dtype=dtype)
-    everywhere, at_root, copied = (numbers(rank, whole + 1, dtype) for _ in range(3))
+    everywhere, copied = (numbers(rank, whole + 1, dtype) for _ in range(2))
     root = world_size - 1
     call(collectives.reduce_scatter, scattered, given, op=op)
     call(collectives.all_gather, gathered, numbers(rank, size, dtype))
     call(collectives.all_reduce, everywhere, op=op)
-    call(collectives.reduce, at_root, root, op=op)
     call(collectives.broadcast, copied, root)
-    for answer in pending if async_op else ():  # all five were under way at once
+    for answer in pending if async_op else ():  # all four were under way at once
         answer.wait()
         answer.wait()  # a second one finds nothing to do
 
@@ -59,7 +58,6 @@ def check_all(dtype, size, op, async_op):
     assert torch.equal(given, numbers(rank, whole, dtype)), "reduce_scatter changed its input"
     assert torch.equal(gathered, torch.cat([numbers(other, size, dtype) for other in range(world_size)]))
     assert torch.equal(everywhere, expected)
-    assert torch.equal(at_root, expected if rank == root else numbers(rank, whole + 1, dtype))
     assert torch.equal(copied, numbers(root, whole + 1, dtype))
 
 
@@ -101,7 +99,6 @@ def check_shapes():
         collectives.all_reduce(strided)
         assert torch.equal(strided, expected)
         collectives.broadcast(strided, world_size - 1)
-        collectives.reduce(strided)
         whole.copy_(kept)
     for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.complex64):
         tensor = torch.arange(3).add(rank).to(dtype)
@@ -129,14 +126,12 @@ def check_in_place():
 def check_overflow():
     """16-bit sums run in fp32: an average of large fp16 numbers is finite, and small bf16 parts are not lost."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for call in (collectives.all_reduce, collectives.reduce):
-        large = torch.full((3,), 60000.0, dtype=torch.float16)
-        call(large)
-        small = torch.tensor([256.0 if rank == 0 else 0.75], dtype=torch.bfloat16)  # bf16 has no number in (256, 258)
-        call(small, op="sum")
-        if call is collectives.all_reduce or rank == 0:
-            assert large.tolist() == [60000.0] * 3
-            assert small.item() == torch.tensor(256 + 0.75 * (world_size - 1)).bfloat16().item()
+    large = torch.full((3,), 60000.0, dtype=torch.float16)
+    collectives.all_reduce(large)
+    assert large.tolist() == [60000.0] * 3
+    small = torch.tensor([256.0 if rank == 0 else 0.75], dtype=torch.bfloat16)  # bf16 has no number in (256, 258)
+    collectives.all_reduce(small, op="sum")
+    assert small.item() == torch.tensor(256 + 0.75 * (world_size - 1)).bfloat16().item()
 
 
 def check_mistakes():
@@ -147,7 +142,6 @@ def check_mistakes():
         lambda: collectives.reduce_scatter(two, four, op="mean"),
         lambda: collectives.reduce_scatter(two, four, op="max"),
         lambda: collectives.all_reduce(four, op="mean"),
-        lambda: collectives.reduce(four, op="max"),
     ):
         with pytest.raises(ValueError, match="reduce_scatter|unknown op"):
             call()
@@ -186,9 +180,6 @@ def check_groups():
         copied = torch.tensor([float(rank)])
         collectives.broadcast(copied, count - 1, group=group)
         assert copied.item() == members[-1]
-        reduced = torch.tensor([float(rank)])
-        collectives.reduce(reduced, count - 1, op="sum", group=group)
-        assert reduced.item() == (sum(members) if place == count - 1 else rank)
 
 
 def test_groups():
@@ -232,7 +223,6 @@ def measure_bytes(payload):
         "reduce_scatter": lambda: collectives.reduce_scatter(part, flat),
         "all_gather": lambda: collectives.all_gather(flat, part),
         "all_reduce": lambda: collectives.all_reduce(flat),
-        "reduce": lambda: collectives.reduce(flat),
         "broadcast": lambda: collectives.broadcast(flat),
     }
     for name, call in calls.items():
@@ -256,5 +246,4 @@ def test_bytes_on_the_wire(world_size):
         assert rank["all_gather"] == pytest.approx(share, rel=0.01)
         assert rank["all_reduce"] == pytest.approx(2 * share, rel=0.01)
     # from one rank to all, or back: who gets how much depends on the algorithm, together they get N - 1 tensors
-    assert sum(rank["reduce"] for rank in measured) <= 2 * (world_size - 1) * 1.01
     assert sum(rank["broadcast"] for rank in measured) == pytest.approx(world_size - 1, rel=0.01)

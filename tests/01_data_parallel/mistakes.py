@@ -166,7 +166,10 @@ WRONG = {
         bucket_complete(reduce="collectives.broadcast(bucket.gradients, group=self.group)"), 2),
     "rank 0 alone gets the mean": Wrong(
         2, "test_every_gradient_is_the_mean", r"rank 1 holds its own gradients: the other ranks' were never added",
-        bucket_complete(reduce="collectives.reduce(bucket.gradients, 0, op='avg', group=self.group)"), 2),
+        bucket_complete(reduce="""
+            import torch.distributed as dist
+            dist.reduce(bucket.gradients.div_(self.world_size), 0, group=self.group)
+            """), 2),
     "everybody gets all gradients, and averages alone": Wrong(
         2, "test_a_backward_sends_what_an_all_reduce_does", r"rank 0 of 3 sent .* or whole to every rank",
         bucket_complete(reduce="""

@@ -12,7 +12,7 @@ from torch import nn
 
 from zero_minimal.core import layout, optimizers, precision, units
 from zero_minimal.core.loss_scaler import LossScaler
-from zero_minimal.core.outputs import tensors_in
+from zero_minimal.guards.outputs import tensors_in
 
 # ------------------------------------------------------------------------------------------------------------ layout
 

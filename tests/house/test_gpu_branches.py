@@ -229,9 +229,6 @@ def on_native_collectives():
                     found[name] = [loss.item() for parts in steps for loss in parts]
                     with zero.gather_parameters():
                         pass
-            own = torch.full((3,), float(dist.get_rank()), device="cuda")
-            collectives.reduce(own, op="sum")
-            found["reduced"] = own.tolist()
             found["batches"] = list(join.together(range(2)))
             found["numbers"] = replicas.numbers_of_all_ranks([dist.get_rank(), 7])
             return found
@@ -242,7 +239,7 @@ def test_native_collectives_are_called_as_they_want_to_be():
     for found in (one, other):
         assert found["stage 0"] == found["stage 1"] == found["stage 2"] == found["stage 3"]
         assert found["batches"] == [0, 1] and found["numbers"] == [[0, 7], [1, 7]]
-    assert one["reduced"] == [1.0] * 3 and other["reduced"] == [1.0] * 3 and one["stage 0"] != other["stage 0"]
+    assert one["stage 0"] != other["stage 0"]
 
 
 def systems(on_gpu):

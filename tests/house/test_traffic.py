@@ -31,7 +31,6 @@ def calls_of_ours():
         "reduce_scatter": (lambda **how: collectives.reduce_scatter(part, whole, **how), bytes_whole, 1),
         "all_gather": (lambda **how: collectives.all_gather(whole, part, **how), bytes_whole, 1),
         "all_reduce": (lambda **how: collectives.all_reduce(part, **how), bytes_part, 2),
-        "reduce": (lambda **how: collectives.reduce(part, **how), bytes_part, 1),
         "broadcast": (lambda **how: collectives.broadcast(part, **how), bytes_part, 1),
     }
 

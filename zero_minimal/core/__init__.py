@@ -5,7 +5,7 @@ In the order of reading:
     collectives, work, sums      what ranks send each other
     layout                       flats, buckets, shards
     set_up, replicas             what all stages begin with; what is equal on all ranks
-    reducer, outputs, weak_hooks when a bucket's gradients are complete
+    reducer, weak_hooks          when a bucket's gradients are complete
     optimizers, precision        torch's optimizers on shards; masters, norm
     gradient_memory              where gradients of stages 2 and 3 lie
     units, freed_parameter       what stage 3 gathers and frees

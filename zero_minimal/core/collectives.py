@@ -3,7 +3,6 @@
     reduce_scatter   [N·s] on every rank → rank r holds part r of the sum       [s]
     all_gather       [s] on every rank → all parts in rank order, everywhere    [N·s]
     all_reduce       = reduce_scatter, then all_gather: the sum, everywhere
-    reduce           the sum, on one rank
     broadcast        one rank's tensor, everywhere
 
 For example, two ranks hold [1, 2] and [3, 4]: reduce_scatter(op="sum") leaves [4] on one and [6] on
@@ -48,7 +47,7 @@ from zero_minimal.core.work import (
 
 __all__ = [
     "Call", "Channel", "Work", "all_gather", "all_reduce", "broadcast", "free", "heard_by",
-    "inside_collective", "other_ranks", "reduce", "reduce_scatter",
+    "inside_collective", "other_ranks", "reduce_scatter",
 ]
 
 # torch 2.13 renamed both
@@ -138,27 +137,6 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Work:
             tensor.copy_(flat[: tensor.numel()].view(tensor.shape))
 
     return Work([], gather, half_done=True)
-
-
-@collective
-def reduce(tensor: torch.Tensor, root: int = 0, *, op: str = "avg", group=None) -> Work:
-    """Sum or average of `tensor`, in place on rank `root` of the group; the others keep theirs."""
-    _check(op, "sum", "avg")
-    world_size, is_root = group.size(), group.rank() == root
-    host = _on_host(tensor, group).contiguous().view(-1)
-    received = host.new_empty(world_size, host.numel()) if is_root else None
-    places = list(received) if is_root else None
-    destination = dist.get_global_rank(group, root)
-    channel().check()
-    work = dist.gather(host, places, destination, group=group, async_op=True)
-
-    def finish():
-        if is_root:
-            result = torch.empty_like(host)
-            sum_in_rank_order(received, result, op)
-            tensor.copy_(result.view(tensor.shape))
-
-    return Work([work], finish)
 
 
 @collective

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from zero_minimal.core.outputs import tensors_in
 from zero_minimal.core.seams import tell
 from zero_minimal.core.units import Unit
 from zero_minimal.core.weak_hooks import WeakHook
@@ -142,8 +142,8 @@ class ExecutionOrder:
             return  # forward has failed: what is under way may never arrive
         if torch.is_grad_enabled():
             self.note_call(unit, began)
-            for tensor in tensors_in(output):
-                self.watch(tensor.grad_fn, self.innermost)
+            for leaf in tree_leaves(output):
+                self.watch(getattr(leaf, "grad_fn", None), self.innermost)
         tell("unit_returned", self, unit, module, output)
         if not torch.is_grad_enabled() and module is self.root.module:
             self.stage.evaluation_done()

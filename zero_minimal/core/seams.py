@@ -19,7 +19,7 @@ import importlib
 from collections.abc import Callable, Iterator
 
 attached: list[str] = []  # modules that listen, to be imported still
-_listeners: dict[str, list[Callable]] = {}
+listeners: dict[str, list[Callable]] = {}
 
 
 def at(*moments: str) -> Callable:
@@ -27,7 +27,7 @@ def at(*moments: str) -> Callable:
 
     def listens(function: Callable) -> Callable:
         for moment in moments:
-            _listeners.setdefault(moment, []).append(function)
+            listeners.setdefault(moment, []).append(function)
         return function
 
     return listens
@@ -42,7 +42,7 @@ def attach() -> None:
 def tell(moment: str, *what) -> None:
     """Call who listens, in the order in which they attached."""
     attach()
-    for listener in list(_listeners.get(moment, ())):
+    for listener in list(listeners.get(moment, ())):
         listener(*what)
 
 
@@ -53,18 +53,4 @@ def heard_by(moment: str, listener: Callable) -> Iterator[None]:
     try:
         yield
     finally:
-        _listeners[moment].remove(listener)
-
-
-@contextlib.contextmanager
-def without(package: str) -> Iterator[None]:
-    """Context in which nobody of this package listens: "zero_minimal.guards", say."""
-    attach()
-    kept = {moment: list(listeners) for moment, listeners in _listeners.items()}
-    for listeners in _listeners.values():
-        listeners[:] = [each for each in listeners if not each.__module__.startswith(package)]
-    try:
-        yield
-    finally:
-        for moment, listeners in kept.items():
-            _listeners[moment][:] = listeners
+        listeners[moment].remove(listener)

@@ -5,4 +5,5 @@ from zero_minimal.extensions import (  # noqa: F401
     hooks_of_users,
     meta_device,
     moved_data,
+    odd_outputs,
 )

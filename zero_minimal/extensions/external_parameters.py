@@ -20,9 +20,9 @@ from torch import nn
 
 from zero_minimal.core import seams
 from zero_minimal.core.layout import same_storage
-from zero_minimal.core.outputs import tensors_in
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards import reads_of_freed_parameters
+from zero_minimal.guards.outputs import tensors_in
 
 TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
 

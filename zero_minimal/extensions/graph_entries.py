@@ -23,11 +23,11 @@ from torch import nn
 from zero_minimal.core import seams
 from zero_minimal.core.execution_order import ExecutionOrder, in_backward, ordered
 from zero_minimal.core.layout import same_storage
-from zero_minimal.core.outputs import tensors_in
 from zero_minimal.core.units import Unit
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.extensions import external_parameters
 from zero_minimal.extensions.saved_tensors import SavedTensors
+from zero_minimal.guards.outputs import tensors_in
 from zero_minimal.guards.reads_of_freed_parameters import refuse_left_behind
 from zero_minimal.guards.trained_by import LEFT_BEHIND
 
@@ -102,7 +102,7 @@ def look_at_unit(order: ExecutionOrder, unit: Unit, module: nn.Module, output) -
                                "parameters, which are freed after its turn: return a .clone() of "
                                "it")
     if torch.is_grad_enabled():
-        for tensor in kept(module):
+        for tensor in [*tensors_in(output), *kept(module)]:
             order.watch(tensor.grad_fn, order.innermost)
 
 

@@ -2,8 +2,12 @@
 the seams that it uses and the mistakes that it refuses. The algorithm knows none of them
 (core/seams.py), and runs without."""
 
+import contextlib
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
+
+from zero_minimal.core import seams
 
 IN_ORDER = (  # in which they are asked
     "group_members", "ownership", "refused_models", "views_from_outside", "refused_optimizers",
@@ -14,3 +18,17 @@ IN_ORDER = (  # in which they are asked
 HAS_COLLECTIVES = find_spec("zero_minimal.core.collectives")  # not in the lesson that builds them
 for name in IN_ORDER if HAS_COLLECTIVES else ():
     import_module(f"zero_minimal.guards.{name}")
+
+
+@contextlib.contextmanager
+def off(package: str = __name__) -> Iterator[None]:
+    """Context in which nobody of this package listens: the algorithm without its guards."""
+    seams.attach()
+    kept = {moment: list(listeners) for moment, listeners in seams.listeners.items()}
+    for listeners in seams.listeners.values():
+        listeners[:] = [each for each in listeners if not each.__module__.startswith(package)]
+    try:
+        yield
+    finally:
+        for moment, listeners in kept.items():
+            seams.listeners[moment][:] = listeners

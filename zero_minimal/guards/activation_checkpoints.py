@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from zero_minimal.core import replicas
 from zero_minimal.core.mesh import Group
-from zero_minimal.core.outputs import tensors_in
 from zero_minimal.guards import same_on_all_ranks
+from zero_minimal.guards.outputs import tensors_in
 
 # which functions had their arguments compared, over which groups
 _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from zero_minimal.core import seams
-from zero_minimal.core.outputs import tensors_in
 from zero_minimal.core.weak_hooks import WeakHook
+from zero_minimal.guards.outputs import tensors_in
 
 
 @seams.at("followed")

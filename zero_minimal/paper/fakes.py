@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zero_minimal import guards
 from zero_minimal.core import collectives, replicas, seams
 from zero_minimal.extensions import meta_device
 from zero_minimal.guards import activation_checkpoints as checkpoints
@@ -37,7 +38,7 @@ def new_tensors_in(dtype: torch.dtype) -> Iterator[None]:
 def without_values() -> Iterator[None]:
     """FakeTensorMode, and the algorithm without its guards."""
     with contextlib.ExitStack() as undo:
-        undo.enter_context(seams.without("zero_minimal.guards"))
+        undo.enter_context(guards.off())
         undo.enter_context(seams.heard_by("collective", _nothing_travels))
         for owner, name, instead in NOT_READ:
             undo.enter_context(mock.patch.object(owner, name, instead))

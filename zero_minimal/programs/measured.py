@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from zero_minimal.core.outputs import tensors_in
 from zero_minimal.core.units import Unit, find_units
+from zero_minimal.guards.outputs import tensors_in
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.paper.fakes import without_values
 from zero_minimal.workload.foreign import ForeignModel
