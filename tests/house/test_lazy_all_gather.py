@@ -370,9 +370,9 @@ def compiled_whole(zero):
 
 MOVED = "was moved or replaced after wrapping"
 REFUSED = {  # what it does, and what it is told
-    "a fork": (in_a_fork, r"forked from a rank while .* call zero\.on_the_way\.wait\(\) before the fork"),
-    "torch.jit.trace": (lambda zero: told(torch.jit.trace, zero.model, X), r"call zero\.on_the_way\.wait\(\) before"),
-    "torch.compile, in one graph": (compiled_whole, r"disable|zero\.on_the_way\.wait\(\)"),
+    "a fork": (in_a_fork, r"forked from a rank while .* call zero\.gathering\.wait\(\) before the fork"),
+    "torch.jit.trace": (lambda zero: told(torch.jit.trace, zero.model, X), r"call zero\.gathering\.wait\(\) before"),
+    "torch.compile, in one graph": (compiled_whole, r"disable|zero\.gathering\.wait\(\)"),
     "set_": (moved(set_elsewhere), MOVED),
     "data": (moved(data_assigned), MOVED),
     "vector_to_parameters": (moved(by_vector), MOVED),

@@ -100,8 +100,7 @@ class Bucket:
     padded: int
     world_size: int
     group_index: int  # among the optimizer's groups; -1: not trained
-    name: str = ""
-    model: str = ""  # " of model 2", if it is the second one wrapped over these ranks
+    name: str = ""  # for messages (guards/bucket_names.py)
 
     parameters: torch.Tensor | None = None  # [padded] whole; the model's lie here
     parameter_shard: torch.Tensor | None = None  # [padded / N] what this rank updates
@@ -126,16 +125,11 @@ class Bucket:
         self.numel = sum(end - begin for begin, end in self._pieces.values())  # without padding
         self.trained = self.group_index >= 0
         self.dtype = self.flat.dtype
-        self.moment = ""  # of training, in which it is on its way: "backward 1 of step 3"
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are now."""
         return self.flat.device
-
-    def __str__(self) -> str:
-        name = f"{self.name}{self.model}"
-        return f"{name} in {self.moment}" if self.moment else name
 
     def zeros(self) -> torch.Tensor:
         """A new tensor, [padded]."""
@@ -198,7 +192,7 @@ class Bucket:
 
 def pack(
     params: Iterable[nn.Parameter], groups: list[dict], world_size: int,
-    bucket_bytes: int | None, name: str = "", padded_size: PaddedSize = padded_size,
+    bucket_bytes: int | None, padded_size: PaddedSize = padded_size,
 ) -> list[Bucket]:
     """Plan buckets of bucket_bytes (None: as large as their flat), in the order in which backward
     fills them. Parameters of different optimizer groups, dtypes or devices lie in different flats.
@@ -227,7 +221,7 @@ def pack(
         _check_padded(size, elements, world_size)
         for start in range(0, flat.size, size):
             padded = min(size, flat.size - start)
-            buckets.append(Bucket(flat, start, padded, world_size, group_index, name))
+            buckets.append(Bucket(flat, start, padded, world_size, group_index))
     # a bucket is complete when the last of its parameters has a gradient
     return sorted(buckets, key=lambda bucket: max(map(position.get, bucket.params), default=0))
 

@@ -11,7 +11,6 @@ whole model. What cannot be trained is refused before (zero_minimal/guards), whi
 still as it was.
 """
 
-import weakref
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
@@ -55,8 +54,7 @@ def set_up(
     # without units= the whole model is a single one, which bucket_bytes cuts into buckets
     whole = SimpleNamespace(name="", module=model, params=trained(model, groups), buckets=[])
     parts = units or [whole]
-    size, nameless = (None, "the root unit") if units else (bucket_bytes, "bucket {}")
-    _plan_buckets(stage, parts, groups, size, padded_size, nameless)
+    _plan_buckets(stage, parts, groups, None if units else bucket_bytes, padded_size)
     tell("buckets_planned", stage, parts, optimizer_class, [optimizer_options, *groups])
     try:
         for part in parts:
@@ -102,22 +100,16 @@ def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
 
 
 def _plan_buckets(
-    stage, parts: list, groups: list[dict], bucket_bytes: int | None, padded_size: Callable,
-    nameless: str,
+    stage, parts: list, groups: list[dict], bucket_bytes: int | None, padded_size: Callable
 ) -> None:
-    """Give a stage its buckets, in the order in which backward completes them, with names.
-    `nameless`: how one is called whose part has no name, with its number for {}."""
+    """Give a stage its buckets, in the order in which backward completes them."""
     for part in parts:
         part.buckets = layout.pack(
-            part.params, groups, stage.world_size, bucket_bytes, part.name, padded_size
+            part.params, groups, stage.world_size, bucket_bytes, padded_size
         )
     # backward comes to the last part of the model first
     stage.all_buckets = [bucket for part in reversed(parts) for bucket in part.buckets]
     stage.buckets = [bucket for bucket in stage.all_buckets if bucket.trained]
-    model_number = _next_model(stage.group)
-    for number, bucket in enumerate(stage.all_buckets):
-        bucket.name = bucket.name or nameless.format(number)
-        bucket.model = model_number
 
 
 def _broadcast_rest(model: nn.Module, buckets: list, group=None) -> None:
@@ -128,13 +120,3 @@ def _broadcast_rest(model: nn.Module, buckets: list, group=None) -> None:
             collectives.broadcast(param.data, group=group)
     for buffer in model.buffers():
         collectives.broadcast(buffer, group=group)
-
-
-_models = weakref.WeakKeyDictionary()  # process group → how many models were wrapped over it
-
-
-def _next_model(group) -> str:
-    """What tells the buckets of several models apart: a batch may go through two of them."""
-    group = group or dist.group.WORLD
-    _models[group] = number = _models.get(group, 0) + 1
-    return f" of model {number}" if number > 1 else ""

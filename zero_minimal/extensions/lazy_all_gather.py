@@ -169,7 +169,7 @@ class LazyAllGather:
 
     def _wait(self, bucket: Bucket) -> None:
         """Until a bucket is here. Raises: RuntimeError if it never will be."""
-        words = f"{bucket.name}{bucket.model}"
+        words = bucket.name
         if os.getpid() != self._process:
             raise RuntimeError(FORKED.format(words))
         if self._lost is not None:

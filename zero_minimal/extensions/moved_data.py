@@ -1,6 +1,6 @@
 """Moved data: inside gather_parameters() a user lets a parameter point to other memory, by
-`param.data = …` or torch.nn.utils.vector_to_parameters(). Its values are taken over (stage 3 does so
-anyway).
+`param.data = …` or torch.nn.utils.vector_to_parameters(). Its values are taken over
+(stage 3 does so anyway).
 
 Seam: parameters_edited.
 """

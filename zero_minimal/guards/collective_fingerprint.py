@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from zero_minimal.core import seams
 from zero_minimal.core.work import Call, Channel, other_ranks
+from zero_minimal.guards.bucket_names import in_words
 
 LENGTH = 256  # bytes of a note
 TAG = 2**30  # of notes; those of data are below it
@@ -52,7 +53,7 @@ def give_notes(moment: str, call: Call) -> None:
     """To a collective of several ranks, on gloo."""
     sends = moment == "start" and call.travels and call.world_size > 1
     if sends and dist.get_backend(call.group) == "gloo":
-        what = f"{call.name} of {call.of}" if call.of else call.name
+        what = f"{call.name} of {in_words(call.of)}" if call.of else call.name
         dtype = str(call.tensors[0].dtype)[6:]
         call.channel = FingerprintChannel(f"{what}, {call.bytes:,} bytes of {dtype}", call.group)
 
