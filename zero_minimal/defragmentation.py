@@ -258,6 +258,6 @@ class Arena:
 
 
 if __name__ == "__main__":
-    from zero_minimal.programs.fragmentation import main
+    from zero_minimal.programs.lesson08_program import main
 
     main()

@@ -339,6 +339,6 @@ class ParallelGPT(nn.Module):
 
 
 if __name__ == "__main__":
-    from zero_minimal.programs.tensor_parallel import main
+    from zero_minimal.programs.lesson05_program import main
 
     main(ParallelGPT)

@@ -231,6 +231,6 @@ class _Keeper:
 
 
 if __name__ == "__main__":
-    from zero_minimal.programs.activation_partitioning import main
+    from zero_minimal.programs.lesson06_program import main
 
     main(checkpoint_blocks)

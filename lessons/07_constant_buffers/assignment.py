@@ -126,6 +126,6 @@ def fused_all_reduce(tensors: Iterable[Tensor], op: str = "avg", group: Group = 
 
 
 if __name__ == "__main__":
-    from zero_minimal.programs.constant_buffers import main
+    from zero_minimal.programs.lesson07_program import main
 
     main(ConstantBuffers, all_reduce, fused_all_reduce)

@@ -15,7 +15,7 @@ from zero_minimal.defragmentation import Arena, Slab, gradients_in_slab
 from zero_minimal.meters import allocator as allocator_model
 from zero_minimal.meters.allocator import MIB, CachingAllocator, OutOfMemory
 from zero_minimal.meters.memory import Ledger
-from zero_minimal.programs import fragmentation
+from zero_minimal.programs import lesson08_program
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.model import GPT, GPTConfig
 
@@ -501,8 +501,9 @@ LONGEST = 192
 def recordings():
     """A real training with and without slabs."""
     config = GPTConfig(layers=4, hidden=128, heads=2, sequence=LONGEST, vocabulary=16384, dropout=0.1)
-    lengths = fragmentation.varied_lengths(4, LONGEST)
-    return {slabs: fragmentation.record(config, lengths, batch=4, accumulate=4, slabs=slabs) for slabs in (False, True)}
+    lengths = lesson08_program.varied_lengths(4, LONGEST)
+    return {slabs: lesson08_program.record(config, lengths, batch=4, accumulate=4, slabs=slabs)
+            for slabs in (False, True)}
 
 
 def test_recordings_are_of_the_same_training(recordings):
@@ -549,7 +550,7 @@ def test_slabs_prevent_the_failure(recordings):
 def test_slabs_are_two_storages_of_the_trace(recordings):
     rows, _ = allocator_model.memory_map(recordings[True].trace, CachingAllocator(2**40))
     lasting = [row for row in rows if row.begin < recordings[True].begins[0] and row.end > recordings[True].begins[-1]]
-    longest = max(fragmentation.varied_lengths(4, LONGEST))
+    longest = max(lesson08_program.varied_lengths(4, LONGEST))
     assert ("activations", 4 * 4 * longest * 128 * 4) in {(row.category, row.bytes) for row in lasting}
     gradients = [row for row in rows if row.category == "gradients" and row.end > recordings[True].begins[0]]
     parameters = sum(row.bytes for row in lasting if row.category == "parameters")

@@ -23,7 +23,7 @@ from zero_minimal.offloading import disk_set_up, files
 from zero_minimal.offloading.read_ahead import ReadAhead
 from zero_minimal.processes.ranks import RankError
 from zero_minimal.programs import report
-from zero_minimal.programs.offload import Offload
+from zero_minimal.programs.offload_flags import Offload
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 import test_offload as memory  # noqa: E402

@@ -29,7 +29,7 @@ from zero_minimal.offloading.host_link import Bus, Queues
 from zero_minimal.processes import ranks
 from zero_minimal.processes.ranks import RankError
 from zero_minimal.programs import report
-from zero_minimal.programs.offload import Offload
+from zero_minimal.programs.offload_flags import Offload
 from zero_minimal.workload.settings import Parser, Settings
 
 in_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
@@ -351,7 +351,7 @@ def test_the_programs_report_what_left(stage):
 
 
 def flags_of(stage, *words):
-    from zero_minimal.programs import offload as flags
+    from zero_minimal.programs import offload_flags as flags
 
     parser = Parser(prog="stage")
     flags.add_flags(parser)

@@ -9,9 +9,9 @@ from zero_minimal import __main__ as program
 from zero_minimal.paper import formulas
 from zero_minimal.paper.moments import Work
 from zero_minimal.processes import ranks
-from zero_minimal.programs import away, compare_offload, offloading, train
-from zero_minimal.programs.offload import Offload
-from zero_minimal.programs.rungs import RUNGS, stand_on
+from zero_minimal.programs import compare_offload, lesson09_figures, plan_offload, train
+from zero_minimal.programs.offload_flags import Offload
+from zero_minimal.programs.offload_ladder import RUNGS, stand_on
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Settings
 
@@ -41,14 +41,14 @@ def test_gradients_cross_once_at_stage_1_and_each_time_at_2_and_3():
 
 
 def test_the_plan_of_1_5_billion():
-    told = away.offloaded(Work(CONFIG, 1, "fp16", 1, "whole"), 1, 32e9, "cpu")
+    told = plan_offload.offloaded(Work(CONFIG, 1, "fp16", 1, "whole"), 1, 32e9, "cpu")
     _, second, _ = told["rows"]
     elements = second["to_host"] / 2
     assert 1.5e9 < elements < 1.6e9 and second["device"] == 2 * elements and second["host"] == 14 * elements
-    assert second["link_seconds"] == [4 * elements / link for link in away.LINKS]
+    assert second["link_seconds"] == [4 * elements / link for link in plan_offload.LINKS]
     assert second["link_seconds"][0] == pytest.approx(0.5, abs=0.03) and second["fits"]
     assert second["largest_model"] == 16e9
-    on_disk = away.offloaded(Work(CONFIG, 1, "fp16", 1, "whole"), 1, 32e9, "disk")["rows"][1]
+    on_disk = plan_offload.offloaded(Work(CONFIG, 1, "fp16", 1, "whole"), 1, 32e9, "disk")["rows"][1]
     assert on_disk["disk"] == second["host"] and on_disk["host"] == 0
 
 
@@ -81,7 +81,7 @@ def test_a_rung_holds_what_it_says(number):
 @pytest.mark.parametrize("stage", (2, 3))
 def test_a_slower_bus_takes_longer_and_what_is_hidden_is_a_share(stage):
     """Relations, no times: a machine that others use makes these uneven."""
-    said = offloading.quick(stage)
+    said = lesson09_figures.quick(stage)
     slow, fast = said["speeds"]
     assert slow["transfer"] == pytest.approx(4 * fast["transfer"])
     assert sum(slow["waited"].values()) > sum(fast["waited"].values())

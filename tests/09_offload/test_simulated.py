@@ -15,7 +15,7 @@ from zero_minimal.offloading.host_link import Bus, Parcel
 from zero_minimal.paper import formulas
 from zero_minimal.processes import ranks
 from zero_minimal.programs.cases import Case
-from zero_minimal.programs.offload import Offload
+from zero_minimal.programs.offload_flags import Offload
 from zero_minimal.programs.simulate import describe
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.programs.train import train

@@ -285,10 +285,10 @@ SHORT = {"what all hold counts M times", "N for D"}
 ORDER = "the two do not need each other, and both are there when the method returns"
 ON_A_CPU = "the ranks of the grader have no GPU: there every device is the CPU"
 UNTOLD = {
-    "ConstantMemory.__init__: `self.constant_buffers = ConstantBuffers(largest, dtype=dtype, device=device, group=group)` "
-    "a statement later": ORDER,
-    "ConstantMemory.__init__: `ConstantBuffers(largest, dtype=dtype, device=device, group=group)` without device=device":
-        ON_A_CPU,
+    "ConstantMemory.__init__: `self.constant_buffers = ConstantBuffers(largest, dtype=dtype, device=device, "
+    "group=group)` a statement later": ORDER,
+    "ConstantMemory.__init__: `ConstantBuffers(largest, dtype=dtype, device=device, group=group)` "
+    "without device=device": ON_A_CPU,
     "ConstantMemory.__init__: `torch.zeros(sum(shards), dtype=dtype, device=device)` without device=device": ON_A_CPU,
     "ConstantMemory.__init__: `zip(buckets, self.slab.split(shards), strict=True)` without strict=True":
         "there are as many shards as buckets",

@@ -229,7 +229,7 @@ class TwoKinds(nn.Module):
 
 
 def of_other_kinds(assignment):
-    """What is said of a model of two dtypes; and what goes wrong with one in bf16, and in a group of one of the ranks."""
+    """What is said of a model of two dtypes; and what goes wrong with one in bf16, and in a group of one rank."""
     told, faults = "", {}
     try:
         stage_2(assignment)(TwoKinds(), optim.SGD, lr=0.1)

@@ -19,10 +19,10 @@ from zero_minimal.classroom import board, open_part
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper.bound import Bound
 from zero_minimal.processes import ranks
-from zero_minimal.programs import budget, conduct, legality
+from zero_minimal.programs import budget, system_rules, system_watch
 from zero_minimal.programs.budget import TRACKS, Figures, Score, score
-from zero_minimal.programs.foreign import read_system
 from zero_minimal.programs.simulate import main as simulate_command
+from zero_minimal.programs.simulate_file import read_system
 from zero_minimal.programs.simulation import simulate
 
 HERE = Path(__file__).parent
@@ -63,7 +63,7 @@ def test_no_knapsack_of_whole_units_is_better():
                 assert sent >= bound.sent(peak) - 1e-6
 
 
-SMALL = replace(MEMORY, model=legality.SMALL, ranks=16)
+SMALL = replace(MEMORY, model=system_rules.SMALL, ranks=16)
 
 
 @functools.cache
@@ -172,13 +172,13 @@ OF_REAL = [name for name, wrong in WRONG.items() if wrong.seen == "real"]
 
 @pytest.mark.parametrize("name", OF_TEXT)
 def test_a_text_that_could_cheat_is_refused(name):
-    assert re.search(WRONG[name].message, conduct.unwanted(WRONG[name].text))
+    assert re.search(WRONG[name].message, system_watch.unwanted(WRONG[name].text))
 
 
 @pytest.mark.parametrize("file", [KEPT, GIVEN_BACK, OTHERWISE, open_part.part().folder / "system.py"],
                          ids=lambda file: file.stem)
 def test_a_text_that_is_right_is_not(file):
-    assert conduct.unwanted(file.read_text()) == ""
+    assert system_watch.unwanted(file.read_text()) == ""
 
 
 def test_each_line_of_full_size_must_run_in_the_twin(tmp_path):
@@ -186,30 +186,30 @@ def test_each_line_of_full_size_must_run_in_the_twin(tmp_path):
     head = "def build(model, group, budget):"
     counts = "\n    for _ in range(int((budget.memory - 3.6e9) // 1e9)):\n        budget.memory.bit_length()"
     (file := tmp_path / "system.py").write_text(KEPT.read_text().replace(head, head + counts))
-    big, small = replace(SMALL, memory=10**10), legality.twins(MEMORY)
+    big, small = replace(SMALL, memory=10**10), system_rules.twins(MEMORY)
     lines = [watched(file, track)["lines"] for track in (big, replace(SMALL, memory=small[0].memory))]
     found = [{"budget": [twin.memory, twin.sent]} for twin in small]
-    words = conduct.alone(*lines, legality.twin_in_words(MEMORY, found))
+    words = system_watch.alone(*lines, system_rules.twin_in_words(MEMORY, found))
     assert re.search(r"line \d+, in build, runs .* with the twin \(2 blocks of width 64, bf16, a .memory of 713,840 "
                      r"and [\d,]+ bytes\) it never ran. .* depend on absolute sizes", words), words
 
 
 @pytest.mark.parametrize("name", sample(OF_SIMULATED, OF_SIMULATED[1:2]))
 def test_a_system_that_cheats_simulated_ranks(name, tmp_path):
-    assert conduct.unwanted(WRONG[name].text) == ""
+    assert system_watch.unwanted(WRONG[name].text) == ""
     (file := tmp_path / "system.py").write_text(WRONG[name].text)
-    twin = replace(legality.twins(MEMORY)[1], ranks=64)
+    twin = replace(system_rules.twins(MEMORY)[1], ranks=64)
     found = watched(file, twin)
     real = watched(file, replace(twin, ranks=3))  # lines that three ranks run: here simulated, too
     words = found["fault"]
-    lines = conduct.alone(found["lines"], real["lines"])
+    lines = system_watch.alone(found["lines"], real["lines"])
     assert re.search(WRONG[name].message, words) or re.search(WRONG[name].message, lines), (words, lines)
 
 
 def watched(file, track):
     """What a system does on simulated ranks: its lines, and the first parameter that it reads wrongly."""
-    lines, faults = conduct.Lines(str(file.resolve())), []
-    around = legality.gathered_only(faults)
+    lines, faults = system_watch.Lines(str(file.resolve())), []
+    around = system_rules.gathered_only(faults)
     with lines.followed():
         budget.simulated(track, read_system(str(file))[1], watch=around)
     return {"lines": lines.listed, "fault": next(iter(faults), "")}
@@ -222,25 +222,25 @@ def on_real_ranks(texts, budgets):
         file = Path(f"{name.replace(' ', '_')}.py").resolve()
         module = type(toys)("system")
         exec(compile(text, str(file), "exec"), vars(module))
-        found[name] = legality.real_runs(module.build, str(file), MEMORY, budgets)
+        found[name] = system_rules.real_runs(module.build, str(file), MEMORY, budgets)
     return found
 
 
 def in_simulation(name, text, tmp_path):
     (file := tmp_path / f"{name.replace(' ', '_')}.py").write_text(text)
-    return legality.simulated_runs(read_system(str(file))[1], str(file), MEMORY, big=False)
+    return system_rules.simulated_runs(read_system(str(file))[1], str(file), MEMORY, big=False)
 
 
 @pytest.mark.thorough
 def test_real_ranks_catch_the_rest(tmp_path):
     right = {"right": KEPT.read_text(), "otherwise": OTHERWISE.read_text()}
     texts = {name: WRONG[name].text for name in OF_REAL} | right
-    assert not any(map(conduct.unwanted, texts.values()))
+    assert not any(map(system_watch.unwanted, texts.values()))
     simulated = {name: in_simulation(name, text, tmp_path) for name, text in texts.items()}
     real = toys.run(on_real_ranks, 3, texts, [simulated["right"]["twins"][0]["budget"]])
     for name in texts:
         first = simulated[name] | {"twins": simulated[name]["twins"][:1]}
-        words = legality.fault(MEMORY, first, [rank[name] for rank in real])
+        words = system_rules.fault(MEMORY, first, [rank[name] for rank in real])
         if name not in right:
             assert re.search(WRONG[name].message, words), (name, words)
         else:
@@ -263,7 +263,7 @@ def whole_on_rank_0(model, group, limits):
 @pytest.mark.thorough
 def test_a_unit_kept_whole_on_one_rank_only():
     with pytest.raises(ranks.RankError, match="in another|while rank|all_gather|reduce_scatter"):
-        toys.run(legality.real_runs, 3, whole_on_rank_0, "", MEMORY, [[10**6, None]])
+        toys.run(system_rules.real_runs, 3, whole_on_rank_0, "", MEMORY, [[10**6, None]])
 
 
 def hidden_traffic():
@@ -297,7 +297,7 @@ def test_the_starter_has_no_points():
     """It is stage 2, which cannot begin on the meta device."""
     build = read_system(str(open_part.part().folder / "system.py"))[1]
     with pytest.raises(ValueError, match="is on the meta device: only stage 3 can bring a model into being"):
-        legality.simulated_runs(build, "", MEMORY, big=False)
+        system_rules.simulated_runs(build, "", MEMORY, big=False)
 
 
 def test_each_track_says_why_though_the_words_are_the_same(capsys):

@@ -14,11 +14,11 @@ import torch
 
 from zero_minimal.meters import device_trace
 from zero_minimal.programs import check_gpu
-from zero_minimal.programs.gpu import agreement, copies, fragments, machine, memory, throughput
+from zero_minimal.programs.gpu import agreement, copies, fragments, ledger_check, machine, throughput
 from zero_minimal.programs.gpu.parts import PARTS
 from zero_minimal.programs.gpu.place import Place
 
-MODULES = {"machine": machine, "agreement": agreement, "memory": memory, "copies": copies, "fragments": fragments,
+MODULES = {"machine": machine, "agreement": agreement, "memory": ledger_check, "copies": copies, "fragments": fragments,
            "throughput": throughput}
 DRY = check_gpu.Here(0, True, None)
 
@@ -156,7 +156,7 @@ def test_copies_that_began_in_backward_are_counted():
                                                          (100, 0, None)))
 def test_the_ledger_may_be_two_percent_off(ledger, allocator, ok):
     row = {"name": "stage 1", "ledger": {"now": ledger}, "allocator": {"now": allocator}}
-    assert memory.check(row, "now", memory.NOW, "now").ok is ok
+    assert ledger_check.check(row, "now", ledger_check.NOW, "now").ok is ok
 
 
 def test_other_bits_are_off_where_bits_are_wanted():
@@ -208,7 +208,7 @@ def test_the_page_of_pictures(tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_dry_memory():
     """One part, in this process: a stand-in in the place of the GPU."""
-    found = memory.run(Place(dry=True))
+    found = ledger_check.run(Place(dry=True))
     assert [row["name"] for row in found["rows"]] == [f"stage {number}" for number in range(4)]
     assert all(row["ledger"]["peak"] >= row["ledger"]["now"] > 0 for row in found["rows"])
     assert all(check["ok"] is None for check in found["checks"]), "nothing to compare it with"

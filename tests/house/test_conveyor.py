@@ -12,12 +12,12 @@ from thorough import sample
 from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.core import collectives
 from zero_minimal.core.freed_parameter import release
-from zero_minimal.meters.conveyor import STATES, Conveyor
 from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.meters.unit_trace import STATES, Conveyor
 from zero_minimal.paper import formulas
-from zero_minimal.pictures.conveyor import LOOK_OF, draw_conveyor
+from zero_minimal.pictures.unit_chart import LOOK_OF, draw_conveyor
 from zero_minimal.processes import ranks
-from zero_minimal.programs import parameters as program
+from zero_minimal.programs import lesson04_figures as program
 from zero_minimal.stage3 import Stage3
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import Settings

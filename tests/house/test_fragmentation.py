@@ -9,8 +9,8 @@ from thorough import sample
 from zero_minimal.meters.allocator import MIB, fails, find_capacity
 from zero_minimal.meters.memory import Event
 from zero_minimal.pictures import style
-from zero_minimal.pictures.fragmentation import ASKED, HOLE, draw_map
-from zero_minimal.programs import fragmentation
+from zero_minimal.pictures.memory_map import ASKED, HOLE, draw_map
+from zero_minimal.programs import lesson08_program
 
 # ------------------------------------------------------------------------------------------------------ traces by hand
 
@@ -154,7 +154,7 @@ GRID = {
 
 @pytest.mark.parametrize("name", sample(GRID, [name for name in GRID if name != "deep"]))
 def test_any_sizes_have_an_answer(name, tmp_path, capsys):
-    fragmentation.main([*GRID[name].split(), f"--picture={tmp_path / 'map.png'}"])
+    lesson08_program.main([*GRID[name].split(), f"--picture={tmp_path / 'map.png'}"])
     said = capsys.readouterr().out
     assert "least capacity that is enough" in said and "the same to the bit" in said
     assert ("M_D saves nothing" in said) != ("do not fit" in said)
@@ -163,7 +163,7 @@ def test_any_sizes_have_an_answer(name, tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_the_sizes_that_ended_in_an_error(capsys):
-    fragmentation.main("--vocabulary 1024 --hidden 512 --heads 8 --layers 6 --longest 64 --steps 1".split())
+    lesson08_program.main("--vocabulary 1024 --hidden 512 --heads 8 --layers 6 --longest 64 --steps 1".split())
     assert "M_D saves nothing" in capsys.readouterr().out
 
 
@@ -171,5 +171,5 @@ def test_sizes_that_cannot_be(capsys):
     for flags, words in (("--heads 3", "heads"), ("--vocabulary 100", "256 or more"),
                          ("--longest 100000000", "must be less"), ("--layers 0", "from 1 up")):
         with pytest.raises(SystemExit):
-            fragmentation.main(flags.split())
+            lesson08_program.main(flags.split())
         assert words in capsys.readouterr().err

@@ -17,7 +17,7 @@ from zero_minimal.classroom.hunt_experiments import EXPERIMENTS, RIVALS, against
 from zero_minimal.classroom.hunt_facts import BROKEN, HEALTHY, Facts, in_order, near
 from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.meters import run_record
-from zero_minimal.pictures.hunts import draw_hunt
+from zero_minimal.pictures.hunt_panels import draw_hunt
 from zero_minimal.processes import ranks
 from zero_minimal.programs import hunts
 

@@ -59,7 +59,10 @@ def watched(counts):
             with TrafficMeter() as meter:
                 loss = model(*toys.tokens(rank, step))
                 after_forward = there(zero)
-                with zero.execution_order.heard_by(lambda unit, zero=zero, turns=turns: turns.append((unit.name, there(zero)))):
+                def note(unit, zero=zero, turns=turns):
+                    turns.append((unit.name, there(zero)))
+
+                with zero.execution_order.heard_by(note):
                     loss.backward()
                 backward, turns[:] = list(turns), []
                 zero.step()

@@ -222,7 +222,7 @@ def test_model_states_equal_the_formula_to_the_byte(world_size, dtype, stage):
         assert padding <= checks.most_padding(toys.Transformer(), world_size)
 
 
-# ------------------------------------------------------------------------ the algorithm by itself, and all that attaches
+# ----------------------------------------------------------------------- the algorithm by itself, and all that attaches
 
 PACKAGES = {"all that attaches": "nothing", "no guards": "zero_minimal.guards", "by itself": "zero_minimal."}
 

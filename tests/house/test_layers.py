@@ -94,6 +94,11 @@ def test_no_file_and_no_room_is_too_large():
     assert max(rooms.values()) < sum(rooms.values()) / 3, rooms
 
 
+def test_no_two_files_have_one_name():
+    names = [path.name for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")]
+    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
+
+
 @pytest.mark.parametrize("path", IN_CLASS, ids=name_of)
 def test_fits_a_projector(path):
     wide = [number for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 100]

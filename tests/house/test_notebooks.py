@@ -23,16 +23,16 @@ from thorough import sample
 
 from zero_minimal import notebook
 from zero_minimal.core import collectives, ring
-from zero_minimal.meters import messages
+from zero_minimal.meters import message_trace
 from zero_minimal.meters.memory import Moment
 from zero_minimal.meters.spans import Collective, Span, Spans
 from zero_minimal.paper import formulas
 from zero_minimal.pictures.benchmark import draw_speeds
-from zero_minimal.pictures.memory import draw_bucket_sizes, draw_holdings, draw_memory_of_a_step
-from zero_minimal.pictures.ring import HELD, draw_ring
+from zero_minimal.pictures.memory_chart import draw_bucket_sizes, draw_holdings, draw_memory_of_a_step
+from zero_minimal.pictures.ring_chart import HELD, draw_ring
 from zero_minimal.pictures.style import LOOKS
 from zero_minimal.pictures.time_line import draw_time_line
-from zero_minimal.pictures.traffic import draw_ring_traffic, draw_sent_by_stage
+from zero_minimal.pictures.traffic_chart import draw_ring_traffic, draw_sent_by_stage
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
@@ -292,14 +292,14 @@ def record_of(algorithm):
         "broadcast": lambda: ring.broadcast(torch.full((4,), 10.0**rank), root=1),
         "large": lambda: ring.all_reduce(torch.ones(world_size * 1000)),
     }
-    with messages.Messages() as seen:
+    with message_trace.Messages() as seen:
         calls[algorithm]()
     assert not torch.are_deterministic_algorithms_enabled()
     return seen.record | {"sent": seen.sent_bytes}
 
 
 def test_messages_of_a_reduce_scatter():
-    states, sends = messages.steps(toys.run(record_of, 3, "reduce_scatter"))
+    states, sends = message_trace.steps(toys.run(record_of, 3, "reduce_scatter"))
     assert states == [
         [[1, 1, 1], [10, 10, 10], [100, 100, 100]],
         [[1, 101, 1], [10, 10, 11], [110, 100, 100]],
@@ -310,7 +310,7 @@ def test_messages_of_a_reduce_scatter():
 
 def test_messages_of_an_all_reduce():
     records = toys.run(record_of, 3, "all_reduce")
-    states, sends = messages.steps(records)
+    states, sends = message_trace.steps(records)
     assert len(states) == 5 and len(sends) == 4
     gathering = [[[not math.isnan(value) for value in held] for held in state] for state in states[2:]]
     assert gathering[0] == [[True, False, False], [False, True, False], [False, False, True]]
@@ -322,7 +322,7 @@ def test_messages_of_an_all_reduce():
 
 
 def test_messages_of_a_broadcast():
-    states, sends = messages.pipeline(toys.run(record_of, 3, "broadcast"))
+    states, sends = message_trace.pipeline(toys.run(record_of, 3, "broadcast"))
     came = [[sum(not math.isnan(value) for value in held) for held in state] for state in states]
     assert came == [[0, 4, 0], [0, 4, 1], [1, 4, 2], [2, 4, 3], [3, 4, 4], [4, 4, 4]]
     assert sends == [[None, 0, None], [None, 1, 0], [None, 2, 1], [None, 3, 2], [None, None, 3]]

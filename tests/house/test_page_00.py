@@ -14,10 +14,10 @@ import toys
 
 from zero_minimal.classroom import lessons
 from zero_minimal.core import ring
-from zero_minimal.meters import latency
-from zero_minimal.meters.messages import Messages
+from zero_minimal.meters import latency_probe
+from zero_minimal.meters.message_trace import Messages
 from zero_minimal.paper.quantities import size_text
-from zero_minimal.pictures.latency import time_text
+from zero_minimal.pictures.latency_chart import time_text
 from zero_minimal.processes import ranks
 from zero_minimal.programs.latency import BYTES, PIECES, describe
 
@@ -31,7 +31,7 @@ def one_line(text):
 TEXT, TEACHERS_TEXT = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
 PAGE, TEACHER = one_line(TEXT), one_line(TEACHERS_TEXT)
 RUN = json.loads((LESSON.folder.parent / "pictures/latency.json").read_text())
-COST = latency.Cost(RUN["alpha"], RUN["beta"])
+COST = latency_probe.Cost(RUN["alpha"], RUN["beta"])
 
 
 def programs(text):
@@ -70,7 +70,7 @@ def test_the_bytes_are_those_that_ranks_send():
 
 
 def test_the_figures_of_latency_are_those_of_the_run():
-    assert latency.fit(RUN["points"]) == pytest.approx(COST) and len(RUN["points"]) >= 8
+    assert latency_probe.fit(RUN["points"]) == pytest.approx(COST) and len(RUN["points"]) >= 8
     first, *_, last = (seconds for _, seconds in RUN["points"])
     small = dict(RUN["points"])[8192]
     flat = max(bytes for bytes, seconds in RUN["points"] if seconds < 1.25 * first)
@@ -94,7 +94,7 @@ def pieces_table():
 def trees_table():
     rows = []
     for bytes in (8, 10**4, 10**6, 10**8):
-        both = latency.ring_all_reduce(COST, bytes, 64), latency.tree_all_reduce(COST, bytes, 64)
+        both = latency_probe.ring_all_reduce(COST, bytes, 64), latency_probe.tree_all_reduce(COST, bytes, 64)
         rows.append(f"| {size_text(bytes)} | {time_text(both[0])} | {time_text(both[1])} |")
     return rows
 
@@ -108,11 +108,11 @@ def test_the_tables_of_latency_are_those_of_the_run():
 
 
 def test_a_collective_costs_its_messages():
-    cost = latency.Cost(2.0, 3.0)
-    assert latency.ring_all_reduce(cost, 40, 4) == 6 * (2 + 3 * 10)
-    assert latency.tree_all_reduce(cost, 40, 4) == 4 * (2 + 3 * 40)
-    assert latency.tree_all_reduce(cost, 40, 5) == 6 * (2 + 3 * 40), "5 ranks need a step more than 4"
-    assert latency.ring_all_reduce(cost, 40, 1) == latency.tree_all_reduce(cost, 40, 1) == 0
+    cost = latency_probe.Cost(2.0, 3.0)
+    assert latency_probe.ring_all_reduce(cost, 40, 4) == 6 * (2 + 3 * 10)
+    assert latency_probe.tree_all_reduce(cost, 40, 4) == 4 * (2 + 3 * 40)
+    assert latency_probe.tree_all_reduce(cost, 40, 5) == 6 * (2 + 3 * 40), "5 ranks need a step more than 4"
+    assert latency_probe.ring_all_reduce(cost, 40, 1) == latency_probe.tree_all_reduce(cost, 40, 1) == 0
 
 
 def test_the_command_shows_what_was_measured():
@@ -122,7 +122,7 @@ def test_the_command_shows_what_was_measured():
 
 
 def test_pieces_are_timed():
-    for seconds in toys.run(latency.measure_pieces, 2, (1, 5), 400, 2):
+    for seconds in toys.run(latency_probe.measure_pieces, 2, (1, 5), 400, 2):
         assert list(seconds) == [1, 5] and all(0 < each < 10 for each in seconds.values())
 
 
@@ -211,9 +211,9 @@ def test_the_list_of_rules_names_the_interface_and_the_least_points():
 
 
 def test_the_first_exam_question():
-    cost = latency.Cost(50e-6, 1 / 10e9)
+    cost = latency_probe.Cost(50e-6, 1 / 10e9)
     ring, tree = ([each(cost, bytes, 4) * 1e3 for bytes in (100e6, 100)]
-                  for each in (latency.ring_all_reduce, latency.tree_all_reduce))  # ms
+                  for each in (latency_probe.ring_all_reduce, latency_probe.tree_all_reduce))  # ms
     assert f"6 · (0.05 ms + 2.5 ms) = {ring[0]:.1f} ms" in TEACHER
     assert f"4 · (0.05 ms + 10 ms) = {tree[0]:.1f} ms" in TEACHER
     assert f"6 · 50 µs = {ring[1]:.2f} ms" in TEACHER and f"one after the other: {tree[1]:.2f} ms" in TEACHER

@@ -14,7 +14,7 @@ from zero_minimal.classroom.lessons import found
 from zero_minimal.meters.arrivals import Arrivals, Event, overlapped, waited
 from zero_minimal.notebook import attempt
 from zero_minimal.processes import ranks
-from zero_minimal.programs import data_parallel
+from zero_minimal.programs import lesson01_figures
 from zero_minimal.stage0 import Stage0
 from zero_minimal.workload.settings import Settings
 
@@ -41,7 +41,7 @@ def test_the_table_on_the_page_is_what_was_measured():
     assert Settings().bucket_mb == 4 and MEASURED["ranks"] == 2
     for name, words in NAMES.items():
         way = MEASURED["ways"][name]
-        meanwhile, count = overlapped(data_parallel.events(way))
+        meanwhile, count = overlapped(lesson01_figures.events(way))
         cells = [words, *map(str, early(way)), f"{meanwhile} of {count}"]
         assert "| " + " | ".join(cells) + " |" in PAGE
     sent = {name: sum(bytes for kind, _, bytes in way if kind == "start") for name, way in MEASURED["ways"].items()}
@@ -58,7 +58,7 @@ def test_messages_and_alpha():
     assert f"The bytes take {WHOLE * BETA * 1e3:.1f} ms in both cases" in PROSE
     factor = max(seconds / (WHOLE / size * ALPHA + WHOLE * BETA) for size, seconds in MEASURED["cut"])
     assert f"took up to {factor:.1f} times as long as it says" in PROSE
-    cost = data_parallel.latency.fit([tuple(point) for point in MEASURED["alone"]])
+    cost = lesson01_figures.latency.fit([tuple(point) for point in MEASURED["alone"]])
     assert (cost.alpha, cost.beta) == pytest.approx((ALPHA, BETA))
 
 
@@ -91,14 +91,14 @@ def test_how_much_there_is_to_write():
 
 
 def test_the_pictures_are_drawn_from_these_figures():
-    assert set(data_parallel.pictures(MEASURED)) == {"overlap.png", "buckets.png"}
+    assert set(lesson01_figures.pictures(MEASURED)) == {"overlap.png", "buckets.png"}
     told, measured = pages.without_folded(PAGE), dict(pages.folded(PAGE))["What was measured"]
     assert "](overlap.png)" in told and "](buckets.png)" not in told and "](buckets.png)" in measured
 
 
 def test_a_run_of_today_has_the_order_that_was_recorded():
     for name in ("naive", "stage 0"):
-        today = ranks.run(data_parallel.watched, 2, data_parallel.WAYS[name], Settings(), device="cpu")[0]
+        today = ranks.run(lesson01_figures.watched, 2, lesson01_figures.WAYS[name], Settings(), device="cpu")[0]
         assert today == MEASURED["ways"][name]
 
 

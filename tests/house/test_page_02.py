@@ -12,11 +12,11 @@ from submissions import solution
 from thorough import sample
 
 from zero_minimal.classroom.lessons import found
-from zero_minimal.meters.written import Written
+from zero_minimal.meters.writer_trace import Written
 from zero_minimal.paper import formulas
-from zero_minimal.pictures.written import starts
+from zero_minimal.pictures.writer_chart import starts
 from zero_minimal.processes import ranks
-from zero_minimal.programs import optimizer_state as program
+from zero_minimal.programs import lesson02_figures as program
 
 LESSON = found()["02_optimizer_state"]
 PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))

@@ -12,7 +12,7 @@ from zero_minimal.classroom.lessons import found
 from zero_minimal.meters.buckets import KINDS
 from zero_minimal.paper import formulas
 from zero_minimal.processes import ranks
-from zero_minimal.programs import gradients
+from zero_minimal.programs import lesson03_figures
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import Settings
 
@@ -25,7 +25,7 @@ MB = 1e6
 
 def row(stage, ranks=2, bucket_mb=4.0, accumulate=1):
     """The report of the run with these settings, and otherwise the default ones."""
-    wanted = Settings(steps=gradients.STEPS, bucket_mb=bucket_mb, accumulate=accumulate)
+    wanted = Settings(steps=lesson03_figures.STEPS, bucket_mb=bucket_mb, accumulate=accumulate)
     return next(row for row in MEASURED["rows"]
                 if (row["stage"], row["ranks"], Settings(**row["settings"])) == (stage, ranks, wanted))
 
@@ -75,7 +75,7 @@ def test_what_the_page_says_of_the_highest_moment():
     coming = sum(lane[first] for lane in record["coming"])  # of the parameter that the next bucket needs, too
     assert round(there[1] * MB) == whole + whole / 2 + coming, "the page says: when the first bucket is complete"
     for name, step in MEASURED["steps"].items():  # and where it is
-        totals = [moment.total for moment in gradients.lengthened(step)]
+        totals = [moment.total for moment in lesson03_figures.lengthened(step)]
         first, last = step["backward"]
         assert max(totals) == row(int(name[-1]))["memory"]["peak"]
         place = (totals.index(max(totals)) - first) / (last - first)
@@ -141,11 +141,11 @@ def assert_lanes(one, two, world_size):
 
 
 def test_the_picture_of_the_buckets_shows_what_the_page_says():
-    assert_lanes(*MEASURED["buckets"].values(), gradients.LANES_RANKS)
+    assert_lanes(*MEASURED["buckets"].values(), lesson03_figures.LANES_RANKS)
 
 
 def test_the_pictures_are_drawn_from_these_figures():
-    drawn = gradients.pictures(MEASURED)
+    drawn = lesson03_figures.pictures(MEASURED)
     assert set(drawn) == {"buckets.png", "gradients.png"}
     told, measured = pages.without_folded(PAGE), dict(pages.folded(PAGE))["What was measured"]
     assert "](buckets.png)" in told and "](gradients.png)" not in told and "](gradients.png)" in measured
@@ -163,7 +163,8 @@ def told_by(record):
 
 
 def both_stages(settings):
-    return [gradients.watched_backward(stage_class, settings) for stage_class in gradients.STAGES.values()]
+    return [lesson03_figures.watched_backward(stage_class, settings)
+            for stage_class in lesson03_figures.STAGES.values()]
 
 
 def test_lanes_of_a_small_run():
@@ -173,7 +174,7 @@ def test_lanes_of_a_small_run():
 
 @pytest.mark.thorough
 def test_a_run_of_today_fills_the_lanes_as_recorded():
-    run = gradients.watched_backward, gradients.LANES_RANKS, gradients.Stage2, Settings()
+    run = lesson03_figures.watched_backward, lesson03_figures.LANES_RANKS, lesson03_figures.Stage2, Settings()
     assert told_by(ranks.run(*run, device="cpu", timeout=100)[0]) == told_by(MEASURED["buckets"]["stage 2"])
 
 
@@ -185,15 +186,16 @@ def assert_as_recorded(measured, recorded):
 
 
 def test_a_run_of_today_holds_and_sends_as_recorded():
-    settings = Settings(steps=gradients.STEPS)
-    measured, _ = ranks.run(gradients.watched_run, 2, gradients.Stage2, settings, device="cpu", timeout=100)[0]
+    settings = Settings(steps=lesson03_figures.STEPS)
+    run, stage = lesson03_figures.watched_run, lesson03_figures.Stage2
+    measured, _ = ranks.run(run, 2, stage, settings, device="cpu", timeout=100)[0]
     assert_as_recorded(measured, row(2))
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_all_that_was_recorded_is_measured_again(tmp_path):
-    gradients.main([str(tmp_path)])
+    lesson03_figures.main([str(tmp_path)])
     again = json.loads((tmp_path / "measured.json").read_text())
     for name, record in MEASURED["buckets"].items():
         assert told_by(again["buckets"][name]) == told_by(record)

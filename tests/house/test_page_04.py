@@ -10,7 +10,7 @@ from submissions import solution
 
 from zero_minimal.classroom.lessons import found
 from zero_minimal.paper import formulas
-from zero_minimal.programs import parameters as program
+from zero_minimal.programs import lesson04_figures as program
 from zero_minimal.workload.settings import Settings
 
 LESSON = found()["04_parameters"]

@@ -18,9 +18,9 @@ from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.meters.layer_errors import label
 from zero_minimal.paper import formulas
 from zero_minimal.pictures.batches import draw_sent_by_batch
-from zero_minimal.pictures.patients import RIGHT
+from zero_minimal.pictures.layer_error_chart import RIGHT
 from zero_minimal.processes import ranks
-from zero_minimal.programs import patients as program
+from zero_minimal.programs import lesson05_figures as program
 from zero_minimal.workload.settings import Settings
 
 LESSON = found()["05_tensor_parallel"]

@@ -8,9 +8,9 @@ from submissions import solution
 
 from zero_minimal.classroom.lessons import found
 from zero_minimal.processes import ranks
-from zero_minimal.programs import staircase as program
-from zero_minimal.programs.activation_partitioning import BATCH, CONFIG, INPUT, MODES
+from zero_minimal.programs import lesson06_figures as program
 from zero_minimal.programs.cases import Case
+from zero_minimal.programs.lesson06_program import BATCH, CONFIG, INPUT, MODES
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.model import GPTConfig
 

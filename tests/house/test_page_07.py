@@ -16,11 +16,11 @@ from submissions import solution
 from zero_minimal.classroom.lessons import found
 from zero_minimal.constant_buffers import ConstantBuffers, all_reduce, fill, loads, unpack
 from zero_minimal.core import collectives
-from zero_minimal.meters.trays import EVENTS, Trays, numbered
+from zero_minimal.meters.double_buffer_trace import EVENTS, Trays, numbered
 from zero_minimal.paper import formulas
-from zero_minimal.pictures.trays import columns, draw_trays, on_the_way
+from zero_minimal.pictures.double_buffer_chart import columns, draw_trays, on_the_way
 from zero_minimal.processes import ranks
-from zero_minimal.programs import buffers as program
+from zero_minimal.programs import lesson07_figures as program
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import Settings
 

@@ -18,8 +18,8 @@ from zero_minimal.classroom.lessons import found
 from zero_minimal.core.blocks import Pool
 from zero_minimal.meters import traces
 from zero_minimal.meters.allocator import CachingAllocator, fails, smallest_capacity
-from zero_minimal.programs import defragmentation as program
-from zero_minimal.programs.fragmentation import record, varied_lengths
+from zero_minimal.programs import lesson08_figures as program
+from zero_minimal.programs.lesson08_program import record, varied_lengths
 from zero_minimal.workload import data
 
 LESSON = found()["08_defragmentation"]

@@ -16,9 +16,9 @@ from zero_minimal.paper import formulas
 from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.paper.shapes import parameter_count
-from zero_minimal.pictures.crossings import draw_crossings, draw_elsewhere, draw_slowed, draw_turns
+from zero_minimal.pictures.crossing_chart import draw_crossings, draw_elsewhere, draw_slowed, draw_turns
 from zero_minimal.programs import train
-from zero_minimal.programs.offload import Offload
+from zero_minimal.programs.offload_flags import Offload
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.settings import Settings
 

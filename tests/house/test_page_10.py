@@ -8,8 +8,8 @@ from submissions import solution
 
 from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.processes import ranks
-from zero_minimal.programs import budget, legality
-from zero_minimal.programs import whole_system as program
+from zero_minimal.programs import budget, system_rules
+from zero_minimal.programs import lesson10_figures as program
 from zero_minimal.programs.simulation import Case, simulate
 from zero_minimal.workload.model import GPTConfig
 
@@ -147,8 +147,9 @@ def test_the_table_of_part_b():
 
 
 def test_the_twin_of_part_b():
-    small, large = legality.twins(budget.TRACKS[0])
-    told = f"has {legality.SMALL.layers} blocks of width {legality.SMALL.hidden}, in bf16: {small.case().parameters:,}"
+    small, large = system_rules.twins(budget.TRACKS[0])
+    sizes = system_rules.SMALL
+    told = f"has {sizes.layers} blocks of width {sizes.hidden}, in bf16: {small.case().parameters:,}"
     assert told in PROSE
     assert f"trained with {small.memory:,} bytes" in PROSE and f"and with {large.memory:,}, where" in PROSE
     assert small.memory < budget.bound(small).need < large.memory

@@ -8,7 +8,7 @@ from pathlib import Path
 import pages
 import pytest
 
-from zero_minimal.pictures.replication import draw_replication
+from zero_minimal.pictures.replication_chart import draw_replication
 from zero_minimal.programs import replicate
 from zero_minimal.programs import replicate_results as results
 from zero_minimal.programs.replicate_plan import FULL, NEW, OFFLOADED, PAIRS, PLAIN, SAME, STANDARD, ZERO, sessions

@@ -11,8 +11,8 @@ from matplotlib.text import Text
 from zero_minimal.pictures import style
 from zero_minimal.pictures.benchmark import draw_benchmark
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
-from zero_minimal.pictures.ring import draw_ring, meaning
-from zero_minimal.programs import buffers, gradients, parameters, patients
+from zero_minimal.pictures.ring_chart import draw_ring, meaning
+from zero_minimal.programs import lesson03_figures, lesson04_figures, lesson05_figures, lesson07_figures
 from zero_minimal.programs.compare import agreement
 
 HOUSE = Path(__file__).parents[2]
@@ -39,19 +39,19 @@ def a_ring():
 
 
 def of_gradients(name):
-    return gradients.pictures(json.loads((LESSONS / "03_gradients/measured.json").read_text()))[name]
+    return lesson03_figures.pictures(json.loads((LESSONS / "03_gradients/measured.json").read_text()))[name]
 
 
 def of_parameters(name):
-    return parameters.pictures(json.loads((LESSONS / "04_parameters/measured.json").read_text()))[name]
+    return lesson04_figures.pictures(json.loads((LESSONS / "04_parameters/measured.json").read_text()))[name]
 
 
 def of_buffers(name):
-    return buffers.pictures(json.loads((LESSONS / "07_constant_buffers/measured.json").read_text()))[name]
+    return lesson07_figures.pictures(json.loads((LESSONS / "07_constant_buffers/measured.json").read_text()))[name]
 
 
 def of_patients(name):
-    return patients.pictures(json.loads((LESSONS / "05_tensor_parallel/measured.json").read_text()))[name]
+    return lesson05_figures.pictures(json.loads((LESSONS / "05_tensor_parallel/measured.json").read_text()))[name]
 
 
 DRAWN = {

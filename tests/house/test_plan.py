@@ -12,7 +12,7 @@ from zero_minimal.paper import formulas, operations, published
 from zero_minimal.paper.hardware import GPUS, NETWORK
 from zero_minimal.paper.quantities import count, count_text, seconds_text, size, size_text
 from zero_minimal.paper.shapes import block_parameters, parameter_count, root_parameters, shape_for, usual_shape
-from zero_minimal.pictures.plan import there
+from zero_minimal.pictures.plan_chart import there
 from zero_minimal.programs import plan as plan_program
 from zero_minimal.programs import reproduce
 from zero_minimal.programs import simulate as simulate_program

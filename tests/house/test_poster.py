@@ -9,7 +9,7 @@ import pytest
 from matplotlib.image import imread
 
 from zero_minimal import __main__ as program
-from zero_minimal.pictures.poster import COLUMN, HEIGHT, WIDTH, draw_poster
+from zero_minimal.pictures.poster_page import COLUMN, HEIGHT, WIDTH, draw_poster
 from zero_minimal.pictures.style import DOTS
 from zero_minimal.programs import poster
 

@@ -14,7 +14,8 @@ REFUSED = {
     "an unknown op": lambda: collectives.all_reduce(torch.ones(3), op="mean"),
     "sizes of a reduce-scatter": lambda: collectives.reduce_scatter(torch.ones(4), torch.ones(4)),
     "sizes of an all-gather": lambda: collectives.all_gather(torch.ones(4), torch.ones(4)),
-    "an unknown op of reduce-scatter": lambda: collectives.reduce_scatter(torch.ones(3), torch.ones(3 * dist.get_world_size()), op="max"),
+    "an unknown op of reduce-scatter": lambda: collectives.reduce_scatter(
+        torch.ones(3), torch.ones(3 * dist.get_world_size()), op="max"),
     "an unknown op through buffers": lambda: all_reduce([torch.ones(300)], ConstantBuffers(400), op="mean"),
 }
 

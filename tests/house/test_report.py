@@ -1,6 +1,7 @@
 """The report of `grade --html`: it opens where a run departs from what is expected, and is a page that anybody can use.
 
-A lesson's ranks are forked from one fork server. Of the wrong submissions a few run in the plain run, the others thorough.
+A lesson's ranks are forked from one fork server. Of the wrong submissions a few run in the plain run, all in
+the thorough one.
 """
 
 import dataclasses

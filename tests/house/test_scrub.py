@@ -10,9 +10,9 @@ from cells import cells_of, run_notebook
 from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.classroom.references import reference
 from zero_minimal.meters.allocator import MIB, CachingAllocator, fails, replay, rounded, smallest_capacity
-from zero_minimal.pictures.fragmentation import moments
+from zero_minimal.pictures.memory_map import moments
 from zero_minimal.pictures.scrub import Scrub
-from zero_minimal.programs import defragmentation as program
+from zero_minimal.programs import lesson08_figures as program
 from zero_minimal.workload.data import read_tokens
 
 LESSON = found()["08_defragmentation"]

@@ -18,7 +18,7 @@ import zero_minimal
 from zero_minimal.classroom import accounts, sandbox
 from zero_minimal.meters import timing, traffic
 from zero_minimal.pictures.benchmark import draw_speeds
-from zero_minimal.pictures.traffic import traffic_panel
+from zero_minimal.pictures.traffic_chart import traffic_panel
 from zero_minimal.processes import interrupts, joining, ranks
 
 HOUSE = Path(__file__).parents[2]

@@ -17,14 +17,14 @@ import pytest
 from thorough import sample
 
 from zero_minimal import __main__ as program
-from zero_minimal.notebook import sliders
+from zero_minimal.notebook import slider_cell
 from zero_minimal.paper.formulas import STATES
 from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.quantities import seconds_text, size_text
 from zero_minimal.paper.shapes import usual_shape
 from zero_minimal.processes import ranks
 from zero_minimal.programs import what_if
-from zero_minimal.programs.offload import Offload
+from zero_minimal.programs.offload_flags import Offload
 from zero_minimal.programs.planning import Speeds
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.simulation import Case, simulate
@@ -234,7 +234,7 @@ def test_the_command_of_the_page_has_offload_too(tmp_path, capsys):
 
 def test_sliders_of_a_notebook_say_what_plan_says(monkeypatch):
     monkeypatch.delenv("ZERO_READING", raising=False)
-    made = sliders.Sliders(parameters=1.5e9, data_parallel=8, kept="P_a", batch=16, device="T4", dtype="bf16",
+    made = slider_cell.Sliders(parameters=1.5e9, data_parallel=8, kept="P_a", batch=16, device="T4", dtype="bf16",
                            offload="cpu")
     assert made.told is None and "model-parallel ranks" in made.words.value  # what cannot be planned is said
     made.controls["model_parallel"].value = 4
@@ -250,12 +250,12 @@ def test_sliders_of_a_notebook_say_what_plan_says(monkeypatch):
                                              ({"device": "V100"}, "stops at T4, ")])
 def test_a_start_that_no_slider_has_is_answered_with_those_there_are(start, said):
     with pytest.raises(ValueError, match=said):
-        sliders.Sliders(**start)
+        slider_cell.Sliders(**start)
 
 
 def test_who_only_reads_gets_picture_and_tables(monkeypatch, capsys):
     monkeypatch.setenv("ZERO_READING", "1")
-    sliders.sliders(parameters=1.5e9)
+    slider_cell.sliders(parameters=1.5e9)
     said = capsys.readouterr().out
     assert "is the first that fits into 32 GB" in said and "sent in a step" in said and "Image" in said
 
@@ -264,7 +264,7 @@ def test_who_only_reads_gets_picture_and_tables(monkeypatch, capsys):
 def test_a_notebook_shows_them(monkeypatch):
     """On a kernel, without a front end; then to one who only reads."""
     monkeypatch.setenv("ZERO_READING", "0")
-    cells = ["from zero_minimal.notebook.sliders import sliders\nsliders()",
+    cells = ["from zero_minimal.notebook.slider_cell import sliders\nsliders()",
              "import os\nos.environ['ZERO_READING'] = '1'\nsliders()"]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(book, timeout=60).execute()

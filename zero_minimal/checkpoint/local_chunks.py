@@ -34,8 +34,8 @@ class LocalChunk:
 
 
 class FetchedChunk:
-    """A piece that is on the rank's host (away.py), and comes when it is to be written. Used like a
-    LocalChunk. `fetched`: the pieces of its bucket and kind, here()."""
+    """A chunk that is on the rank's host (offloaded_state.py), and comes when it is to be written.
+    Used like a LocalChunk. `fetched`: the pieces of its bucket and kind, here()."""
 
     def __init__(self, piece: LocalChunk, number: int, fetched: "Fetched"):
         self.name, self.shape, self.chunk, self.bucket = (

@@ -16,7 +16,7 @@ from zero_minimal.classroom.lessons import HOUSE, Lesson, Step
 from zero_minimal.classroom.submission import Submission, syntax_error, text_of
 from zero_minimal.classroom.supervisor import Supervisor
 from zero_minimal.processes.ranks import RankError
-from zero_minimal.programs import conduct, legality
+from zero_minimal.programs import system_rules, system_watch
 from zero_minimal.programs.budget import POINTS, TRACKS, Figures, Score, Track, score
 
 FILE = "system.py"
@@ -52,7 +52,7 @@ def judge(file: Path, tracks: tuple[Track, ...] = TRACKS, show: Callable[[Score]
     """A score for each track; show(score) is called as each is known. A file that is broken has 0, and says why."""
     try:
         source = text_of(file)
-        words = syntax_error(source) or conduct.unwanted(source)
+        words = syntax_error(source) or system_watch.unwanted(source)
         if not words and "def build(" not in source:
             words = "the file has no build(model, group, budget)"
     except OSError as error:
@@ -87,7 +87,7 @@ def _judged(supervisor: Supervisor, submission: Submission, track: Track) -> Sco
         simulated = run(on_simulated_ranks, 1)[0]
         budgets = [twin["budget"] for twin in simulated["twins"]]
         real = run(on_real_ranks, 4 if track.model_parallel > 1 else 3, budgets)
-        words = legality.fault(track, simulated, real)
+        words = system_rules.fault(track, simulated, real)
         return illegal(track, words) if words else score(track, Figures(**simulated["figures"]))
     except (RankError, TimeoutError) as error:
         return illegal(track, messages.brief(messages.of_failure(error, submission.path)))
@@ -101,14 +101,14 @@ def on_simulated_ranks(submission, number: int) -> dict:
     """In a rank that is alone: it leaves its world, since a simulation makes ranks of its own."""
     dist.destroy_process_group()
     try:
-        return legality.simulated_runs(submission.build, submission.path, TRACKS[number - 1])
+        return system_rules.simulated_runs(submission.build, submission.path, TRACKS[number - 1])
     finally:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def on_real_ranks(submission, number: int, budgets: list) -> dict:
     """In each of the ranks."""
-    return legality.real_runs(submission.build, submission.path, TRACKS[number - 1], budgets)
+    return system_rules.real_runs(submission.build, submission.path, TRACKS[number - 1], budgets)
 
 
 def grade(file: Path, grades: Grades, show: Callable[[Step], object]) -> None:

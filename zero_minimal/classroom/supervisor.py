@@ -39,8 +39,8 @@ BUSY = ("this machine is too busy to judge: other programs had its processors fo
 class Supervisor:
     """Runs functions on ranks that hold a submission. Close it: it has processes and a folder.
 
-    places, fork_server: what `stage` has made, and a fork server there, if they are ready (grader_server.py); else it makes
-        its own.
+    places, fork_server: what `stage` has made, and a fork server there, if they are ready (grader_server.py); else it
+        makes its own.
     """
 
     def __init__(self, lesson: Lesson, submission: Path, places: dict | None = None,
@@ -69,8 +69,9 @@ class Supervisor:
         clock = Clock()
         try:
             for rank, fork_server in enumerate(fork_servers):
-                handles.append(fork_server.fork(dict(rank=rank, world_size=world_size, timeout=SLOWEST * timeout + START,
-                                               folder=folder, secret=self.secrets[rank])))
+                handles.append(fork_server.fork(dict(
+                    rank=rank, world_size=world_size, timeout=SLOWEST * timeout + START, folder=folder,
+                    secret=self.secrets[rank])))
                 handles[-1].folder = folder
             return self._gather(handles, work, clock, timeout, counted)
         finally:
@@ -160,7 +161,8 @@ class Supervisor:
         elif message == DATA:
             handle.give_data(self.data_secrets[rank])
         elif message.startswith(hosts.REQUEST):
-            handle.lend_host(dict(rank=rank, folder=handle.folder), int.from_bytes(message[len(hosts.REQUEST) :], "big"))
+            size = int.from_bytes(message[len(hosts.REQUEST) :], "big")
+            handle.lend_host(dict(rank=rank, folder=handle.folder), size)
         elif message.startswith(b"failure\n"):
             failures[rank] = _failure(message, handle.hosts)
         else:

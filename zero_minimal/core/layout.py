@@ -109,8 +109,8 @@ class Bucket:
     # [padded / N] what the optimizer updates: for 16-bit parameters an fp32 copy of the shard, for
     # wider ones the shard itself, in the same memory
     master: nn.Parameter | None = None
-    # says that the master is on a host, which keeps it and its optimizer state (away.py); what
-    # stands in its place then has no memory
+    # says that the master and its optimizer state are on a host (offloading/offloaded_state.py);
+    # what stands in its place then has no memory
     away: object = None
 
     def __post_init__(self):

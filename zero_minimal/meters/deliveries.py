@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.meters.messages import fill_new_memory_with_nan
+from zero_minimal.meters.message_trace import fill_new_memory_with_nan
 from zero_minimal.meters.traffic import OPERATORS
 
 BASE = 16

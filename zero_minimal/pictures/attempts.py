@@ -5,7 +5,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Rectangle
 
 from zero_minimal.meters.deliveries import Story, told
-from zero_minimal.pictures.ring import NEXT, parts_cell
+from zero_minimal.pictures.ring_chart import NEXT, parts_cell
 from zero_minimal.pictures.style import PAGE, rank_cells
 
 MOST_PANELS = 9  # of a story: the first ones, and the end

@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from zero_minimal.pictures.memory import memory_panel
+from zero_minimal.pictures.memory_chart import memory_panel
 from zero_minimal.pictures.style import MARKERS, PAGE, PLAIN, bars, figure, legend, name_bars
-from zero_minimal.pictures.traffic import traffic_panel
+from zero_minimal.pictures.traffic_chart import traffic_panel
 
 
 def draw_comparison(rows: list[dict], note: str) -> Figure:

@@ -3,7 +3,7 @@
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from zero_minimal.pictures.memory import held_bar
+from zero_minimal.pictures.memory_chart import held_bar
 from zero_minimal.pictures.style import LOOKS, PAGE, Look, figure, rank_cells
 
 KINDS: dict[str, tuple[Look, str, str]] = {  # kind: look, letter in a cell, words of the legend

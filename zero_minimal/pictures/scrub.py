@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zero_minimal.meters.allocator import CachingAllocator, memory_map
 from zero_minimal.meters.memory import Event
-from zero_minimal.pictures.fragmentation import look_of
+from zero_minimal.pictures.memory_map import look_of
 from zero_minimal.pictures.style import LOOKS
 
 TEMPLATE = Path(__file__).with_name("scrub.html")

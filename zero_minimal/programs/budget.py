@@ -21,7 +21,7 @@ Of the 20:
     silver  12    and it is ahead of the better one of stages 2 and 3, of those that keep the limit
     gold    20    and it is within 2% of the bound of paper/bound.py, which no system can pass
 
-    0             it is not legal (legality.py says what that is): then the track is not scored
+    0             it is not legal (system_rules.py says what that is): then the track is not scored
 
 The peak counts from the first line of build() to the end of step 2. What is sent is counted in step 2. No clock is
 read, and no value: so a score is the same on every machine and in every run. Bench figures are not scored.
@@ -120,7 +120,8 @@ class Score:
 
 
 def simulated(track: Track, build: Callable | None = None, stage: int = 3, watch: Callable | None = None) -> Figures:
-    """Run a track's model under a system, or a stage, as rank 0 of all. `watch`: a context around it (legality.py)."""
+    """Run a track's model under a system, or a stage, as rank 0 of all. `watch`: a context around it
+    (system_rules.py)."""
     choices = {"build": build, "name": "system"} if build else {"stage": stage}
     report = simulate(track.case(**choices), around=watch).report
     memory = report["memory"]

@@ -142,7 +142,7 @@ def draw(rows: list[dict], path: str) -> str | None:
     """The page of pictures. Returns why there is none, if there is none."""
     try:
         from zero_minimal.pictures import style
-        from zero_minimal.pictures.gpu import draw_gpu
+        from zero_minimal.pictures.gpu_report import draw_gpu
     except ImportError as error:
         return f"no picture: {error}"
     try:

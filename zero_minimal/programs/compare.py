@@ -8,9 +8,9 @@ import sys
 from zero_minimal.paper.quantities import plural
 from zero_minimal.pictures import style
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
-from zero_minimal.pictures.offloading import draw_offloaded
+from zero_minimal.pictures.offload_chart import draw_offloaded
 from zero_minimal.processes import ranks
-from zero_minimal.programs import compare_offload, offload, peers, progress, report, trained
+from zero_minimal.programs import compare_offload, offload_flags, peers, progress, report, trained
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.train import train
 from zero_minimal.workload.settings import (
@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--configs", action="store_true", help="compare the paper's C1 to C5 (zero_100b.py) instead")
     parser.add_argument("--model-parallel", type=positive, default=2, metavar="M",
                         help="with --configs: ranks that share one model (default: 2)")
-    offload.add_flags(parser)
+    offload_flags.add_flags(parser)
     parser.add_argument("--budget-mb", type=positive, metavar="MB",
                         help="with --configs: also find the most blocks that fit into this much memory of a rank")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the reports of all runs to this file")
@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> None:
         compare_configs(parser, settings, flags)
         return
     if flags.offload:
-        compare_offloaded(settings, flags, offload.read_flags(parser, flags, STAGES[1]))
+        compare_offloaded(settings, flags, offload_flags.read_flags(parser, flags, STAGES[1]))
         return
     rows = run_all(settings, flags.ranks, flags.device)
     report.say(describe(rows))
@@ -134,7 +134,7 @@ def main(arguments: list[str]) -> None:
         style.save(draw_comparison(rows, agreement(rows)), flags.plot)
 
 
-def compare_offloaded(settings: Settings, flags, away: offload.Offload) -> None:
+def compare_offloaded(settings: Settings, flags, away: offload_flags.Offload) -> None:
     """The command with --offload."""
     rows = compare_offload.run_all(settings, flags.ranks, away, flags.device)
     report.say(compare_offload.describe(rows, agreement(rows)))

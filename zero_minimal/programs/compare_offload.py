@@ -5,7 +5,7 @@ import argparse
 from zero_minimal.paper import formulas
 from zero_minimal.processes import ranks
 from zero_minimal.programs import progress, report
-from zero_minimal.programs.offload import NOTHING, Offload
+from zero_minimal.programs.offload_flags import NOTHING, Offload
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.train import train
 from zero_minimal.programs.words import paragraph

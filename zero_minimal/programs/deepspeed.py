@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 from zero_minimal.meters.observer import stage_in
-from zero_minimal.programs.offload import OFFLOADED
+from zero_minimal.programs.offload_flags import OFFLOADED
 from zero_minimal.workload import deepspeed_file
 from zero_minimal.workload.deepspeed_config import Wanted
 from zero_minimal.workload.settings import Parser, Settings

@@ -17,7 +17,7 @@ import cloudpickle
 
 from zero_minimal.meters.run_record import RunRecord, watched
 from zero_minimal.pictures import style
-from zero_minimal.pictures.hunts import draw_hunt
+from zero_minimal.pictures.hunt_panels import draw_hunt
 from zero_minimal.processes import interrupts, ranks
 from zero_minimal.programs import figures, progress
 from zero_minimal.workload import loop

@@ -46,7 +46,7 @@ from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
 from zero_minimal.paper import published
 from zero_minimal.processes.joining import Rank
 from zero_minimal.programs import simulated
-from zero_minimal.programs.offload import Offload
+from zero_minimal.programs.offload_flags import Offload
 from zero_minimal.programs.registry import CONTENDERS, STAGES
 from zero_minimal.programs.setting import Setting
 from zero_minimal.workload import loop

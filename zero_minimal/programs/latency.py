@@ -5,10 +5,10 @@
 makes the figures of lesson 00 anew. Its page has them from that file (tests/house/test_page_00.py).
 """
 
-from zero_minimal.meters import latency
+from zero_minimal.meters import latency_probe
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.pictures import style
-from zero_minimal.pictures.latency import draw_latency, time_text
+from zero_minimal.pictures.latency_chart import draw_latency, time_text
 from zero_minimal.processes import ranks
 from zero_minimal.programs import progress, report
 from zero_minimal.workload.settings import Parser, output_file, picture_file
@@ -24,18 +24,18 @@ def run() -> dict:
     "bytes" and "pieces" {how many: seconds}.
     """
     points, pieces = ranks.run(_measure, RANKS, device="cpu")[0]
-    alpha, beta = latency.fit(points)
+    alpha, beta = latency_probe.fit(points)
     return {"ranks": RANKS, "points": list(map(list, points)), "alpha": alpha, "beta": beta,
             "all_reduce": {"bytes": BYTES, "pieces": {str(count): seconds for count, seconds in pieces.items()}}}
 
 
-def _measure() -> tuple[list[latency.Point], dict[int, float]]:
-    return latency.measure(), latency.measure_pieces(PIECES, BYTES)
+def _measure() -> tuple[list[latency_probe.Point], dict[int, float]]:
+    return latency_probe.measure(), latency_probe.measure_pieces(PIECES, BYTES)
 
 
 def describe(result: dict) -> str:
     """The messages and the line through them; then the pieces."""
-    cost = latency.Cost(result["alpha"], result["beta"])
+    cost = latency_probe.Cost(result["alpha"], result["beta"])
     messages = [["message", "one way", "α + β·bytes"]]
     for bytes, seconds in result["points"]:
         messages.append([size_text(bytes), time_text(seconds), time_text(cost.seconds(bytes))])

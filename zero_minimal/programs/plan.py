@@ -11,8 +11,8 @@ from zero_minimal.paper.moments import CHECKPOINTS, Work
 from zero_minimal.paper.quantities import count_text, plural, seconds_text, size, size_text, size_unit
 from zero_minimal.paper.shapes import add_shape, read_shape
 from zero_minimal.pictures import style
-from zero_minimal.pictures.plan import draw_plan
-from zero_minimal.programs import away, deepspeed_written, plan_markdown, plan_model, plan_options, report
+from zero_minimal.pictures.plan_chart import draw_plan
+from zero_minimal.programs import deepspeed_written, plan_markdown, plan_model, plan_offload, plan_options, report
 from zero_minimal.programs.models import chosen
 from zero_minimal.programs.planning import NAMES, Speeds, check_work, plan
 from zero_minimal.programs.words import paragraph
@@ -28,7 +28,7 @@ def describe(told: dict, hardware: str = "") -> str:
         "", report.table(step_rows(told)), "", verdict(told), "", step_notes(told),
         "", (plan_model.activation_notes if foreign else activation_notes)(told),
         "", time_notes(told), "", report.table(time_rows(told)),
-        *(["", away.describe(told)] if "offload" in told else []),
+        *(["", plan_offload.describe(told)] if "offload" in told else []),
     ))
 
 
@@ -239,7 +239,7 @@ def parser() -> Parser:
         help="that a device sends to other nodes in a second (default: 12.5GB, the paper's network)")
     add("--checkpoints", default="whole", choices=CHECKPOINTS,
         help="how the blocks' inputs are kept on model-parallel ranks (default: whole)")
-    add("--offload", choices=away.PLACES, help="also with optimizer state and update on the host, or on a disk")
+    add("--offload", choices=plan_offload.PLACES, help="also with optimizer state and update on the host, or on a disk")
     plan_options.add_flags(result)
     add("--json", type=output_file, metavar="FILE", help="write all figures to this file")
     add("--plot", type=picture_file, metavar="FILE.png", help="draw memory by stage and by ranks")
@@ -275,7 +275,7 @@ def main(arguments: list[str]) -> None:
             work = Work(read_shape(flags), flags.batch, flags.dtype, flags.model_parallel, flags.checkpoints,
                         **plan_options.of(flags))
             check_work(work, flags.ranks, offloaded=True)
-            told["offload"] = away.offloaded(work, flags.ranks, device, flags.offload, flags.accumulate,
+            told["offload"] = plan_offload.offloaded(work, flags.ranks, device, flags.offload, flags.accumulate,
                                              flags.optimizer_bytes)
         written = deepspeed_written.write(flags, None if flags.model else read_shape(flags), told)
     except ValueError as error:

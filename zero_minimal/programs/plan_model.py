@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from zero_minimal.paper import formulas
 from zero_minimal.paper.moments import BUCKET, Moment
 from zero_minimal.paper.quantities import plural, seconds_text, size_text
-from zero_minimal.programs import away
+from zero_minimal.programs import plan_offload
 from zero_minimal.programs.measured import Measured, measure
 from zero_minimal.programs.planning import MOST_RANKS, NAMES, UTILISATION, Speeds
 from zero_minimal.programs.words import paragraph
@@ -30,7 +30,8 @@ class Run:
 def plan(model: ForeignModel, ranks: int, device_bytes: float, dtype: str, batch: int, speeds: Speeds,
          optimizer_bytes: float | None = None, accumulate: int = 1, attention: str = "fused",
          gradient_bytes: int | None = None, offload: str | None = None) -> dict:
-    """The whole calculation, as planning.plan has it; with offload "cpu" or "disk" also that of away.py, as "offload".
+    """The whole calculation, as planning.plan has it; with offload "cpu" or "disk" also that of plan_offload.py,
+    as "offload".
 
     Raises: ValueError for a model without blocks, for an attention that the library has not for it, and for gradients
         in fp32 that are offloaded or beside fp32 parameters.
@@ -61,8 +62,8 @@ def plan(model: ForeignModel, ranks: int, device_bytes: float, dtype: str, batch
     }
     if offload:
         told["offload"] = {"place": offload, "accumulate": accumulate, "rows": [
-            away.row(stage, away.Sizes(found.parameters, ranks, dtype), device_bytes, offload, accumulate,
-                     optimizer_bytes, highest(stage, found, ranks, run, offloaded=True).total,
+            plan_offload.row(stage, plan_offload.Sizes(found.parameters, ranks, dtype), device_bytes, offload,
+                     accumulate, optimizer_bytes, highest(stage, found, ranks, run, offloaded=True).total,
                      construction(stage, found, dtype)) for stage in (1, 2, 3)]}
     return told
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from zero_minimal.paper.formulas import STATES, formula, volume
-from zero_minimal.pictures.poster import Panel, draw_ladder, draw_poster, image_of
-from zero_minimal.pictures.staircase import draw_staircase
-from zero_minimal.programs import buffers, defragmentation, parameters
+from zero_minimal.pictures.activation_chart import draw_staircase
+from zero_minimal.pictures.poster_page import Panel, draw_ladder, draw_poster, image_of
+from zero_minimal.programs import lesson04_figures, lesson07_figures, lesson08_figures
 from zero_minimal.programs.planning import NAMES
 from zero_minimal.workload.settings import Parser
 
@@ -43,12 +43,12 @@ def ladder() -> Panel:
 def conveyor() -> Panel:
     """Units of stage 3, turn by turn."""
     found = measured("04_parameters/measured.json")
-    belt = found["belts"][parameters.BELTS[-1]]
+    belt = found["belts"][lesson04_figures.BELTS[-1]]
     whole = sum(belt["whole"]) / 1e6
     return Panel("lesson 04", "Stage 3 is a conveyor", (
         f"A block is whole when its turn comes, and gone after it. Of {whole:.1f} MB of parameters a rank of "
         f"{belt['ranks']} has {max(belt['bytes']) / 1e6:.2f} MB whole at a time, at most. Its shards stay."),
-        image_of(parameters.pictures(found)["conveyor.png"]))
+        image_of(lesson04_figures.pictures(found)["conveyor.png"]))
 
 
 def staircase() -> Panel:
@@ -69,14 +69,14 @@ def trays() -> Panel:
     return Panel("lesson 07", "C_B: two buffers serve a model of any size", (
         f"They take turns. With {most['parameters'] / 1e6:,.0f} million parameters the two take "
         f"{most['constant'] / 1e6:.1f} MB, where one buffer for all gradients takes {most['fused'] / 1e6:,.0f} MB."),
-        image_of(buffers.pictures(found)["trays.png"]))
+        image_of(lesson07_figures.pictures(found)["trays.png"]))
 
 
 def holes() -> Panel:
     """Memory that is free and cannot be used."""
     found = measured("08_defragmentation/measured.json")
     failure = found["failure"]
-    picture = defragmentation.pictures(found)["map.png"]
+    picture = lesson08_figures.pictures(found)["map.png"]
     bars = [axis for axis in picture.axes if axis.get_label().startswith("bar")]
     return Panel("lesson 08", "M_D: free memory that is of use", (
         f"A training is out of memory in {failure['capacity'] / 2**20:.0f} MiB: {failure['requested'] / 2**20:.1f} MiB "

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from zero_minimal.pictures import style
-from zero_minimal.pictures.replication import draw_replication
+from zero_minimal.pictures.replication_chart import draw_replication
 from zero_minimal.processes import ranks
 from zero_minimal.programs import download, progress, report
 from zero_minimal.programs.replicate_plan import FULL, QUICK, Plan, Session, batches, sessions

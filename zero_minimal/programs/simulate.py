@@ -12,12 +12,12 @@ from zero_minimal.paper.moments import BUCKET as DEFAULT
 from zero_minimal.paper.quantities import number, plural, size, size_text, size_unit
 from zero_minimal.paper.shapes import add_shape
 from zero_minimal.pictures import style
-from zero_minimal.pictures.simulation import draw_simulation
+from zero_minimal.pictures.simulation_chart import draw_simulation
 from zero_minimal.programs import plan_markdown, progress, report
 from zero_minimal.programs.cases import BUCKETS, Budget, Case, phases
-from zero_minimal.programs.foreign import read_system
 from zero_minimal.programs.models import chosen
 from zero_minimal.programs.registry import CONFIGS
+from zero_minimal.programs.simulate_file import read_system
 from zero_minimal.programs.simulation import Living, Simulation, simulate
 from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive

@@ -8,7 +8,8 @@ The memory ledger counts each storage as what it stands for, as in a real run. S
 code, not of a formula; a test holds them to the byte against real ranks. What has no value, such as a loss, is null.
 
 An offloaded rank has its host in this process, and the two take turns (offloading/simulated_host.py). The ledger
-looks away while the host works; what it keeps is what it says itself, and the bus counts what crosses, as in a real run.
+looks away while the host works; what it keeps is what it says itself, and the bus counts what crosses, as in a real
+run.
 
 Not simulated: the search for infinities in fp16's gradients, which would read them; NCCL's own buffers, workspaces of
 kernels, what an allocator loses to fragmentation. Attention is torch's fused kernel, which keeps no matrix of scores.
@@ -40,7 +41,7 @@ from zero_minimal.paper import formulas
 from zero_minimal.paper.fakes import new_tensors_in, without_values
 from zero_minimal.paper.kernels import kernel
 from zero_minimal.programs.cases import OPTIONS, Budget, Case, bucket_bytes, stage_of
-from zero_minimal.programs.offload import Offload
+from zero_minimal.programs.offload_flags import Offload
 from zero_minimal.programs.registry import CONFIGS, STAGES, System
 from zero_minimal.tensor_parallel import ParallelGPT
 from zero_minimal.workload.foreign import ForeignModel

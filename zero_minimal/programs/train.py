@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from zero_minimal.meters.crossings import BusMeter
 from zero_minimal.meters.observer import Observer, stage_in
 from zero_minimal.processes import interrupts, ranks
-from zero_minimal.programs import deepspeed, offload, progress, report, trained
+from zero_minimal.programs import deepspeed, offload_flags, progress, report, trained
 from zero_minimal.programs.resume import NO_CHECKPOINTS, Checkpoints, Flags, add_flags, end, read_flags
 from zero_minimal.workload import loop
 from zero_minimal.workload.settings import (
@@ -24,7 +24,7 @@ from zero_minimal.workload.settings import (
 
 def train(
     stage_class, settings: Settings, rank: ranks.Rank, flags: Flags = NO_CHECKPOINTS,
-    away: offload.Offload = offload.NOTHING,
+    away: offload_flags.Offload = offload_flags.NOTHING,
 ) -> dict | None:
     """Train the GPT, or settings.model, on this rank's batches, and return this rank's report (the JSON object of the
     README).
@@ -96,12 +96,12 @@ def main(stage_class) -> None:
     add_timeout(parser)
     add_settings(parser)
     add_flags(parser)
-    offload.add_flags(parser)
+    offload_flags.add_flags(parser)
     deepspeed.add_flag(parser)
     arguments = parser.parse_args()
     of_file = deepspeed.of_stage(parser, arguments, stage_class)
     settings, flags = of_file(read_settings(parser, arguments)), read_flags(parser, arguments)
-    away = offload.read_flags(parser, arguments, stage_class)
+    away = offload_flags.read_flags(parser, arguments, stage_class)
 
     with ranks.start(arguments.device, arguments.backend, arguments.timeout) as rank:
         result = train(stage_class, settings, rank, flags, away)

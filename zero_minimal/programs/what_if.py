@@ -1,4 +1,4 @@
-"""What if: the calculation of `plan` with settings to slide, in a notebook (notebook/sliders.py) and on a page.
+"""What if: the calculation of `plan` with settings to slide, in a notebook (notebook/slider_cell.py) and on a page.
 
 A setting is a dict, as of `setting`. `asked` calculates it in Python; `expressions` are the same formulas for a
 page, written down by themselves (paper/expressions.py), and `on_a_page` is what the page makes of them.
@@ -18,7 +18,7 @@ from zero_minimal.paper.formulas import BYTES, STATES, formula, volume
 from zero_minimal.paper.hardware import GPUS, NETWORK
 from zero_minimal.paper.moments import CHECKPOINTS, Work
 from zero_minimal.paper.shapes import parameter_count, usual_shape
-from zero_minimal.pictures.plan import there
+from zero_minimal.pictures.plan_chart import there
 from zero_minimal.pictures.style import LOOKS, ON_THE_WIRE, PLAIN, SENT
 from zero_minimal.programs.planning import NAMES, Speeds, activations, computing, plan, row, waiting
 from zero_minimal.workload.model import GPTConfig

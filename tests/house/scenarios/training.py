@@ -756,7 +756,7 @@ def a_vector_of_all_parameters_put_back(me):
         zero.zero_grad()
 
 
-@scenario(naive=False, refused="parameter '0.* belongs to a (Stage|Late). already, with another model, a Chain. A param")
+@scenario(naive=False, refused="parameter '0.* belongs to a (Stage|Late). already, with another model, a Chain")
 def a_body_with_two_heads_in_two_models(me):
     body = Chain()
     me.wrap(body, SGD, lr=0.1)

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from zero_minimal.classroom.report import small_model
-from zero_minimal.classroom.report.phases import END, Phase
 from zero_minimal.classroom.report.small_model import MAX_NORM, RANKS, SIZES
 from zero_minimal.classroom.report.stage_rules import OPEN, Rules
+from zero_minimal.classroom.report.training_phases import END, Phase
 
 Found = Iterator[tuple[str, str]]
 TOO_LARGE = {3: f"{RANKS} times too large: the sum of the ranks, not their mean",

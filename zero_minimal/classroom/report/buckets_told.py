@@ -2,11 +2,11 @@
 
 from zero_minimal.classroom.lessons import UNWRITTEN, Lesson
 from zero_minimal.classroom.report import bucket_rules, small_model, unit_rules
-from zero_minimal.classroom.report.phases import END, PHASES, Phase, phases
 from zero_minimal.classroom.report.recording import Recorded
 from zero_minimal.classroom.report.small_model import BUCKET, ELEMENTS, RANKS, SIZES
 from zero_minimal.classroom.report.stage_rules import WORDS, Rules
 from zero_minimal.classroom.report.story import RANK, Cell, Grid, Line, Part, Step, Story, alike
+from zero_minimal.classroom.report.training_phases import END, PHASES, Phase, phases
 from zero_minimal.meters.observer import stage_in
 
 WORLD_SIZE = RANKS

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from zero_minimal.classroom.lessons import UNWRITTEN, Lesson
-from zero_minimal.classroom.report import chunk_words, rounds
+from zero_minimal.classroom.report import chunk_words, message_rounds
+from zero_minimal.classroom.report.message_rounds import Event
 from zero_minimal.classroom.report.recording import Recorded
 from zero_minimal.classroom.report.rings import CHUNKS, PADDING, RANKS, RINGS, Ring, Sent
-from zero_minimal.classroom.report.rounds import Event
 from zero_minimal.classroom.report.story import Line, Part, Step, Story, alike
 
 WORLD_SIZE = RANKS
@@ -30,7 +30,7 @@ def part_of(run: Recorded, ring: Ring) -> Part:
     """A function's call: at the start, round by round, and what was returned."""
     if UNWRITTEN in run.ended:
         return Part(run.name, ring.about, [Step("Not written yet", departures=[run.ended])])
-    events = rounds.in_rounds(run.ranks)
+    events = message_rounds.in_rounds(run.ranks)
     ring = ring if ring.in_place else _in_its_rounds(ring, events)
     departures = [found for rank in range(RANKS) for found in _sent(run.name, rank, events[rank], ring)]
     last = max([event.round or 0 for own in events for event in own], default=0)
@@ -68,7 +68,7 @@ def _in_its_rounds(ring: Ring, events: list[list[Event]]) -> Ring:
 def _grids(events: list[list[Event]], ring: Ring, number: int) -> list:
     if ring.copies > 1:
         return []
-    states = [rounds.held(rounds.state_after(own, number), ring) for own in events]
+    states = [message_rounds.held(message_rounds.state_after(own, number), ring) for own in events]
     return [chunk_words.grid(states, ring, "What each rank holds then")]
 
 
@@ -98,12 +98,12 @@ def _line(rank: int, events: list[Event], ring: Ring, number: int, wrong: bool, 
 
 
 def _message(entry: dict, ring: Ring) -> str:
-    return chunk_words.say(rounds.reads(entry["values"], ring), ring)
+    return chunk_words.say(message_rounds.reads(entry["values"], ring), ring)
 
 
 def _expected(sent: Sent, ring: Ring) -> str:
     parts = tuple(int(rank in sent.ranks) for rank in range(RANKS))
-    return chunk_words.label(rounds.Read(ring.ranges[sent.chunk].start, parts), ring)
+    return chunk_words.label(message_rounds.Read(ring.ranges[sent.chunk].start, parts), ring)
 
 
 def _bytes(sent: Sent, ring: Ring) -> int:
@@ -164,7 +164,8 @@ def _wrong_kind(event: Event, ring: Ring) -> str:
 
 def _wrong_chunk(event: Event, sent: Sent, ring: Ring) -> str:
     """In a ring which chunk goes in which round is no choice; only all_reduce is free to cut as it likes."""
-    found, parts = rounds.reads(event.entry["values"], ring), tuple(int(rank in sent.ranks) for rank in range(RANKS))
+    found = message_rounds.reads(event.entry["values"], ring)
+    parts = tuple(int(rank in sent.ranks) for rank in range(RANKS))
     kept = [each for each in found or [None] if each != PADDING]
     chunk = ring.ranges[sent.chunk]
     right = all(each and each.parts == parts and not each.divided for each in kept)
@@ -179,7 +180,7 @@ def _wrong_chunk(event: Event, sent: Sent, ring: Ring) -> str:
 
 def _wrong_piece(event: Event, ring: Ring, seen: set) -> str:
     """A broadcast may be cut as its author likes, in up to chunk_count pieces."""
-    found = rounds.reads(event.entry["values"], ring)
+    found = message_rounds.reads(event.entry["values"], ring)
     if not found or not all(each and each.parts == chunk_words.right(ring, each.element) for each in found):
         return f"{_message(event.entry, ring)}, and the root's numbers are expected."
     if len(found) == ring.size:
@@ -202,7 +203,7 @@ def _end(name: str, rank: int, events: list[Event], ring: Ring) -> tuple[Line, l
     if "kind" in entry:
         return Line(f"rank {rank}", f"returns {entry['kind']}", f"returns {wanted}", True), [
             f"{name} returned {entry['kind']} on rank {rank}, and a tensor is expected."]
-    found = rounds.reads(entry["values"], ring)
+    found = message_rounds.reads(entry["values"], ring)
     has = chunk_words.say(found, ring)
     wrong = list(_wrong_end(name, rank, entry, found, has, wanted, ring)) + list(_left(name, rank, events, ring))
     did = f"{verb} {has}{', but see above' if wrong and has == wanted else ''}"
@@ -210,7 +211,7 @@ def _end(name: str, rank: int, events: list[Event], ring: Ring) -> tuple[Line, l
 
 
 def _wanted(element: int, rank: int, ring: Ring) -> str:
-    return chunk_words.label(rounds.Read(element, chunk_words.right(ring, element, rank)), ring)
+    return chunk_words.label(message_rounds.Read(element, chunk_words.right(ring, element, rank)), ring)
 
 
 def _wrong_end(name: str, rank: int, entry: dict, found, has: str, wanted: str, ring: Ring):

@@ -6,9 +6,9 @@ A unit of the small model is one of its blocks: layers 1 and 2 together, and eac
 
 from collections.abc import Iterator
 
-from zero_minimal.classroom.report.phases import END, Phase, layers_in_words
 from zero_minimal.classroom.report.small_model import RANKS, SIZES, UNITS
 from zero_minimal.classroom.report.stage_rules import SPARE, Rules
+from zero_minimal.classroom.report.training_phases import END, Phase, layers_in_words
 
 ALIGNED = 16 * RANKS  # elements: a unit may be padded to a multiple of so many
 

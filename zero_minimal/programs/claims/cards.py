@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable
 
 from zero_minimal.processes import ranks
-from zero_minimal.programs.claims import communication, formulas, model_parallelism, paper, replication
+from zero_minimal.programs.claims import communication, memory_formulas, model_parallelism, paper, published_runs
 from zero_minimal.programs.lab import Lab
 from zero_minimal.programs.setting import Setting
 
 VERDICTS = ("true", "true if", "false", "not shown")
-MODULES = (replication, formulas, communication, model_parallelism, paper)
+MODULES = (published_runs, memory_formulas, communication, model_parallelism, paper)
 CARDS: dict[int, Callable] = {int(name[5:]): value for module in MODULES for name, value in vars(module).items()
                               if name.startswith("card_")}
 

@@ -1,6 +1,6 @@
 """Fragments: M_D, and our model of CUDA's allocator, beside torch.cuda.memory_stats.
 
-A training with sequences of many lengths is recorded on the CPU, with slabs and without (programs/fragmentation.py).
+A training with sequences of many lengths is recorded on the CPU, with slabs and without (programs/lesson08_program.py).
 The GPU's allocator is then asked for the same tensors, in the same order, and says what it held.
 """
 
@@ -8,8 +8,8 @@ import torch
 
 from zero_minimal.meters import gpu
 from zero_minimal.meters.allocator import CachingAllocator, replay
-from zero_minimal.programs.fragmentation import record, varied_lengths
 from zero_minimal.programs.gpu.place import Check, Place, result
+from zero_minimal.programs.lesson08_program import record, varied_lengths
 from zero_minimal.workload.model import GPTConfig
 
 NEAR = 20 * 2**20  # bytes: a segment. Among equal blocks addresses decide, which the model does not know

@@ -1,0 +1,101 @@
+"""Unit trace: which units of a stage 3 are whole, on their way or a shard at each turn of a step, and what that takes.
+
+    with Conveyor(zero) as belt:
+        zero.model(x, y).backward()
+        zero.step()
+    belt.record["bytes"]    # of whole parameters, at each turn and at the end
+
+The clock is the turns of the units, not time: so any machine sees the same. A turn is looked at when its unit has
+arrived and the next one is on its way. What is counted are storages, as the ledger sees them: one that somebody has
+forgotten to free counts until it is gone.
+"""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from zero_minimal.core import collectives
+from zero_minimal.core.freed_parameter import is_released
+from zero_minimal.core.layout import same_storage
+from zero_minimal.core.units import Unit
+from zero_minimal.meters.memory import Ledger
+from zero_minimal.meters.owners import OF_A_BUCKET
+
+STATES = (
+    "shard",  # this rank's part, and nothing else
+    "coming",  # an all-gather fills its memory
+    "whole",  # its parameters can be read
+    "idle",  # it has memory, and nobody can read it
+)
+
+
+class Conveyor:
+    """Watches a stage 3 on this rank while it is open.
+
+    record: {"units": names, the root first, "whole": [unit] bytes of it, "ranks": how many share it, "turns": [moment]
+    of ["forward" | "backward" | "evaluation" | "end", number of the unit at work or None], "states": [unit][moment] of
+    STATES, "reducing": [moment] number of the unit whose gradients are on their way or None, "bytes": [moment] of
+    parameters, this rank's shards apart}. The last moment is the end of the watching, if
+    no error ends it.
+    """
+
+    def __init__(self, zero):
+        self.zero, self.units, self.ledger = zero, list(zero.units), Ledger()
+        self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
+        self._known = all(hasattr(bucket, name) for bucket in self.buckets for name in OF_A_BUCKET)
+        sizes = [sum(bucket.padded * bucket.dtype.itemsize for bucket in unit.buckets) for unit in self.units]
+        self.record: dict = {
+            "units": [unit.name or "root" for unit in self.units], "whole": sizes,
+            "ranks": dist.get_world_size(zero.group), "turns": [], "states": [[] for _ in self.units], "reducing": [],
+            "bytes": []}
+        self._under_way: list[collectives.Call] = []
+
+    def __enter__(self):
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self.ledger)
+            self.ledger.watch(self.zero.model, self.zero, self.zero.optimizer)
+            undo.enter_context(collectives.heard_by(self._hear))
+            undo.enter_context(self.zero.execution_order.heard_by(self._turn))
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *error):
+        with self._undo:
+            if not error[0]:
+                self._look("end", None)
+            else:  # a stage that is half written has left something under way: it would meet later messages
+                for pending in [pending for unit in self.units for pending in unit.gathering]:
+                    pending.wait()
+
+    def _hear(self, moment: str, call: collectives.Call) -> None:
+        if call.name == "all_gather" and moment == "start":
+            self._under_way.append(call)
+        elif moment == "end" and call in self._under_way:
+            self._under_way.remove(call)
+
+    def _turn(self, unit: Unit) -> None:
+        forward = "forward" if torch.is_grad_enabled() else "evaluation"
+        self._look("backward" if self.zero.reducer.running else forward, self.units.index(unit))
+
+    def _look(self, phase: str, at_work: int | None) -> None:
+        # of buckets of somebody's own kind the ledger takes shards for the optimizer's
+        shards = [bucket.parameter_shard for bucket in self.buckets] if self._known else []
+        reducing = getattr(getattr(self.zero, "reducing", None), "bucket", None)
+        self.record["turns"].append([phase, at_work])
+        self.record["bytes"].append(self.ledger.states()["parameters"] - sum(
+            shard.nbytes for shard in shards if shard is not None))
+        self.record["reducing"].append(next(
+            (number for number, unit in enumerate(self.units) if reducing in unit.buckets), None))
+        for unit, states in zip(self.units, self.record["states"], strict=True):
+            states.append(self._state(unit))
+
+    def _state(self, unit: Unit) -> str:
+        if not any(map(is_released, unit.params)):
+            return "whole"
+        wholes = [bucket.parameters for bucket in unit.buckets if bucket.parameters is not None]
+        if any(same_storage(whole, tensor) for call in self._under_way for tensor in call.tensors for whole in wholes):
+            return "coming"
+        if not any(whole.untyped_storage().nbytes() for whole in wholes):
+            return "shard"
+        return "idle" if self._known else "coming"  # by collectives that are not ours

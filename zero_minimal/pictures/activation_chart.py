@@ -1,0 +1,95 @@
+"""Activation chart: what checkpoints and P_a change: a step's activations, one block's input on all ranks, its messages."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from zero_minimal.pictures.memory_chart import held_bar
+from zero_minimal.pictures.style import PAGE, SENT, figure, legend_outside, rank_cells, stacked_areas
+
+PHASES = {  # of a block: the look of its messages, and words
+    "forward": (SENT, "forward"),
+    "again": (("#E7BFD6", "//"), "forward again, in backward"),
+    "backward": (("#8C4A73", ""), "backward"),
+    "gather": (("#F0E442", "xx"), "the input is gathered, for P_a"),
+}
+
+
+def draw_staircase(stairs: dict[str, dict]) -> Figure:
+    """Activations through a step, a panel for each mode.
+
+    Args: stairs, {mode: {"activations": bytes after each allocation and free, "backward": the place where it begins}}.
+    """
+    result, axes = figure(1, len(stairs), PAGE, 3.3)
+    highest = max(max(one["activations"]) for one in stairs.values()) / 1e6
+    for axis, (mode, one) in zip(axes[0], stairs.items(), strict=True):
+        heights, begin = [count / 1e6 for count in one["activations"]], one["backward"]
+        stacked_areas(axis, range(len(heights)), {"activations": heights})
+        axis.axvline(begin, color="black", linewidth=0.8, linestyle=":")
+        for words, side, shift in (("forward", "right", -3), ("backward", "left", 3)):
+            axis.annotate(words, (begin, 1.0), (shift, 0), xycoords=("data", "axes fraction"),
+                          textcoords="offset points", ha=side, va="top", fontsize=9)
+        kept = heights[begin - 1]
+        axis.plot(begin - 1, kept, "kv", markersize=6)
+        axis.annotate(f"kept: {kept:.1f} MB", (begin - 1, kept), (-6, 6), textcoords="offset points", ha="right",
+                      fontsize=9, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+        axis.set(xlim=(0, len(heights) - 1), ylim=(0, 1.18 * highest), xticks=[])
+        axis.set_title(mode, fontsize=11)
+        axis.set_xlabel("allocations and frees, in order →", fontsize=9)
+    axes[0][0].set_ylabel("MB of activations")
+    return result
+
+
+def draw_copies(copies: dict[str, list], moments: Sequence[str], numbers: int) -> Figure:
+    """One block's input: a panel for each mode, a line for each rank, a column for each moment.
+
+    Args: copies, {mode: [rank][moment], [first, how many] of its elements that this rank holds}; numbers: of all.
+    """
+    world_size = len(next(iter(copies.values())))
+    result, axes = figure(1, len(copies), PAGE, 0.42 * world_size + 1.3)
+    for axis, (mode, held) in zip(axes[0], copies.items(), strict=True):
+        for rank, line in enumerate(held):
+            for column, (first, count) in enumerate(line):
+                rest = numbers - count
+                held_bar(axis, rank, column, count / numbers, first / rest if rest else 0.0, "activations")
+        rank_cells(axis, world_size, [words.replace(" in ", "\nin ") for words in moments], margin=0.5,
+                   named=axis is axes[0][0])
+        axis.set_title(mode, fontsize=11)
+    return result
+
+
+def draw_messages(messages: dict[str, list], size: int) -> Figure:
+    """The messages of one block in a step, a line for each mode, in order. A square is what an all-gather of its input
+    sends; an all-reduce sends twice that.
+
+    Args: messages, {mode: [phase, name, bytes of the whole vector]}; size: bytes of the block's input.
+    """
+    result, axes = figure(1, 1, PAGE, 0.62 * len(messages) + 1.1)
+    axis, longest = axes[0][0], 0
+    for line, calls in enumerate(messages.values()):
+        place = _squares(axis, line, calls, size)
+        axis.text(place + 0.2, line, f"{place}", va="center", fontsize=11)
+        longest = max(longest, place)
+    axis.set(xlim=(-0.1, longest + 0.8), ylim=(len(messages) - 0.4, -0.6), xticks=[])
+    axis.set_yticks(range(len(messages)), messages)
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    axis.grid(visible=False)
+    legend_outside(result, {words: Patch(facecolor=colour, hatch=hatch, edgecolor="white")
+                            for (colour, hatch), words in PHASES.values()})
+    return result
+
+
+def _squares(axis: Axes, line: int, calls: list, size: int) -> int:
+    """Draws them; returns how many there are."""
+    place = 0
+    for phase, name, count in calls:
+        (colour, hatch), _ = PHASES[phase]
+        width = round(count / size * (2 if name == "all_reduce" else 1))
+        for number in range(width):
+            axis.add_patch(Rectangle((place + number, line - 0.36), 0.96, 0.72, facecolor=colour, hatch=hatch,
+                                     edgecolor="white", linewidth=0))
+        place += width
+    return place

@@ -1,0 +1,60 @@
+"""Latency: what a message takes over its size, and the two straight pieces that it is made of."""
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from zero_minimal.meters.latency_probe import Cost
+from zero_minimal.paper.quantities import seconds_text, size_text
+from zero_minimal.pictures.style import DEVICE, FORMULA, PAGE, SENT, figure
+
+PIECE = {"color": "black", "linewidth": 1.2}
+
+
+def draw_latency(points: Sequence[tuple[int, float]], alpha: float, beta: float) -> Figure:
+    """Times of messages over their sizes, both in powers of ten, and the line α + β·bytes that runs through them.
+
+    Args: points (bytes, seconds); alpha, seconds before the first byte; beta, seconds a byte
+        (meters/latency_probe.py).
+    """
+    cost = Cost(alpha, beta)
+    result, axes = figure(1, 1, PAGE, 4.2)
+    axis, sizes = axes[0][0], [bytes for bytes, _ in points]
+    first, last = min(sizes) / 2, max(sizes) * 2
+    fine = [first * (last / first) ** (step / 200) for step in range(201)]
+    whole = [cost.seconds(bytes) for bytes in fine]
+    shortest, longest = min(seconds for _, seconds in points), max(seconds for _, seconds in points)
+    axis.plot(fine, whole, label="α + β·bytes", **FORMULA)
+    axis.plot(fine, [alpha] * len(fine), label=f"α = {time_text(alpha)} before the first byte", linestyle="--", **PIECE)
+    axis.plot(fine, [beta * bytes for bytes in fine], linestyle=":", **PIECE,
+              label=f"β·bytes, {size_text(1 / beta, 2)} a second" if beta else "β = 0: bytes cost nothing")
+    axis.plot(*zip(*points, strict=True), linestyle="", marker="o", markersize=8, markerfacecolor=SENT[0],
+              markeredgecolor="black", label="measured")
+    axis.set(xscale="log", yscale="log", xlim=(first, last), ylim=(shortest / 4, 3 * longest))
+    if first < cost.half < last:
+        _mark_half(axis, cost)
+    _name_powers(axis)
+    axis.legend(fontsize=9, framealpha=1, edgecolor="none", loc="upper left")
+    return result
+
+
+def _mark_half(axis: Axes, cost: Cost) -> None:
+    """Where the two pieces cross: a line down, and its number."""
+    axis.axvline(cost.half, **DEVICE)
+    axis.annotate(f"n½ = {size_text(cost.half, 2)}: half of the time is α", (cost.half, axis.get_ylim()[0]), (6, 8),
+                  textcoords="offset points", fontsize=9)
+
+
+def _name_powers(axis: Axes) -> None:
+    """Powers of ten in words: 1 KB, 100 µs."""
+    axis.set_xlabel("size of the message")
+    axis.set_ylabel("time, one way")
+    axis.xaxis.set_major_formatter(lambda bytes, _: size_text(bytes))
+    axis.yaxis.set_major_formatter(lambda seconds, _: time_text(seconds))
+    axis.minorticks_off()
+
+
+def time_text(seconds: float) -> str:
+    """35.2 µs, 1.2 ms: a time of a message, in words."""
+    return seconds_text(seconds) if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"

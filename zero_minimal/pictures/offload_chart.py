@@ -1,0 +1,215 @@
+"""Offloading: what lies on the device, what on its host, and what the bus between them costs."""
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrow, Rectangle
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from zero_minimal.paper.quantities import size_text
+from zero_minimal.pictures.style import (
+    DEVICE,
+    FORMULA,
+    LOOKS,
+    PAGE,
+    PLAIN,
+    STAGE_COLOURS,
+    bars,
+    figure,
+    formula_marks,
+    legend_outside,
+    name_bars,
+    stacked_bars,
+    words_above,
+)
+
+WANTED = 0.7  # of the transfer, at PCIe-like speeds
+HOST = ("#999999", "..")
+
+
+
+# --------------------------------------------------------------------------------------------------- time over the bus
+
+
+def draw_bus(bus: dict) -> Figure:
+    """Over the speed of the bus: a step's time, a panel for each stage, and the share of the transfer that is hidden.
+    bus: the entry of measured.json that programs/lesson09_figures.py describes."""
+    runs = bus["runs"]
+    result, axes = figure(1, len(runs) + 1, PAGE, 4.3)
+    for run, axis in zip(runs, axes[0], strict=False):
+        time_panel(axis, run)
+    top = max(axis.get_ylim()[1] for axis in axes[0][:-1])
+    for axis in axes[0][:-1]:
+        axis.set_ylim(0, top)
+    axes[0][0].set_ylabel("seconds a step")
+    hidden_panel(axes[0][-1], runs)
+    for axis in axes[0]:
+        log_speeds(axis, runs)
+    entries = {label: handle for axis in axes[0][::-1] for handle, label
+               in zip(*axis.get_legend_handles_labels(), strict=True)}
+    legend_outside(result, entries, columns=3)
+    return result
+
+
+def time_panel(axis: Axes, run: dict) -> None:
+    """A step's time over the speed of the bus, between "all is hidden" and "nothing is"."""
+    speeds = sorted(run["speeds"], key=lambda each: each["bus"])
+    where, unlimited = [each["bus"] for each in speeds], run["seconds"]["unlimited"]
+    fine = [where[0] * (where[-1] / where[0]) ** (place / 100) for place in range(101)]
+    both = sum(run["bytes"].values())
+    colour = STAGE_COLOURS[run["stage"]]
+    axis.plot(fine, [unlimited + both / speed for speed in fine], label="if nothing were hidden", color="black",
+              linewidth=1.2, linestyle=":")
+    axis.plot(where, [each["seconds"] for each in speeds], marker="o", markersize=6, color=colour,
+              label=f"stage {run['stage']}, offloaded")
+    axis.axhline(unlimited, label="a bus that takes no time", **{**FORMULA, "linewidth": 1.2})
+    axis.axvline(run["suits"], label="PCIe-like", **DEVICE)
+    axis.set_title(f"stage {run['stage']}, offloaded", fontsize=11)
+
+
+def hidden_panel(axis: Axes, runs: list[dict]) -> None:
+    """The share of the transfer that is hidden; a share below nothing, which a busy machine may show, at the edge."""
+    for run in runs:
+        speeds = sorted(run["speeds"], key=lambda each: each["bus"])
+        for by, words, look in (("hidden", f"stage {run['stage']}, offloaded", {"marker": "o"}),
+                                ("hidden_by_waits", "by what the rank waited", {"marker": "s", "linestyle": "--",
+                                                                               "markerfacecolor": "white"})):
+            shares = [100 * min(max(each[by], -0.02), 1.02) for each in speeds]
+            axis.plot([each["bus"] for each in speeds], shares, markersize=6, color=STAGE_COLOURS[run["stage"]],
+                      label=words, **look)
+        axis.axvline(run["suits"], label="PCIe-like", **DEVICE)
+    axis.axhline(100 * WANTED, color=PLAIN[0], linewidth=1)
+    axis.set_ylim(-4, 104)
+    axis.set_title("% of the transfer that is hidden", fontsize=11)
+
+
+def log_speeds(axis: Axes, runs: list[dict]) -> None:
+    """Speeds of the bus, along powers of ten."""
+    axis.set_xscale("log")
+    axis.set_xlabel("bus, each way, a second")
+    axis.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 3)))
+    axis.xaxis.set_major_formatter(lambda speed, _: size_text(speed, 1))
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.tick_params(axis="x", labelsize=9)
+
+
+# ----------------------------------------------------------------------------------------------------------- the ladder
+
+
+def draw_ladder(ladder: list[dict]) -> Figure:
+    """Bytes a parameter on each rung: on the device what tensors are, and the memory of the two processes, beside the
+    formulas. ladder: reports of programs/offload_ladder.py."""
+    result, axes = figure(1, 2, PAGE, 4.6)
+    names = [rung["name"].replace(" ", "\n", 1) for rung in ladder]
+    places = [float(place) for place in range(len(ladder))]
+    tensors, memory = axes[0]
+    tops = stacked_bars(tensors, places, [
+        (state, LOOKS[state], [rung["ledger"][state] / rung["parameters"] for rung in ladder])
+        for state in ladder[0]["ledger"]])
+    formula_marks(tensors, places, [rung["formula"]["device"] for rung in ladder])
+    words_above(tensors, places, tops, [f"{top:.4g}" for top in tops], gap=5)
+    tensors.set_title("tensors on the device", fontsize=11)
+    tensors.set_ylabel("bytes a parameter")
+    for side, shift, look in (("device", -0.21, PLAIN), ("host", 0.21, HOST)):
+        at = [place + shift for place in places]
+        heights = [(rung["resident"] or {side: 0})[side] / rung["parameters"] for rung in ladder]
+        bars(memory, at, heights, look, f"process of the {'rank' if side == 'device' else 'host'}", 0.38)
+        formula_marks(memory, at, [rung["formula"][side] for rung in ladder], 0.4, label=None)
+        words_above(memory, at, heights, [f"{height:.3g}" for height in heights], gap=5, fontsize=9)
+    memory.set_title("resident memory, of the two processes", fontsize=11)
+    for axis in axes[0]:
+        name_bars(axis, places, names)
+        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])  # each its own: a process has more than the states
+    entries = {label: handle for axis in axes[0] for handle, label
+               in zip(*axis.get_legend_handles_labels(), strict=True)}
+    legend_outside(result, entries)
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------- two boxes, a pipe
+
+
+def draw_boxes(rung: dict) -> Figure:
+    """Device, bus and host, each with the bytes of the run. rung: the report of the lowest rung."""
+    result, axes = figure(1, 1, PAGE, 3.9)
+    axis, psi = axes[0][0], rung["parameters"]
+    axis.set(xlim=(0, 100), ylim=(0, 44), xticks=[], yticks=[])
+    axis.grid(visible=False)
+    axis.spines[:].set_visible(False)
+    device = {"parameters": rung["ledger"]["parameters"]}
+    box(axis, (2, 4, 26, 32), f"device: {size_text(sum(device.values()))}", device, psi)
+    box(axis, (70, 4, 28, 32), f"host: {size_text(rung['host'])}", rung["kept"], psi)
+    for height, (what, count), start, step in ((27, ("gradients", rung["bus"]["to_host"]), 30, 38),
+                                               (11, ("parameters", rung["bus"]["to_device"]), 68, -38)):
+        axis.add_patch(FancyArrow(start, height, step, 0, width=3.4, head_width=6.5, head_length=4,
+                                  length_includes_head=True, facecolor=LOOKS[what][0], edgecolor="none"))
+        axis.text(49, height + 4.2, f"{what}: {size_text(count)} a step", ha="center", va="bottom", fontsize=10)
+        axis.text(49, height - 4.4, f"{count / psi:.3g} bytes a parameter", ha="center", va="top", fontsize=9)
+    axis.text(49, 40, "bus", ha="center", va="center", fontsize=12)
+    return result
+
+
+KIND = {"parameters": "parameters", "gradients": "gradients"}  # of what is kept; all else is optimizer state
+WORDS = {"masters": "fp32 masters", "exp_avg": "momentum", "exp_avg_sq": "variance"}
+
+
+def box(axis: Axes, place: tuple, title: str, held: dict[str, int], psi: int) -> None:
+    """A box and in it a bar for each thing that is held, as high as its bytes a parameter."""
+    left, bottom, width, height = place
+    axis.add_patch(Rectangle((left, bottom), width, height, facecolor="none", edgecolor="#444444", linewidth=1.6))
+    axis.text(left + width / 2, bottom + height + 4, title, ha="center", va="center", fontsize=12)
+    below, unit = bottom + 1, (height - 2) / 14.2  # of a byte a parameter: the host's 14 fill the box
+    for what, count in held.items():
+        colour, hatch = LOOKS[KIND.get(what, "optimizer")]
+        tall = count / psi * unit
+        axis.add_patch(Rectangle((left + 1, below), width - 2, tall, facecolor=colour, hatch=hatch,
+                                 edgecolor="white", linewidth=0.8))
+        axis.text(left + width / 2, below + tall / 2, f"{WORDS.get(what, what)}: {count / psi:.3g} bytes",
+                  ha="center", va="center", fontsize=9, color="black",
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0})
+        below += tall
+
+
+
+
+# --------------------------------------------------------------------------------------------- `compare --offload cpu`
+
+
+def draw_offloaded(rows: list[dict], says: list[dict]) -> Figure:
+    """Stages and the same offloaded: bytes a parameter on the device and on the host, bytes over the bus, time.
+
+    Args: rows: reports of `compare --offload`; says: for each, the bytes of the formulas.
+    """
+    result, axes = figure(2, 2, PAGE, 7.0)
+    places, psi = [place + (0.4 if "bus" in row else 0) for place, row in enumerate(rows)], rows[0]["parameters"]
+    (device, host), (bus, time) = axes
+    tops = stacked_bars(device, places, [
+        (state, LOOKS[state], [row["memory"][state] / psi for row in rows])
+        for state in ("parameters", "gradients", "optimizer")])
+    beside(device, places, tops, [each["device"] / psi for each in says],
+           "model states on the device, bytes a parameter")
+    kept = [row.get("host_memory", 0) / psi for row in rows]
+    bars(host, places, kept, HOST, "kept on the host")
+    beside(host, places, kept, [each["host"] / psi for each in says], "kept on the host, bytes a parameter")
+    for way, shift, look in (("to_host", -0.19, LOOKS["gradients"]), ("to_device", 0.19, LOOKS["parameters"])):
+        at = [place + shift for place in places]
+        crossed = [row.get("bus", {way: 0})[way] / psi for row in rows]
+        bars(bus, at, crossed, look, None, 0.36)
+        beside(bus, at, crossed, [each[way] / psi for each in says], "over the bus, a step: there, and back", 0.36)
+    milliseconds = [row["step_seconds"] * 1e3 for row in rows]
+    bars(time, places, milliseconds, PLAIN)
+    words_above(time, places, milliseconds, [f"{each:,.0f}" for each in milliseconds], fontsize=9)
+    time.set_title("milliseconds a step", fontsize=11)
+    for axis in axes.flat:
+        name_bars(axis, places, [row["name"].replace(", ", ",\n") for row in rows])
+        axis.tick_params(axis="x", labelsize=8)
+        axis.margins(y=0.12)
+    legend_outside(result, {label: handle for axis in axes.flat for handle, label
+                            in zip(*axis.get_legend_handles_labels(), strict=True)})
+    return result
+
+
+def beside(axis: Axes, places: list, heights: list, formula: list, title: str, width: float = 0.8) -> None:
+    """Marks of a formula, numbers above, a title."""
+    formula_marks(axis, places, formula, width)
+    words_above(axis, places, heights, [f"{height:.3g}" if height else "" for height in heights], gap=4, fontsize=9)
+    axis.set_title(title, fontsize=11)

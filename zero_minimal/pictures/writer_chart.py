@@ -1,0 +1,67 @@
+"""Writer chart: who wrote which element of the parameters; and what became of updates that are too small for 16 bits."""
+
+from collections.abc import Sequence
+
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from zero_minimal.pictures.style import MARKERS, PAGE, figure, legend_outside
+
+NOBODY, MANY = "#EEEEEE", "#000000"
+RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#777777")
+
+
+def draw_written(maps: dict[str, Sequence[Sequence[int]]], world_size: int, title: str = "") -> Figure:
+    """A panel for each parameter, an element a cell, coloured by the rank that wrote it.
+
+    Args: maps, {parameter: [row][column], the number of the rank, -1 for nobody, -2 for several}.
+    """
+    colours = [MANY, NOBODY, *(RANKS[rank % len(RANKS)] for rank in range(world_size))]
+    widths = [max(len(rows[0]), 6) for rows in maps.values()]
+    heights = max(len(rows) for rows in maps.values())
+    result = Figure(figsize=(PAGE, min(6.0, 1.3 + PAGE * heights / (1.25 * sum(widths)))), layout="constrained")
+    axes = result.subplots(1, len(maps), squeeze=False, width_ratios=widths)[0]
+    for axis, (name, rows) in zip(axes, maps.items(), strict=True):
+        axis.pcolormesh(list(rows), cmap=ListedColormap(colours), vmin=-2.5, vmax=world_size - 0.5,
+                        edgecolors="white", linewidth=0.3)
+        for place in [(row, column) for row, line in enumerate(rows) for column in range(len(line))
+                      if starts(rows, row, column)]:
+            rank = rows[place[0]][place[1]]
+            axis.text(place[1] + 0.5, place[0] + 0.5, str(rank) if rank >= 0 else "", ha="center", va="center",
+                      fontsize=7, color="white" if rank in (0, 2) else "black")
+        axis.invert_yaxis()
+        axis.set_aspect("equal")
+        axis.set_title(name, fontsize=9)
+        axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
+    kinds = {f"rank {rank} wrote it": Patch(facecolor=RANKS[rank % len(RANKS)]) for rank in range(world_size)}
+    found = {number for rows in maps.values() for line in rows for number in line}
+    kinds |= {"nobody": Patch(facecolor=NOBODY)} if -1 in found else {}
+    kinds |= {"several ranks": Patch(facecolor=MANY)} if -2 in found else {}
+    legend_outside(result, kinds)
+    if title:
+        result.suptitle(title, fontsize=11)
+    return result
+
+
+def starts(rows: Sequence[Sequence[int]], row: int, column: int) -> bool:
+    """Whether a rank's run of elements begins here, in the order in which they lie in memory."""
+    if row == column == 0:
+        return True
+    before = rows[row][column - 1] if column else rows[row - 1][-1]
+    return before != rows[row][column]
+
+
+def draw_small_steps(runs: dict[str, list[float]], every: int = 1) -> Figure:
+    """A parameter through many small updates, a line for each run. runs: {name: its value after each `every` steps}."""
+    result, axes = figure(1, 1, PAGE, 3.6)
+    axis = axes[0][0]
+    for number, (name, values) in enumerate(runs.items()):
+        steps = [every * place for place in range(len(values))]
+        axis.plot(steps, values, label=name, color=RANKS[number], marker=MARKERS[number], markersize=5,
+                  markevery=max(1, len(values) // 8), linewidth=1.5)
+    axis.set_xlabel("updates")
+    axis.set_ylabel("the parameter")
+    legend_outside(result, dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True)))
+    return result

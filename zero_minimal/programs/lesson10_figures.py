@@ -1,0 +1,220 @@
+"""The whole system: the figures and the pictures of lesson 10's page.
+
+    python -m zero_minimal.programs.lesson10_figures lessons/10_whole_system
+
+writes measured.json into that folder, and from it its pictures. Four ranks train on the same 16 sequences, from data
+parallelism to C5. What is counted are bytes, never time: another machine, or a busy one, gives the same.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch import Tensor, optim
+
+from zero_minimal.activation_partitioning import checkpoint_blocks
+from zero_minimal.core import collectives
+from zero_minimal.core.mesh import Mesh, make_mesh
+from zero_minimal.defragmentation import Slab
+from zero_minimal.meters.memory import Ledger
+from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.offloading import host
+from zero_minimal.paper.formulas import STATES
+from zero_minimal.pictures.mesh_chart import draw_ladder, draw_mesh, draw_worth
+from zero_minimal.processes import ranks
+from zero_minimal.programs import figures, progress, report
+from zero_minimal.stage0 import Stage0
+from zero_minimal.stage1 import Stage1
+from zero_minimal.stage2 import Stage2
+from zero_minimal.stage3 import Stage3
+from zero_minimal.tensor_parallel import ParallelGPT
+from zero_minimal.workload.model import GPTConfig
+from zero_minimal.zero_100b import CONFIGS, ConstantMemory, System
+
+SEQUENCES = 16  # that all replicas together read in a step
+SIZES = GPTConfig(layers=6, hidden=240, heads=12, sequence=128, vocabulary=256, dropout=0.0)
+CATEGORIES = (*STATES, "activations", "buffers")
+BUCKET, LARGE = 2**19, 4 * 2**20  # bytes
+OPTIONS = dict(lr=1e-3)
+
+
+class BuffersAlone(ConstantMemory):
+    """C_B without M_D: two constant buffers, and new memory for each shard."""
+
+    def __init__(self, buckets, group=None):
+        super().__init__(buckets, group)
+        del self.slab, self.home_of
+
+    def shard(self, bucket) -> Tensor:
+        return torch.empty_like(bucket.parameter_shard)
+
+
+class SlabAlone(ConstantMemory):
+    """M_D without C_B: shards in a slab, and new memory for each bucket of whole gradients."""
+
+    def __init__(self, buckets, group=None):
+        super().__init__(buckets, group)
+        del self.constant_buffers
+
+    def whole(self, bucket) -> Tensor:
+        return bucket.zeros()
+
+    def give_back(self, whole: Tensor) -> None:
+        collectives.free(whole)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train on the mesh: what the ranks of a model share, and what those of different replicas do."""
+
+    stage: type = Stage0
+    shares_a_model: bool = False  # over M ranks; else M is 1, and all ranks are replicas
+    checkpoints: bool = True
+    config: str = ""  # "C1" … "C5": that System, and no stage
+    partition: bool = False  # P_a
+    to_host: bool = False  # P_a+cpu
+    slab: bool = False  # M_D for checkpoints
+    options: dict = field(default_factory=dict)  # of the stage
+
+
+def _config(name: str) -> Way:
+    return Way(shares_a_model=True, config=name)
+
+
+LADDER: dict[str, Way] = {
+    "data parallel": Way(checkpoints=False), "checkpoints": Way(), "P_os": Way(Stage1), "P_os+g": Way(Stage2),
+    "P_os+g+p": Way(Stage3), "model parallel": Way(shares_a_model=True), **{name: _config(name) for name in CONFIGS},
+}
+PLAIN = Way(Stage2, shares_a_model=True)
+WORTH: dict[str, Way] = {  # P_os+g on a mesh, and one part more
+    "none": PLAIN,
+    "C_B": replace(PLAIN, options={"memory": BuffersAlone}),
+    "M_D, gradients": replace(PLAIN, options={"memory": SlabAlone}),
+    "M_D, checkpoints": replace(PLAIN, slab=True),
+    "P_a": replace(PLAIN, partition=True),
+    "P_a+cpu": replace(PLAIN, partition=True, to_host=True),
+    "all: C4": _config("C4"),
+    "all: C5": _config("C5"),
+}
+MESHES = {2: 2, 3: 3, 4: 2}  # ranks: M, where the page's four are not there
+
+
+# ----------------------------------------------------------------------------------------------------------- in a rank
+
+
+def batch(mesh: Mesh, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The share of the SEQUENCES that this rank's replica reads: tokens and targets [SEQUENCES / D, sequence]."""
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(SIZES.vocabulary, (SEQUENCES, SIZES.sequence + 1), generator=draw)
+    mine = tokens.tensor_split(dist.get_world_size(mesh.data_group))[mesh.data_rank].to(device)
+    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+
+
+def made(way: Way, mesh: Mesh, device: torch.device, bucket_bytes: int = BUCKET, system_class: type = System):
+    """A stage, or the System of a config, over a model that begins alike in every way. system_class: the lesson's, or
+    a learner's own."""
+    torch.manual_seed(0)
+    sequences = len(batch(mesh, device)[0])
+    options = dict(bucket_bytes=bucket_bytes, **OPTIONS)
+    if way.config:
+        return system_class(way.config, SIZES, mesh, sequences, torch.float32, device, optim.AdamW, **options)
+    model = ParallelGPT(SIZES, mesh.model_group).to(device)
+    slab = None
+    if way.slab:
+        slab = Slab(sequences * SIZES.sequence * SIZES.hidden * SIZES.layers, device=device)
+        model.register_forward_pre_hook(lambda *_: slab.reset())
+    if way.checkpoints:
+        checkpoint_blocks(model, group=mesh.model_group if way.partition else None, to_host=way.to_host,
+                          place=slab.keep if slab else None)
+    zero = way.stage(model, optim.AdamW, group=mesh.data_group, **way.options, **options)
+    zero.slab = slab
+    return zero
+
+
+def seen(way: Way, mesh: Mesh, device: torch.device, bucket_bytes: int = BUCKET, system_class: type = System) -> dict:
+    """The second step of a way, as rank 0 sees it: bytes by category on the device at the highest moment, of model
+    states after the step, of copies that went to host memory, bytes sent; the losses of both steps, means of the
+    replicas. What is of no category is left out: tokens, and copies for the host, which on a CPU is the device."""
+    tokens, copies, losses = batch(mesh, device), [], []
+
+    def count(copy):
+        copies.append(copy.nbytes)
+        ledger.claim(copy, "other")
+
+    with Ledger(device.type) as ledger:
+        zero = made(way, mesh, device, bucket_bytes, system_class)
+        ledger.watch(zero)
+        for _ in range(2):
+            ledger.reset()
+            copies.clear()
+            with host.announced(count), TrafficMeter() as meter:
+                loss = zero.model(*tokens)
+                loss.backward()
+                kept_on_host = sum(copies)
+                zero.step()
+                zero.zero_grad()
+            losses.append(loss.detach() * len(tokens[0]) / SEQUENCES)
+        states = ledger.states()
+        moments = [{name: moment.bytes[name] for name in CATEGORIES} for moment in ledger.timeline]
+        peak = max(moments, key=lambda held: sum(held.values()))
+    for value in losses:
+        collectives.all_reduce(value, op="sum", group=mesh.data_group)
+    return {"peak_by_category": peak, "peak": sum(peak.values()), "states": {name: states[name] for name in STATES},
+            "host": kept_on_host, "sent": meter.sent_bytes, "losses": [value.item() for value in losses]}
+
+
+def meshes(ways: dict[str, Way]) -> dict[bool, Mesh]:
+    """For ways that share a model, and for those that do not."""
+    world_size = dist.get_world_size()
+    shared = {way.shares_a_model for way in ways.values()}
+    return {share: make_mesh(MESHES.get(world_size, 1) if share else 1) for share in sorted(shared)}
+
+
+def seen_all(ways: dict[str, Way], bucket_bytes: int = BUCKET) -> dict[str, dict]:
+    """{way: seen()}, on ranks of their own."""
+    with ranks.start() as rank:
+        found = meshes(ways)
+        return {name: seen(way, found[way.shares_a_model], rank.device, bucket_bytes) for name, way in ways.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+
+RANKS = 4
+
+
+def measure() -> dict:
+    """All that the page and its pictures need, of rank 0 of four."""
+    parts = {"ladder": (LADDER, BUCKET), "worth": (WORTH, BUCKET), "worth_large": (WORTH, LARGE)}
+    with progress.bar(name="lesson 10", total=len(parts), unit="run") as bar:
+        found = {}
+        for name, (ways, bucket_bytes) in parts.items():
+            found[name] = ranks.run(seen_all, RANKS, ways, bucket_bytes, device="cpu", timeout=900)[0]
+            bar.update()
+    return {"sequences": SEQUENCES, "bucket": BUCKET, "large": LARGE, **found}
+
+
+def pictures(measured: dict) -> dict[str, Figure]:
+    """The page's pictures by their names, from what measure() gave."""
+    return {"mesh.png": draw_mesh(2, 2), "ladder.png": draw_ladder(measured["ladder"]),
+            "worth.png": draw_worth({f"buckets of {measured['bucket'] / 2**20:g} MiB": measured["worth"],
+                                     f"buckets of {measured['large'] / 2**20:g} MiB": measured["worth_large"]})}
+
+
+def table(measured: dict) -> str:
+    """What was measured, in MB."""
+    parts = []
+    for part in ("ladder", "worth", "worth_large"):
+        lines = [[part, *CATEGORIES, "peak", "host", "sent", "loss"]]
+        for name, row in measured[part].items():
+            sizes = [row["peak_by_category"][key] for key in CATEGORIES]
+            sizes += [row["peak"], row["host"], row["sent"]]
+            lines.append([name, *(f"{size / 1e6:.2f}" for size in sizes), f"{row['losses'][-1]:.6f}"])
+        parts.append(report.table(lines))
+    return "\n\n".join(parts)
+
+
+main = figures.program("10_whole_system", measure, pictures, table)
+
+if __name__ == "__main__":
+    main()

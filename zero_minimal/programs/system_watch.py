@@ -1,0 +1,187 @@
+"""System watch: what a system of part B may write, and what is seen of it while it runs: its lines, and what it reads.
+
+A system must be the same on real ranks and on simulated ones. So its text names nothing that could tell them apart, or
+that the meters do not see; no line of it runs on simulated ranks alone; and there a parameter that is read must have
+been gathered since the last step, though it has no value.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_minimal.core import collectives
+from zero_minimal.meters.memory import resizes_reported
+from zero_minimal.meters.owners import strided_tensors
+
+USED = {"abc", "bisect", "collections", "contextlib", "copy", "dataclasses", "functools", "heapq", "itertools", "math",
+        "operator", "torch", "typing", "weakref", "zero_minimal", "__future__"}
+OURS = {"core", "guards", "processes", "extensions", "checkpoint", "offloading", "workload", "paper", "stage0",
+        "stage1", "stage2", "stage3", "tensor_parallel", "activation_partitioning", "constant_buffers",
+        "defragmentation", "zero_100b"}  # rooms and files of the course
+# files of the course that may not be imported
+MODULES = {"seams", "host", "host_link", "pinned_link", "offloaded_state", "host_process", "fakes"}
+TELLS = "it could tell simulated ranks from real ones by it"
+UNSEEN = "the ledger does not see what lies there"
+HIDES = "the meter does not see what is sent by it"
+NOT_HERE = {  # a name in the text: why it may not stand there
+    **dict.fromkeys(("get_backend", "get_backend_config", "FakeTensor", "FakeTensorMode", "FakeStore", "is_fake",
+                     "fakes", "fake_tensor", "_subclasses", "fake_mode", "present", "get_debug_level",
+                     "_get_current_dispatch_mode", "_python_dispatch"), TELLS),
+    **dict.fromkeys(("numpy", "from_numpy", "from_file", "frombuffer", "tolist", "from_blob", "tobytes", "bytearray",
+                     "memoryview", "UntypedStorage", "share_memory_", "from_dlpack", "to_dlpack", "__dlpack__",
+                     "saved_tensors_hooks", "save_on_cpu", "announced", "kept_here"), UNSEEN),
+    **dict.fromkeys(("multiprocessing", "TCPStore", "FileStore", "HashStore", "PrefixStore", "_get_default_store",
+                     "distributed_c10d", "rpc", "socket", "new_group", "new_subgroups", "init_process_group",
+                     "split_group"), HIDES),
+    **dict.fromkeys(("eval", "exec", "compile", "__import__", "globals", "vars", "locals", "setattr", "_C",
+                     "__code__", "__globals__", "__builtins__", "__subclasses__",
+                     "settrace", "importlib", "__torch_dispatch__", "__torch_function__", "TorchDispatchMode",
+                     "_disable_current_modes", "disable_current_modes", "DisableTorchFunctionSubclass", "fork"),
+                    "what a line does must be seen in it"),
+}
+
+
+def unwanted(source: str) -> str:
+    """Why a system may not be written so, in one sentence; "" if it may."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names]
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            for module in modules:
+                root, _, rest = module.partition(".")
+                room = (rest.split(".")[0] or next(iter(names))) if root == "zero_minimal" else ""
+                last = {module.split(".")[-1], *names} if root == "zero_minimal" else set()
+                if root not in USED or room and room not in OURS or last & MODULES:
+                    return (f"line {node.lineno} imports {module}: a system of part B is made of torch, of Python's "
+                            "small helpers and of the parts of the course that train; threads, C, numpy and files hold "
+                            "or send what is not counted")
+            words = {part for name in [*names, *modules] for part in name.split(".")}
+        else:
+            words = {getattr(node, "id", None), getattr(node, "attr", None)}
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr") and not (
+                    len(node.args) > 1 and isinstance(node.args[1], ast.Constant)):
+                return f"line {node.lineno} calls {node.func.id} with a computed name: write the name"
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in NOT_HERE:
+                words = {node.value}
+        for word in sorted(words & set(NOT_HERE), key=str):
+            return f"line {node.lineno} uses {word}: {NOT_HERE[word]}"
+    return ""
+
+
+class Lines:
+    """Which instructions of a file run, while this is open. places: (function, its first line) → {offset: line}."""
+
+    def __init__(self, path: str):
+        self.path, self.places = path, {}
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _call(self, frame, event, argument):
+        if frame.f_code.co_filename != self.path:
+            return None
+        frame.f_trace_opcodes = True
+        seen = self.places.setdefault((frame.f_code.co_qualname, frame.f_code.co_firstlineno), {})
+
+        def local(frame, event, argument):
+            if event == "opcode":
+                seen.setdefault(frame.f_lasti, frame.f_lineno)
+            return local
+
+        return local
+
+    @property
+    def listed(self) -> list[tuple]:
+        """(function, its first line, offset, line) of each, to be sent to another process."""
+        return [(*code, offset, line) for code, seen in self.places.items() for offset, line in seen.items()]
+
+
+def alone(simulated: list, real: list, twin: str = "the twin") -> str:
+    """Which line ran on simulated ranks alone, and what may be the cause; "" if none did. twin: which it was, in
+    words."""
+    known = {tuple(place[:3]) for place in real}
+    strangers = [place for place in map(tuple, simulated) if place[:3] not in known]
+    if not strangers:
+        return ""
+    name, _, _, line = min(strangers, key=lambda place: place[3])
+    return (f"line {line}, in {name}, runs on simulated ranks and not on real ones, or not as there: with {twin} it "
+            "never ran. Each line that runs at full size must run there too. Does a condition before it depend on "
+            "absolute sizes, or on the number of ranks?")
+
+
+class Gathered(TorchDispatchMode):
+    """On simulated ranks: an operator may read a parameter that a collective has brought since the last step began, and
+    whose memory is there. `fault`: the first that did not, in one sentence."""
+
+    def __init__(self, model: torch.nn.Module, zero):
+        super().__init__()
+        self.names = {id(param): name for name, param in model.named_parameters()}
+        self.fault, self._fresh, self._of = "", set(), {}
+        self._zero, self._steps = zero, 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        step = self._zero.step
+
+        def counted(*args, **kwargs):
+            self._fresh.clear()  # all parameters change
+            self._steps += 1
+            return step(*args, **kwargs)
+
+        self._zero.step = counted
+        try:
+            with collectives.heard_by(self._hear), resizes_reported(self._resized), self:
+                yield
+        finally:
+            del self._zero.step
+
+    def _resized(self, handle: torch.UntypedStorage) -> None:
+        if not handle.nbytes():
+            self._fresh.discard(handle._cdata)  # what comes back into its place must be gathered again
+
+    def _hear(self, moment: str, call) -> None:
+        if moment == "start" and call.name in ("all_gather", "broadcast", "all_reduce"):
+            self._fresh |= {_place(tensor) for tensor in strided_tensors(list(call.tensors))}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        inputs = list(strided_tensors((list(args), list((kwargs or {}).values()))))
+        result = operator(*args, **kwargs or {})
+        made = list(strided_tensors(result))
+        for tensor in inputs:
+            if id(tensor) in self.names:
+                self._of[_place(tensor)] = self.names[id(tensor)]
+        if operator.namespace == "c10d":
+            self._fresh |= {_place(tensor) for tensor in inputs}
+        elif not {_place(tensor) for tensor in made} & {_place(tensor) for tensor in inputs}:
+            for tensor in inputs:
+                self._check(operator, tensor)
+        elif any(_place(tensor) in self._fresh for tensor in inputs):
+            self._fresh |= {_place(tensor) for tensor in made}  # copied from what was gathered
+        return result
+
+    def _check(self, operator, tensor: torch.Tensor) -> None:
+        name = self._of.get(_place(tensor))
+        if name is None or self.fault or self._steps == 0 or operator.overloadpacket.__name__ not in READERS:
+            return
+        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize:
+            self.fault = f"{name} is read by {operator} after its memory was freed, before it was gathered again"
+        elif _place(tensor) not in self._fresh:
+            self.fault = (f"{name} is read by {operator}, and no collective has brought it since the last step: other "
+                          "ranks have changed their parts of it")
+
+
+READERS = ("mm", "addmm", "bmm", "embedding", "native_layer_norm", "native_layer_norm_backward", "linear")
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
