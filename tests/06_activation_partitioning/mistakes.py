@@ -145,6 +145,14 @@ WRONG = {
     "each output has a gradient": Wrong(
         2, "test_any_arguments", r"(?s)it raised .*To look at: an output may get no gradient \(None\)",
         backward(through="torch.autograd.backward(outputs, gradients)")),
+    "a result that no operator made is left out": Wrong(
+        2, "test_any_arguments", r"the gradient of the input is .* One of the results is an argument itself",
+        backward(through=THROUGH.replace("output.requires_grad", "output.grad_fn is not None"))),
+    "attributes of ctx, which go with backward": Wrong(
+        2, "test_any_arguments", r"input was changed in place between .*: the gradient of up.weight .* by ctx\.save",
+        forward(save="ctx.kept = [keeper.keep(tensor) for tensor in tensors]")
+        | backward(begin="kept, ctx.kept = ctx.kept, None", back=BACK.replace("ctx.saved_tensors", "kept"),
+                   leaves=LEAVES + "\ndel kept")),
     "the saved tensor itself begins the graph": Wrong(
         2, "test_any_arguments", r"backward\(retain_graph=True\), then .* the gradient of the input is .*\(detach\)",
         backward(leaves=LEAVES.replace(".detach()", ""))),
@@ -155,6 +163,10 @@ WRONG = {
     "zeros for an output that nobody uses": Wrong(
         2, "test_what_nobody_uses_gets_no_gradient", r"backward got zeros for .*: see ctx\.set_materialize_grads",
         forward(zeros="")),
+    "zeros for an input that got no gradient": Wrong(
+        2, "test_what_nobody_uses_gets_no_gradient", r"the other input comes has None .*, and no zeros",
+        backward(end="return None, None, None, *[torch.zeros_like(tensor) if tensor.requires_grad and tensor.grad is "
+                     "None else tensor.grad for tensor in inputs]")),
 
     "dropout drops others in backward": Wrong(
         3, "test_dropout_drops_the_same_again", r"in backward other numbers were dropped than in forward",
@@ -197,6 +209,10 @@ WRONG = {
         4, "test_a_rank_keeps_its_part", r"a view keeps all of its storage alive",
         cut(size="size = -(-tensor.numel() // world_size)\nflat = torch.nn.functional.pad(tensor.flatten(), (0, size * "
                  "world_size - tensor.numel()))", part="part = flat[rank * size : (rank + 1) * size]"), 2),
+    "a view of the copy that reshape made": Wrong(
+        4, "test_a_rank_keeps_its_part", r"Its input, which is not contiguous, has .* a view keeps the copy",
+        cut(size=f"{SIZE}\nflat = tensor.reshape(-1)",
+            part=PART + "\nif flat.data_ptr() != tensor.data_ptr() and len(mine) == size:\n    part = mine"), 2),
     "the tail is lost": Wrong(
         4, "test_what_is_gathered_is_the_input", r"P_a over 2 ranks, rank \d.*(it raised|gradient)|it raised",
         cut(size="size = tensor.numel() // world_size") | gather(
@@ -238,6 +254,12 @@ WRONG = {
     "an empty copy": Wrong(
         5, "test_it_comes_back_from_there", r"Is the copy filled with the tensor's values\?",
         to_host(copy="copy = torch.zeros_like(tensor)")),
+    "integers and masks are not announced": Wrong(
+        5, "test_a_copy_has_the_tensors_dtype", r"had copies of bfloat16 announced, and none of int64, bool: what is",
+        to_host(tell="if tensor.is_floating_point():\n    announce(copy)")),
+    "masks are not announced": Wrong(
+        5, "test_a_copy_has_the_tensors_dtype", r"had copies of bfloat16, int64 announced, and none of bool: what is",
+        to_host(tell="if tensor.dtype != torch.bool:\n    announce(copy)")),
     "a copy of the default dtype": Wrong(
         5, "test_a_copy_has_the_tensors_dtype",
         r"takes tensors of bfloat16, int64, bool had copies of float32, float32, float32 announced.*made with dtype=",

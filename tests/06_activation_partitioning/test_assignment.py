@@ -154,7 +154,8 @@ class Odd(nn.Module):
         x, index = pair
         x = torch.tanh(self.linear(x)) * scale * where["weight"]
         x = x.masked_fill(mask, 0.0)
-        return {"x": x + index[:, None], "index": index + 1, "nothing": None, "both": (x.sum(), 3), "unused": 2 * x}
+        return {"x": x + index[:, None], "index": index + 1, "nothing": None, "both": (x.sum(), 3), "unused": 2 * x,
+                "given": pair[0]}
 
 
 def odd_call(call, rank, backward=False):
@@ -166,7 +167,7 @@ def odd_call(call, rank, backward=False):
     if not backward:
         return {"index": result["index"], "x": result["x"].detach(), "both": result["both"][0].detach(),
                 "unused": result["unused"].detach()}, result["x"].requires_grad, str(result["nothing"])
-    (result["x"].square().sum() + result["both"][0]).backward()
+    (result["x"].square().sum() + result["both"][0] + result["given"].pow(3).sum()).backward()
     return gradients_of(module) | {"the input": False if x.grad is None else x.grad}
 
 
@@ -328,7 +329,20 @@ def test_one_block_at_a_time(assignment):
 
 def odd_backwards(assignment):
     call, rank = assignment.checkpoint, dist.get_rank()
-    return odd_call(call, rank, backward=True), frozen_and_twice(call, rank), once_more(call, rank)
+    return (odd_call(call, rank, backward=True), frozen_and_twice(call, rank), once_more(call, rank),
+            changed_between(call, rank))
+
+
+def changed_between(call, rank):
+    """Gradients of a block whose input was changed between forward and backward; None from who refuses."""
+    block, x = toys.build(lambda: Rung(5, 7, 0.0), rank), numbers_of(rank, 3, 5)
+    loss = call(block, x).square().sum()
+    x.mul_(3)
+    try:
+        loss.backward()
+    except RuntimeError:
+        return None
+    return gradients_of(block)
 
 
 def once_more(call, rank):
@@ -356,16 +370,21 @@ def frozen_and_twice(call, rank):
                                       "argument may want none; and where nothing inside wants one, there is nothing to "
                                       "go back through")
 def test_any_arguments(assignment):
-    for rank, (odd, other, more) in enumerate(once(odd_backwards, 2, assignment)):
+    for rank, (odd, other, more, changed) in enumerate(once(odd_backwards, 2, assignment)):
         assert_gradients(odd, odd_call(plainly, rank, backward=True),
                          f"rank {rank}, a function that takes and returns tuples and dicts",
                          "Is each gradient that comes in paired with its output, and each that goes out with its "
-                         "argument?")
+                         "argument? One of the results is an argument itself, which no operator has made")
         assert_gradients(other, frozen_and_twice(plainly, rank), f"rank {rank}, a layer after a frozen block",
                          "Nothing in the block wants a gradient.")
         assert_gradients(more, once_more(plainly, rank) if more else {},
                          f"rank {rank}, backward(retain_graph=True), then backward()",
                          "Each second run begins with tensors of its own (detach), whose .grad is empty")
+        assert_gradients(changed, changed_between(lambda block, x: block(x.clone()), rank) if changed else {},
+                         f"rank {rank}, a block whose input was changed in place between forward and backward",
+                         "The second run began with what it is now, and nobody was told. Without a checkpoint autograd "
+                         "refuses that backward: it knows the version of each tensor that was saved by "
+                         "ctx.save_for_backward")
 
 
 def gradient_of_one(assignment):
@@ -390,9 +409,9 @@ def test_what_is_no_plain_backward_is_refused(assignment):
 
 
 def half_used(assignment):
-    """Gradients of the two layers of a function of which the first result alone is used."""
-    layers = toys.build(lambda: nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)]), 0)
-    first, _ = assignment.checkpoint(lambda x: (layers[0](x), layers[1](x)), numbers_of(0, 4, 5).requires_grad_())
+    """Gradients of the two layers of a function of which the first result alone is used, and of the two before it."""
+    layers, x = toys.build(lambda: nn.ModuleList(nn.Linear(5, 5) for _ in range(4)), 0), numbers_of(0, 4, 5)
+    first, _ = assignment.checkpoint(lambda x, y: (layers[0](x), layers[1](y)), layers[2](x), layers[3](x))
     first.square().sum().backward()
     return gradients_of(layers)
 
@@ -408,6 +427,11 @@ def test_what_nobody_uses_gets_no_gradient(assignment):
         "a function returns two results, and the first alone is used. The layer of the second has None as gradient "
         "without a checkpoint, and with it a tensor: backward got zeros for an output that has no gradient: see "
         "ctx.set_materialize_grads"
+    )
+    assert found["3.weight"] is False, (
+        "a function of two inputs returns two results, and the first alone is used. The layer from which the other "
+        "input comes has None as gradient without a checkpoint, and with it a tensor: an input that got no gradient in "
+        "the second run has None, too, and no zeros"
     )
 
 
@@ -592,8 +616,13 @@ def part_of(numbers, world_size):
 
 
 def parts_held(assignment, **options):
-    """Bytes a block that live between forward and backward, where the ranks' inputs are cut over all of them."""
-    return held_by_a_block(assignment.checkpoint, group=dist.group.WORLD, **options)[0]
+    """Bytes a block that live between forward and backward, where the ranks' inputs are cut over all of them; where
+    they are not contiguous, too."""
+
+    def turned(block, x, **options):
+        return assignment.checkpoint(block, x.mT.contiguous().mT, **options)
+
+    return [held_by_a_block(call, group=dist.group.WORLD, **options)[0] for call in (assignment.checkpoint, turned)]
 
 
 CUT = ("With group= each rank keeps a part of [numel / M, rounded up] elements: is what `cut` returns in memory of its "
@@ -604,14 +633,16 @@ CUT = ("With group= each rank keeps a part of [numel / M, rounded up] elements: 
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_a_rank_keeps_its_part(assignment, world_size):
     share = 4 * part_of(NUMBERS, world_size)
-    for rank, size in enumerate(once(parts_held, world_size, assignment)):
+    held = enumerate(once(parts_held, world_size, assignment))
+    for rank, turned, size in [(rank, turned, size) for rank, sizes in held for turned, size in enumerate(sizes)]:
         why = ("the whole is kept besides its part: who else refers to it?" if size >= WHOLE + 0.9 * share else
                "the whole is still there. Is what `keep` gives what you save? And a view keeps all of its storage "
                "alive: the part needs memory of its own"
                if size >= 0.95 * WHOLE else "more than the part is kept")
         assert size <= share + SLACK, (
             f"P_a over {world_size} ranks: between forward and backward {in_words(size)} a block live on rank {rank}. "
-            f"Its input has {in_words(WHOLE)}, and a part {in_words(share)}: {why}"
+            f"Its input{', which is not contiguous,' * turned} has {in_words(WHOLE)}, and a part {in_words(share)}: "
+            f"{why}{'. (reshape and flatten copy such a tensor, and a view keeps the copy)' * turned}"
         )
         assert size >= 0.98 * WHOLE / world_size - 8 * world_size, (
             f"P_a over {world_size} ranks: rank {rank} keeps {in_words(size)} of a block's input, which has "
@@ -847,6 +878,12 @@ def _named(tensor):
 @pytest.mark.step(5, points=2, raised=HOST)
 def test_a_copy_has_the_tensors_dtype(assignment):
     first, second, heard = once(of_other_dtypes, 1, assignment)[0]
+    unheard = [kind for kind in first if kind not in heard]
+    assert not heard or not set(heard) < set(first), (
+        f"with to_host=True a function that takes tensors of {', '.join(first)} had copies of {', '.join(heard)} "
+        f"announced, and none of {', '.join(unheard)}: what is kept goes to host memory whatever it holds, integers "
+        "and masks too, and each copy is announced"
+    )
     assert sorted(heard) == sorted(first) and second == first, (
         f"with to_host=True a function that takes tensors of {', '.join(first)} had copies of "
         f"{', '.join(heard) or 'nothing'} announced, and got {', '.join(second)} in its second run: is the copy made "

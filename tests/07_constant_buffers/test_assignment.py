@@ -430,7 +430,7 @@ def assert_reduced(ours, parts, op, what):
     for rank, tensors in enumerate(ours):
         for number, tensor in enumerate(tensors):
             exact = sum(part[number].double() for part in parts) / (len(parts) if op == "avg" else 1)
-            if torch.allclose(tensor.double(), exact, atol=1e-5):
+            if torch.allclose(tensor.double(), exact, atol=1e-5, rtol=1e-5 if tensor.itemsize == 4 else 0.01):
                 continue
             which = f"tensor {number + 1} of {len(tensors)}, {list(tensor.shape)}, on rank {rank} of {len(parts)}"
             which += f", {what},"
@@ -508,7 +508,12 @@ def tensors_in(value):
 
 LATE = 0.5  # seconds
 TRAY = 2**20  # bytes
-LARGE = ((TRAY // 4 - 3,), (3 * TRAY // 4,), (7,), (TRAY // 2,))
+LARGE = ((TRAY // 4 - 3,), (3 * TRAY // 4,), (7,), (TRAY // 2 - 1000,))
+
+
+def large(rank):
+    """Of which a small one is in bf16."""
+    return [tensor.bfloat16() if tensor.numel() == 7 else tensor for tensor in numbers(rank, shapes=LARGE)]
 
 
 def with_a_slow_rank(lesson):
@@ -516,7 +521,7 @@ def with_a_slow_rank(lesson):
     rank, found = dist.get_rank(), []
     buffers = lesson.ConstantBuffers(TRAY)
     for slow in (1, 0):
-        tensors = numbers(rank, shapes=LARGE)
+        tensors = large(rank)
         dist.barrier()
         time.sleep(LATE if rank == slow else 0)
         with Starts(buffers) as starts:
@@ -542,7 +547,7 @@ def test_one_is_filled_while_the_other_travels(lesson):
 @pytest.mark.step(4, points=4)
 def test_a_slow_rank_changes_nothing(lesson):
     ranks = once(with_a_slow_rank, 2, lesson)
-    parts = [numbers(rank, shapes=LARGE) for rank in range(2)]
+    parts = [large(rank) for rank in range(2)]
     for turn, slow in enumerate((1, 0)):
         try:
             assert_reduced([found[turn][1] for found in ranks], parts, "avg", "reduced")
@@ -568,7 +573,8 @@ def test_each_element_is_sent_once(lesson):
         right = -(-total // TRAY)
         assert len(sent) == right, (
             f"rank {rank} made {len(sent)} collectives for {total:,} bytes, and {right} are enough with buffers of "
-            f"{TRAY:,}: each costs its time before the first byte"
+            f"{TRAY:,}: each costs its time before the first byte. (Here a small tensor in the middle is in bf16. In "
+            "which dtype does it travel, and does it need a load of its own?)"
         )
 
 

@@ -129,6 +129,14 @@ WRONG = {
         1, "test_the_smallest_block_that_is_large_enough",
         r"take\(60\) took the block of 100 at 0; the smallest that is large enough has 60, at 600 .* best fit",
         take(find=first_of("entry[1]"))),
+    "within the slack all fit alike": Wrong(
+        1, "test_the_smallest_block_that_is_large_enough",
+        r"take\(8\) took the block of 12 at 0; the smallest that is large enough has 9, at 200 .* with a slack of 5",
+        take(find=first_of("(max(0, entry[0] - size - self.slack), entry[1])"))),
+    "the largest within the slack": Wrong(
+        1, "test_the_smallest_block_that_is_large_enough",
+        r"take\(8\) took the block of 12 at 0; the smallest that is large enough has 9, at 200 .* with a slack of 5",
+        take(find=first_of("entry[0] if entry[0] - size > self.slack else -entry[0]"))),
     "never splits": Wrong(
         1, "test_what_is_too_much_is_split_off",
         r"of a free block of 100 at 1000, take\(30\) gave 100 at 1000: the block must be as large as what was asked",

@@ -60,10 +60,11 @@ def told(holes):
 
 RANGES = ((0, 100), (200, 50), (400, 80), (600, 60), (800, 50))
 ASKED = (60, 20, 70, 31)
+POOLS = ((RANGES, ASKED, 0), (((0, 12), (100, 10), (200, 9)), (8, 9), 5))  # ranges, sizes, slack
 
 
 def taken(assignment):
-    return after_each(pool_of(assignment, *RANGES), ASKED)
+    return [after_each(pool_of(assignment, *ranges, slack=slack), sizes) for ranges, sizes, slack in POOLS]
 
 
 def is_block(found, call):
@@ -73,27 +74,31 @@ def is_block(found, call):
 @pytest.mark.step(1, points=6)
 def test_the_smallest_block_that_is_large_enough(assignment):
     """It is asked where neither splitting nor merging matters."""
-    before = sorted(RANGES)
-    for size, (found, holes) in zip(ASKED, *once(taken, 1, assignment), strict=True):
-        fitting = [hole for hole in before if hole[1] >= size]
-        best = min(fitting, key=lambda hole: (hole[1], hole[0]))
-        is_block(found, f"take({size})")
-        assert found is not None, (
-            f"take({size}) returned None, and there was a free block that is large enough (free were {told(before)})")
-        place = next((tuple(hole) for hole in before if hole[0] <= found[0] < hole[0] + hole[1]), None)
-        assert place, f"take({size}) gave address {found[0]}, which was not free: free were {told(before)}"
-        assert place[1] >= size, (
-            f"take({size}) took the block of {place[1]} at {place[0]}, which is too small (free were {told(before)})")
-        assert place[1] == best[1], (
-            f"take({size}) took the block of {place[1]} at {place[0]}; the smallest that is large enough has "
-            f"{best[1]}, at {best[0]} (free were {told(before)}). Large blocks are for large requests: best fit")
-        assert place == tuple(best), (
-            f"take({size}) took the block of {place[1]} at {place[0]}, and there is one as large at {best[0]}: of "
-            "blocks of one size the one at the lowest address is taken, as CUDA does")
-        assert found[0] == place[0], (
-            f"take({size}) took address {found[0]} inside of the free block of {place[1]} at {place[0]}: take its "
-            "front, and leave the rest behind it")
-        before = sorted(holes)
+    for (ranges, sizes, slack), pool in zip(POOLS, *once(taken, 1, assignment), strict=True):
+        before = sorted(ranges)
+        for size, (found, holes) in zip(sizes, pool, strict=True):
+            fitting = [hole for hole in before if hole[1] >= size]
+            best = min(fitting, key=lambda hole: (hole[1], hole[0]))
+            is_block(found, f"take({size})")
+            assert found is not None, (
+                f"take({size}) returned None, and there was a free block that is large enough (free were "
+                f"{told(before)})")
+            place = next((tuple(hole) for hole in before if hole[0] <= found[0] < hole[0] + hole[1]), None)
+            assert place, f"take({size}) gave address {found[0]}, which was not free: free were {told(before)}"
+            assert place[1] >= size, (
+                f"take({size}) took the block of {place[1]} at {place[0]}, which is too small (free were "
+                f"{told(before)})")
+            assert place[1] == best[1], (
+                f"take({size}) took the block of {place[1]} at {place[0]}; the smallest that is large enough has "
+                f"{best[1]}, at {best[0]} (free were {told(before)}). Large blocks are for large requests: best fit"
+                f"{f', with a slack of {slack} too, which says what is split off and not what is taken' * bool(slack)}")
+            assert place == tuple(best), (
+                f"take({size}) took the block of {place[1]} at {place[0]}, and there is one as large at {best[0]}: of "
+                "blocks of one size the one at the lowest address is taken, as CUDA does")
+            assert found[0] == place[0], (
+                f"take({size}) took address {found[0]} inside of the free block of {place[1]} at {place[0]}: take its "
+                "front, and leave the rest behind it")
+            before = sorted(holes)
 
 
 def split(assignment):

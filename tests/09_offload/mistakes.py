@@ -179,6 +179,13 @@ WRONG = {
     "gradients add up for ever": Wrong(
         2, ADDS_UP, r"is that of all since the beginning: after forget\(\)",
         gradient(ADDED.replace(" and shard.has_gradient", ""), SAID, EMPTIED)),
+    "16 bits are added up in fp32, and kept so": Wrong(
+        2, ADDS_UP, r"gradients of bfloat16 came for 60 elements, .* 360 are right, .* In which dtype does a sum stay",
+        gradient(ADDED.replace("+= parcel.tensor", "= shard.gradient.float() + parcel.tensor"), SAID, EMPTIED)),
+    "a sum in fp32 beside the gradient": Wrong(
+        2, ADDS_UP, r"gradients of bfloat16 came for 60 elements, .* 360 are right, .* In which dtype does a sum stay",
+        gradient("had = adds and shard.has_gradient", "shard.gradient = parcel.tensor.float() + had * shard.gradient",
+                 SAID, EMPTIED)),
     "gradients leave in fp32": Wrong(
         2, CROSS, r"18432 bytes do not fit into a buffer of the bus(.|\n)*in its own 16 bits",
         leave(SENT.replace("gradient_shard)", "gradient_shard.float())")), world_size=2),
@@ -284,6 +291,10 @@ WRONG = {
         4, LATE, r"running mean is .* on rank 1 and .* on rank 0", step(READY, EDITS, GATHER, GATHERED, SPENT)),
     "an edit is overwritten": Wrong(
         4, EDIT, r"moved it by 1 on rank 0", step(READY, GATHER, GATHERED, STATISTICS, SPENT)),
+    "an edit goes along in training alone": Wrong(
+        4, EDIT, r"in eval\(\) mode, and step\(\) of SGD with lr 0 moved it by 1 on rank 0",
+        step(READY, EDITS.replace("    precision", "    if self.model.training:\n        precision"), GATHER, GATHERED,
+             STATISTICS, SPENT)),
     # step 5
     "nothing is written": Wrong(5, CHANGES, r"nothing was written to the file", through(behind="")),
     "read while it is still on its way to the file": Wrong(

@@ -391,37 +391,47 @@ def test_a_rank_keeps_no_optimizer_state(assignment):
 # ----------------------------------------------------------- step 2: a gradient shard leaves when its bucket is reduced
 
 
+ADDED = ((True, torch.float32), (False, torch.float32), (True, torch.bfloat16))
+
+
 def added_up(assignment):
-    """What SGD with lr 1 takes away on a host, after gradients came once, twice, and again after forget(). Where they
-    add, and where the newest counts alone."""
+    """What SGD with lr 1 takes away on a host, after gradients came once, twice, and again after forget(), and the
+    bytes that it keeps then. Where they add, and where the newest counts alone."""
     found = []
-    for adds in (True, False):
-        host, moved = a_host(assignment, optim.SGD, {"lr": 1.0}, [{}, {}], torch.float32), []
+    for adds, dtype in ADDED:
+        host, moved = a_host(assignment, optim.SGD, {"lr": 1.0}, [{}, {}], dtype), []
         for times in ([1], [2, 3], [4]):
             host.send(("forget",))
             before = [master_on(host, number) for number in sorted(SIZES)]
             for time_ in times:
                 for number in sorted(SIZES):
-                    host.send(("gradient", number, adds), values(number, torch.float32, time_))
+                    host.send(("gradient", number, adds), values(number, dtype, time_))
             host.send(("update", [{}, {}], None))
             for _ in SIZES:
                 host.emptied(host.receive())
             moved.append([one - master_on(host, number) for number, one in zip(sorted(SIZES), before, strict=True)])
+        found.append((moved, host.ask("memory")[0]))
         host.end()
-        found.append(moved)
     return found
 
 
 @pytest.mark.step(2, points=5, stuck=WAITS)
 def test_micro_batches_add_up_on_the_host(assignment):
     [found] = toys.run(added_up, 1, assignment)
-    for adds, moved in zip((True, False), found, strict=True):
+    for (adds, dtype), (moved, size) in zip(ADDED, found, strict=True):
+        wanted = sum(SIZES.values()) * (4 + dtype.itemsize)
+        assert size <= wanted, (
+            f"gradients of {name_of(dtype)} came for {sum(SIZES.values())} elements, some of them twice, and the host "
+            f"keeps {size} bytes: {wanted} are right, 4 each for the master and {dtype.itemsize} each for a gradient. "
+            "In which dtype does a sum stay?"
+        )
         for times, pieces in zip(([1], [2, 3], [4]), moved, strict=True):
-            each = [torch.cat([values(number, torch.float32, time_) for number in sorted(SIZES)]) for time_ in times]
-            right, ours = sum(each) if adds else each[-1], torch.cat(pieces)
+            each = [torch.cat([values(number, dtype, time_) for number in sorted(SIZES)]) for time_ in times]
+            right, ours = (sum(each) if adds else each[-1]).float(), torch.cat(pieces)
             so_far = sum(torch.cat([values(number, torch.float32, time_) for number in sorted(SIZES)])
                          for time_ in range(1, times[-1] + 1))
-            told = f"adds={adds}, and {len(times)} gradient{'s' * (len(times) > 1)} came since forget()"
+            told = (f"adds={adds}, and {len(times)} gradient{'s' * (len(times) > 1)} of {name_of(dtype)} came since "
+                    "forget()")
             assert ours.isfinite().all(), (
                 f"{told}: the host's gradient is NaN. It was read after its buffer was given back, or lies in that "
                 "buffer: copy, or add, first"
@@ -432,7 +442,8 @@ def test_micro_batches_add_up_on_the_host(assignment):
                    "that of the first one alone": each[0], "their sum, and the newest replaces": sum(each),
                    "that of all since the beginning: after forget() the next is the first again": so_far}
             words = next((words for words, wrong in why.items()
-                          if torch.allclose(ours, wrong, rtol=1e-4, atol=1e-5)), "neither the last one nor their sum")
+                          if torch.allclose(ours, wrong.float(), rtol=1e-4, atol=1e-5)),
+                         "neither the last one nor their sum")
             pytest.fail(f"{told}: the host's gradient is {words}", pytrace=False)
 
 
@@ -841,7 +852,7 @@ def test_a_bucket_is_gathered_while_the_next_crosses(assignment):
 
 def after_a_step(assignment):
     """Of batch norm: the running mean before and after a step, and whether a second backward was refused. Of an edit:
-    how far the next step of SGD with lr 0 moved the parameter that was edited."""
+    how far the next step of SGD with lr 0, in eval() mode, moved the parameter that was edited."""
     rank, found = dist.get_rank(), []
     for name in STAGES[:2]:
         zero = getattr(assignment, name)(toys.build(Normed, rank), optim.SGD, lr=0.0)
@@ -854,7 +865,7 @@ def after_a_step(assignment):
         except Exception:
             refused = True
         zero.zero_grad()
-        zero.model(*toys.numbers(rank, 2)).backward()
+        zero.model.eval()(*toys.numbers(rank, 2)).backward()
         with torch.no_grad():
             weight += 1.0
         edited = weight.detach().clone()
@@ -896,9 +907,9 @@ def test_an_edit_goes_along(assignment):
     for rank, of_rank in enumerate(once(after_a_step, 2, assignment)):
         for name, (_, _, moved, _) in zip(STAGES, of_rank, strict=False):
             assert moved < 1e-6, (
-                f"{name}: 1 was added to a parameter by hand on all ranks, and step() of SGD with lr 0 moved it by "
-                f"{moved:.2g} on rank {rank}: the host's master did not know of the edit (precision.keep_changes), and "
-                "its old value came back"
+                f"{name}: 1 was added to a parameter by hand on all ranks, while the model was in eval() mode, and "
+                f"step() of SGD with lr 0 moved it by {moved:.2g} on rank {rank}: the host's master did not know of "
+                "the edit (precision.keep_changes), and its old value came back. Are edits looked for in each step?"
             )
 
 

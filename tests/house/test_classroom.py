@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -501,6 +502,10 @@ def test_a_machine_that_is_too_busy_takes_no_points(messages, monkeypatch, tmp_p
     assert "No points are taken" in told[-1]["busy"]
     with pytest.raises(Busy):
         judging.Reported(COLLECTIVES, Grades(COLLECTIVES), whole=True).take(json.dumps(told[-1]).encode())
+    unread = SimpleNamespace(lines=lambda: iter(()), is_late=True)
+    with pytest.raises(Busy, match="too busy to judge: the tests could not be read"):
+        nothing = judging.Reported(COLLECTIVES, Grades(COLLECTIVES), whole=True)
+        list(judging.reports(lambda *_: nullcontext(unread), nothing, 9))
 
     def busy(*_, **__):
         raise Busy(told[-1]["busy"])

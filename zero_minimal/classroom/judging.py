@@ -25,6 +25,8 @@ from zero_minimal.programs import progress
 
 SECONDS = 120  # for a lesson, as accounts.Clock counts them
 SILENCE = 60.0  # seconds after which a judge that reports nothing is taken for stopped: it does while ranks run
+UNREAD = ("this machine is too busy to judge: the tests could not be read within {:.0f} s, and nothing of the "
+          "submission ran. No points are taken. End what else runs here, or grade later")
 LATE = ("this test did not come to an end: the machine may be busy, or what is run too large (a simulation of many "
         "layers?). Look at this step alone: --step {}")
 DOWN = ("the grader's own process was brought down while this test ran{}: memory may have run out (what is run may be "
@@ -71,6 +73,8 @@ def reports(begin: Callable[[list[str], float], AbstractContextManager], reporte
                 yield
         if reported.ended:
             break
+        if reported.under_way is None and judge.is_late:
+            raise Busy(UNREAD.format(SILENCE))
         if reported.under_way is None:
             raise RuntimeError(f"the tests of lesson {reported.lesson.name} could not run:\n{judge.printed}")
         reported.fail(_why_it_ended(judge, reported.step))
