@@ -298,7 +298,7 @@ WRONG = {
         zero_grad(forget="")),
     "listens once more in each step": Wrong(
         5, "test_the_second_step_starts_afresh", r"came after its bucket was handed over",
-        zero_grad(forget="self.reducer.forget()\nself.backward._listen()")),
+        zero_grad(forget="self.reducer.forget()\nself.reducer._listen()")),
     "an old gradient stands in for a missing one": Wrong(
         5, "test_trains_as_one_process_would",
         r"(?s)rank 0 has other parameters than one process .* counts as one whose .*zero_missing",
