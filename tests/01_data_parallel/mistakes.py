@@ -238,6 +238,9 @@ WRONG = {
     "starts, and waits in the next line": Wrong(
         4, "test_autograd_goes_on_meanwhile", r"rank 0 stood still each time until it came",
         bucket_complete(reduce=REDUCE + "\nself._wait()")),
+    "starts the next one, and then waits for the one before": Wrong(
+        4, "test_autograd_goes_on_meanwhile", r"messages \d (was|were) under way .* half is sent in wait\(\), beh",
+        bucket_complete(begin="before = self.reducing", reduce=REDUCE + "\nif before:\n    before.wait()")),
     "waits at once in the second pass of a step": Wrong(
         4, "test_all_has_arrived_when_backward_ends", r"rank 0 stood still each time .* This is the second backward",
         bucket_complete(reduce=REDUCE + "\nif self.reducer.passes:\n    self._wait()")),
