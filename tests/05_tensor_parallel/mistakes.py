@@ -178,10 +178,10 @@ WRONG = {
 
     # step 3, which asks for blocks
     "the rows are divided, and blocks are not": Wrong(
-        3, "test_a_rank_owns_its_heads", r"15 rows are 3 blocks of 5, .* shard\(…, blocks=3\) raised no ValueError",
+        3, "test_unequal_blocks_are_refused", r"15 rows are 3 blocks of 5, .* shard\(…, blocks=3\) raised no ValueError",
         shard(check="size % ranks", parts="part.tensor_split(ranks, dim)[rank] for part in whole.chunk(blocks, dim)")),
     "ranks and blocks each divide the rows": Wrong(
-        3, "test_a_rank_owns_its_heads", r"15 rows are 3 blocks of 5, .* shard\(…, blocks=3\) raised no ValueError",
+        3, "test_unequal_blocks_are_refused", r"15 rows are 3 blocks of 5, .* shard\(…, blocks=3\) raised no ValueError",
         shard(check="size % ranks or size % blocks",
               parts="part.tensor_split(ranks, dim)[rank] for part in whole.chunk(blocks, dim)")),
 

@@ -516,7 +516,7 @@ def plain_attention():
     return {"y": y.detach(), "x": x.grad, "gradients": gradients_of(attention)}
 
 
-@pytest.mark.step(3, points=5)
+@pytest.mark.step(3, points=4)
 @worlds
 def test_a_rank_owns_its_heads(assignment, world_size):
     for name, shape in (("weight", (3 * CONFIG.hidden, CONFIG.hidden)), ("bias", (3 * CONFIG.hidden,))):
@@ -530,6 +530,11 @@ def test_a_rank_owns_its_heads(assignment, world_size):
             assert part.shape == wanted.shape and torch.equal(part, wanted), (
                 f"the {name} of query_key_value on rank {rank} of {world_size}: query, key and value of this rank's "
                 f"heads are the {ordinal(rank)} part of each of three blocks, one after the other")
+
+
+@pytest.mark.step(3, points=1)
+@worlds
+def test_unequal_blocks_are_refused(assignment, world_size):
     for rank, found in enumerate(once(attended, world_size, assignment)):
         assert found["refused"], (
             f"{5 * world_size} rows are {world_size} blocks of 5, and 5 cannot be cut into {world_size} equal parts. "
