@@ -95,7 +95,8 @@ def assert_clips_in_a_group(stage_class):
 
 def assert_trains_with_clipping(stage_class):
     """As one process does, in fp32 and in fp16 with a loss scale."""
-    results = toys.run(trained_with_norms, 2, stage_class, {name: recipe for name, (recipe, _) in CLIPPED.items()})
+    runs = toys.run(trained_with_norms, 2, stage_class, {name: recipe for name, (recipe, _) in CLIPPED.items()})
+    results = [found for found, _ in runs]
     for name, (recipe, hint) in CLIPPED.items():
         plain, _ = in_one_process(recipe, 2)
         near = 1e-4 if recipe.dtype.itemsize == 4 else 2**-7
@@ -113,3 +114,15 @@ def assert_trains_with_clipping(stage_class):
             )
     assert_as_in_one_process([{name: parameters for name, (_, parameters) in found.items()} for found in results], 2,
                              CLIPPED)
+    for rank, (_, (after_dropped, after_infinite)) in enumerate(runs):
+        assert (after_dropped == 0.5).all(), (
+            "a batch was clipped to 0.001, and dropped with zero_grad(). The next one is not clipped: SGD with lr 1 "
+            f"must move each parameter by its gradient, 0.5, and moved rank {rank}'s by {1 - after_dropped[0]:.4g}. "
+            "What is still there of the batch before? zero_grad() without step() ends clipping, too"
+        )
+        moved = after_infinite[1:] != 0.5
+        assert not moved.any(), (
+            "one of 60 gradients is infinite, so their norm is, too. clip_grad_norm_(1.0) scales by 1 / inf there, as "
+            f"in torch: the 59 finite gradients move nothing, and {int(moved.sum())} of their parameters moved on rank "
+            f"{rank}"
+        )

@@ -661,9 +661,26 @@ def clipped_in_a_group(stage_class):
 
 
 def trained_with_norms(stage_class, recipes):
-    """{recipe: (norms, all parameters)}"""
+    """{recipe: (norms, all parameters)}; and after_clips()"""
     runs = {name: toys.train(stage_class, recipe) for name, recipe in recipes.items()}
-    return {name: (run.norms, run.parameters) for name, run in runs.items()}
+    return {name: (run.norms, run.parameters) for name, run in runs.items()}, after_clips(stage_class)
+
+
+def after_clips(stage_class):
+    """60 parameters that were 1, after SGD with lr 1 and gradients of 0.5: after a step before which a batch was
+    clipped to 0.001 and dropped; and after a second one, clipped, in which the first gradient is infinite."""
+    zero, gradient, found = stage_class(Given(), optim.SGD, lr=1.0), torch.full((60,), 0.5), []
+    zero.model(gradient).backward()
+    zero.clip_grad_norm_(1e-3)
+    for max_norm in (None, 1.0):
+        zero.zero_grad()
+        zero.model(gradient).backward()
+        if max_norm:
+            zero.clip_grad_norm_(max_norm)
+        zero.step()
+        found.append(torch.cat([param.flatten() for param in toys.whole_parameters(zero)]))
+        gradient[0] = torch.inf
+    return found
 
 
 def overflow(stage_class):

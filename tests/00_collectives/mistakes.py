@@ -331,6 +331,30 @@ WRONG = {
             """)),
     "broadcasts in one piece": Wrong(
         5, "test_broadcast_is_a_pipeline", r"the root sent 1 message:", broadcast(chunks="[tensor]")),
+    "two buffers for results take turns": Wrong(
+        3, "test_all_gather_gives_all_parts_in_order", r"what all_gather had returned on rank 0 changed when the func",
+        {"results": "results = {}"} | all_gather(start="""results.setdefault((part.dtype, part.numel(), world_size), [
+            part.new_empty(world_size, part.numel()) for _ in range(2)])""",
+            own="chunks.reverse()\nchunks = chunks[0]\nchunks[rank] = part"), 2),
+    "three buffers for sums take turns": Wrong(
+        2, "test_reduce_scatter_leaves_its_input", r"what reduce_scatter had returned on rank 0 changed when the func",
+        {"results": "results = {}"} | reduce_scatter(result="""results.setdefault((tensor.dtype, len(tensor)), [
+            torch.empty_like(chunks[0]) for _ in range(3)])[0].copy_(chunks[rank])""", travel="""
+            exchange(outgoing, incoming, group)
+            pool = results.get((tensor.dtype, len(tensor)), [None])
+            if step == 0:
+                pool.append(pool.pop(0))
+            """)),
+    "passes a chunk on when the next one has come": Wrong(
+        5, "test_broadcast_is_a_pipeline", r"passed nothing on before the root had sent its last chunk, the second of",
+        {"broadcast": function(
+            "def broadcast(tensor, root=0, group=None, chunk_count=4):", RANKS,
+            "distance, sends, last = (rank - root) % world_size, [], None", function(
+                "for chunk in [*tensor.chunk(chunk_count), None]:",
+                f"if distance > 0 and chunk is not None:\n    dist.recv(chunk, {LEFT_ONE}, group=group)",
+                function("if distance < world_size - 1 and last is not None:",
+                         f"sends.append(dist.isend(last, {RIGHT_ONE}, group=group))"), "last = chunk"),
+            "for send in sends:\n    send.wait()", "return tensor")}),
     "receives all before it sends": Wrong(
         5, "test_broadcast_is_a_pipeline", r"passed nothing on before the root had sent its last chunk",
         broadcast(again="for chunk in tensor.chunk(chunk_count):")),

@@ -241,6 +241,9 @@ WRONG = {
     "starts, and waits in the next line": Wrong(
         4, "test_autograd_goes_on_meanwhile", r"rank 0 stood still each time until it came",
         bucket_complete(reduce=REDUCE + "\nself._wait()")),
+    "starts the next one, and then waits for the one before": Wrong(
+        4, "test_autograd_goes_on_meanwhile", r"messages \d (was|were) under way .* half is sent in wait\(\), beh",
+        bucket_complete(begin="before = self.reducing", reduce=REDUCE + "\nif before:\n    before.wait()")),
     "waits at once in the second pass of a step": Wrong(
         4, "test_all_has_arrived_when_backward_ends", r"rank 0 stood still each time .* This is the second backward",
         bucket_complete(reduce=REDUCE + "\nif self.reducer.passes:\n    self._wait()")),
@@ -301,7 +304,7 @@ WRONG = {
         zero_grad(forget="")),
     "listens once more in each step": Wrong(
         5, "test_the_second_step_starts_afresh", r"came after its bucket was handed over",
-        zero_grad(forget="self.reducer.forget()\nself.backward._listen()")),
+        zero_grad(forget="self.reducer.forget()\nself.reducer._listen()")),
     "an old gradient stands in for a missing one": Wrong(
         5, "test_trains_as_one_process_would",
         r"(?s)rank 0 has other parameters than one process .* counts as one whose .*zero_missing",

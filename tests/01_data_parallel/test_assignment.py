@@ -568,8 +568,10 @@ def assert_overlaps(results, hint=""):
         f"(async_op=True), go back to autograd, and wait later{hint}"
     )
     assert count >= LAYERS / 3, (
-        f"rank 1 sends each message {1000 * LATE:.0f} ms late. Of {of} messages {count} were under way while rank 0 "
-        f"got another gradient, and about {LAYERS - 1} could be: one a bucket{hint}"
+        f"rank 1 sends each message {1000 * LATE:.0f} ms late. Of {of} messages {count} "
+        f"{'was' if count == 1 else 'were'} under way while rank 0 got another gradient, and about {LAYERS - 1} could "
+        "be: one a bucket. On gloo an all-reduce's second half is sent in wait(), behind all that was started before "
+        f"it: which buckets have arrived when bucket_complete returns?{hint}"
     )
 
 

@@ -373,6 +373,16 @@ WRONG = {
         4, "test_the_scale_is_applied_in_fp32", r"must subtract 2\^-6 from 1: rank 0 has 1. The product is 2\^-26",
         update_shard(gradient="bucket.gradient_shard * (1.0 if gradient_scale is None else gradient_scale)",
                      scale="gradient = gradient.to(bucket.master.dtype)")),
+    "the sum in 16 bits, divided afterwards": Wrong(
+        4, "test_gradients_of_16_bits_are_added_in_32",
+        r"gradients of float16: some are 60000 .* hold inf in place of the mean: their sum is too large",
+        bucket_complete(op="sum", end="self.reducing = pending, part")
+        | {"Stage1._wait": function("def _wait(self):", function(
+            "if self.reducing:", "pending, part = self.reducing", "pending.wait()", "part.div_(self.world_size)",
+            "self.reducing = None"))}),
+    "divided first, and added afterwards": Wrong(
+        4, "test_gradients_of_16_bits_are_added_in_32", r"divided by N is zero: divide after the sum",
+        bucket_complete(zero="bucket.zero_missing()\nbucket.gradients.div_(self.world_size)", op="sum")),
     "the norm in the gradients' own 16 bits": Wrong(
         5, "test_clips_by_the_global_norm", r"and rank 0 returned inf. A dtype of 16 bits has no room for it",
         global_norm(squares="squares = torch.stack([each.norm() for each in gradients]).float().square().sum()"), 2),
@@ -408,6 +418,10 @@ WRONG = {
         5, "test_trains_with_clipping",
         r"a loss scale, and clipping: clip_grad_norm_ returned [\d.e+]+ on rank 0 .* self.gradient_scale is 1/1024",
         clip_grad_norm_(norm="global_norm(gradients, group=self.group)")),
+    "an infinite norm clips nothing": Wrong(
+        5, "test_trains_with_clipping", r"the 59 finite gradients move nothing, and 59 of their parameters moved on",
+        clip_grad_norm_(scale="if norm.isfinite():\n    self.gradient_scale = precision.clip("
+                              "self.gradient_scale, norm, max_norm)")),
     "clipping forgets the loss scale": Wrong(
         5, "test_trains_with_clipping", r"fp16, a loss scale, and clipping, 3 steps: rank 0 has other parameters",
         clip_grad_norm_(scale="self.gradient_scale = precision.clip(None, norm, max_norm)")),

@@ -30,6 +30,7 @@ from sharded import (
     Most,
     after_a_step,
     alike,
+    assert_added_in_32,
     assert_kernel_agrees,
     assert_sent,
     assert_shards_hold,
@@ -46,6 +47,7 @@ from sharded import (
     model,
     one_step,
     shards_of,
+    sixteen_bits,
     small_updates,
     step_in_a_group,
     trained,
@@ -450,7 +452,7 @@ def test_a_backward_after_step_is_refused(stage_class):
 # ------------------------------------------------------------------------------- step 4: fp32 masters
 
 
-@pytest.mark.step(4, points=6, raised="the parameters are in bf16 here, and the master in fp32: what it is updated "
+@pytest.mark.step(4, points=5, raised="the parameters are in bf16 here, and the master in fp32: what it is updated "
                   "with must be in fp32, too")
 def test_small_steps_in_bf16_add_up(stage_class):
     wanted = torch.tensor(1 - 25 * 0.0015).bfloat16().item()
@@ -521,18 +523,25 @@ def test_trains_in_16_bits(stage_class):
 
 
 def tiny_gradients(stage_class):
-    """Parameters that were 1, in fp16, after a step of lr 2^20 with the gradient 2^-10 and the scale 2^-16."""
+    """Parameters that were 1, in fp16, after a step of lr 2^20 with the gradient 2^-10 and the scale 2^-16; and
+    sixteen_bits()."""
     zero = stage_class(Given().half(), optim.SGD, lr=2.0**20)
     zero.model(torch.full((60,), 2.0**-10, dtype=torch.float16)).backward()
     zero.gradient_scale = 2.0**-16
     zero.step()
-    return torch.cat(toys.whole_parameters(zero)).double()
+    return torch.cat(toys.whole_parameters(zero)).double(), sixteen_bits(stage_class)
+
+
+@pytest.mark.thorough
+@pytest.mark.step(4, points=1)
+def test_gradients_of_16_bits_are_added_in_32(stage_class):
+    assert_added_in_32([shards for _, shards in once(tiny_gradients, 3, stage_class)])
 
 
 @pytest.mark.thorough
 @pytest.mark.step(4, points=1)
 def test_the_scale_is_applied_in_fp32(stage_class):
-    for rank, parameter in enumerate(toys.run(tiny_gradients, 2, stage_class)):
+    for rank, (parameter, _) in enumerate(once(tiny_gradients, 3, stage_class)):
         assert (parameter == 1 - 2.0**-6).all(), (
             "fp16: the gradient is 2^-10, self.gradient_scale is 2^-16, and SGD with lr 2^20 must subtract 2^-6 "
             f"from 1: rank {rank} has {parameter[0]:.6g}. The product is 2^-26, less than the smallest number of "

@@ -176,6 +176,15 @@ WRONG = {
         1, "test_f_and_g_in_a_group", r"here ranks 0 and 2 of 3 are the group: is `group` passed on",
         f(backward=SUM_LATER.replace("group=group", "group=None")), hangs=True),
 
+    # step 3, which asks for blocks
+    "the rows are divided, and blocks are not": Wrong(
+        3, "test_unequal_blocks_are_refused", r"15 rows are 3 blocks of 5, .* shard\(…, blocks=3\) raised no ValueError",
+        shard(check="size % ranks", parts="part.tensor_split(ranks, dim)[rank] for part in whole.chunk(blocks, dim)")),
+    "ranks and blocks each divide the rows": Wrong(
+        3, "test_unequal_blocks_are_refused", r"15 rows are 3 blocks of 5, .* shard\(…, blocks=3\) raised no ValueError",
+        shard(check="size % ranks or size % blocks",
+              parts="part.tensor_split(ranks, dim)[rank] for part in whole.chunk(blocks, dim)")),
+
     # step 2
     "columns are cut by inputs": Wrong(
         2, "test_a_rank_owns_its_part_of_a_layer",
@@ -249,9 +258,13 @@ WRONG = {
         4, "test_the_loss_is_that_of_whole_logits",
         r"the loss is -inf, and .* with logits from -\d+ to -\d+\. exp\(\) of every logit was 0, and log\(0\) is -inf",
         cross_entropy(less="highest = highest.clamp(min=0)\nlogits = logits - highest.unsqueeze(-1)")),
+    "the mean of the ranks' highest": Wrong(
+        4, "test_the_loss_is_that_of_whole_logits",
+        r"the loss is nan, .*rows that fill up, and no others, so that its highest is -inf, .*A mean or a sum with it",
+        cross_entropy(of_all=OF_ALL.replace("max", "avg")), world_size=4),
     "a target that is elsewhere times zero": Wrong(
         4, "test_the_loss_is_that_of_whole_logits",
-        r"the loss is nan, .*Not a number: 0 · -inf is nan, .*is replaced \(torch\.where, masked_fill\)",
+        r"the loss is nan, .*Not a number. .* so is 0 · -inf: .*is replaced \(torch\.where, masked_fill\)",
         cross_entropy(of_target=OF_TARGET), world_size=4),
     "rows that fill up are tokens": Wrong(
         4, "test_the_loss_is_that_of_whole_logits", r"2 of the logits on rank 2 of 3, with 31 tokens, belong to rows",

@@ -307,12 +307,16 @@ def parts_of_layers(file):
         layer = {"column": column, "row": row}[layer]
         part = layer.cut(kind, shared(10 + number, *shape))
         found[name] = part, part.untyped_storage().nbytes() // EACH, getattr(layer, kind).untyped_storage().nbytes()
-    refused = None
+    return found, column.weight.detach(), held, own, refuses(file, 7)
+
+
+def refuses(file, size, **blocks):
+    """Whether shard() says by a ValueError that so many rows cannot be cut."""
     try:
-        file.shard(torch.zeros(7, 3), 0)
-    except ValueError as error:
-        refused = str(error)
-    return found, column.weight.detach(), held, own, refused
+        file.shard(torch.zeros(size, 3), 0, **blocks)
+    except Exception as error:
+        return isinstance(error, ValueError)
+    return False
 
 
 LAYERS = (("ColumnParallelLinear's weight", "column", "weight", OUTPUTS, INPUTS),
@@ -500,7 +504,8 @@ def attended(file):
     phases = Phases()
     y = phases("forward", attention, x)
     phases("backward", backward, y, gradient)
-    return {"y": y.detach(), "x": x.grad, "gradients": gradients_of(attention), "parts": parts, "phases": phases.found}
+    return {"y": y.detach(), "x": x.grad, "gradients": gradients_of(attention), "parts": parts, "phases": phases.found,
+            "refused": refuses(file, 5 * dist.get_world_size(), blocks=dist.get_world_size())}
 
 
 def plain_attention():
@@ -511,7 +516,7 @@ def plain_attention():
     return {"y": y.detach(), "x": x.grad, "gradients": gradients_of(attention)}
 
 
-@pytest.mark.step(3, points=5)
+@pytest.mark.step(3, points=4)
 @worlds
 def test_a_rank_owns_its_heads(assignment, world_size):
     for name, shape in (("weight", (3 * CONFIG.hidden, CONFIG.hidden)), ("bias", (3 * CONFIG.hidden,))):
@@ -525,6 +530,15 @@ def test_a_rank_owns_its_heads(assignment, world_size):
             assert part.shape == wanted.shape and torch.equal(part, wanted), (
                 f"the {name} of query_key_value on rank {rank} of {world_size}: query, key and value of this rank's "
                 f"heads are the {ordinal(rank)} part of each of three blocks, one after the other")
+
+
+@pytest.mark.step(3, points=1)
+@worlds
+def test_unequal_blocks_are_refused(assignment, world_size):
+    for rank, found in enumerate(once(attended, world_size, assignment)):
+        assert found["refused"], (
+            f"{5 * world_size} rows are {world_size} blocks of 5, and 5 cannot be cut into {world_size} equal parts. "
+            f"On rank {rank} shard(…, blocks={world_size}) raised no ValueError: what must divide the rows?")
 
 
 @pytest.mark.step(3, points=8, stuck=SAME, raised="this rank has heads / M of the heads, and of each three blocks; how "
@@ -676,8 +690,14 @@ def suspect(loss, whole, targets, world_size):
     units = (each * (-highest).exp()).sum(-1).log() - target + highest.gather(-1, owner[..., None]).squeeze(-1)
     right = whole.logsumexp(-1) - target
     if loss.isnan():
-        return ("Not a number: 0 · -inf is nan, and so is -inf - -inf. A number to be dropped is replaced "
-                "(torch.where, masked_fill), not multiplied with 0")
+        size, tokens = parts[0].shape[-1], whole.shape[-1]
+        if size * world_size == tokens:
+            return ("Not a number, and all logits are finite: an infinity comes up on the way. exp() of a large one "
+                    "overflows, and log(0) is -inf. What is subtracted before exp(), and is it the highest of all?")
+        alone = ", and no others, so that its highest is -inf, too" if size * (world_size - 1) >= tokens else ""
+        return (f"Not a number. The last rank has logits of -inf, of rows that fill up{alone}. Where does -inf meet other "
+                "numbers? A mean or a sum with it is -inf; -inf - -inf is nan, and so is 0 · -inf: a number to be "
+                "dropped is replaced (torch.where, masked_fill), not multiplied with 0")
     if loss.isinf():
         happened = "exp() of a logit has overflowed" if loss > 0 else "exp() of every logit was 0, and log(0) is -inf"
         return f"{happened}. What is subtracted from the logits before exp(), and is it the highest of all ranks?"
