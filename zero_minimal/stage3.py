@@ -62,8 +62,8 @@ class Stage3(Hooks):
     step() or the end of an evaluation. Then it keeps its shape, and reading it is an error:
     `gather_parameters()` shows it. While it can be read, a loss may be computed from it (an L1
     penalty, say), and edits in place are kept if all ranks make them alike, which is not checked
-    here. Keep a .clone() of what you read, not a view: one taken in the forward of the unit itself,
-    where operations are not followed, cannot say that its memory is gone.
+    here. Keep a .clone() of what you read, not a view: a view that is taken inside the unit's own
+    forward gives no error when its memory is freed.
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
         element-wise; TypeError for what is no module, no optimizer class or no option of it;
         RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.

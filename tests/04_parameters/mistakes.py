@@ -161,10 +161,10 @@ NUMBER = "torch.distributed.all_reduce(torch.zeros(1), group=self.group)"
 BARRIER = "torch.distributed.barrier(self.group)"
 # what is on its way stays so
 WHOLE_ALONE = "for unit in self.units:\n    if unit.whole:\n        self._release(unit)"
-GIVES_BACK = {"give_back": """
-    def give_back(buckets, group):
+GIVES_BACK = {"gather_anew": """
+    def gather_anew(buckets, group):
         from zero_minimal.core import units
-        units.give_back(buckets, group)
+        units.gather_anew(buckets, group)
     """}
 
 TAKEN_OVER = """
@@ -182,7 +182,7 @@ def only_if(number):
     edited = function("if any(before[param] != after[param] for param in bucket.params):", TAKEN_OVER)
     return GIVES_BACK | {"Stage3.gather_parameters": "@contextmanager\n" + function(
         "def gather_parameters(self):", "self._release_all()", "self.shown = True",
-        function("try:", "give_back(self.all_buckets, self.group)", f"before = {numbers}", "yield",
+        function("try:", "gather_anew(self.all_buckets, self.group)", f"before = {numbers}", "yield",
                  "replicas.check_alike(self.model, self.group)", f"after = {numbers}",
                  function("for bucket in self.all_buckets:", edited)),
         function("finally:", "self.shown = False", "self._release_all()"))}
@@ -537,7 +537,7 @@ WRONG = {
             replicas.check_alike(self.model, self.group)
             for bucket in self.all_buckets:
                 if not bucket.trained:
-                    give_back([bucket], self.group)
+                    gather_anew([bucket], self.group)
             """) | GIVES_BACK),
     "gather_parameters shows placeholders": Wrong(
         5, "test_all_is_whole_inside_gather_parameters",
@@ -573,7 +573,7 @@ WRONG = {
         5, "test_all_is_whole_inside_gather_parameters", r"the forward after an edit inside gather_parameters\(\)",
         gather_parameters(alike="""
             replicas.check_alike(self.model, self.group)
-            give_back(self.all_buckets, self.group)
+            gather_anew(self.all_buckets, self.group)
             """) | GIVES_BACK),
     "an error inside gather_parameters is swallowed": Wrong(
         5, "test_all_is_whole_inside_gather_parameters",

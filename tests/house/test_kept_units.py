@@ -9,6 +9,7 @@ import toys
 from thorough import sample
 from torch import nn, optim
 
+from zero_minimal.core import seams
 from zero_minimal.kept_units import Kept3
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.stage3 import Stage3
@@ -59,10 +60,10 @@ def watched(counts):
             with TrafficMeter() as meter:
                 loss = model(*toys.tokens(rank, step))
                 after_forward = there(zero)
-                def note(unit, zero=zero, turns=turns):
+                def note(_, unit, zero=zero, turns=turns):
                     turns.append((unit.name, there(zero)))
 
-                with zero.execution_order.heard_by(note):
+                with seams.heard_by("unit_turned", note):
                     loss.backward()
                 backward, turns[:] = list(turns), []
                 zero.step()

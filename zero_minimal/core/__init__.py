@@ -2,6 +2,7 @@
 attaches.
 
 In the order of reading:
+    seams                        where everything else attaches: tell() calls who listens
     collectives, work, sums      what ranks send each other
     layout                       flats, buckets, shards
     set_up, replicas             what all stages begin with; what is equal on all ranks
@@ -10,7 +11,6 @@ In the order of reading:
     gradient_memory              where gradients of stages 2 and 3 lie
     units, freed_parameter       what stage 3 gathers and frees
     execution_order              and when
-    seams                        where everything else attaches
 and beside them: loss_scaler (fp16); and for the lessons after stage 3: ring, mesh, random_state,
 fused, blocks.
 """

@@ -22,8 +22,8 @@ part to everyone, and every part lands where it belongs. A tensor on a GPU goes 
 since gloo runs on the CPU. On NCCL the native functions are called.
 
 The decorator `collective` adds two arguments to each function. With async_op=True it returns a
-`Work` (work.py) at once; else None, when the result is in place. `of=` names what is sent,
-for the error that a rank gets which is in another collective. A `group` of None is all ranks; the
+`Work` (work.py) at once; else None, when the result is in place. `of=` names what is sent:
+an error shows it if ranks call different collectives. A `group` of None is all ranks; the
 functions below are given the process group itself.
 What a rank sends, and when, is heard from outside (`heard_by`): no stage has a line for it.
 """

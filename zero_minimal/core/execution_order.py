@@ -4,8 +4,7 @@ whose turn it is, who comes next, and with which units backward is done."""
 import bisect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -50,7 +49,6 @@ class ExecutionOrder:
 
     def __init__(self, stage):
         self.stage, self.root = weakref.proxy(stage), stage.units[0]
-        self._listeners: list[Callable[[Unit], object]] = []
         self._passes: dict = {"forward": [], "backward": []}
         self._opened_by: nn.Module | None = None  # the module whose call began the forward pass
         self.begin("forward")
@@ -67,15 +65,6 @@ class ExecutionOrder:
         after = WeakHook(ExecutionOrder._after_forward, self, unit)
         module.register_forward_hook(after, always_call=True)
 
-    @contextmanager
-    def heard_by(self, listener: Callable[[Unit], object]) -> Iterator[None]:
-        """Context in which listener(unit) is called at each turn, after stage.unit_turn()."""
-        self._listeners.append(listener)
-        try:
-            yield
-        finally:
-            self._listeners.remove(listener)
-
     def begin(self, kind: str) -> None:
         """A "forward" or "backward" pass begins."""
         self._last = self._passes[kind]
@@ -86,8 +75,8 @@ class ExecutionOrder:
                                 if number < IN_BACKWARD}
 
     def _forget(self) -> None:
-        # a call of a unit made the nodes with begin <= number < end. Backward may still come to a
-        # node of a forgotten call, below since: it says nothing about which units are done
+        # a call of a unit made the nodes with begin <= number < end. Backward may still come to
+        # nodes of forgotten calls (number < since): they do not show which units are done
         self.since = next_number()
         self._first_call: dict[Unit, int] = {}  # unit → begin, in the order of the calls
         self.under_way: list[tuple] = []  # (begin, unit, module): calls that have not returned
@@ -96,8 +85,8 @@ class ExecutionOrder:
         self._pass = Pass()
 
     def _forget_the_dead(self) -> None:
-        """At the start of a forward pass: forget calls to which no backward can come any more. An
-        evaluation without no_grad() leaves nothing else behind."""
+        """At the start of a forward pass: forget calls whose graph is gone, such as those of
+        an evaluation without no_grad()."""
         self._pass = Pass()  # first, or this object would hold the last one
         self._calls = [call for call in self._calls if call[3]() is not None]
         self._first_call = {}
@@ -190,8 +179,7 @@ class ExecutionOrder:
             following = next(iter(self._last[number + 1 : number + 2]), None) if as_before else None
             tell("unit_turn", self.stage, unit, following)
             self.stage.unit_turn(unit, following)
-            for listener in self._listeners:
-                listener(unit)
+            tell("unit_turned", self, unit)
         tell("unit_is_whole", self, unit)
 
 

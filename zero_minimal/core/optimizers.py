@@ -41,7 +41,7 @@ def changes_parameters(update: Callable) -> Callable:
 
 
 def tell_autograd(bucket: Bucket) -> None:
-    """The parameters have changed where autograd does not see it: tell it, and all who listen."""
+    """The parameters have changed where autograd does not see it: a listener marks them for it."""
     seams.tell("update_ends", bucket)
 
 

@@ -1,11 +1,11 @@
-"""Backward: tells a stage when a bucket's gradients are complete, so that their reduction overlaps
-with the rest of the backward pass.
+"""Reducer (DDP's name): tells a stage when a bucket's gradients are complete, so that their
+reduction overlaps with the rest of the backward pass.
 
     autograd ── a gradient ──► Reducer ─── hooks ──► stage
 
-Autograd calls a hook when a parameter's gradient is there. Backward counts these calls; with the
-last gradient of its parameters a bucket is complete, and is handed over to the stage. Two things
-make this less simple than it sounds:
+Autograd calls a hook when a parameter's gradient is there. The reducer counts these calls; with
+the last gradient of its parameters a bucket is complete, and is handed over to the stage. Two
+things make this less simple than it sounds:
 
 - All ranks must start the same collectives in the same order, but a parameter may get a gradient on
   one rank and none on another. So buckets are handed over in one fixed order, and at the end of the
@@ -39,7 +39,7 @@ class Hooks:
     """What a stage is told during a backward pass. It overrides what it needs; these do nothing."""
 
     def backward_begins(self) -> None:
-        """Before the first gradient of any pass. Backward.reduced still speaks of the pass before:
+        """Before the first gradient of any pass. Reducer.reduced still speaks of the pass before:
         it is set back after this call."""
 
     def gradient_arrived(self, param: nn.Parameter, flat: Flat) -> None:
@@ -50,8 +50,8 @@ class Hooks:
         """All gradients of bucket.params that this pass makes have arrived. Where .grad is None
         there was none on this rank: it counts as zero.
 
-        A parameter may lie in several buckets. `done` are those of this bucket that lie in no
-        bucket still to come: their .grad is not needed any more.
+        A parameter may lie in several buckets. `done` are those of this bucket that no later
+        bucket needs: their .grad is not needed any more.
 
         Called once for every bucket, in the same order on every rank: in a pass that is not under
         `accumulate()`, or in finish(), which step() may call anywhere.
@@ -180,7 +180,7 @@ class Reducer:
 
     def _hand_over_rest(self) -> None:
         """Hand over all buckets that are left, in order."""
-        # one that was not counted may be there all the same: of a pass before, or the user's own
+        # a gradient may be there that was not counted: of an earlier pass, or set by the user
         for bucket in list(self.waits_for):
             for param in self.waits_for[bucket]:
                 if param.grad is not None:

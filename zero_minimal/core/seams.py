@@ -8,7 +8,9 @@ does, and knows nobody who listens:
     backward    followed, backward_begins, gradient_arrives, bucket_complete, backward_ends,
                 gradients_reduced, gradients_asked, gradients_dropped
     update      update_begins, update_ends, parameters_edited
-    stage 3     unit_turn, parameter_released, parameter_restored
+    stage 3     units_followed, unit_called, unit_begins, unit_turn, unit_turned, unit_is_whole,
+                part_returned, unit_ends, unit_returned, backward_at_unit, left_behind,
+                parameter_released, parameter_restored
     messages    collective
 
 Who listens is named in zero_minimal/__init__.py, and imported before the first moment is told.

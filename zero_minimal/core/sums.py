@@ -17,8 +17,7 @@ def sum_in_rank_order(parts: list[torch.Tensor], output: torch.Tensor, op: str) 
         for other in others[:-1]:
             total = torch.add(total, other, out=scratch[: len(result)])
         for other in others[-1:]:
-            # the last sum may go where the result goes, and lie over one of the parts: no other
-            # sum reads it again
+            # the last sum may overwrite a part, if `output` lies there: nothing reads it later
             goes = result if wide == output.dtype else scratch[: len(result)]
             total = torch.add(total, other, out=goes)
         if op == "avg":

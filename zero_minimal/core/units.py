@@ -92,7 +92,7 @@ def whole_parameters(buckets: list[Bucket], rank: int, group=None) -> Iterator[N
     valid. At its end edits are carried over to this rank's shards, but not if it ends with an
     error: one rank may have had it alone. All ranks must enter it, and none may run backward
     inside."""
-    give_back(buckets, group)
+    gather_anew(buckets, group)
     yield
     with torch.no_grad():
         for bucket in buckets:
@@ -105,10 +105,10 @@ def whole_parameters(buckets: list[Bucket], rank: int, group=None) -> Iterator[N
 
 
 @torch.no_grad()
-def give_back(buckets: list[Bucket], group=None) -> None:
+def gather_anew(buckets: list[Bucket], group=None) -> None:
     """Make the parameters whole again, in new memory, from all ranks' shards."""
     for bucket in buckets:
         whole = bucket.zeros()
-        collectives.all_gather(whole, bucket.parameter_shard, group=group, of=bucket.name)
+        collectives.all_gather(whole, bucket.parameter_shard, group=group, of=bucket)
         for param in bucket.params:
             restore(param, bucket.flat.view(whole, param))

@@ -64,7 +64,7 @@ class Work:
     Args:
         works: what torch.distributed has started.
         then: what is left to do when these are over.
-        half_done: whether that sends something.
+        half_done: whether `then` sends messages.
     """
 
     def __init__(self, works, then: Callable[[], object] | None = None, half_done: bool = False):
@@ -94,8 +94,8 @@ class Work:
         self.works, self.then = [], None  # nothing is left to do
 
     def __del__(self):
-        # somebody has caught an error, say, and let the stage go. gloo, in the middle of a message
-        # whose memory is gone, reads nothing more from that rank: what comes next would hang
+        # somebody has caught an error, say, and let the stage go. If memory goes while gloo still
+        # receives into it, gloo stops reading from that rank, and the next call would hang
         if self.works and self.then is not None:
             _dropped.append((self.works, self.then))
 

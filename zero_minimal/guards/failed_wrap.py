@@ -8,11 +8,11 @@ import contextlib
 
 from zero_minimal.core import seams
 from zero_minimal.core.freed_parameter import is_released
-from zero_minimal.core.units import give_back
+from zero_minimal.core.units import gather_anew
 
 
 @seams.at("wrap_failed")
 def make_whole(stage) -> None:
     lost = [bucket for bucket in stage.all_buckets if any(map(is_released, bucket.params))]
     with contextlib.suppress(RuntimeError):  # the others may be elsewhere, or gone
-        give_back(lost, stage.group)
+        gather_anew(lost, stage.group)

@@ -15,7 +15,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from zero_minimal.core import collectives
+from zero_minimal.core import collectives, seams
 from zero_minimal.core.freed_parameter import is_released
 from zero_minimal.core.layout import same_storage
 from zero_minimal.core.units import Unit
@@ -56,7 +56,7 @@ class Conveyor:
             undo.enter_context(self.ledger)
             self.ledger.watch(self.zero.model, self.zero, self.zero.optimizer)
             undo.enter_context(collectives.heard_by(self._hear))
-            undo.enter_context(self.zero.execution_order.heard_by(self._turn))
+            undo.enter_context(seams.heard_by("unit_turned", self._turned))
             self._undo = undo.pop_all()
         return self
 
@@ -74,7 +74,9 @@ class Conveyor:
         elif moment == "end" and call in self._under_way:
             self._under_way.remove(call)
 
-    def _turn(self, unit: Unit) -> None:
+    def _turned(self, order, unit: Unit) -> None:
+        if order is not self.zero.execution_order:  # of another stage
+            return
         forward = "forward" if torch.is_grad_enabled() else "evaluation"
         self._look("backward" if self.zero.reducer.running else forward, self.units.index(unit))
 

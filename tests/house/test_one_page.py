@@ -1,0 +1,165 @@
+"""One page: four systems on plain PyTorch give the losses of PyTorch's own, and hold and send what the formulas say."""
+
+import copy
+import functools
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import toys
+from thorough import sample
+from torch import nn, optim
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from zero_minimal import one_page
+from zero_minimal.one_page import Naive, Stage1, Stage2, Stage3
+from zero_minimal.programs import one_page_run
+
+HOUSE = Path(one_page.__file__).parents[1]
+SYSTEMS = (Naive, Stage1, Stage2, Stage3)
+STEPS = 4
+
+
+def test_it_is_one_page():
+    lines = [line for line in Path(one_page.__file__).read_text().splitlines() if line.strip()]
+    assert len(lines) <= 260
+    assert f"{len(lines)} lines of plain PyTorch" in (HOUSE / "README.md").read_text()
+
+
+class Nested(nn.Module):
+    """Lists in lists, a tied weight, a part that is not always used, a checkpoint, a frozen layer, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.frozen = nn.Linear(7, 7), nn.Linear(7, 7).requires_grad_(False)
+        self.blocks = nn.ModuleList([nn.ModuleList(nn.Linear(7, 7) for _ in range(2)), nn.Linear(7, 7)])
+        self.more = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.more[1].weight = self.more[0].weight
+        self.spare = nn.Parameter(torch.ones(7))  # has a gradient on rank 0 alone
+        self.register_buffer("offset", torch.randn(7))
+
+    def forward(self, x):
+        x = self.frozen(self.first(x)) + self.offset
+        for block in (*self.blocks[0], self.blocks[1], self.more[0], self.more[1]):
+            x = x + checkpoint(block, x, use_reentrant=False).tanh()
+        last = self.more[2](x)
+        return last * self.spare if dist.get_rank() == 0 else last
+
+    def loss(self, step):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        return self(torch.randn(5, 7, generator=generator).to(self.offset.dtype)).square().sum()
+
+
+class Words(toys.Transformer):
+    def loss(self, step):
+        return self(*toys.tokens(dist.get_rank(), step))
+
+
+def trained(make, model):
+    """Losses, with whatever `make(model)` trains it."""
+    zero, losses = make(model), []
+    for step in range(STEPS):
+        loss = model.loss(step)
+        loss.backward()
+        zero.step()
+        losses.append(loss.item())
+        if not isinstance(zero, (Naive, Stage1)):
+            zero.zero_grad()
+    return losses
+
+
+def ours(dtype, kind):
+    """{system: losses}, of models that begin as rank 0's."""
+    found = {}
+    for system in SYSTEMS if dtype == torch.float32 else SYSTEMS[1:]:
+        torch.manual_seed(dist.get_rank())
+        make = functools.partial(system, optimizer_class=optim.AdamW, lr=0.01)
+        found[system.__name__] = trained(make, kind().to(dtype))
+    return found
+
+
+@pytest.mark.parametrize("kind", (Words, Nested))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("world_size", sample((1, 2, 3), (2, 3)))
+def test_all_systems_compute_the_same(world_size, dtype, kind):
+    for found in toys.run(ours, world_size, dtype, kind):
+        first, *others = found.values()
+        assert len(set(first)) == STEPS, "it does not train"
+        for name, losses in zip([*found][1:], others, strict=True):
+            assert losses == pytest.approx(first, rel=1e-5 if dtype == torch.float32 else 2e-2), name
+
+
+def beside_torch():
+    """{system: losses}, of ours and of PyTorch's own, in fp32."""
+    found = ours(torch.float32, Words)
+    torch.manual_seed(0)
+    model = Words()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own module
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def redundancy(model):
+        wrapped = DistributedDataParallel(model)
+        zero = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, lr=0.01)
+        model.loss = lambda step: wrapped(*toys.tokens(dist.get_rank(), step))
+        return zero
+
+    def fsdp(model):
+        for block in (each for held in model.modules() if isinstance(held, nn.ModuleList) for each in held):
+            fully_shard(block)
+        fully_shard(model)
+        return optim.AdamW(model.parameters(), lr=0.01)
+
+    found["ZeroRedundancyOptimizer"] = trained(redundancy, copy.deepcopy(model))
+    return found | {"FSDP2": trained(fsdp, model)}
+
+
+def test_losses_are_those_of_pytorchs_own_bit_for_bit():
+    for found in toys.run(beside_torch, 2):
+        first, *others = found.values()
+        for name, losses in zip([*found][1:], others, strict=True):
+            assert losses == first, f"{name}: {losses}, and {first}"
+
+
+def held_and_sent(system):
+    """(parameters, with padding; bytes held after backward; bytes sent in a step; those of what is in no block)"""
+    nothing, model = one_page_run.held(), toys.build(Words, dist.get_rank())
+    zero = system(model, optim.AdamW, lr=0.01)
+    for step in range(2):
+        one_page.Sent.bytes = 0.0
+        model.loss(step).backward()
+        held = one_page_run.held() - nothing
+        zero.step()
+    units = getattr(zero, "units", ())
+    psi = sum(unit.n for unit in units) or sum(param.numel() for param in zero.params)
+    return psi, held, one_page.Sent.bytes, units[0].n if units else 0
+
+
+@pytest.mark.parametrize("world_size", sample((1, 2, 4), (2, 4)))
+def test_holds_and_sends_what_the_formulas_say(world_size):
+    shares = {Naive: (16, 0, 2), Stage1: (8, 8, 2), Stage2: (4, 12, 2), Stage3: (0, 16, 3)}
+    for system, (whole, shard, times) in shares.items():
+        for psi, held, sent, root in toys.run(functools.partial(held_and_sent, system), world_size):
+            counted = held - (whole + shard / world_size) * psi
+            assert -64 <= counted <= 4 * 50, system.__name__  # Adam counts steps, once a tensor; naive pads nothing
+            # what is in no block stays from forward to backward
+            numbers = times * psi - (root if system is Stage3 else 0)
+            assert sent == pytest.approx(4 * numbers * (1 - 1 / world_size)), system.__name__
+
+
+@pytest.mark.thorough
+def test_its_table():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", one_page.__file__]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    rows = re.findall(r"(\w+): loss (\S+), holds (\S+) MB \(formula (\S+)\)", told.stdout)
+    assert [name for name, *_ in rows] == ["Naive", "Stage1", "Stage2", "Stage3"], told.stderr
+    assert len({loss for _, loss, *_ in rows}) == 1
+    assert all(abs(float(held) - float(by_formula)) < 0.03 for *_, held, by_formula in rows)

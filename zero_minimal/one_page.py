@@ -1,0 +1,269 @@
+"""ZeRO on one page: data parallelism and its three stages (arXiv:1910.02054), on plain PyTorch.
+
+    torchrun --nproc-per-node 2 zero_minimal/one_page.py
+
+N ranks train one model, each on its own batch. A model of Ψ parameters takes 4Ψ bytes of fp32
+parameters, 4Ψ of gradients and 8Ψ of Adam's state, and data parallelism keeps all of it N times.
+
+              parameters   gradients   optimizer   a rank sends in a step
+    Naive     4Ψ           4Ψ          8Ψ          2Ψ(N−1)/N numbers
+    Stage1    4Ψ           4Ψ          8Ψ/N        2Ψ(N−1)/N
+    Stage2    4Ψ           4Ψ/N        8Ψ/N        2Ψ(N−1)/N
+    Stage3    4Ψ/N         4Ψ/N        8Ψ/N        3Ψ(N−1)/N
+
+Below, n are the numbers of one unit: a block of the model, or what is in no block. The stage files
+do the same in any order of events: buckets, overlap, prefetch, clipping, accumulation, refusals.
+"""
+
+from collections import Counter
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# torch 2.13 renamed both
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+# ------------------------------------------------------------------------------- three collectives
+
+
+class Sent:
+    """Bytes that this rank has sent, as a ring does: 1/N of a vector in each of N−1 rounds."""
+
+    bytes = 0.0
+
+    @classmethod
+    def add(cls, vector: Tensor, rounds: int) -> None:
+        cls.bytes += rounds * vector.nbytes * (1 - 1 / dist.get_world_size())
+
+
+def all_reduce(vector: Tensor) -> None:
+    """[n] on every rank → the mean of all ranks' [n], everywhere, in place."""
+    dist.all_reduce(vector)
+    vector /= dist.get_world_size()
+    Sent.add(vector, 2)  # a reduce-scatter, then an all-gather
+
+
+def reduce_scatter(whole: Tensor) -> Tensor:
+    """[n] on every rank → on rank r the mean of all ranks' part r, [n/N]."""
+    shard = whole.new_empty(whole.numel() // dist.get_world_size())
+    _reduce_scatter(shard, whole)
+    Sent.add(whole, 1)
+    return shard / dist.get_world_size()
+
+
+def all_gather(whole: Tensor, shard: Tensor) -> None:
+    """[n/N] on every rank → `whole` [n]: all parts in rank order, everywhere."""
+    _all_gather(whole, shard.clone())  # a clone: the shard may lie in `whole`
+    Sent.add(whole, 1)
+
+
+# ---------------------------------------------------------------------- what is sent as one vector
+
+
+class Unit:
+    """Parameters of a module side by side in one vector [n], of which rank r owns part r, [n/N]:
+
+    whole    | weight ················ | bias ···· | padding |
+    shards   |    rank 0    |    rank 1    |    rank 2       |
+    """
+
+    def __init__(self, module: nn.Module, params: list[nn.Parameter], keeps_whole: bool):
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        self.module, self.params = module, params
+        self.n = -(-sum(param.numel() for param in params) // ranks) * ranks
+        self.whole = torch.zeros(self.n, dtype=params[0].dtype, device=params[0].device)  # [n]
+        for param, view in self.views(self.whole):
+            view.copy_(param.data)
+            param.data = view
+        dist.broadcast(self.whole, 0)  # all ranks begin with rank 0's values
+        own = self.whole.view(ranks, -1)[rank]
+        self.shard = own if keeps_whole else own.clone()  # [n/N] what this rank updates
+        # [n/N] in fp32, for the optimizer: a copy of a 16-bit shard, or the fp32 shard itself
+        self.master = nn.Parameter(self.shard.float())
+        self.gradient: Tensor | None = None  # [n/N] the mean gradient of the shard
+        self.missing = set(params)  # whose gradients have not come yet
+
+    def views(self, vector: Tensor):
+        """(parameter, its part of the vector in its shape) for each."""
+        start = 0
+        for param in self.params:
+            shape = getattr(param, "_shape", param.shape)  # stage 3 frees parameters
+            param._shape = shape
+            yield param, vector[start : start + shape.numel()].view(shape)
+            start += shape.numel()
+
+    def reduce(self) -> None:
+        """Every rank's .grad → `gradient`, [n/N], and .grad is free again."""
+        whole = torch.zeros(self.n, dtype=self.whole.dtype, device=self.whole.device)  # [n]
+        for param, view in self.views(whole):
+            if param.grad is not None:  # a missing gradient counts as zero
+                view.copy_(param.grad)
+            param.grad = None
+        self.gradient = reduce_scatter(whole)
+        self.missing = set(self.params)
+
+
+def units_of(model: nn.Module, keeps_whole: bool) -> list[Unit]:
+    """What is in no block, and each element of the model's module lists. A parameter that two
+    blocks share is in none."""
+    blocks: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        for child in module.children():
+            is_block = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)
+            blocks.append(child) if is_block else look(child)
+
+    look(model)
+    owners = Counter(param for block in blocks for param in set(block.parameters()))
+    parts = [(model, [param for param in model.parameters() if owners[param] != 1])]
+    parts += [(block, [param for param in block.parameters() if owners[param] == 1])
+              for block in blocks]
+    trained = [(module, [param for param in params if param.requires_grad])
+               for module, params in parts]
+    return [Unit(module, params, keeps_whole) for module, params in trained if params]
+
+
+# ------------------------------------------------------------------------------------ four systems
+
+
+class Naive:
+    """Everything everywhere: reduce, update. (fp32: 16-bit parameters would need masters.)"""
+
+    def __init__(self, model: nn.Module, optimizer_class: type, **options):
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.data, 0)
+        self.optimizer = optimizer_class(self.params, **options)
+
+    def step(self) -> None:
+        for param in self.params:  # reduce
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            all_reduce(param.grad)
+        self.optimizer.step()  # update, on every rank alike
+        self.optimizer.zero_grad()
+
+
+class Stage1:
+    """P_os, optimizer state partitioned. In step(): reduce, update the own shard, gather."""
+
+    keeps_whole = True
+
+    def __init__(self, model: nn.Module, optimizer_class: type, **options):
+        self.units = units_of(model, self.keeps_whole)
+        frozen = [param for param in model.parameters() if not param.requires_grad]
+        for tensor in [*frozen, *model.buffers()]:  # what is in no unit
+            dist.broadcast(tensor.data, 0)
+        # of N shards a rank's optimizer sees its own: so it keeps 1/N of the state
+        self.optimizer = optimizer_class([unit.master for unit in self.units], **options)
+
+    def step(self) -> None:
+        for unit in self.units:
+            unit.reduce()
+        self.update()
+        for unit in self.units:
+            all_gather(unit.whole, unit.shard)  # [n/N] → [n]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for unit in self.units:
+            unit.master.grad = unit.gradient.to(unit.master.dtype)  # [n/N]
+        self.optimizer.step()
+        for unit in self.units:
+            unit.shard.copy_(unit.master)  # rounds, where parameters are in 16 bit
+            unit.gradient = unit.master.grad = None
+
+
+class Stage2(Stage1):
+    """P_os+g, gradients partitioned too: a unit's are reduced in backward, as soon as its last one
+    has come, and freed. In step(): update, gather. One backward a step."""
+
+    def __init__(self, model: nn.Module, optimizer_class: type, **options):
+        super().__init__(model, optimizer_class, **options)
+        self.waiting = self.units[::-1]  # to be reduced: backward comes to the last block first
+        for unit in self.units:
+            for param in unit.params:
+                param.register_post_accumulate_grad_hook(partial(self.came, unit))
+
+    def came(self, unit: Unit, param: nn.Parameter) -> None:
+        """A parameter's gradient is there. All ranks reduce in one order: a unit that is complete
+        waits for those before it, since on another rank it may not be."""
+        if unit not in self.waiting:
+            raise RuntimeError("call step() after each backward: stage2.py adds gradients up")
+        unit.missing.discard(param)
+        while self.waiting and not self.waiting[0].missing:
+            self.reduce(self.waiting.pop(0))
+
+    def reduce(self, unit: Unit) -> None:
+        unit.reduce()
+
+    def finish(self) -> None:
+        """Reduce what is left, where a parameter got no gradient."""
+        for unit in self.waiting:
+            self.reduce(unit)
+        self.waiting = self.units[::-1]
+
+    def step(self) -> None:
+        self.finish()
+        self.update()
+        for unit in self.units:
+            all_gather(unit.whole, unit.shard)
+
+
+class Stage3(Stage2):
+    """P_os+g+p, parameters partitioned too. A block is whole only while it works:
+
+    forward    gather, compute, free          backward    gather, compute, reduce, free
+    In step(): update. (What is in no block is gathered in forward and freed in backward.) All ranks
+    must call the same blocks in the same order: stage3.py refuses what would mix their values.
+    """
+
+    keeps_whole = False
+
+    def __init__(self, model: nn.Module, optimizer_class: type, **options):
+        super().__init__(model, optimizer_class, **options)
+        for unit in self.units:
+            self.free(unit)
+            unit.module.register_forward_pre_hook(lambda *_, u=unit: self.gather(u))
+            if unit.module is not model:
+                unit.module.register_forward_hook(lambda *_, u=unit: self.after_forward(u))
+                unit.module.register_full_backward_pre_hook(lambda *_, u=unit: self.gather(u))
+
+    def gather(self, unit: Unit) -> None:
+        """[n/N] on every rank → the unit's parameters, whole."""
+        if unit.whole.untyped_storage().size() == 0:
+            unit.whole.untyped_storage().resize_(unit.n * unit.whole.itemsize)
+            all_gather(unit.whole, unit.shard)
+            for param, view in unit.views(unit.whole):
+                param.data = view
+
+    def free(self, unit: Unit) -> None:
+        """Nothing stays of them but this rank's shard. Autograd has saved views of `whole`, so
+        its memory goes and comes back under them."""
+        for param in unit.params:
+            param.data = param.data.new_empty(0)
+        unit.whole.untyped_storage().resize_(0)
+
+    def after_forward(self, unit: Unit) -> None:
+        if torch._C._current_graph_task_id() == -1:  # not while a checkpoint runs it in backward
+            self.free(unit)
+
+    def reduce(self, unit: Unit) -> None:
+        super().reduce(unit)
+        self.free(unit)  # backward is done with it
+
+    def step(self) -> None:
+        self.finish()
+        for unit in self.units:
+            self.free(unit)
+        self.update()
+
+
+if __name__ == "__main__":
+    from zero_minimal.programs.one_page_run import main
+
+    main()
