@@ -30,7 +30,7 @@ COMMANDS = {  # name: (module of this package with main(arguments), what it does
                   "what only a GPU can show: memory, overlap, bits, speed; 8 minutes"),
     "export": ("programs.export",
                "a checkpoint's weights as a safetensors file, for the plain model"),
-    "import": ("programs.take_over",
+    "import": ("programs.import_weights",
                "the other way round, from transformers' files, too"),
     "grade": ("classroom.grade",
               "points for an assignment, and what to mend; --watch: at each save"),

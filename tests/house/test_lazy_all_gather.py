@@ -368,7 +368,7 @@ def compiled_whole(zero):
     return told(compiled, X)
 
 
-MOVED = "was moved or replaced after wrapping"
+MOVED = "moved or replaced after wrapping"
 REFUSED = {  # what it does, and what it is told
     "a fork": (in_a_fork, r"forked from a rank while .* call zero\.gathering\.wait\(\) before the fork"),
     "torch.jit.trace": (lambda zero: told(torch.jit.trace, zero.model, X), r"call zero\.gathering\.wait\(\) before"),

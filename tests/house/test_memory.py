@@ -333,7 +333,7 @@ def test_leaves_torch_as_it_was():
     def everything_it_touches():
         return (
             torch.UntypedStorage.resize_,
-            list(seams._listeners["collective"]),
+            list(seams.listeners["collective"]),
             len(hooks_of_all_modules._global_forward_hooks),
             len(hooks_of_all_modules._global_forward_pre_hooks),
             len(hooks_of_all_modules._global_forward_hooks_always_called),

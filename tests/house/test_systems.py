@@ -72,8 +72,8 @@ def test_a_rank_starts_where_there_is_no_linux(no_linux, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root alone can become nobody")
 def test_root_becomes_nobody_by_calls_that_macos_has(tmp_path):
-    program = ("import os, sys; from zero_minimal.classroom import fence; del os.setresuid, os.setresgid; "
-               "fence.give_up_root([], sys.argv[1]); print(os.getuid(), os.geteuid(), os.getgid())")
+    program = ("import os, sys; from zero_minimal.classroom import sandbox; del os.setresuid, os.setresgid; "
+               "sandbox.give_up_root([], sys.argv[1]); print(os.getuid(), os.geteuid(), os.getgid())")
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, cwd=HOUSE)
     assert done.stdout.split() == [str(sandbox.NOBODY)] * 3, done.stderr
 
