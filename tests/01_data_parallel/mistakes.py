@@ -168,7 +168,10 @@ WRONG = {
         2, "test_every_gradient_is_the_mean", r"rank 1 holds its own gradients: the other ranks' were never added",
         bucket_complete(reduce="""
             import torch.distributed as dist
-            dist.reduce(bucket.gradients.div_(self.world_size), 0, group=self.group)
+            mean = bucket.gradients / self.world_size
+            dist.reduce(mean, 0, group=self.group)
+            if self.rank == 0:
+                bucket.gradients.copy_(mean)
             """), 2),
     "everybody gets all gradients, and averages alone": Wrong(
         2, "test_a_backward_sends_what_an_all_reduce_does", r"rank 0 of 3 sent .* or whole to every rank",
