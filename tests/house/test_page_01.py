@@ -58,7 +58,7 @@ def test_messages_and_alpha():
     assert f"The bytes take {WHOLE * BETA * 1e3:.1f} ms in both cases" in PROSE
     factor = max(seconds / (WHOLE / size * ALPHA + WHOLE * BETA) for size, seconds in MEASURED["cut"])
     assert f"took up to {factor:.1f} times as long as it says" in PROSE
-    cost = lesson01_figures.latency.fit([tuple(point) for point in MEASURED["alone"]])
+    cost = lesson01_figures.latency_probe.fit([tuple(point) for point in MEASURED["alone"]])
     assert (cost.alpha, cost.beta) == pytest.approx((ALPHA, BETA))
 
 

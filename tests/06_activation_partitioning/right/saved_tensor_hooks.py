@@ -47,10 +47,13 @@ class Kept:
             host.announce(self.value)
         elif place and leaf.is_floating_point():
             self.value = place(self.value)
+        self.version = self.value._version
 
     def back(self):
         if not self.is_tensor:
             return self.value
+        if self.value._version != self.version:
+            raise RuntimeError("a block's input was changed in place between forward and backward")
         whole = self.value
         if self.is_cut:
             each = -(-self.count // self.size)
