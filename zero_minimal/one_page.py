@@ -11,8 +11,8 @@ parameters, 4Ψ of gradients and 8Ψ of Adam's state, and data parallelism keeps
     Stage2    4Ψ           4Ψ/N        8Ψ/N        2Ψ(N−1)/N
     Stage3    4Ψ/N         4Ψ/N        8Ψ/N        3Ψ(N−1)/N
 
-Below, n are the numbers of one unit: a block of the model, or what is in no block. The stage files
-do the same in any order of events: buckets, overlap, prefetch, clipping, accumulation, refusals.
+Below, n is how many numbers a unit has: a block of the model, or all that is in no block. The stage
+files add what is left out here: buckets, overlap, prefetch, accumulation, clipping, refusals.
 """
 
 from collections import Counter
@@ -30,35 +30,22 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 # ------------------------------------------------------------------------------- three collectives
 
 
-class Sent:
-    """Bytes that this rank has sent, as a ring does: 1/N of a vector in each of N−1 rounds."""
-
-    bytes = 0.0
-
-    @classmethod
-    def add(cls, vector: Tensor, rounds: int) -> None:
-        cls.bytes += rounds * vector.nbytes * (1 - 1 / dist.get_world_size())
-
-
 def all_reduce(vector: Tensor) -> None:
     """[n] on every rank → the mean of all ranks' [n], everywhere, in place."""
     dist.all_reduce(vector)
     vector /= dist.get_world_size()
-    Sent.add(vector, 2)  # a reduce-scatter, then an all-gather
 
 
 def reduce_scatter(whole: Tensor) -> Tensor:
     """[n] on every rank → on rank r the mean of all ranks' part r, [n/N]."""
     shard = whole.new_empty(whole.numel() // dist.get_world_size())
     _reduce_scatter(shard, whole)
-    Sent.add(whole, 1)
     return shard / dist.get_world_size()
 
 
 def all_gather(whole: Tensor, shard: Tensor) -> None:
     """[n/N] on every rank → `whole` [n]: all parts in rank order, everywhere."""
     _all_gather(whole, shard.clone())  # a clone: the shard may lie in `whole`
-    Sent.add(whole, 1)
 
 
 # ---------------------------------------------------------------------- what is sent as one vector
@@ -74,6 +61,7 @@ class Unit:
     def __init__(self, module: nn.Module, params: list[nn.Parameter], keeps_whole: bool):
         ranks, rank = dist.get_world_size(), dist.get_rank()
         self.module, self.params = module, params
+        self.shapes = [param.shape for param in params]  # which stage 3's lose while they are freed
         self.n = -(-sum(param.numel() for param in params) // ranks) * ranks
         self.whole = torch.zeros(self.n, dtype=params[0].dtype, device=params[0].device)  # [n]
         for param, view in self.views(self.whole):
@@ -90,9 +78,7 @@ class Unit:
     def views(self, vector: Tensor):
         """(parameter, its part of the vector in its shape) for each."""
         start = 0
-        for param in self.params:
-            shape = getattr(param, "_shape", param.shape)  # stage 3 frees parameters
-            param._shape = shape
+        for param, shape in zip(self.params, self.shapes, strict=True):
             yield param, vector[start : start + shape.numel()].view(shape)
             start += shape.numel()
 

@@ -130,7 +130,7 @@ class Reducer:
         self.accumulating = False  # passes hand over nothing
         self.spent = False  # step() has used the gradients, and zero_grad() was not called since
         self._reset()
-        stage.model.register_forward_hook(WeakHook(Reducer._watch_output, self))
+        stage.model.register_forward_hook(WeakHook(Reducer.watch_output, self))
         for param in self.buckets_of:  # before autograd adds anything to .grad
             param.register_hook(WeakHook(lambda reducer, _: reducer.begin(), self))
         self._listen()
@@ -143,7 +143,7 @@ class Reducer:
 
     # where a pass begins and ends
 
-    def _watch_output(self, module, inputs, output) -> None:
+    def watch_output(self, module, inputs, output) -> None:
         in_func = torch._C._functorch.peek_interpreter_stack() is not None  # its passes are its own
         for leaf in tree_leaves(output):
             if getattr(leaf, "grad_fn", None) is not None and not in_func:
@@ -159,7 +159,7 @@ class Reducer:
         self.reduced = False
         # Autograd runs _end at the end of the pass in which it is queued. A reentrant checkpoint
         # runs a pass of its own inside the user's, and the first gradient may come from there:
-        # queued then, _end would run too early. So _watch_output queues it at the model's output,
+        # queued then, _end would run too early. So watch_output queues it at the model's output,
         # where the user's pass begins.
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 

@@ -127,8 +127,8 @@ class Writer(storage.StorageWriter, AsyncStager):
                     stream.write(block)
                 for piece in map(planner.written, items):
                     described = piece.name, piece.shape, as_json.name_of(piece.tensor.dtype)
-                    lies = piece.chunk.offsets, piece.chunk.sizes, file.name, place
-                    chunks.append((described, *lies))
+                    chunk = piece.chunk
+                    chunks.append((described, chunk.offsets, chunk.sizes, file.name, place))
                     place += piece.tensor.nbytes
             state_folder.sync(stream)
         done = Future()
@@ -286,5 +286,5 @@ def _index(piece: LocalChunk) -> metadata.MetadataIndex:
 
 def _chunk(piece: LocalChunk) -> metadata.ChunkStorageMetadata:
     """What DCP calls a chunk."""
-    where = piece.chunk
-    return metadata.ChunkStorageMetadata(torch.Size(where.offsets), torch.Size(where.sizes))
+    offsets, sizes = torch.Size(piece.chunk.offsets), torch.Size(piece.chunk.sizes)
+    return metadata.ChunkStorageMetadata(offsets, sizes)

@@ -27,7 +27,7 @@ class ExecutionOrder:
         stage.unit_turn(unit, following)  the unit's forward or backward begins; `following` is the
                                           unit expected after it, or None
         stage.evaluation_done()           a forward pass under no_grad has ended
-        stage.reducer.hand_over(bucket)  backward is done with the unit of this bucket
+        stage.reducer.hand_over(bucket)   backward is done with the unit of this bucket
 
     Which unit is expected next? If turn number t of the pass before (forward or backward, as now)
     was this unit's, as it is now, then the unit of turn t + 1.

@@ -96,13 +96,14 @@ def save_no_more(order: ExecutionOrder, unit: Unit) -> None:
 @seams.at("unit_returned")
 def look_at_unit(order: ExecutionOrder, unit: Unit, module: nn.Module, output) -> None:
     refuse_late(module, output)
-    for tensor in tensors_in(output):
+    tensors = list(tensors_in(output))
+    for tensor in tensors:
         if any(same_storage(tensor, bucket.parameters) for bucket in unit.buckets):
             raise RuntimeError(f"unit {unit.name or 'root'!r} returns a part of its own "
                                "parameters, which are freed after its turn: return a .clone() of "
                                "it")
     if torch.is_grad_enabled():
-        for tensor in [*tensors_in(output), *kept(module)]:
+        for tensor in [*tensors, *kept(module)]:
             order.watch(tensor.grad_fn, order.innermost)
 
 

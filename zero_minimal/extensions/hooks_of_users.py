@@ -21,7 +21,9 @@ def remember(reducer) -> None:
 def come_last(reducer) -> None:
     for param, own in reducer.own_hooks.items():
         hooks = param._post_accumulate_grad_hooks
-        later = list(hooks.values())[list(hooks).index(own) + 1 :] if own in hooks else ()
+        newest = next(reversed(hooks), own)
+        if newest == own or own not in hooks:
+            continue
         # our instruments look on, after the stage
-        if any(not str(hook.__module__).startswith("zero_minimal.") for hook in later):
+        if not str(hooks[newest].__module__).startswith("zero_minimal."):
             hooks[own] = hooks.pop(own)  # not move_to_end(), which torch's C++ does not see

@@ -17,7 +17,9 @@ from zero_minimal.guards.trained_by import trained_by
 @torch.no_grad()
 def take_over(model: nn.Module, group) -> None:
     stage = trained_by(next(model.parameters()))
-    for bucket in getattr(stage, "buckets", ()) if not hasattr(stage, "units") else ():
+    if hasattr(stage, "units"):  # stage 3 has copied them
+        return
+    for bucket in getattr(stage, "buckets", ()):
         whole = bucket.parameters.as_strided((bucket.flat.size,), (1,), 0)
         for param in bucket.params:
             view = bucket.flat.view(whole, param)

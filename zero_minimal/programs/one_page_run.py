@@ -1,11 +1,11 @@
 """One page's run: train a GPT with each of its four systems, and print what they hold and send beside the formulas."""
 
-import gc
-
 import torch
-from torch import Tensor
 
-from zero_minimal.one_page import Naive, Sent, Stage1, Stage2, Stage3
+from zero_minimal.meters.memory import Ledger
+from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.one_page import Naive, Stage1, Stage2, Stage3
+from zero_minimal.paper import formulas
 from zero_minimal.processes import interrupts, ranks
 from zero_minimal.workload import data
 from zero_minimal.workload.model import GPT, GPTConfig
@@ -13,31 +13,21 @@ from zero_minimal.workload.model import GPT, GPTConfig
 STEPS = 20
 
 
-def held() -> int:
-    """Bytes of all tensors that this rank holds now."""
-    gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
-    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
-    return sum(storages.values())
-
-
 @interrupts.program
 def main() -> None:
     """Train a GPT on the documentation inside Python, with each of the four."""
     with ranks.start() as rank:
-        number, text = rank.world_size, data.read_tokens()
-        shares = {Naive: (4 + 4 + 8, 2), Stage1: (4 + 4 + 8 / number, 2),
-                  Stage2: (4 + (4 + 8) / number, 2), Stage3: ((4 + 4 + 8) / number, 3)}
-        for system, (states, times) in shares.items():
+        text = data.read_tokens()
+        for stage, system in enumerate((Naive, Stage1, Stage2, Stage3)):
             loss, psi, holds, sends = train(system, text, rank)
+            of = stage, psi, rank.world_size, "fp32"
+            states = sum(formulas.model_states(*of).values())
             if rank.rank == 0:
-                print(f"{system.__name__}: loss {loss:.4f}, holds {holds / 1e6:.2f} MB (formula "
-                      f"{states * psi / 1e6:.2f}), a step sends {sends / 1e6:.2f} MB (formula "
-                      f"{times * 4 * psi * (1 - 1 / number) / 1e6:.2f})")
+                print(f"{system.__name__}: loss {loss:.4f}, holds {holds / 1e6:.2f} MB (formula {states / 1e6:.2f}), "
+                      f"a step sends {sends / 1e6:.2f} MB (formula {formulas.traffic(*of) / 1e6:.2f})")
 
 
-def train(system: type, text: torch.Tensor, rank: ranks.Rank) -> tuple:
+def train(system: type, text: torch.Tensor, rank: ranks.Rank) -> tuple[float, int, int, int]:
     """The last loss, parameters, bytes that are held after backward, and bytes that a step sends."""
     torch.manual_seed(0)
     nothing = held()
@@ -45,12 +35,19 @@ def train(system: type, text: torch.Tensor, rank: ranks.Rank) -> tuple:
     psi = sum(param.numel() for param in model.parameters())
     zero = system(model, torch.optim.AdamW, lr=1e-3)
     batches = torch.Generator().manual_seed(rank.rank)  # each rank its own data
-    for _ in range(STEPS):
+    for step in range(STEPS):
         starts = torch.randint(len(text) - 65, (8,), generator=batches)
         inputs = torch.stack([text[start : start + 65] for start in starts]).long().to(rank.device)
-        Sent.bytes = 0.0
-        loss = model(inputs[:, :-1], inputs[:, 1:])
-        loss.backward()
-        holds = held() - nothing
-        zero.step()
-    return loss.item(), psi, holds, Sent.bytes
+        with TrafficMeter() as meter:
+            loss = model(inputs[:, :-1], inputs[:, 1:])
+            loss.backward()
+            if step == STEPS - 1:
+                holds = held() - nothing
+            zero.step()
+    return loss.item(), psi, holds, meter.sent_bytes
+
+
+def held() -> int:
+    """Bytes of all tensors that this rank holds now."""
+    with Ledger() as ledger:
+        return ledger.total

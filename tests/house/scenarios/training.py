@@ -684,6 +684,14 @@ def one_rank_takes_a_batch_more(me):
 # -------------------------------------------------------------- parameters that change hands after wrapping, and hooks
 
 
+def go_on(zero, model, me, steps):
+    """The usual loop, with a stage that is there already."""
+    for step in steps:
+        squares(model, me, step).backward()
+        zero.step()
+        zero.zero_grad()
+
+
 def scaled_by_a_hook(me, before: bool):
     model = Chain()
 
@@ -699,48 +707,29 @@ def scaled_by_a_hook(me, before: bool):
     zero = me.wrap(model, SGD, lr=0.1)
     if not before:
         register()
-    for step in range(3):
-        squares(model, me, step).backward()
-        zero.step()
-        zero.zero_grad()
+    go_on(zero, model, me, range(3))
 
 
 scenario("a hook after accumulation from before wrapping", naive=False)(lambda me: scaled_by_a_hook(me, True))
 scenario("a hook after accumulation from after wrapping", naive=False)(lambda me: scaled_by_a_hook(me, False))
 
 
+def changed_after_wrapping(me, change):
+    model = Chain()
+    zero = me.wrap(model, SGD, lr=0.1)
+    change(model.layers)
+    go_on(zero, model, me, range(2))
+
+
 GONE = "is in the model no more: its module was removed after wrapping, or another parameter stands in its place"
-
-
-@scenario(naive=False, refused=GONE + "|If a module uses a parameter of another one")
-def tied_after_wrapping(me):
-    model = Chain()
-    zero = me.wrap(model, SGD, lr=0.1)
-    model.layers[2].linear.weight = model.layers[1].linear.weight
-    for step in range(2):
-        squares(model, me, step).backward()
-        zero.step()
-        zero.zero_grad()
-
-
-@scenario(naive=False, refused=GONE)
-def a_block_removed_after_wrapping(me):
-    model = Chain()
-    zero = me.wrap(model, SGD, lr=0.1)
-    del model.layers[1]
-    for step in range(2):
-        squares(model, me, step).backward()
-        zero.step()
-        zero.zero_grad()
-
-
-@scenario(naive=False, refused="was added, moved or replaced after wrapping|of another|a block")
-def a_block_added_after_wrapping(me):
-    model = Chain()
-    zero = me.wrap(model, SGD, lr=0.1)
-    model.layers.append(type(model.layers[0])())
-    squares(model, me, 0).backward()
-    zero.step()
+scenario("tied after wrapping", naive=False, refused=GONE + "|If a module uses a parameter of another one")(
+    lambda me: changed_after_wrapping(
+        me, lambda layers: setattr(layers[2].linear, "weight", layers[1].linear.weight)))
+scenario("a block removed after wrapping", naive=False, refused=GONE)(
+    lambda me: changed_after_wrapping(me, lambda layers: layers.pop(1)))
+scenario("a block added after wrapping", naive=False,
+         refused="was added, moved or replaced after wrapping|of another|a block")(
+    lambda me: changed_after_wrapping(me, lambda layers: layers.append(type(layers[0])())))
 
 
 @scenario(naive=False)
@@ -750,10 +739,7 @@ def a_vector_of_all_parameters_put_back(me):
     with zero.gather_parameters(), torch.no_grad():
         vector = nn.utils.parameters_to_vector(model.parameters())
         nn.utils.vector_to_parameters(0.5 * vector, model.parameters())
-    for step in range(3, 6):
-        squares(model, me, step).backward()
-        zero.step()
-        zero.zero_grad()
+    go_on(zero, model, me, range(3, 6))
 
 
 @scenario(naive=False, refused="parameter '0.* belongs to a (Stage|Late). already, with another model, a Chain")
