@@ -6,15 +6,15 @@ Memory a rank, for Ψ parameters on N ranks:
     16 bit   2Ψ/N            + 2Ψ/N           + 12Ψ/N, of which 4Ψ/N are the fp32 master parameters
 and, whole, the parameters of the root unit, the unit at work and the one being prefetched, and the
 gradients of the root, the unit at work and the one being reduced. On gloo, what the other ranks
-send takes another (N−1)/N of the last.
+send takes another (N−1)/N of that one's gradients.
 
 Communication plan, a step; what each rank sends. The units are the model's blocks, and the rest,
 the root; each is one bucket, or several if its parameters differ in dtype, device or optimizer
 group:
     start      broadcast rank 0's parameters, once; keep the own shard
-    forward    all-gather each unit before its turn, free it after                Ψ(N−1)/N elements
-    backward   all-gather each unit before its turn, free it after                Ψ(N−1)/N elements
-               reduce-scatter its gradients as soon as they are complete,
+    forward    all-gather each unit before its turn, free it at the next one      Ψ(N−1)/N elements
+    backward   all-gather each unit before its turn, free it at the next one      Ψ(N−1)/N elements
+               reduce-scatter its gradients once backward has left it,
                and free them                                                      Ψ(N−1)/N elements
     step       update the own shard: nothing is sent
 Together 1.5 times what data parallelism sends, or a little less: the root and the last block stay

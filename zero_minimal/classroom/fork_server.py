@@ -2,7 +2,7 @@
 holds no answer, in a sandbox, and never runs a submission itself.
 
     grade.py → judge (pytest, plugin.py) → fork server → ranks, which run the submission, and their hosts (hosts.py)
-    trusted    trusted                     fenced    fenced, each with a folder of its own
+    trusted    trusted                     sandboxed     sandboxed, each with a folder of its own
 
 The judge asks through a socket, a line of JSON each; so does a rank answer, by `results`. A rank gets its work as a
 pickle, since that comes from the judge; nothing is ever unpickled on the way back.

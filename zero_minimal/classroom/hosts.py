@@ -3,7 +3,7 @@
 A rank may start no process, and make no memory that others see. So it asks the judge, which makes both and lets the
 fork server fork the host:
 
-    rank ── "host", bytes ──► judge ── fork ──► fork server ──► host, behind the same fence
+    rank ── "host", bytes ──► judge ── fork ──► fork server ──► host, in the same sandbox
          ◄── a line to the host, and the memory of the bus ──
 
 Then the two speak by themselves. The judge holds the host as it holds the rank: it asks for its stack, counts its

@@ -1,6 +1,6 @@
 """The open part of lesson 10: points for a system.py, track by track (programs/budget.py says how).
 
-The file runs in ranks behind the grader's fence, as an assignment does: first on simulated ranks, in a process alone,
+The file runs in ranks in the grader's sandbox, as an assignment does: first on simulated ranks, in a process alone,
 then on real ones. What comes back is plain numbers.
 """
 

@@ -1,6 +1,6 @@
 """`grade --html`: one page in which a learner steps through what their ranks did on one small run.
 
-    FILE ─ recording.py ─ ranks, behind the fence: KIND_in_ranks.py, recorder.py
+    FILE ─ recording.py ─ ranks, in the sandbox: KIND_in_ranks.py, recorder.py
                        └─ what they wrote ─ KIND_told.py ─ story.py ─ page.py, page.html ─ one file
 
 A lesson chooses what is drawn by `report = "KIND"` in its lesson.toml, and writes nothing:

@@ -1,4 +1,4 @@
-"""Recording: run a submission once more, small and watched, behind the same fence as in grading; read what its ranks
+"""Recording: run a submission once more, small and watched, in the same sandbox as in grading; read what its ranks
 wrote down.
 
 What they wrote is data of limited size, checked for its form, and believed by nobody: no points depend on it.
