@@ -10,8 +10,9 @@ from torch import nn
 
 from zero_minimal.processes import ranks
 
-by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
-by_world = pytest.mark.parametrize("world_size", sample((2, 3), [2]))
+by_stage = pytest.mark.parametrize("stage", sample(range(4), [3]))
+by_stage_and_world = pytest.mark.parametrize("stage, world_size", sample([(0, 3), (1, 2), (2, 3), (3, 2)], [(2, 3)]))
+by_world = pytest.mark.parametrize("world_size", [3])  # a refusal is that of any world
 
 
 class Coder(nn.Module):

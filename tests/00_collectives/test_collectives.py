@@ -69,6 +69,7 @@ def check_values():
                     check_all(dtype, size, op, async_op)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", toys.WORLDS)
 def test_values(world_size):
     toys.run(check_values, world_size)
@@ -235,6 +236,7 @@ def measure_bytes(payload):
     return measured
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's TCP counters")
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 def test_bytes_on_the_wire(world_size):

@@ -24,6 +24,7 @@ def test_gradient_is_the_mean(stage_class, world_size):
     checks.assert_gradient_is_the_mean(stage_class, world_size)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", sample((1, 2, 3), [3]))
 def test_trains_as_one_process_would(stage_class, world_size):
     checks.assert_trains_as_one_process(stage_class, world_size)

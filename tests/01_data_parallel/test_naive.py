@@ -43,6 +43,7 @@ RECIPES = {name: checks.RECIPES[name] for name in (
 )} | {"batch norm": Recipe(make=Normed, batch=toys.numbers, options=checks.ADAM)}
 
 
+@pytest.mark.thorough
 @worlds
 def test_trains_as_stage_0_does(world_size):
     ranks = toys.run(checks.train_all, world_size, RECIPES, Whole, Stage0)

@@ -25,6 +25,7 @@ def test_gradient_is_the_mean(stage_class, world_size):
     checks.assert_gradient_is_the_mean(stage_class, world_size)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", sample((1, 2, 3), [3]))
 def test_trains_as_one_process_would(stage_class, world_size):
     checks.assert_trains_as_one_process(stage_class, world_size)
@@ -100,6 +101,7 @@ def most_at_work(stage_class):
     }
 
 
+@pytest.mark.thorough
 def test_a_unit_is_whole_only_while_it_works(stage_class):
     for most, after in toys.run(most_at_work, 2, stage_class):
         # the root, the unit at work and the one prefetched; 0.5 stands for activations and padding

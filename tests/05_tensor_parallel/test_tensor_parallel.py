@@ -88,6 +88,7 @@ def against_one_process(config):
 on_ranks = functools.cache(functools.partial(toys.run, against_one_process))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ("loss", "logits"))
 @pytest.mark.parametrize("config", (CONFIG, FEW), ids=("31 tokens", "5 tokens"))
 @by_world
@@ -275,6 +276,7 @@ def trained(steps=25):
     return losses, dict(model.named_parameters())
 
 
+@pytest.mark.thorough
 def test_trains_with_dropout():
     ranks = toys.run(trained, 3)
     losses = ranks[0][0]
@@ -327,6 +329,7 @@ def mean_losses(found, model_parallel):
     return [sum(losses) / 4 for losses in zip(*(rank[model_parallel][0] for rank, _ in found), strict=True)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_parallel", (1, 2, 4))
 def test_meshes_train_as_data_parallelism_alone(model_parallel):
     found = meshes()
@@ -434,6 +437,7 @@ def owned():
     return ours, {name: param.nbytes for name, param in single.named_parameters()}
 
 
+@pytest.mark.thorough
 @by_world
 def test_a_rank_owns_its_share(world_size):
     for ours, whole in toys.run(owned, world_size):
@@ -496,6 +500,7 @@ def program(*flags):
     return written.getvalue(), code
 
 
+@pytest.mark.thorough
 def test_the_program_trains_on_a_mesh():
     outputs = toys.run(program, 4, "--model-parallel", "2", "--recompute")
     assert [code for _, code in outputs] == [0] * 4

@@ -25,6 +25,7 @@ def both(size, dtype, op):
     return ours, fused
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("op", ("avg", "sum"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("world_size, size", [(1, 64), (2, 8), (2, 100), (3, 100), (4, 1000), (3, 10**6)])
@@ -53,6 +54,7 @@ def memory(millions):
     return found
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_model():
     small, large = ([toys.run(memory, 2, millions)[rank] for rank in range(2)] for millions in (1, 4))
     for (constant, fused), (constant_of_large, fused_of_large) in zip(small, large, strict=True):

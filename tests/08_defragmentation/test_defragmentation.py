@@ -230,6 +230,7 @@ def stage2_losses(in_slab):
     return losses
 
 
+@pytest.mark.thorough
 def test_checkpoints_in_a_slab_go_with_stage_2():
     without, within = (toys.run(stage2_losses, 3, in_slab) for in_slab in (False, True))
     assert without == within
@@ -325,6 +326,7 @@ def test_compaction_keeps_parameters_and_transposed_tensors():
         loss.backward()  # other values lie there now
 
 
+@pytest.mark.thorough
 def test_training_in_an_arena_leaves_no_holes_after_compaction():
     """50 steps in which all activations and gradients come from one arena, while gradients outlive their step."""
     arena, chance = Arena(400_000), random.Random(0)
@@ -506,6 +508,7 @@ def recordings():
             for slabs in (False, True)}
 
 
+@pytest.mark.thorough
 def test_recordings_are_of_the_same_training(recordings):
     assert recordings[False].losses == recordings[True].losses
     assert len(set(recordings[True].losses)) == 4

@@ -14,6 +14,8 @@ from processes import ended
 from zero_minimal import offload, stage2
 from zero_minimal.offloading.host_process import HostError
 
+pytestmark = pytest.mark.thorough
+
 in_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
 

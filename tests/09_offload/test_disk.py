@@ -25,6 +25,8 @@ from zero_minimal.processes.ranks import RankError
 from zero_minimal.programs import report
 from zero_minimal.programs.offload_flags import Offload
 
+pytestmark = pytest.mark.thorough
+
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 import test_offload as memory  # noqa: E402
 
@@ -228,7 +230,6 @@ def test_a_full_disk_is_told_on_all_ranks_at_the_start(tmp_path):
 
 
 @memory.in_proc
-@pytest.mark.thorough
 @pytest.mark.skipif(not shutil.which("unshare"), reason="mounts a small disk of its own")
 def test_a_disk_that_is_really_full(tmp_path):
     if subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True).returncode:

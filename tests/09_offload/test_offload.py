@@ -71,6 +71,7 @@ def all_recipes(stage, names, bus):
         same(*both(stage, RECIPES[name], bus=bus))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("stage", "world_size"), sample(
     [(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3)], [(2, 3), (3, 2)]))
 def test_same_bits(stage, world_size):
@@ -92,6 +93,7 @@ def bus_of_all():
     return found
 
 
+@pytest.mark.thorough
 def test_bytes_over_the_bus_and_its_speed():
     for found in toys.run(bus_of_all, 2):
         for crossed, shards, elapsed, needed in found:
@@ -104,6 +106,7 @@ def through_a_slow_bus():
         same(*both(stage, RECIPES["bf16"], bus=1e6))
 
 
+@pytest.mark.thorough
 def test_a_slow_bus_changes_nothing():
     toys.run(through_a_slow_bus, 2)
 
@@ -137,6 +140,7 @@ def edits_and_states(folder, stage, **options):
         assert [toys.step_of(zero, step) for step in (6, 7)] == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", sample((1, 2, 3), (2,)))
 def test_edits_states_and_checkpoints(stage, tmp_path):
     toys.run(edits_and_states, 2, str(tmp_path), stage)
@@ -183,6 +187,7 @@ def backward_beside_the_bus():
     return *found, 10 * 0.02
 
 
+@pytest.mark.thorough
 def test_gradients_cross_while_backward_goes_on():
     """Of 10 shards the last alone has nothing beside it: 90% is hidden, and much of that is asked for."""
     [(alone, beside, crossing)] = toys.run(backward_beside_the_bus, 1)
@@ -239,6 +244,7 @@ def asked_to_end():
             signal.signal(kind, handler or signal.SIG_DFL)
 
 
+@pytest.mark.thorough
 @in_proc
 def test_a_host_leaves_to_its_rank_what_asks_it_to_end():
     assert toys.run(asked_to_end, 1) == [(4, True)]
@@ -317,6 +323,7 @@ def resident(kind):
     return settled_bytes() - before
 
 
+@pytest.mark.thorough
 @in_proc
 @pytest.mark.parametrize(("stage", "world_size"), sample([(s, w) for s in (1, 2, 3) for w in (1, 2)], [(2, 1)]))
 def test_resident_memory_falls(stage, world_size):
@@ -333,6 +340,7 @@ def report_of(stage, accumulate, **options):
         return train.train(toys.STAGES[stage], settings, rank, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", sample((1, 2, 3), (3,)))
 def test_the_programs_report_what_left(stage):
     plain = toys.run(report_of, 2, stage, 2)[0]
@@ -391,6 +399,7 @@ def until_killed(stage, folder, whose, seconds, **options):
 KILLS = [(whose, number) for whose in ("rank", "host") for number in range(10)]
 
 
+@pytest.mark.thorough
 @in_proc
 @pytest.mark.parametrize(("whose", "number"), sample(KILLS, [("rank", 0), ("host", 0)]))
 def test_a_kill_ends_both_and_leaves_nothing(whose, number, tmp_path):

@@ -15,6 +15,8 @@ from zero_minimal.programs.offload_ladder import RUNGS, stand_on
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Settings
 
+pytestmark = pytest.mark.thorough
+
 CONFIG = GPTConfig(layers=48, hidden=1600, heads=25, sequence=1024, vocabulary=50257, dropout=0.0, recompute=True)
 
 
@@ -77,7 +79,6 @@ def test_a_rung_holds_what_it_says(number):
     assert found["bus"]["to_host"] == found["bus"]["to_device"] == crosses
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("stage", (2, 3))
 def test_a_slower_bus_takes_longer_and_what_is_hidden_is_a_share(stage):
     """Relations, no times: a machine that others use makes these uneven."""

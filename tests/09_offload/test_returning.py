@@ -17,6 +17,8 @@ from zero_minimal.checkpoint import saved_state
 from zero_minimal.offloading.host_process import HostError
 from zero_minimal.stage3 import Stage3
 
+pytestmark = pytest.mark.thorough
+
 in_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 SLOW = 1e5  # bytes a second: parameters are a while on their way
 

@@ -22,6 +22,8 @@ from zero_minimal.programs.train import train
 from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Settings
 
+pytestmark = pytest.mark.thorough
+
 README = Path(__file__).parents[2] / "README.md"
 SIZES = dict(layers=2, hidden=48, heads=3, sequence=16)  # 48 does not divide by 16 · 2 elements
 SMALL = GPTConfig(**SIZES, dropout=0.0)
@@ -62,7 +64,6 @@ def test_rank_host_and_bus_are_the_formulas_to_the_byte(stage):
     assert report["name"] == f"stage {stage}, offloaded"
 
 
-@pytest.mark.thorough
 def test_a_simulated_rank_is_a_real_one_to_the_byte():
     for stage, real in enumerate(toys.run(real_reports, 2)[0], 1):
         simulated = simulated_report(stage)
@@ -74,7 +75,6 @@ def test_a_simulated_rank_is_a_real_one_to_the_byte():
         assert simulated["resident"] is None
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("stage", (1, 2, 3))
 def test_many_ranks_and_model_parallelism(stage):
     config = GPTConfig(layers=2, hidden=48, heads=4, sequence=16, dropout=0.0, recompute=True)
@@ -92,7 +92,6 @@ def test_many_ranks_and_model_parallelism(stage):
     assert told.report["memory"]["optimizer"] == 0
 
 
-@pytest.mark.thorough
 def test_7_5_billion_on_64_ranks():
     shape = GPTConfig(layers=36, hidden=4096, heads=32, sequence=1024, vocabulary=50257, dropout=0.0, recompute=True)
     start = time.process_time()
@@ -121,7 +120,6 @@ def test_the_command_shows_the_host(tmp_path, capsys):
     assert "with --offload cpu" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.thorough
 def test_the_readmes_command_prints_its_figures(capsys):
     text = README.read_text()
     program.main(re.search(r"^    python -m zero_minimal (simulate .*--offload cpu)$", text, re.MULTILINE)[1].split())
@@ -154,7 +152,6 @@ def test_what_a_host_keeps_is_told_though_nobody_shows_the_host():
     assert told["memory"]["host"] == pytest.approx(14 * told["parameters"] / 8, rel=0.01) and "bus" not in told
 
 
-@pytest.mark.thorough
 def test_a_system_of_ones_own_may_have_a_host(tmp_path, capsys):
     program.main(["simulate", "--layers", "1", "--hidden", "32", "--sequence", "16", "--ranks", "8", "--stage",
                   str(own_system(tmp_path))])

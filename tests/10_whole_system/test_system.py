@@ -72,12 +72,14 @@ def of_stage(number):
     return Figures(report["memory"]["peak"], 0, report["traffic"]["sent_bytes"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [2, 3])
 def test_no_stage_is_below_the_bound(number):
     found = of_stage(number)
     assert found.sent >= budget.bound(SMALL).sent(found.peak)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", sample([0.8, 0.9, 1.0, 1.1, 1.5], [0.9]))
 @pytest.mark.parametrize("file", sample([KEPT, GIVEN_BACK, OTHERWISE], [KEPT]))
 def test_no_known_system_is_below_the_bound(file, share):
@@ -146,6 +148,7 @@ def test_construction_counts():
     assert not found.medal and "its peak while it is built is 30 GB, and the limit is 10 GB" in found.words
 
 
+@pytest.mark.thorough
 def test_a_score_is_the_same_in_each_run():
     build = read_system(str(KEPT))[1]
     track = replace(SMALL, memory=int(budget.bound(SMALL).need))
@@ -181,6 +184,7 @@ def test_a_text_that_is_right_is_not(file):
     assert system_watch.unwanted(file.read_text()) == ""
 
 
+@pytest.mark.thorough
 def test_each_line_of_full_size_must_run_in_the_twin(tmp_path):
     """An honest system that counts with absolute sizes hears what the twin is."""
     head = "def build(model, group, budget):"
@@ -194,6 +198,7 @@ def test_each_line_of_full_size_must_run_in_the_twin(tmp_path):
                      r"and [\d,]+ bytes\) it never ran. .* depend on absolute sizes", words), words
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sample(OF_SIMULATED, OF_SIMULATED[1:2]))
 def test_a_system_that_cheats_simulated_ranks(name, tmp_path):
     assert system_watch.unwanted(WRONG[name].text) == ""
@@ -317,6 +322,7 @@ def test_simulate_says_in_one_line_why_a_system_cannot_begin(capsys):
                      capsys.readouterr().err)
 
 
+@pytest.mark.thorough
 def test_simulate_gives_a_system_its_budget(tmp_path, capsys):
     (file := tmp_path / "system.py").write_text(KEPT.read_text().replace(
         "def build(model, group, budget):",

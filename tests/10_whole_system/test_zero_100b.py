@@ -32,6 +32,7 @@ Stage2R = functools.partial(Stage2, memory=ConstantMemory)
 # -------------------------------------------------------------------------- stage 2 through constant buffers, in a slab
 
 
+@pytest.mark.thorough
 def test_trains_as_one_process_would():
     checks.assert_trains_as_one_process(Stage2R, 3)
 
@@ -40,6 +41,7 @@ def test_starts_from_rank_0():
     checks.assert_starts_from_rank_0(Stage2R, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", (1, 2))
 def test_agrees_with_stage_2_bit_for_bit(world_size):
     names = ("AdamW", "accumulation", "bf16", "frozen, tied and unused parameters", "another order in each step")
@@ -102,6 +104,7 @@ def losses_of(model_parallel):
     return mesh.data_rank, found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size, model_parallel", sample([(2, 2), (4, 2), (4, 4)], [(4, 2)]))
 def test_all_configs_train_alike(world_size, model_parallel):
     results = toys.run(losses_of, world_size, model_parallel)
@@ -131,6 +134,7 @@ def clipped(model_parallel, name):
     return norms, losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sample(("C1", "C3"), ["C3"]))
 def test_clips_by_the_norm_of_the_whole_model(name):
     one_process = toys.run(clipped, 1, 1, name)[0]
@@ -182,6 +186,7 @@ def megatrons_traffic(name):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_p_a_adds_a_twelfth_to_megatrons_traffic(world_size):
     plain, partitioned = (toys.run(megatrons_traffic, world_size, name)[0] for name in ("C3", "C4"))
@@ -208,6 +213,7 @@ def trains_in_16_bit(dtype):
         return [configs.train(name, settings, 2, rank)["losses"] for name in ("C1", "C5")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ("fp16", "bf16"))
 def test_trains_in_16_bit_clipped_and_accumulating(dtype):
     for one, other in toys.run(trains_in_16_bit, 2, dtype):
@@ -215,6 +221,7 @@ def test_trains_in_16_bit_clipped_and_accumulating(dtype):
         assert other == pytest.approx(one, rel=2e-3)
 
 
+@pytest.mark.thorough
 def test_reports_hold_the_model_states_of_the_formula():
     found = {name: toys.run(reports, 4, name) for name in ("C1", "C4", "C5")}
     for name, reported in found.items():

@@ -141,6 +141,7 @@ def text_in(picture):
     return [text.get_text() for text in picture.findobj(lambda artist: hasattr(artist, "get_text"))]
 
 
+@pytest.mark.thorough
 def test_an_untouched_starter_is_told_what_to_write_first(drawn):
     _, (picture,), said = drawn(RINGS, RINGS.starter.read_text())
     assert picture is None
@@ -150,6 +151,7 @@ def test_an_untouched_starter_is_told_what_to_write_first(drawn):
     assert [axis.get_title() for axis in memory.axes] == [f"the lesson's, rank {rank}" for rank in range(3)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sample(submissions.right(RINGS), ["both messages in one batch"]))
 def test_right_rings_look_like_the_lessons_however_they_are_written(drawn, name):
     _, (picture,), said = drawn(RINGS, submissions.right(RINGS)[name])
@@ -170,6 +172,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sample(SHOWN, list(SHOWN)[:3]))
 def test_wrong_rings_are_seen_to_be_wrong(drawn, name):
     wrong = submissions.mistakes(RINGS).WRONG[name]
@@ -178,6 +181,7 @@ def test_wrong_rings_are_seen_to_be_wrong(drawn, name):
     assert SHOWN[name] in words or any(SHOWN[name] in word for word in words if "\n" in word), words
 
 
+@pytest.mark.thorough
 def test_a_file_that_is_half_written_is_drawn_as_far_as_it_goes(drawn):
     half = submissions.spliced(RINGS, {"broadcast": submissions.function(
         "def broadcast(*_, **__):", "raise NotImplementedError('step 5: broadcast')")})
@@ -191,6 +195,7 @@ def test_a_file_that_is_half_written_is_drawn_as_far_as_it_goes(drawn):
     assert [axis.get_title() for axis in memory.axes][3:] == [f"yours, rank {rank}" for rank in range(3)]
 
 
+@pytest.mark.thorough
 def test_without_the_lessons_ring_the_attempt_is_drawn_alone(drawn):
     world = drawn.world
     world.run("from zero_minimal.notebook.errors import Withheld\nkept, ring = ring, Withheld('ring')")
@@ -214,6 +219,7 @@ def held(names, state):
     return {whose: [rank[whose]["held"][1][state] for rank in by_rank] for whose in by_rank[0]}
 
 
+@pytest.mark.thorough
 def test_stages_are_drawn_beside_the_lessons(drawn):
     names, pictures, _ = drawn(GRADIENTS, submissions.spliced(GRADIENTS, {}))
     assert [len(picture.axes) for picture in pictures] == [6, 4]

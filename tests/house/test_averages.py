@@ -7,13 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from misuse import by_stage
 from thorough import sample
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from zero_minimal.extensions.averages import Average
 
-by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
+pytestmark = pytest.mark.thorough
+
 README = (Path(__file__).parents[2] / "README.md").read_text()
 DECAY, STEPS = 0.9, 4
 

@@ -17,6 +17,8 @@ from zero_minimal.programs import bench, peers, progress, scaling
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.settings import Settings
 
+pytestmark = pytest.mark.thorough
+
 FSDP2_RUNS = hasattr(torch.cpu.Stream, "record_event")  # not on the CPU with torch 2.6
 RUN = ["DDP", "stage 3", "ZeroRedundancy", *(["FSDP2 kept", "FSDP2"] if FSDP2_RUNS else []), "floor"]
 TINY = ["--model", "1x32", "--sequence", "16", "--batch", "2", "--steps", "2", "--warm-up", "1", "--repeats", "2"]
@@ -39,7 +41,6 @@ def report(tmp_path_factory):
     return {row["name"]: row for row in rows}, "\n".join(printed), folder
 
 
-@pytest.mark.thorough
 def test_a_row_for_each_contender_in_our_order(report):
     rows, printed, folder = report
     assert list(rows) == RUN

@@ -80,6 +80,7 @@ def test_all_receive_at_default_patience(world_of, ranks):
     assert time.monotonic() - began < LONG, "found late"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", sample((2, 3), [3]))
 @pytest.mark.parametrize("case", sample(tuple(STUCK), ["wait() of a receive", "one of ours"]))
 def test_ranks_that_wait_for_each_other(world_of, case, ranks):
@@ -91,6 +92,7 @@ def test_ranks_that_wait_for_each_other(world_of, case, ranks):
     assert world_of(ranks)["x.item()"] == [ranks] * ranks
 
 
+@pytest.mark.thorough
 def test_the_other_rank_is_through(world_of):
     text = message_of(world_of(2), "if rank == 0: dist.barrier()", patience=1.0)
     assert "rank 0, line 1" in text and "rank 1 is through with the cell" in text
@@ -129,6 +131,7 @@ def test_who_works_or_sleeps_is_left_alone(world_of, case, ranks):
     world_of(ranks).run(f"import time\n{NEIGHBOURS}{NEVER_STUCK[case]}", patience=1.0)
 
 
+@pytest.mark.thorough
 def test_many_failed_cells_use_up_nothing(world_of):
     world = world_of(2)
     files = "len(__import__('os').listdir('/dev/fd'))"
@@ -156,6 +159,7 @@ losses = [step()]
 STEP = "losses.append(step())"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", sample((2, 3), [3]))
 @pytest.mark.parametrize("stage", sample((0, 1, 2, 3), [3]))
 def test_a_stage_at_rest_goes_on(world_of, stage, ranks):
@@ -168,6 +172,7 @@ def test_a_stage_at_rest_goes_on(world_of, stage, ranks):
     assert world["losses"] == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", sample((2, 3), [3]))
 @pytest.mark.parametrize("stage", sample((0, 1, 2, 3), [3]))
 def test_a_stage_amid_its_work_is_closed_on_all_ranks(world_of, stage, ranks):
@@ -183,6 +188,7 @@ def test_a_stage_amid_its_work_is_closed_on_all_ranks(world_of, stage, ranks):
     assert len(world["losses"][0]) == 2
 
 
+@pytest.mark.thorough
 def test_what_an_error_in_the_update_leaves(world_of):
     world = world_of(2)
     world.run(BUILD.format(2) + "model = zero.model")
@@ -190,6 +196,7 @@ def test_what_an_error_in_the_update_leaves(world_of):
     assert "this stage cannot go on" in message_of(world, "model(torch.ones(2, 8))")
 
 
+@pytest.mark.thorough
 def test_a_stage_that_was_refused_closes_no_other(world_of):
     world = world_of(2)
     world.run(BUILD.format(2))
@@ -197,6 +204,7 @@ def test_a_stage_that_was_refused_closes_no_other(world_of):
     world.run(STEP)
 
 
+@pytest.mark.thorough
 def test_groups_that_end_are_named(world_of):
     world = world_of(2)
     world.run(BUILD.format(2) + "from torch.nn.parallel import DistributedDataParallel\n"
@@ -256,6 +264,7 @@ class Watcher:
         self.something_follows = something_follows
 
 
+@pytest.mark.thorough
 def test_what_ranks_print_comes_at_once(world_of, capsys):
     screen = Watcher()
     world_of(2).run("import time\nprint('begin', rank)\ntime.sleep(2)\nprint('end', rank)", screen=screen)
@@ -273,6 +282,7 @@ def test_a_rank_that_dies_has_printed(world_of, worlds, capsys):
     assert "all ranks │ so far" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", sample(("std", "auto", "notebook"), ["auto"]))
 def test_progress_bars_and_pictures(world_of, capsys, kind):
     world_of(2).run(f"from tqdm.{kind} import tqdm\nfor _ in tqdm(range(3)): pass\n"
@@ -283,6 +293,7 @@ def test_progress_bars_and_pictures(world_of, capsys, kind):
         assert told[0].startswith("100%") and told[1:] == ["<Figure size 640x480 with 1 Axes>"] * 2
 
 
+@pytest.mark.thorough
 def test_who_prints_for_ever_fills_no_disk(world_of, capsys):
     world_of(2).run("for i in range(100_000): print('0123456789')")
     told = capsys.readouterr().out

@@ -17,6 +17,8 @@ import submissions
 import torch
 import toys
 
+pytestmark = pytest.mark.thorough
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cheats
@@ -112,7 +114,6 @@ def judged(lesson, file, only, what):
 
 
 @on_linux
-@pytest.mark.thorough
 @pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
 def test_tests_go_on_when_the_judge_is_gone_or_stands_still(tmp_path, monkeypatch, number):
     monkeypatch.setattr(judging, "SILENCE", 60.0 if number == signal.SIGKILL else 30.0)
@@ -128,7 +129,6 @@ def test_tests_go_on_when_the_judge_is_gone_or_stands_still(tmp_path, monkeypatc
 
 
 @on_linux
-@pytest.mark.thorough
 @pytest.mark.timeout(400)  # 40 s on a quiet machine: time in which others have the processors does not count
 def test_a_loop_costs_two_time_outs_a_step(tmp_path):
     file = tmp_path / "mine.py"
@@ -165,7 +165,6 @@ def test_ranks_that_are_nobodys_can_reach_their_folder(monkeypatch):
 
 
 @on_linux
-@pytest.mark.thorough
 def test_a_file_beside_it_and_threads_may_help(tmp_path):
     """A helper file can be imported; what is sent from a thread counts as sent."""
     lesson = submissions.mistakes(COLLECTIVES)

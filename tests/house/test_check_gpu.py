@@ -51,6 +51,7 @@ def test_an_unknown_part_is_refused():
 # ------------------------------------------------------------------------------------------------- one that goes wrong
 
 
+@pytest.mark.thorough
 def test_one_that_hangs_is_ended_with_all_that_it_has_started():
     program = ("import subprocess, sys, time\n"
                "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
@@ -193,6 +194,7 @@ def test_the_table():
     assert said.endswith("2 ok, 1 off, 1 failed, 1 skipped")
 
 
+@pytest.mark.thorough
 def test_the_page_of_pictures(tmp_path, monkeypatch):
     path = tmp_path / "gpu.png"
     assert check_gpu.draw(ROWS, str(path)) is None and path.stat().st_size > 10_000

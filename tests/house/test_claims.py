@@ -13,6 +13,8 @@ from zero_minimal.programs.claims.cards import CARDS, VERDICTS, examine, words
 from zero_minimal.programs.lab import Lab
 from zero_minimal.programs.setting import Setting, draw
 
+pytestmark = pytest.mark.thorough
+
 WORLD = 2
 PAGE = Path(__file__).parents[2] / "lessons/11_reading_critically/measured.json"
 SMALL = Setting(layers=2, hidden=64, sequence=12, steps=10)
@@ -49,7 +51,6 @@ def test_what_the_paper_prints_is_read_as_it_is_asked_for():
     assert found[27] == ("true if", pytest.approx(3.0))
 
 
-@pytest.mark.thorough
 def test_numbers_are_those_of_the_formulas():
     found = in_ranks(several, replace(SMALL, devices=12), (2, 6, 9, 11, 12, 13, 15, 18, 19))[0]
     h, elements = 64, 2 * (12 * 64**2 + 13 * 64) + (256 + 12 + 2) * 64
@@ -148,7 +149,6 @@ def test_the_page_has_what_a_card_gives(number):
     assert (of_page["verdict"], of_page["value"]) == (verdict, pytest.approx(found, rel=1e-3))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("number", sorted(CARDS))
 def test_a_verdict_holds_and_its_number_follows_the_setting(number):
     of_page = card_of(json.loads(PAGE.read_text(encoding="utf-8")), number)

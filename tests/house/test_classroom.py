@@ -320,6 +320,7 @@ def test_an_untouched_starter_has_no_points(tmp_path):
     assert all(test["score"] == 0 and "not written yet" in test["output"] for test in results["tests"])
 
 
+@pytest.mark.thorough
 @on_linux
 def test_the_nursery_may_die_between_tests(messages):
     """A kill that shows late is not charged to the next tests."""

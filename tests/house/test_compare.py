@@ -29,6 +29,7 @@ def compared(tmp_path_factory):
     return json.loads((folder / "rows.json").read_text())["rows"], folder / "plot.png"
 
 
+@pytest.mark.thorough
 def test_all_stages_and_peers_run_on_the_same_work(compared):
     rows, _ = compared
     others = ["DDP", "FSDP2"] if checks.FSDP2_RUNS_ON_THE_CPU else ["DDP"]

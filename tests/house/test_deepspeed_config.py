@@ -244,6 +244,7 @@ def losses_of_flags(text):
         return loop.mean_over_ranks([sum(part.item() for part in parts) for parts in plain], rank)
 
 
+@pytest.mark.thorough
 def test_a_file_trains_as_the_flags_that_say_the_same(tmp_path):
     content = {name: value for name, value in runs.of(2, "fp16").items() if name not in ("optimizer", "scheduler")}
     by_file = runs.run(runs.ours, {"": content | {"fp16": {"enabled": True, "loss_scale": 2**16}}})[""]["losses"]
@@ -302,6 +303,7 @@ def beside_fsdp2(cases):
         return found
 
 
+@pytest.mark.thorough
 def test_fsdp2s_lines_run_and_train_as_the_stage_does():
     """The printed lines, executed: at stage 1 with micro-batches that are not reduced."""
     units = SMALL.layers + 1

@@ -18,6 +18,8 @@ from zero_minimal.workload import deepspeed_schedules as schedules
 from zero_minimal.workload import deepspeed_settings
 from zero_minimal.workload.deepspeed_keys import DEFAULTS, SECTIONS, TABLE
 
+pytestmark = pytest.mark.thorough
+
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None,
                                      reason="DeepSpeed, an optional dependency, is not installed")
 RECORDED = json.loads(runs.RECORDED.read_text())

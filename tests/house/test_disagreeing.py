@@ -17,6 +17,8 @@ from zero_minimal.core import collectives
 from zero_minimal.late_gather import Late1, Late2
 from zero_minimal.processes import failures
 
+pytestmark = pytest.mark.thorough
+
 STAGES = {**dict(enumerate(toys.STAGES)), "late 1": Late1, "late 2": Late2}
 
 

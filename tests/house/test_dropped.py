@@ -1,10 +1,13 @@
 """Dropped: a collective that nobody waits for, since the user caught an error and let the stage go, stops no other."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import toys
 
 from zero_minimal.core import collectives
+
+pytestmark = pytest.mark.thorough
 
 
 def after_a_dropped_one():

@@ -12,6 +12,8 @@ from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.thorough
+
 
 class Model(nn.Module):
     def __init__(self):

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from misuse import by_stage
 from thorough import sample
 from torch import optim
 
-by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
+pytestmark = pytest.mark.thorough
 
 
 def wrap(stage, make=toys.Transformer, **options):

@@ -13,6 +13,8 @@ import toys
 from safetensors.torch import load_file, save_file
 from thorough import sample
 
+pytestmark = pytest.mark.thorough
+
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from saved_models import Model

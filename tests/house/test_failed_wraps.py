@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from misuse import by_stage
 from thorough import sample
 from torch import nn, optim
 
 from zero_minimal.processes.ranks import RankError
 
-by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
+pytestmark = pytest.mark.thorough
 
 
 def on_meta(make):

@@ -19,6 +19,8 @@ from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import Settings
 
+pytestmark = pytest.mark.thorough
+
 transformers = pytest.importorskip("transformers", reason="needs the library transformers")
 
 KINDS = {
@@ -100,7 +102,6 @@ def test_the_plan_of_a_large_vocabulary_is_what_running_code_peaks_at(kind, stag
     assert 1 / 1.02 < told["rows"][stage]["together"] / run["peak"] < 1 / 0.92
 
 
-@pytest.mark.thorough
 def test_the_formula_of_our_gpt_was_off(tmp_path):
     """Before, a Llama was planned as a GPT of its width and depth: its gated MLP and fewer heads for keys were not."""
     model, sizes = ForeignModel(config(tmp_path, "llama", LARGE), 512, recompute=False), LARGE["llama"]

@@ -27,6 +27,8 @@ from zero_minimal.workload import data, loop, masking
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import Settings
 
+pytestmark = pytest.mark.thorough
+
 STAND_IN = str(Path(__file__).parent / "stand_in")
 SHORT = dict(sequence=16, batch=2, steps=3, bucket_mb=0.01)
 
@@ -88,7 +90,6 @@ def test_all_stages_have_the_same_losses_bit_for_bit(kind, world, dtype, recompu
         assert len(set(found["Stage0"])) == 4
 
 
-@pytest.mark.thorough
 def test_so_have_offloaded_ones_and_peers(written):
     settings = Settings(**SHORT, model=written())
     away = (Offloaded1, Offloaded2, Offloaded3)

@@ -12,6 +12,8 @@ from zero_minimal.pictures import style
 from zero_minimal.pictures.memory_map import ASKED, HOLE, draw_map
 from zero_minimal.programs import lesson08_program
 
+pytestmark = pytest.mark.thorough
+
 # ------------------------------------------------------------------------------------------------------ traces by hand
 
 
@@ -161,7 +163,6 @@ def test_any_sizes_have_an_answer(name, tmp_path, capsys):
     assert (tmp_path / "map.png").exists()
 
 
-@pytest.mark.thorough
 def test_the_sizes_that_ended_in_an_error(capsys):
     lesson08_program.main("--vocabulary 1024 --hidden 512 --heads 8 --layers 6 --longest 64 --steps 1".split())
     assert "M_D saves nothing" in capsys.readouterr().out

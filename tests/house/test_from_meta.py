@@ -11,6 +11,8 @@ from torch import nn, optim
 
 from zero_minimal.stage3 import Stage3
 
+pytestmark = pytest.mark.thorough
+
 
 class RMSNorm(nn.Module):
     """No reset_parameters: its model draws it."""

@@ -9,6 +9,8 @@ from fuzzing.pool import Pools, plainly
 from fuzzing.verdict import judged
 from house.scenarios.stand import Outcome
 
+pytestmark = pytest.mark.thorough
+
 PROGRAM = {"world": 2, "model": {"blocks": [{}]}, "loop": {"steps": 2}}
 
 
@@ -19,7 +21,6 @@ def in_float64():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.thorough
 def test_a_hundred_programs():
     with Pools() as pools:
         fuzzer = fuzz.Fuzzer(pools)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
-from misuse import Coder, by_stage, by_world, draw, refused
+from misuse import Coder, by_stage, by_stage_and_world, by_world, draw, refused
 from thorough import sample
 from torch import nn, optim
 
@@ -127,8 +127,7 @@ def drop_a_batch(stage, drop, accumulate=False):
     return toys.whole_parameters(zero)
 
 
-@by_stage
-@by_world
+@by_stage_and_world
 @pytest.mark.parametrize("accumulate", sample((False, True), [True]))
 def test_a_batch_can_be_dropped(stage, world_size, accumulate):
     expected = toys.run(drop_a_batch, world_size, stage, "zero", accumulate)

@@ -274,6 +274,7 @@ def compiled(stage, backend):
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage, backend", sample([(1, "eager"), (2, "aot_eager"), (3, "aot_eager")], [(1, "eager")]))
 def test_compiled_anew_while_gradients_wait(stage, backend):
     assert toys.run(compiled, 2, stage, backend) == toys.run(compiled, 2, 0, None)

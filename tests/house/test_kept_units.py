@@ -14,6 +14,8 @@ from zero_minimal.kept_units import Kept3
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.stage3 import Stage3
 
+pytestmark = pytest.mark.thorough
+
 BLOCKS = 5
 RECIPES = {
     "plain": {},

@@ -147,6 +147,7 @@ def with_element_wise(world_size, names):
     return plain, toys.run(checks.train_all, world_size, recipes, *STAGES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sample(ELEMENT_WISE, OFTEN))
 def test_element_wise_optimizers(name):
     plain, ranks = with_element_wise(3, companions(name, ELEMENT_WISE, OFTEN))
@@ -256,6 +257,7 @@ def by_itself(stage):
     return found
 
 
+@pytest.mark.thorough
 @by_stage
 @pytest.mark.parametrize("world_size", sample(WORLDS, [2]))
 def test_guards_change_no_bit_and_no_byte(world_size, stage):
@@ -303,6 +305,7 @@ def peaks(shape, steps=2):
     return elements, found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", sample(SHAPES, ["mlp"]))
 def test_peak_memory_falls_from_stage_to_stage(shape):
     for elements, moments in toys.run(peaks, 2, shape):
@@ -336,6 +339,7 @@ def gradients_of_stage2():
     return ledger.highest()["gradients"], psi, max(param.nbytes for param in model.parameters())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", sample((2, 4), [4]))
 def test_stage_2_holds_whole_gradients_of_open_buckets_only(world_size):
     for highest, psi, largest in toys.run(gradients_of_stage2, world_size):

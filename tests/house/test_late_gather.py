@@ -19,6 +19,8 @@ import torch.distributed as dist
 import toys
 from torch import nn, optim
 
+pytestmark = pytest.mark.thorough
+
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import them too
 
 import odd_models
@@ -67,7 +69,6 @@ def odd(names, stages):
     return {name: on_a_rank(name, stages) for name in names}
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("half", [0, 1])
 def test_odd_models(half):
     """Tied weights, modules used twice, recomputation, sparse gradients, several passes, evaluations between, …"""
@@ -213,7 +214,6 @@ def looked_at(stage, names):
     return seen
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("number, part", [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_who_looks_finds_the_new_values_whole(number, part):
     (plain, late), names = PAIRS[number], list(LOOKS)[part::2]

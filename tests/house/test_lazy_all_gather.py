@@ -23,6 +23,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.thorough
+
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import them too
 
 import odd_models

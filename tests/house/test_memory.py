@@ -528,6 +528,7 @@ def watch_fsdp():
         return states, ledger.highest(), sum(p.numel() for p in model.parameters()), max(units)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not checks.FSDP2_RUNS_ON_THE_CPU, reason="this torch's FSDP2 does not run on the CPU")
 def test_fsdp2_gathers_parameters():
     for states, highest, elements, unit in ranks.run(watch_fsdp, 2):  # all sizes are even: no padding

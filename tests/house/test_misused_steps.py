@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
-from misuse import Coder, by_stage, by_world, draw, refused
+from misuse import Coder, by_stage, by_stage_and_world, by_world, draw, refused
 from thorough import sample
 from torch import nn, optim
 
@@ -52,8 +52,7 @@ def two_models(stage, scaled):
     return weights(one), weights(other)
 
 
-@by_world
-@by_stage
+@by_stage_and_world
 def test_a_scaler_for_two_models(stage, world_size):
     runs = [toys.run(two_models, world_size, stage, scaled) for scaled in (True, False)]
     for scaled, plain in zip(*runs, strict=True):
@@ -302,8 +301,7 @@ def rates_that_differ(stage, scheduled):
             zero.optimizer.param_groups[0]["lr"] = 0.1 / (1 + dist.get_rank())
 
 
-@by_world
-@by_stage
+@by_stage_and_world
 def test_learning_rates_that_differ(stage, world_size):
     for scheduled in (True, False):
         words = refused(rates_that_differ, stage, scheduled, world_size=world_size)

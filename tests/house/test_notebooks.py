@@ -124,6 +124,7 @@ STUCK = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", sample(STUCK, ["one does not come"]))
 def test_ranks_that_wait_for_each_other_are_woken(world, case):
     code, words = STUCK[case]
@@ -160,6 +161,7 @@ def interrupted_after(seconds):
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(30)
 def test_an_interrupt_reaches_the_ranks(world):
     with interrupted_after(1.0):
@@ -169,6 +171,7 @@ def test_an_interrupt_reaches_the_ranks(world):
     assert_works(world)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_is_told_and_all_start_again(world):
     before = world.processes
     text = message_of(world, "import os\nif rank == 2:\n    os._exit(7)\ndist.barrier()", within=30)
@@ -183,6 +186,7 @@ def test_the_environment_has_the_last_word(monkeypatch):
         notebook.start(4)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_ranks_that_cannot_start_say_why():
     with pytest.raises(RuntimeError, match="2 ranks could not be started:\nValueError: device cuda was asked for, but"):
@@ -208,6 +212,7 @@ time.sleep(0.5)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", sample(ENDS, ["killed"]))
 def test_no_process_outlives_the_notebook(end):
     script = subprocess.run(
@@ -244,8 +249,7 @@ def test_notebooks_hold_the_outputs_of_one_whole_run(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("ranks", sample((2, 3), [3]))
-def test_collectives_on_fewer_ranks(monkeypatch, ranks):
+def test_collectives_on_3_ranks(monkeypatch, ranks=3):
     world = run_notebook("00_collectives.ipynb", monkeypatch, ranks)["world"]
     try:
         counts = range(2, ranks + 1)
@@ -259,8 +263,7 @@ def test_collectives_on_fewer_ranks(monkeypatch, ranks):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("ranks", (3, 4))
-def test_gradients_on_more_ranks(monkeypatch, ranks):
+def test_gradients_on_3_ranks(monkeypatch, ranks=3):
     names = run_notebook("03_gradients.ipynb", monkeypatch, ranks, ("Settings()", "Settings(layers=2, hidden=48)"))
     world = names["world"]
     try:

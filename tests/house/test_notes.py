@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from misuse import by_stage, by_stage_and_world, by_world
 from thorough import sample
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,8 +18,7 @@ from zero_minimal.extensions.join import together
 from zero_minimal.guards.collective_fingerprint import LENGTH, Mismatch
 from zero_minimal.processes import ranks
 
-by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
-by_world = pytest.mark.parametrize("world_size", sample((2, 3), [2]))
+pytestmark = pytest.mark.thorough
 
 
 class Blocks(nn.Module):
@@ -90,15 +90,13 @@ def error_of(function, world_size, *args):
     return str(caught.value)
 
 
-@by_stage
-@by_world
+@by_stage_and_world
 def test_an_uneven_number_of_batches(world_size, stage):
     assert "has finished, and rank 0 waits for it in" in error_of(uneven_batches, world_size, stage)
 
 
 # at stages 0 and 1 several backward passes in one step are one pass, reduced several times
-@by_world
-@by_stage
+@by_stage_and_world
 def test_uneven_micro_batches(world_size, stage):
     words = error_of(uneven_micro_batches, world_size, stage)
     assert "the ranks are not in the same collective" in words or "has finished" in words
@@ -175,7 +173,6 @@ def one_comes_late():
     return words
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", sample((3, 4), [3]))
 def test_who_comes_late_hears_it_too(world_size):
     for words in toys.run(one_comes_late, world_size, timeout=60, fresh=True):

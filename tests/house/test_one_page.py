@@ -86,6 +86,7 @@ def ours(dtype, kind):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", (Words, Nested))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("world_size", sample((1, 2, 3), (2, 3)))

@@ -96,6 +96,7 @@ def test_the_pictures_are_drawn_from_these_figures():
     assert "](overlap.png)" in told and "](buckets.png)" not in told and "](buckets.png)" in measured
 
 
+@pytest.mark.thorough
 def test_a_run_of_today_has_the_order_that_was_recorded():
     for name in ("naive", "stage 0"):
         today = ranks.run(lesson01_figures.watched, 2, lesson01_figures.WAYS[name], Settings(), device="cpu")[0]

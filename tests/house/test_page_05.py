@@ -156,6 +156,7 @@ def exam_figures():
 # --------------------------------------------------------------------------------------------------- a run of today
 
 
+@pytest.mark.thorough
 def test_patients_of_today():
     """Other sizes, and a rank more: the same signs."""
     settings = replace(program.SMALL, layers=2, hidden=24, heads=3, steps=5)
@@ -170,6 +171,7 @@ def test_patients_of_today():
     assert rows["g forgotten"]["norm"]["spread"] > RIGHT and rows["split before GELU"]["norm"]["spread"] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", sample((1, 2, 4), [2]))
 def test_counts_of_today(world_size):
     settings = Settings()
@@ -230,8 +232,7 @@ def test_the_notebooks_bars_of_batches_are_what_was_sent():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("ranks_of_it", (3, 4))
-def test_the_notebook_on_more_ranks(monkeypatch, ranks_of_it):
+def test_the_notebook_on_3_ranks(monkeypatch, ranks_of_it=3):
     world = run_notebook("05_tensor_parallel.ipynb", monkeypatch, ranks_of_it)["world"]
     try:
         assert world["right"] == [True] * ranks_of_it and max(world["positive"]) < 1e-6

@@ -208,6 +208,7 @@ def of_today():
     return toys.run(watched, 2)
 
 
+@pytest.mark.thorough
 def test_the_record_is_that_of_a_run_of_today():
     for record, *_ in of_today():
         assert record == MEASURED["trays"]
@@ -260,6 +261,7 @@ def test_the_default_run_is_the_one_that_is_priced():
         assert sum(param.numel() for param in GPT(Settings().model_config()).parameters()) == program.PRICED
 
 
+@pytest.mark.thorough
 def test_only_draws(tmp_path, capsys):
     (tmp_path / "measured.json").write_text((LESSON.folder / "measured.json").read_text())
     program.main([str(tmp_path), "--draw"])

@@ -47,6 +47,7 @@ def recorded(*args):
     return recording.begins, traces.packed(recording.trace), recording.losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, seed, slabs", sample(
     [(program.WITHOUT, program.SEED, False), (program.WITH, program.SEED, True),
      (program.OTHER, program.OTHER_SEED, False)], [(program.WITH, program.SEED, True)]))
@@ -65,6 +66,7 @@ def test_the_record_is_that_of_a_run_of_today(name, seed, slabs):
         not texts.as_recorded() or losses == pytest.approx(stored["losses"], rel=1e-4))
 
 
+@pytest.mark.thorough
 def test_replaying_the_record_gives_the_figures(recordings):
     assert json.loads(json.dumps(program.replayed(recordings))) | {"traces": RECORDED} == MEASURED
 
@@ -262,6 +264,7 @@ def test_no_line_of_the_solution_is_on_the_page(name):
 # -------------------------------------------------------------------------------------------------------- the pictures
 
 
+@pytest.mark.thorough
 def test_the_pictures_show_what_the_page_says():
     drawn = program.pictures(MEASURED)
     assert set(drawn) == {"map.png", "allocators.png"}

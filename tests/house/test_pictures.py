@@ -23,6 +23,7 @@ LEGIBLE = 10  # pixels
 NAN = float("nan")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("file", sorted(LESSONS.rglob("*.png")), ids=lambda file: file.name)
 def test_a_committed_picture_is_sharp_and_on_a_page(file):
     assert imread(file).shape[1] >= 2 * PAGE, "blurred where a pixel has two dots"
@@ -71,6 +72,7 @@ DRAWN = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DRAWN)
 def test_text_can_be_read_on_a_page_and_nothing_is_cut(name):
     picture = DRAWN[name]()
@@ -85,6 +87,7 @@ def test_text_can_be_read_on_a_page_and_nothing_is_cut(name):
     assert -0.02 < min(box.x0, box.y0) and box.x1 < width + 0.02 and box.y1 < height + 0.02
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DRAWN)
 def test_names_below_bars_do_not_touch(name):
     picture = DRAWN[name]()

@@ -18,6 +18,8 @@ from zero_minimal.programs.planning import plan
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.model import GPT, GPTConfig
 
+pytestmark = pytest.mark.thorough
+
 LEAST, MOST = 0.92, 1.01  # the code's peak over the plan's
 
 def shape(layers, hidden, sequence, vocabulary):

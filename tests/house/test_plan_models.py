@@ -21,6 +21,8 @@ from zero_minimal.workload.deepspeed_config import Wanted
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import Settings
 
+pytestmark = pytest.mark.thorough
+
 SPEEDS = planning.Speeds.of(planning.PAPERS, "bf16")
 LEAST, MOST = 0.92, 1.02  # the code's peak over the plan's
 SCORES = 2 * 8 * 256**2 * 2  # bytes of a matrix of scores: batch, heads, tokens, bf16
@@ -83,7 +85,6 @@ def test_offload_beside_running_code(stage, written):  # noqa: F811
     assert (on_disk["disk"], on_disk["host"]) == (row["host"], 0) and on_disk["together"] == row["together"]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", (False, True))
 def test_attention_that_is_not_fused_beside_running_code(recompute, written):  # noqa: F811
     file, told = written(**LARGE), {}

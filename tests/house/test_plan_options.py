@@ -26,6 +26,8 @@ from zero_minimal.workload import loop
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.workload.settings import Settings
 
+pytestmark = pytest.mark.thorough
+
 LEAST, MOST = 0.92, 1.01  # the code's peak over the plan's, as in test_plan_beside_runs.py
 LONG = GPTConfig(6, 256, heads=8, sequence=512, vocabulary=256, dropout=0.0)
 WIDE = GPTConfig(4, 512, heads=8, sequence=128, vocabulary=1000, dropout=0.0)

@@ -405,6 +405,7 @@ def test_failure_under_torchrun(failure, others, words, tmp_path):
     wait_until_gone([int(note.stem) for note in notes])
 
 
+@pytest.mark.thorough
 def test_under_torchrun(tmp_path):
     code, output, errors = torchrun(
         tmp_path,

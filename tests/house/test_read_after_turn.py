@@ -13,6 +13,8 @@ from torch import nn, optim
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 
+pytestmark = pytest.mark.thorough
+
 
 class Blocks(nn.Module):
     def __init__(self, penalty=None):

@@ -124,6 +124,7 @@ def outputs_of(programs):
     return outputs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world_size", sample((1, 2, 3), [3]))
 def test_the_sample_prints_the_same_with_every_stage(world_size):
     """Replace the class, and nothing else."""

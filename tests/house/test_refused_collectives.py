@@ -10,6 +10,8 @@ import toys
 from zero_minimal.constant_buffers import ConstantBuffers, all_reduce
 from zero_minimal.core import collectives
 
+pytestmark = pytest.mark.thorough
+
 REFUSED = {
     "an unknown op": lambda: collectives.all_reduce(torch.ones(3), op="mean"),
     "sizes of a reduce-scatter": lambda: collectives.reduce_scatter(torch.ones(4), torch.ones(4)),

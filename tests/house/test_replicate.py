@@ -24,6 +24,8 @@ from zero_minimal.programs import replicate_session as sessions
 from zero_minimal.workload import reviews as texts
 from zero_minimal.workload.encoder import Encoder, EncoderConfig
 
+pytestmark = pytest.mark.thorough
+
 HOUSE = Path(__file__).parents[2]
 SIZE = plans.Size(1, 16)
 MOODS = ("good fine lovely great warm bright".split(), "bad dull poor cold weak slow".split())
@@ -233,7 +235,6 @@ def test_the_times_alone_are_measured_again():
     assert [session.part for session in replicate.missing(content, plans.FULL)] == ["times", "times"]
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(600)  # on a busy machine
 def test_killed_it_goes_on_and_draws_and_tells_all(tmp_path, text):
     file, plot = tmp_path / "kept.json", tmp_path / "plot.png"

@@ -24,6 +24,8 @@ from zero_minimal.classroom.report.story import Line, Part, Step, Story, alike
 from zero_minimal.classroom.report.writing import KINDS, told_by
 from zero_minimal.classroom.submission import Submission
 
+pytestmark = pytest.mark.thorough
+
 LESSONS = found()
 COLLECTIVES, GRADIENTS = LESSONS["00_collectives"], LESSONS["03_gradients"]
 
@@ -171,7 +173,6 @@ def test_a_stage_that_is_half_written_is_drawn_as_far_as_it_goes(told):
 
 
 # stage: the reference of a lesson that is not written yet, and chooses this kind of report
-@pytest.mark.thorough
 @pytest.mark.parametrize("stage", (0, 1, 3))
 def test_other_stages_depart_nowhere(tmp_path, stage):
     lesson = dataclasses.replace(GRADIENTS, reference=f"zero_minimal.stage{stage}", class_name=f"Stage{stage}")
@@ -227,7 +228,6 @@ def test_a_file_that_is_not_python_gets_a_page(tmp_path):
     assert "the file is not Python, line 1" in shown and "0 of 100" in shown and "nothing could be run" in shown
 
 
-@pytest.mark.thorough
 def test_a_course_without_its_references_reports_too(tmp_path):
     """What is expected comes from rules: the files that solve the lessons are not needed."""
     copy, file = tmp_path / "house", tmp_path / "mine.py"

@@ -45,6 +45,7 @@ def test_rounded_and_truncated_numbers_agree_and_others_do_not():
     assert not reproduce.agrees("41.3", 41.4) and not reproduce.agrees("0.12", 0.135)
 
 
+@pytest.mark.thorough
 def test_cells_of_table_1_from_running_code(few_blocks, tmp_path):
     result = reproduce.table1(sizes=("7.5B", "1T"), ranks=(1024,))
     assert len(result["cells"]) == 6 and result["agree"]
@@ -57,6 +58,7 @@ def test_cells_of_table_1_from_running_code(few_blocks, tmp_path):
     assert drawn(draw_reproduction("table1", result), tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_cell_that_differs_is_marked(few_blocks, monkeypatch):
     monkeypatch.setitem(published.TABLE1["7.5B"], 64, ("31.4", "17.6", "1.88"))
     result = reproduce.table1(sizes=("7.5B",), ranks=(64,))
@@ -64,6 +66,7 @@ def test_a_cell_that_differs_is_marked(few_blocks, monkeypatch):
     assert "!" in tables.describe("table1", result)
 
 
+@pytest.mark.thorough
 def test_figure_1(few_blocks, tmp_path):
     result = reproduce.figure1()
     assert result["agree"]

@@ -25,6 +25,8 @@ from zero_minimal.programs.resume import Flags
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.workload.settings import Parser, Settings
 
+pytestmark = pytest.mark.thorough
+
 SMALL = dict(layers=2, hidden=32, heads=4, sequence=16, batch=2, steps=6)
 PROGRAMS = Path(__file__).parents[2] / "zero_minimal"
 
@@ -176,7 +178,6 @@ def ranks_of(launcher):
     return [int(number) for number in task.read_text().split()]
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_torchrun_goes_on_by_itself(tmp_path):
     """A rank is killed twice; in the end the losses are those of a run that nobody disturbed."""

@@ -186,6 +186,7 @@ def growth(stage, folder):
 BUCKET = 2 * 2**20
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("stage, world", sample([(stage, world) for stage in range(4) for world in (1, 2)], [(2, 2)]))
 def test_memory_does_not_grow_by_more_than_a_bucket(stage, world, tmp_path):

@@ -16,6 +16,8 @@ import torch.distributed as dist
 import toys
 from thorough import sample
 
+pytestmark = pytest.mark.thorough
+
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from saved_models import Model, groups_of

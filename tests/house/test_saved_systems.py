@@ -14,6 +14,8 @@ from zero_minimal.core.mesh import make_mesh
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.zero_100b import System, places
 
+pytestmark = pytest.mark.thorough
+
 # 31 tokens are no multiple of 2 or 4: the embedding's last part is padded
 SIZES = GPTConfig(layers=2, hidden=8, heads=4, sequence=toys.SEQUENCE, vocabulary=toys.VOCABULARY, dropout=0.0)
 STEPS, SAVED_AT, BOUND = 5, 2, 3e-4  # the bound is that of test_saved_state_elsewhere.py

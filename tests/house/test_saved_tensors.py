@@ -20,6 +20,8 @@ from zero_minimal.kept_units import Kept3
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage3 import Stage3
 
+pytestmark = pytest.mark.thorough
+
 SIZE, DEPTH = 6, 4
 KEPT_OUTSIDE: list = []
 

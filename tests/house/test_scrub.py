@@ -77,8 +77,7 @@ def test_another_pool_lays_elsewhere(traces):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world_size", (3, 4))
-def test_the_notebook_on_more_ranks(monkeypatch, world_size, tmp_path):
+def test_the_notebook_on_3_ranks(monkeypatch, tmp_path, world_size=3):
     """With a whole solution as the learner's file."""
     file = tmp_path / "assignment.py"
     file.write_text(reference(LESSON))

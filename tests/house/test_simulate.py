@@ -43,6 +43,7 @@ def reports_of_all_stages(dtype):
         return [train(stage, settings, rank) for stage in STAGES]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("world_size", "dtype"), sample([(1, "fp32"), (2, "fp16"), (4, "bf16")], [(4, "bf16")]))
 def test_simulated_model_states_are_those_of_real_ranks_to_the_byte(world_size, dtype):
     for stage, real in enumerate(toys.run(reports_of_all_stages, world_size, dtype)[0]):
@@ -61,6 +62,7 @@ def test_simulated_model_states_are_those_of_real_ranks_to_the_byte(world_size, 
             assert 0 <= peak - simulated["memory"]["peak"] <= 1.01 * shard * 2 * world_size
 
 
+@pytest.mark.thorough
 def test_every_rank_of_an_odd_number_holds_the_same():
     own = simulate(Case(SMALL, 3, 7, "bf16", rank=5)).report
     first = simulate(Case(SMALL, 3, 7, "bf16")).report
@@ -77,6 +79,7 @@ def run():
     return simulate(Case(config, 3, 1024, "fp16"))
 
 
+@pytest.mark.thorough
 def test_states_are_formula_and_padding(run):
     told = run.report
     for state in formulas.STATES:
@@ -116,6 +119,7 @@ def test_it_fits_a_terminal(run):
         assert max(map(len, describe(simulation).splitlines())) <= 80
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", ["", "C4"])
 def test_each_phase_is_told_as_it_begins(config):
     told = []
@@ -153,6 +157,7 @@ def test_the_words_hold_the_figures(run):
     assert f"{run.report['theory']['optimizer'] / 1e6:,.3f}" in text and "MB of this rank" in text
 
 
+@pytest.mark.thorough
 def test_one_is_not_many_and_formulas_say_what_their_letters_are():
     text = describe(simulate(Case(dataclasses.replace(SMALL, layers=1, heads=1), 2, 1, "bf16")))
     assert "N = 1 rank;" in text and "1 block of" in text and "1 head," in text and "KB of this rank" in text
@@ -161,6 +166,7 @@ def test_one_is_not_many_and_formulas_say_what_their_letters_are():
     assert "rank 0 of 8 = 4 × 2 that share a model" in text and "N in the formulas is 4, Ψ this rank's share" in text
 
 
+@pytest.mark.thorough
 def test_gradients_are_simulated_where_they_are_switched_off():
     case = Case(SMALL, 2, 4, "bf16")
     with torch.no_grad():
@@ -176,6 +182,7 @@ def test_model_parallelism_and_stage_3_together():
         assert told["memory"][state] == told["theory"][state] + told["padding"][state]
 
 
+@pytest.mark.thorough
 def test_a_config_keeps_its_checkpoints_on_the_host_only_in_c5():
     config = dataclasses.replace(SMALL, heads=4, sequence=64)
     told = {name: simulate(Case(config, ranks=8, batch=16, model_parallel=4, config=name)).report["memory"]
@@ -189,6 +196,7 @@ def test_a_config_keeps_its_checkpoints_on_the_host_only_in_c5():
 
 
 # torch's own checkpoint stops to recompute where it has all that backward needs: before the last all-reduce
+@pytest.mark.thorough
 @pytest.mark.parametrize(("config", "share"), [("C4", 1), ("", 10 / 12)])
 def test_traffic_is_data_parallelism_and_megatrons(config, share):
     model = GPTConfig(layers=8, hidden=64, heads=4, sequence=64, vocabulary=64, dropout=0.0, recompute=True)
@@ -233,6 +241,7 @@ def test_what_cannot_be_simulated_is_answered_with_what_can(name):
         Case(SMALL, **wrong)
 
 
+@pytest.mark.thorough
 def test_the_command(tmp_path, capsys):
     program.main(["simulate", "--params=3M", "--sequence=32", "--ranks=1024", "--stage=2", "--dtype=bf16",
                   f"--json={tmp_path / 'run.json'}", f"--plot={tmp_path / 'run.png'}"])
@@ -299,6 +308,7 @@ def trained_from_meta(make, dtype=torch.float32):
 DEEP = functools.partial(toys.Transformer, blocks=12, hidden=45)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [DEEP, functools.partial(DEEP, tied=True)], ids=["plain", "tied"])
 def test_a_model_on_the_meta_device_trains_and_was_never_whole(make):
     ranks_ = toys.run(trained_from_meta, 2, make, torch.bfloat16)
@@ -437,6 +447,7 @@ A_CLASS = "from zero_minimal.stage3 import Stage3\n\n\nclass Mine(Stage3):\n    
 SIZES = ["--layers", "2", "--hidden", "64", "--vocabulary", "100", "--sequence", "16", "--ranks", "8"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("text", [OWN, A_CLASS], ids=["function", "class"])
 def test_a_stage_from_a_file_is_simulated_as_that_of_the_course(tmp_path, capsys, text):
     (file := tmp_path / "mine.py").write_text(text)
@@ -468,6 +479,7 @@ def test_a_model_of_transformers_needs_that_library(tmp_path, capsys, monkeypatc
     assert "which is not installed here: pip install 'transformers>=5'" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.thorough
 def test_a_model_of_transformers(tmp_path, capsys):
     pytest.importorskip("transformers")
     (file := tmp_path / "config.json").write_text(json.dumps({

@@ -20,6 +20,8 @@ from thorough import sample
 from zero_minimal.processes import interrupts
 from zero_minimal.programs import report
 
+pytestmark = pytest.mark.thorough
+
 HOUSE = Path(__file__).parents[2]
 TINY = "--layers=1 --hidden=32 --heads=2 --sequence=16 --batch=2 --device=cpu"
 TWO = "torchrun --nproc-per-node=2 zero_minimal"
@@ -84,7 +86,6 @@ def test_output_into_a_pipe(words, tmp_path):
     assert (f"picture: {picture}" in lines) == ("PICTURE" in words) == picture.exists()
 
 
-@pytest.mark.thorough
 def test_the_bar_and_the_summary_say_whose_loss_they_show():
     done = ended(f"{TWO}/stage2.py {TINY} --steps=2")
     assert "2 of 2 steps, rank 0's loss" in done.stderr and "loss, mean of 2 ranks, nats a byte" in done.stdout

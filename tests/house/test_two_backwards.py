@@ -12,6 +12,8 @@ from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 
+pytestmark = pytest.mark.thorough
+
 
 class Fork(nn.Module):
     def __init__(self):

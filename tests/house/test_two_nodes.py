@@ -21,6 +21,8 @@ from zero_minimal.programs import bench, train, two_nodes
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.settings import Settings
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 WHY_NOT = two_nodes.why_not()
 on_two_nodes = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -211,7 +213,6 @@ LOST = re.compile(r"rank \d stops: another rank is gone without a word or never 
 
 
 @on_two_nodes
-@pytest.mark.thorough
 def test_two_nodes_through_a_dead_cable_and_a_lost_rank(tmp_path):
     """A run loses its link, a second one a rank; each goes on, and the losses are those of a run that nobody
     disturbed, on one node."""
@@ -237,7 +238,6 @@ def test_two_nodes_through_a_dead_cable_and_a_lost_rank(tmp_path):
 
 
 @on_two_nodes
-@pytest.mark.thorough
 def test_a_node_that_is_killed(tmp_path):
     """The first one, where the ranks have met: their store dies with it."""
     with two_nodes.Pair("1gbit") as pair, Run(pair, tmp_path, "--steps", "100000", "--save", str(tmp_path / "a"),
@@ -249,7 +249,6 @@ def test_a_node_that_is_killed(tmp_path):
 
 
 @on_two_nodes
-@pytest.mark.thorough
 def test_bench_behind_two_links(tmp_path, capsys):
     flags = ["--model", "1x32", "--sequence", "16", "--batch", "2", "--steps", "1", "--warm-up", "1", "--repeats", "1"]
     more = ["--only", "stage2", "--link", "20mbit,100mbit", "--json", str(tmp_path / "f.json"), "--plot",

@@ -29,6 +29,8 @@ from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.classroom.saved import Place, Saved
 from zero_minimal.classroom.watch import Watch
 
+pytestmark = pytest.mark.thorough
+
 LESSON = found()["00_collectives"]
 STEPS = LESSON.steps
 
@@ -251,7 +253,6 @@ def test_results_say_what_was_looked_at(watch, capsys):
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
-@pytest.mark.thorough
 def test_one_step_alone(tmp_path):
     """Not written, so that no rank starts; and a wrong number."""
     file = LESSON.starter
@@ -337,7 +338,6 @@ def temporary():
         yield Path(folder)
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(300)  # ranks start five times
 def test_the_whole_of_a_watch(tmp_path, temporary, started):
     """Not written, no Python, what is denied, a loop, a right file, Ctrl-C; and no process and no folder stays."""
@@ -369,7 +369,6 @@ def test_the_whole_of_a_watch(tmp_path, temporary, started):
     assert not list(filter(lives, below)) and list(temporary.iterdir()) == []
 
 
-@pytest.mark.thorough
 def test_a_watch_that_is_killed_leaves_nothing(tmp_path, temporary, started):
     """As when its terminal is closed."""
     watched = started(LESSON.starter, "--step", "1", TMPDIR=str(temporary),

@@ -11,15 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
-from thorough import sample
+from misuse import by_stage, by_stage_and_world
 from torch import optim
 from torch.optim.swa_utils import AveragedModel
 
 from zero_minimal.core import collectives
 from zero_minimal.processes import ranks
-
-by_stage = pytest.mark.parametrize("stage", sample(range(4), (2, 3)))
-by_world = pytest.mark.parametrize("world_size", sample((2, 3), [3]))
 
 
 def wrap(stage, make=toys.Transformer, dtype=torch.float32, seed=0, **options):
@@ -74,8 +71,7 @@ def load_differently(stage, dtype):
     return said
 
 
-@by_stage
-@by_world
+@by_stage_and_world
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_ranks_that_edit_differently_are_told(world_size, stage, dtype):
     for said in toys.run(load_differently, world_size, stage, dtype):
@@ -98,8 +94,7 @@ def load_on_rank_0(stage, dtype):
     return loaded, toys.whole_parameters(zero)
 
 
-@by_stage
-@by_world
+@by_stage_and_world
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_rank_0_may_load_and_send(world_size, stage, dtype):
     (loaded, after), *others = toys.run(load_on_rank_0, world_size, stage, dtype)

@@ -17,6 +17,8 @@ from zero_minimal.core.optimizers import update
 
 STEPS = 32  # of the trial: some optimizers begin like SGD, and look at whole matrices later
 
+_passed: set[tuple] = set()  # (class, its options): one trial of each is enough for a process
+
 
 def check_element_wise(
     optimizer_class: type[Optimizer], options: dict, group: dict | None = None
@@ -32,6 +34,9 @@ def check_element_wise(
         raise TypeError("give the optimizer's class and its options: "
                         "Stage2(model, torch.optim.AdamW, lr=3e-4)")
     name, group = optimizer_class.__name__, group or {}
+    trial = (optimizer_class, repr(options), repr(group))
+    if trial in _passed:
+        return
     refusal = (f"{name} is not element-wise, so it cannot update a shard: use AdamW, Adam, SGD or "
                "another that is")
     generator = torch.Generator().manual_seed(0)
@@ -62,6 +67,7 @@ def check_element_wise(
     in_halves = torch.cat([half.detach() for half in halves]).view(4, 8) - start
     if not torch.allclose(moved, in_halves, rtol=1e-3, atol=1e-3 * moved.abs().max().item()):
         raise ValueError(refusal)
+    _passed.add(trial)
 
 
 @seams.at("optimizer_given")
@@ -76,12 +82,11 @@ def check_groups(optimizer_class: type[Optimizer], options: dict, groups: list[d
     """Make the optimizer with the user's groups, over a few elements of each dtype and device. It
     raises what it will raise over the shards, but now the model is still as it was. Try the options
     of each group, too: one of them may make it look at whole matrices."""
-    samples, tried = [], {repr({"lr": 0})}
+    samples = []
     for group in groups:
-        own = {name: value for name, value in group.items() if name != "params"}
-        if (kind := repr({**own, "lr": 0})) not in tried:
-            check_element_wise(optimizer_class, options, own)
-            tried.add(kind)
+        # another rate needs no other trial, which has one of its own
+        own = {name: value for name, value in group.items() if name not in ("params", "lr")}
+        check_element_wise(optimizer_class, options, own)
         kinds = {(torch.float32 if param.element_size() < 4 else param.dtype,
                   torch.get_default_device() if param.is_meta else param.device)
                  for param in group["params"]}

@@ -10,18 +10,16 @@ from house.scenarios.stand import TABLE, check
 from thorough import companions, sample
 
 
-def two(worlds, turn):
-    """Of more than two: 3 ranks, which no size here is a multiple of, and one of the others, in turn. Neighbours in the
-    table are of one kind, and so each kind is seen in every world."""
-    others = [size for size in worlds if size != 3]
-    return (3, others[turn % len(others)]) if len(worlds) > 2 else worlds
+def world(worlds, turn):
+    """3 ranks every other time, which no size here is a multiple of, else one of the others. Neighbours in the table are
+    of one kind, and so each kind is seen in every world; the fuzzer's programs (test_fuzz.py) mix all of it."""
+    others = [size for size in worlds if size != 3] or worlds
+    return 3 if turn % 2 and 3 in worlds else others[turn // 2 % len(others)]
 
 
-WORLDS = {name: two(what.worlds, place) for place, (name, what) in enumerate(TABLE.items())}
-CASES = [(name, world_size) for name, worlds in WORLDS.items() for world_size in worlds]
-# what the plain run has, each on one number of ranks, in turn: one of each kind, and what has failed before
-ALWAYS = [(name, worlds[place // 11 % len(worlds)]) for place, (name, worlds) in enumerate(WORLDS.items())
-          if TABLE[name].mend or place % 11 == 0]
+CASES = [(name, world(what.worlds, place)) for place, (name, what) in enumerate(TABLE.items())]
+# what the plain run has: one of each kind, and what has failed before
+ALWAYS = [case for place, case in enumerate(CASES) if TABLE[case[0]].mend or place % 23 == 0]
 TOGETHER = 8  # scenarios that share their ranks, which take time to start
 
 
@@ -44,8 +42,9 @@ def test_every_world_has_its_share():
     """And every scenario of the table runs."""
     sizes = Counter(world_size for _, world_size in CASES)
     assert {name for name, _ in CASES} == TABLE.keys() and sizes.keys() == set(stand.WORLDS)
-    assert min(sizes.values()) > len(TABLE) / 5 and {size for _, size in ALWAYS} == set(stand.WORLDS)
-    assert two((1, 2, 3, 4), 5) == (3, 4) and two((2, 3, 4), 5) == (3, 4) and two((1, 2), 5) == (1, 2)
+    assert min(sizes.values()) > len(TABLE) / 8 and {size for _, size in ALWAYS} == set(stand.WORLDS)
+    assert [world((1, 2, 3, 4), turn) for turn in range(6)] == [1, 3, 2, 3, 4, 3]
+    assert [world((1, 2), turn) for turn in range(4)] == [1, 1, 2, 2] and world((3,), 0) == 3
 
 
 @pytest.mark.parametrize("name, world_size", list(marked()))

@@ -9,6 +9,8 @@ from house.scenarios.stand import check_stage
 from house.scenarios.strangers import STRANGERS
 from thorough import sample
 
+pytestmark = pytest.mark.thorough
+
 CASES = [(name, stage, world_size)
          for name, what in STRANGERS.items() for stage in what.stages for world_size in what.worlds]
 ALWAYS = [case for case in CASES if case[2] == 2]

@@ -11,6 +11,8 @@ from house.scenarios.stand import check
 from house.scenarios.zoo import ZOO, build
 from thorough import companions, sample
 
+pytestmark = pytest.mark.thorough
+
 CASES = [(name, 2 + place % 2) for place, name in enumerate(ZOO)]
 ALWAYS = [CASES[list(ZOO).index(name)] for name in ("GPT-2", "Mixtral", "T5")]
 
