@@ -39,6 +39,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if getattr(config.option, "numprocesses", None):
+        for item in items:  # what shares runs and servers shares a process: a file, or a lesson's submissions
+            lesson = getattr(item, "callspec", None) and item.callspec.params.get("lesson")
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {getattr(lesson, 'name', lesson)}"))
     if getattr(config, "submission", None) or any("::" in name or name.endswith(".ipynb") for name in config.args):
         return  # a learner's file gets every check, and who names a test gets it
     for item in items:
@@ -47,11 +51,27 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.thorough)
     if config.option.thorough and not config.option.thorough_only:
         return
+    _leave_one_world(items)
     marked, others = [], []
     for item in items:
         (marked if item.get_closest_marker("thorough") else others).append(item)
     items[:], left_out = (marked, others) if config.option.thorough_only else (others, marked)
     config.hook.pytest_deselected(items=left_out)
+
+
+def _leave_one_world(items):
+    """A test that would run on several numbers of ranks runs on 3, which divides least, and thoroughly on the others."""
+    sizes = {}
+    for item in items:
+        params = getattr(item, "callspec", None) and dict(item.callspec.params)
+        if params and "world_size" in params and not item.get_closest_marker("thorough"):
+            size = params.pop("world_size")
+            sizes.setdefault((item.path, item.originalname, repr(params)), {})[size] = item
+    for alike in sizes.values():
+        chosen = 3 if 3 in alike else max(alike)
+        for size, item in alike.items():
+            if size != chosen:
+                item.add_marker(pytest.mark.thorough)
 
 
 def pytest_collection_finish(session):

@@ -1,7 +1,8 @@
 """What takes long is left to `pytest --thorough`; the plain run has a part of it that would show most mistakes.
 
     @pytest.mark.thorough                                              a test that is left out as a whole
-    @pytest.mark.parametrize("world_size", sample(WORLDS, (2, 3)))     the worlds 2 and 3 always, the others thorough
+    @pytest.mark.parametrize("name", sample(RECIPES, ["clipping"]))    clipping always, the others thorough
+    world_size                                                         of several 3 always, the others thorough
 
 Nothing is dropped: `pytest --thorough-only` runs just what the plain run leaves out (conftest.py holds both options).
 """

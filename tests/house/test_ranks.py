@@ -391,7 +391,8 @@ FAILING = """
     ("failure", "others", "words"),
     [
         ("raise ValueError('the reason')", "collectives.all_reduce(ones)", "rank 1 failed: ValueError: the reason"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "collectives.all_reduce(ones)", "SIGKILL"),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "collectives.all_reduce(ones)", "SIGKILL",
+                     marks=pytest.mark.thorough),
         pytest.param("sys.exit(7)", "time.sleep(1000)", r"exitcode\s*: 7", marks=pytest.mark.thorough),
     ],
     ids=("raises", "is killed", "exits"),

@@ -161,8 +161,8 @@ def test_thorough_and_plain_runs_share_nothing_and_leave_nothing_out(tmp_path):
             pass
         """)
     plain, rest, everything = collected(file), collected(file, "--thorough-only"), collected(file, "--thorough")
-    assert plain == ["test_worlds[2]", "test_worlds[3]", "test_both[5-avg-b]"]
-    assert rest == ["test_worlds[1]", "test_worlds[4]", "test_both[3-sum-a]", "test_both[3-sum-b]",
+    assert plain == ["test_worlds[3]", "test_both[5-avg-b]"], "of several worlds one"
+    assert rest == ["test_worlds[1]", "test_worlds[2]", "test_worlds[4]", "test_both[3-sum-a]", "test_both[3-sum-b]",
                     "test_both[5-avg-a]", "test_alone"]
     assert sorted(plain + rest) == sorted(everything) and len(everything) == 9
     assert collected(f"{file}::test_alone") == ["test_alone"], "who names a test gets it"
