@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _leave_one_world(items):
-    """A test that would run on several numbers of ranks runs on 3, which divides least, and thoroughly on the others."""
+    """A test for several numbers of ranks runs on 3, which divides least, and thoroughly on the others."""
     sizes = {}
     for item in items:
         params = getattr(item, "callspec", None) and dict(item.callspec.params)

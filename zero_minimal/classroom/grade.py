@@ -12,12 +12,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_minimal.classroom import drawn, open_part, sandbox
+from zero_minimal.classroom import attempt_page, drawn, open_part, sandbox
 from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.grades import Grades, gradescope
 from zero_minimal.classroom.judging import grade
 from zero_minimal.classroom.lessons import Lesson, Step, found
-from zero_minimal.classroom.report.writing import write
 from zero_minimal.classroom.submission import syntax_error, text_of
 from zero_minimal.classroom.watch import watch
 from zero_minimal.programs import progress, record
@@ -116,8 +115,8 @@ def _hand_on(call: Call, grades: Grades, steps: tuple[Step, ...] | list[Step], s
         points = {step.number: grades.of(step)[0] for step in steps if step.number in of}
         record.add_points(call.lesson.name, points, of)
     if call.options.html:  # last: it runs the file once more
-        write(call.options.html, call.lesson, call.file.resolve(), gradescope(grades, seconds)["tests"])
-        print(f"{call.options.html}: what your ranks did on one small run", flush=True)
+        attempt_page.write(call.options.html, call.lesson, call.file.resolve(), gradescope(grades, seconds)["tests"])
+        print(f"{call.options.html}: what your file did on one small run", flush=True)
 
 
 def _sum_up(calls: list[Call], all_grades: list[Grades], seconds: float) -> None:
@@ -166,8 +165,8 @@ def _calls(arguments: list[str], lessons: dict[str, Lesson]) -> list[Call]:
     parser.add_argument("--watch", action="store_true", help="whenever the file is saved, grade again what is not "
                         "right yet; what is wrong first is told at once. Ctrl-C ends it (exit code 130)")
     parser.add_argument("--json", type=_writable, metavar="FILE", help="also write results.json for Gradescope")
-    parser.add_argument("--html", type=_writable, metavar="FILE",
-                        help="also write a page: what your ranks did on one small run, step by step")
+    parser.add_argument("--html", type=_writable, metavar="FILE", help="also write a page: the points, and the pictures "
+                        "of this attempt that the last section of the lesson's notebook draws")
     options = parser.parse_args(arguments)
     if options.file.is_dir():
         return _calls_of_folder(parser, options, lessons)

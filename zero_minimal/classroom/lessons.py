@@ -14,7 +14,6 @@ tests/NN_name/test_assignment.py, where each test says which step it belongs to 
     draw         so many of the steps are graded, drawn by the learner's NAME, see drawn.py               (default: all)
     patience     seconds that ranks may take for one test, some 10 times what they need                   (default: 15)
     written      texts in assignment.py that a teacher reads, for the points up to 100                   (default: none)
-    report       what `grade --html` draws of a run: "messages" or "buckets", see report/__init__.py     (default: none)
     [[steps]]    title, points, and in [steps.tasks] "function" or "Class.method" = what must hold when it returns;
                  in [steps.core] check = the most that the step earns without it: what the lesson is about;
                  quiet: those of its functions that do nothing until they are written, so that earlier steps can call
@@ -36,7 +35,6 @@ HOUSE = Path(__file__).parents[2]  # the repository
 PACKAGE = HOUSE / "zero_minimal"
 FILE = "lesson.toml"
 
-DRAWN = ("messages", "buckets")  # kinds of runs that a report knows
 
 # words that messages are recognized by
 UNWRITTEN = "() is not written yet (step "
@@ -84,7 +82,6 @@ class Lesson:
     class_name: str  # "": the tests use the module
     forbidden: frozenset[str]  # modules that would do the learner's work
     steps: tuple[Step, ...]
-    report: str = ""  # one of DRAWN; "": none
     points: float = 100  # of the steps, or of those that are drawn
     draw: int = 0  # so many of the steps; 0: all
     patience: float = 15.0  # seconds for the ranks of one test
@@ -135,10 +132,8 @@ def read(file: Path) -> Lesson:
     for name in takes_in:
         if "." not in name:
             raise ValueError(f"{where}: takes_in must name definitions as \"package.module.name\", not {name!r}")
-    if (drawn := table.take("report", str, "")) not in ("", *DRAWN):
-        raise ValueError(f"{where}: report must be one of {', '.join(DRAWN)}, not {drawn!r}")
     lesson = Lesson(
-        report=drawn, points=table.take("points", (int, float), 100), draw=table.take("draw", int, 0),
+        points=table.take("points", (int, float), 100), draw=table.take("draw", int, 0),
         written=table.texts("written"), patience=table.take("patience", (int, float), Lesson.patience),
         folder=file.parent, title=table.take("title", str), world=table.take("world", str), reference=reference,
         takes_in=takes_in, class_name=table.take("class", str, ""),
