@@ -24,7 +24,7 @@ from zero_minimal.workload.settings import Settings
 
 pytestmark = pytest.mark.thorough
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "lessons/manual/offload.md"
 SIZES = dict(layers=2, hidden=48, heads=3, sequence=16)  # 48 does not divide by 16 · 2 elements
 SMALL = GPTConfig(**SIZES, dropout=0.0)
 BUCKET = 0.05  # MiB: more buckets than the bus has buffers
@@ -120,8 +120,8 @@ def test_the_command_shows_the_host(tmp_path, capsys):
     assert "with --offload cpu" in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_readmes_command_prints_its_figures(capsys):
-    text = README.read_text()
+def test_the_manuals_command_prints_its_figures(capsys):
+    text = PAGE.read_text()
     program.main(re.search(r"^    python -m zero_minimal (simulate .*--offload cpu)$", text, re.MULTILINE)[1].split())
     said = capsys.readouterr().out
     device, host, bus = re.search(r"the rank holds ([\d.]+) MB of model states, its host\s+([\d.]+) GB, and "

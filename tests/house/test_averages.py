@@ -16,7 +16,7 @@ from zero_minimal.extensions.averages import Average
 
 pytestmark = pytest.mark.thorough
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "lessons/manual/own-model.md").read_text()
 DECAY, STEPS = 0.9, 4
 
 
@@ -136,10 +136,10 @@ def test_it_is_for_evaluation(stage):
     toys.run(step_inside, 2, stage)
 
 
-# ----------------------------------------------------------------------------------------------- what the README shows
+# ----------------------------------------------------------------------------------------------- what the manual shows
 
 
-def sample_of_the_readme(stage, sample, model_class):
+def sample_of_the_manual(stage, sample, model_class):
     torch.manual_seed(dist.get_rank())
     space = {"torch": torch, "nn": nn}
     exec(model_class, space)
@@ -153,7 +153,7 @@ def sample_of_the_readme(stage, sample, model_class):
 
 @by_stage
 def test_the_sample_runs_as_it_stands(stage):
-    first, second = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[:2]
+    first, second = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[:2]
     model_class = re.search(r"^class Model.*?(?=^\S)", first, re.MULTILINE | re.DOTALL)[0]
-    for in_place, copied in toys.run(sample_of_the_readme, 2, stage, second, model_class):
+    for in_place, copied in toys.run(sample_of_the_manual, 2, stage, second, model_class):
         assert in_place == copied

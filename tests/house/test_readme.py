@@ -1,4 +1,4 @@
-"""The README says what is there. Its figures are those of the run whose JSON lies beside the picture, or are measured
+"""The README and the manual say what is there. Its figures are those of the run whose JSON lies beside the picture, or are measured
 here; its sample runs as it stands."""
 
 import ast
@@ -26,12 +26,13 @@ from zero_minimal.workload import loop
 from zero_minimal.workload.settings import Settings
 
 HOUSE = Path(__file__).parents[2]
-README = (HOUSE / "README.md").read_text()
+README, OWN_MODEL, CHECKPOINTS, STAGES = ((HOUSE / page).read_text() for page in (
+    "README.md", "lessons/manual/own-model.md", "lessons/manual/checkpoints.md", "lessons/manual/stages.md"))
 RUN = json.loads((HOUSE / "lessons/pictures/compare.json").read_text())
 
 
 def line(row: dict) -> str:
-    """A row of the README's table, from a report: MB are a million bytes."""
+    """A row of the table of the stages, from a report: MB are a million bytes."""
     memory, traffic = row["memory"], row["traffic"]
     cells = [row["name"]]
     cells += [f"{memory[state] / 1e6:.1f} ({row['theory'][state] / 1e6:.1f})" for state in row["theory"]]
@@ -43,7 +44,7 @@ def line(row: dict) -> str:
 
 def test_the_table_holds_the_figures_of_the_run():
     for row in RUN["rows"]:
-        assert line(row) in README
+        assert line(row) in STAGES
 
 
 def test_there_are_two_commands_and_ci_finds_them():
@@ -55,7 +56,7 @@ def test_there_are_two_commands_and_ci_finds_them():
 
 # --------------------------------------------------------------------------------------- the sample, and what it prints
 
-SAMPLE = re.search(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[1]
+SAMPLE = re.search(r"^```python\n(.*?)^```", OWN_MODEL, re.MULTILINE | re.DOTALL)[1]
 LINE = re.compile(r"step +(\d+): loss ([\d.]+), gradient norm ([\d.]+)")
 
 
@@ -112,7 +113,7 @@ def test_the_sample_runs_as_it_stands(world_size, tmp_path):
     assert len(rows) == 6 and len(rows) == len(done.stdout.splitlines())
     assert rows == close(plainly(world_size))
     if world_size == 2:
-        assert rows == close(printed(README)), "the README shows something else"
+        assert rows == close(printed(OWN_MODEL)), "the page shows something else"
 
 
 def outputs_of(programs):
@@ -147,13 +148,13 @@ def saved_and_loaded(sample, folder):
 
 
 def test_the_sample_of_a_checkpoint_runs(tmp_path):
-    sample = next(block for block in re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    sample = next(block for block in re.findall(r"^```python\n(.*?)^```", CHECKPOINTS, re.MULTILINE | re.DOTALL)
                   if "saved_state" in block)
     assert toys.run(saved_and_loaded, 2, sample, tmp_path) == [({"step": 100}, True)] * 2
 
 
 def all_reduces_of_a_step(stage_class):
-    """Of the second: in the first one the ranks also agree on an order. With the model of the README's table."""
+    """Of the second: in the first one the ranks also agree on an order. With the model of that table."""
     settings = Settings(steps=2)
     with ranks.start() as rank:
         zero = loop.build(stage_class, settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
@@ -169,4 +170,4 @@ def all_reduces_of_a_step(stage_class):
 def test_the_first_rung_makes_as_many_all_reduces_as_the_readme_says():
     (naive, bytes), (stage0, same) = (toys.run(all_reduces_of_a_step, 2, one)[0] for one in (Naive, Stage0))
     assert bytes == same == 4 * RUN["rows"][0]["parameters"]
-    assert f"it makes {naive} all-reduces a step" in README and f"Stage 0 makes {stage0}, a bucket each" in README
+    assert f"it makes {naive} all-reduces a step" in STAGES and f"Stage 0 makes {stage0}, a bucket each" in STAGES

@@ -23,7 +23,7 @@ from zero_minimal.processes import interrupts, joining, ranks
 
 HOUSE = Path(__file__).parents[2]
 PROJECT = tomllib.loads((HOUSE / "pyproject.toml").read_text())["project"]
-README = (HOUSE / "README.md").read_text()
+PAGES = (HOUSE / "README.md").read_text() + (HOUSE / "lessons/manual/systems.md").read_text()
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_windows_is_told_of_wsl():
     program = "import sys; sys.platform = 'win32'; import zero_minimal"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=HOUSE)
     assert done.returncode and "ImportError: Windows has no fork()" in done.stderr and "WSL" in done.stderr
-    assert "inside WSL" in README
+    assert "inside WSL" in PAGES
 
 
 def test_a_picture_shows_no_bytes_that_nobody_counted():
@@ -98,7 +98,7 @@ def test_a_picture_shows_no_bytes_that_nobody_counted():
 def test_versions_and_licence_agree():
     pinned = re.search(r"^torch==(\S+)$", (HOUSE / "requirements.txt").read_text(), re.MULTILINE)[1]
     python = PROJECT["requires-python"].removeprefix(">=")
-    assert f"Python {python} or newer" in README and f"torch {pinned}" in README
+    assert f"Python {python} or newer" in PAGES and f"torch {pinned}" in PAGES
     citation = yaml.safe_load((HOUSE / "CITATION.cff").read_text())
     assert citation["version"] == PROJECT["version"] == zero_minimal.__version__
     assert citation["license"] == PROJECT["license"] == "MIT"
