@@ -20,10 +20,10 @@ import submissions
 from submissions import function
 
 from zero_minimal.classroom import grade as grader
-from zero_minimal.classroom import sandbox
+from zero_minimal.classroom import grader_client, sandbox
 from zero_minimal.classroom import saved as saving
 from zero_minimal.classroom import watch as watching
-from zero_minimal.classroom.accounts import descendants, lives
+from zero_minimal.classroom.accounts import Busy, descendants, lives
 from zero_minimal.classroom.grades import Grades, gradescope
 from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.classroom.saved import Place, Saved
@@ -336,6 +336,12 @@ def temporary():
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o711)
         yield Path(folder)
+
+
+def test_a_slow_start_is_the_machines(monkeypatch):
+    monkeypatch.setattr(grader_client, "START", 0.01)
+    with contextlib.closing(grader_client.GraderClient(LESSON, LESSON.starter)) as client, pytest.raises(Busy):
+        client.wait_until_ready()
 
 
 @pytest.mark.timeout(300)  # ranks start five times

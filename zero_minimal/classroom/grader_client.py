@@ -7,8 +7,9 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.fork_server import LENGTH
-from zero_minimal.classroom.judging import Process, lines
+from zero_minimal.classroom.judging import UNREAD, Process, lines
 from zero_minimal.classroom.lessons import Lesson
 
 START = 120.0  # seconds that it may take to import torch, twice, on a machine that has much else to do
@@ -26,11 +27,15 @@ class GraderClient:
         self.tests: dict[str, dict] = {}
 
     def wait_until_ready(self) -> None:
-        """Raises: RuntimeError if the tests themselves cannot run."""
-        for line in lines(self.control.fileno(), START):
-            self.tests = {entry.pop("test"): entry for entry in json.loads(line)["tests"]}
-            return
-        raise RuntimeError(f"the tests of lesson {self.lesson.name} could not run:\n{self.process.printed()}")
+        """Raises: Busy if they are not read in time; RuntimeError if the tests themselves cannot run."""
+        try:
+            line = next(lines(self.control.fileno(), START))
+        except StopIteration as ended:
+            if ended.value:  # it was late
+                raise Busy(UNREAD.format(START)) from None
+            said = self.process.printed()
+            raise RuntimeError(f"the tests of lesson {self.lesson.name} could not run:\n{said}") from None
+        self.tests = {entry.pop("test"): entry for entry in json.loads(line)["tests"]}
 
     def begin(self, source: str, tests: list[str], seconds: float, tick: float) -> "Run":
         """These tests of this text of the file, in this order: a context with `lines()`, as a Judge is."""
