@@ -39,7 +39,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if getattr(config.option, "numprocesses", None):
+    if hasattr(config, "workerinput"):  # of pytest-xdist
         for item in items:  # what shares runs and servers shares a process: a file, or a lesson's submissions
             lesson = getattr(item, "callspec", None) and item.callspec.params.get("lesson")
             item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {getattr(lesson, 'name', lesson)}"))
