@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import re
 import subprocess
 import sys
@@ -28,10 +29,11 @@ SYSTEMS = (Naive, Stage1, Stage2, Stage3)
 STEPS = 4
 
 
-def test_it_is_one_page():
+def test_it_is_one_page_and_the_readme_shows_its_last_stage():
     lines = [line for line in Path(one_page.__file__).read_text().splitlines() if line.strip()]
-    assert len(lines) <= 260
-    assert f"{len(lines)} lines of plain PyTorch" in (HOUSE / "README.md").read_text()
+    readme = (HOUSE / "README.md").read_text()
+    assert len(lines) <= 260 and f"{len(lines)} lines of plain PyTorch" in readme
+    assert len(readme.splitlines()) <= 150 and f"```python\n{inspect.getsource(Stage3)}```" in readme
 
 
 class Nested(nn.Module):

@@ -70,4 +70,5 @@ def _section(lesson: Lesson, file: Path) -> str:
         except (CellTimeoutError, DeadKernelError) as error:
             ended = f"<p>It was ended: {html.escape(str(error).partition(chr(10))[0])}</p>"
     book.cells = shown
-    return HTMLExporter(template_name="basic", exclude_input=True).from_notebook_node(book)[0] + ended
+    exporter = HTMLExporter(template_name="basic", exclude_input=True, exclude_output_prompt=True)
+    return exporter.from_notebook_node(book)[0] + ended
