@@ -145,8 +145,8 @@ class Reducer:
 
     def watch_output(self, module, inputs, output) -> None:
         in_func = torch._C._functorch.peek_interpreter_stack() is not None  # its passes are its own
-        for leaf in tree_leaves(output):
-            if getattr(leaf, "grad_fn", None) is not None and not in_func:
+        for leaf in filter(torch.is_tensor, tree_leaves(output)):
+            if leaf.grad_fn is not None and not in_func:
                 leaf.grad_fn.register_prehook(WeakHook(lambda reducer, *_: reducer.begin(), self))
 
     def begin(self) -> None:

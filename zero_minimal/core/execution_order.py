@@ -131,8 +131,8 @@ class ExecutionOrder:
             return  # forward has failed: what is under way may never arrive
         if torch.is_grad_enabled():
             self.note_call(unit, began)
-            for leaf in tree_leaves(output):
-                self.watch(getattr(leaf, "grad_fn", None), self.innermost)
+            for leaf in filter(torch.is_tensor, tree_leaves(output)):
+                self.watch(leaf.grad_fn, self.innermost)
         tell("unit_returned", self, unit, module, output)
         if not torch.is_grad_enabled() and module is self.root.module:
             self.stage.evaluation_done()
