@@ -166,6 +166,17 @@ def test_thorough_and_plain_runs_share_nothing_and_leave_nothing_out(tmp_path):
                     "test_both[5-avg-a]", "test_alone"]
     assert sorted(plain + rest) == sorted(everything) and len(everything) == 9
     assert collected(f"{file}::test_alone") == ["test_alone"], "who names a test gets it"
+    many = written(tmp_path / "test_many.py", """
+        import pytest
+
+        @pytest.mark.thorough
+        @pytest.mark.parametrize("number", range(40))
+        def test(number):
+            pass
+        """)
+    halves = [collected(many, "--thorough-only", f"--half={half}") for half in (0, 1)]
+    assert [len(half) for half in halves] == [24, 16]
+    assert sorted(sum(halves, [])) == sorted(collected(many, "--thorough-only"))
 
 
 def test_a_sample_names_cases_that_are_there():
