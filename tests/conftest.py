@@ -30,7 +30,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("thorough", "what takes long (thorough.py)")
     group.addoption("--thorough", action="store_true", help="run all tests, also those that are marked thorough")
     group.addoption("--thorough-only", action="store_true", help="run those alone that are marked thorough")
-    group.addoption("--half", type=int, choices=(0, 1), help="with --thorough-only: one half of them, or the other")
+    group.addoption("--quarter", type=int, choices=range(4), help="with --thorough-only: this quarter of them")
 
 
 def pytest_configure(config):
@@ -58,22 +58,23 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         (marked if item.get_closest_marker("thorough") else others).append(item)
     items[:], left_out = (marked, others) if config.option.thorough_only else (others, marked)
-    if config.option.thorough_only and config.option.half is not None:
-        items[:], others = _halves(items)[:: 1 - 2 * config.option.half]
-        left_out += others
+    if config.option.thorough_only and config.option.quarter is not None:
+        quarters = _quarters(items)
+        items[:] = quarters.pop(config.option.quarter)
+        left_out += sum(quarters, [])
     config.hook.pytest_deselected(items=left_out)
 
 
-def _halves(items):
-    """Two halves: of a file every other sixteen, as neighbours may share their ranks; of notebooks every other one."""
-    halves, parts = ([], []), 0
+def _quarters(items):
+    """Four lists: of a file every fourth sixteen, as neighbours may share their ranks; of notebooks every fourth."""
+    quarters, parts = ([], [], [], []), 0
     for _, of_file in itertools.groupby(items, lambda item: item.path):
         of_file = list(of_file)
         size = len(of_file) if of_file[0].path.suffix == ".ipynb" else 16
         for start in range(0, len(of_file), size):
-            halves[parts % 2].extend(of_file[start : start + size])
+            quarters[parts % 4].extend(of_file[start : start + size])
             parts += 1
-    return halves
+    return [*quarters]
 
 
 def _leave_one_world(items):

@@ -124,8 +124,8 @@ def test_the_manuals_command_prints_its_figures(capsys):
     text = PAGE.read_text()
     program.main(re.search(r"^    python -m zero_minimal (simulate .*--offload cpu)$", text, re.MULTILINE)[1].split())
     said = capsys.readouterr().out
-    device, host, bus = re.search(r"the rank holds ([\d.]+) MB of model states, its host\s+([\d.]+) GB, and "
-                                  r"([\d.]+) GB cross the bus each way", text).groups()
+    device, host, bus = re.search(r"the rank holds ([\d.]+) MB of model states, its host ([\d.]+) GB, and "
+                                  r"([\d.]+) GB cross the bus each way", " ".join(text.split())).groups()
     figures = [float(re.search(rf"^  {words} +([\d.]+)", said, re.MULTILINE)[1]) for words in (
         "together", "masters, gradients, state", "over the bus, a step, to it", "and back")]
     assert figures == [pytest.approx(float(device), abs=0.05), float(host), float(bus), float(bus)]

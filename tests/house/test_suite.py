@@ -174,9 +174,9 @@ def test_thorough_and_plain_runs_share_nothing_and_leave_nothing_out(tmp_path):
         def test(number):
             pass
         """)
-    halves = [collected(many, "--thorough-only", f"--half={half}") for half in (0, 1)]
-    assert [len(half) for half in halves] == [24, 16]
-    assert sorted(sum(halves, [])) == sorted(collected(many, "--thorough-only"))
+    quarters = [collected(many, "--thorough-only", f"--quarter={number}") for number in range(3)]
+    assert [len(quarter) for quarter in quarters] == [16, 16, 8]
+    assert sorted(sum(quarters, [])) == sorted(collected(many, "--thorough-only"))
 
 
 def test_a_sample_names_cases_that_are_there():
