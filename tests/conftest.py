@@ -67,14 +67,14 @@ def pytest_collection_modifyitems(config, items):
 
 def _quarters(items):
     """Four lists: of a file every fourth sixteen, as neighbours may share their ranks; of notebooks every fourth."""
-    quarters, parts = ([], [], [], []), 0
+    quarters, parts = [[], [], [], []], 0
     for _, of_file in itertools.groupby(items, lambda item: item.path):
         of_file = list(of_file)
         size = len(of_file) if of_file[0].path.suffix == ".ipynb" else 16
         for start in range(0, len(of_file), size):
             quarters[parts % 4].extend(of_file[start : start + size])
             parts += 1
-    return [*quarters]
+    return quarters
 
 
 def _leave_one_world(items):

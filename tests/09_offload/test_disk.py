@@ -25,10 +25,10 @@ from zero_minimal.processes.ranks import RankError
 from zero_minimal.programs import report
 from zero_minimal.programs.offload_flags import Offload
 
-pytestmark = pytest.mark.thorough
-
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 import test_offload as memory  # noqa: E402
+
+pytestmark = pytest.mark.thorough
 
 BUDGET = 80_000_000
 KINDS = {  # of state: as SGD's, that comes with the first step; as Adagrad's, that is there before; with groups

@@ -17,8 +17,6 @@ import submissions
 import torch
 import toys
 
-pytestmark = pytest.mark.thorough
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 import cheats
@@ -31,6 +29,8 @@ from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.judging import Reported
 from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.classroom.submission import syntax_error, text_of
+
+pytestmark = pytest.mark.thorough
 
 fenced = pytest.mark.skipif(not sandbox.holds(), reason="needs a kernel that can fence a submission in")
 CHEATS = [pytest.param(lesson, cheat, id=name, marks=pytest.mark.thorough if number % 6 else ()) for lesson, all_of in (

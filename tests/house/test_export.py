@@ -13,8 +13,6 @@ import toys
 from safetensors.torch import load_file, save_file
 from thorough import sample
 
-pytestmark = pytest.mark.thorough
-
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from saved_models import Model
@@ -26,6 +24,8 @@ from zero_minimal.processes import interrupts
 from zero_minimal.programs import progress
 from zero_minimal.workload.model import GPT, GPTConfig
 from zero_minimal.zero_100b import System
+
+pytestmark = pytest.mark.thorough
 
 SIZES = GPTConfig(layers=2, hidden=8, heads=4, sequence=toys.SEQUENCE, vocabulary=toys.VOCABULARY, dropout=0.0)
 

@@ -19,8 +19,6 @@ import torch.distributed as dist
 import toys
 from torch import nn, optim
 
-pytestmark = pytest.mark.thorough
-
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import them too
 
 import odd_models
@@ -36,6 +34,8 @@ from zero_minimal.extensions.lazy_all_gather import Awaited
 from zero_minimal.late_gather import Late1, Late2
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
+
+pytestmark = pytest.mark.thorough
 
 PAIRS = ((Stage1, Late1), (Stage2, Late2))
 

@@ -23,8 +23,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.thorough
-
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import them too
 
 import odd_models
@@ -35,6 +33,8 @@ from zero_minimal.core import collectives
 from zero_minimal.extensions import lazy_all_gather
 from zero_minimal.late_gather import Late1, Late2
 from zero_minimal.processes import ranks
+
+pytestmark = pytest.mark.thorough
 
 X = torch.ones(2, odd_models.WIDTH)
 

@@ -1,5 +1,5 @@
-"""The README and the manual say what is there. Its figures are those of the run whose JSON lies beside the picture, or are measured
-here; its sample runs as it stands."""
+"""README and manual say what is there: figures are those of the run whose JSON lies beside the picture, or are measured
+here; samples run as they stand."""
 
 import ast
 import contextlib

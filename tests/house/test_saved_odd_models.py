@@ -9,13 +9,13 @@ import torch.distributed as dist
 import toys
 from thorough import sample
 
-pytestmark = pytest.mark.thorough
-
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from odd_models import CASES
 
 from zero_minimal.checkpoint import local_chunks, saved_state
+
+pytestmark = pytest.mark.thorough
 
 # what torch does not save either: calls counted in an attribute, a buffer that is not persistent
 COUNTS = ["reordered", "buffers"]

@@ -13,8 +13,6 @@ import toys
 from thorough import sample
 from torch import nn
 
-pytestmark = pytest.mark.thorough
-
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from saved_models import Wide
@@ -23,6 +21,8 @@ from zero_minimal.checkpoint import as_json, saved_state, saving, state_folder
 from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.extensions.averages import Average
 from zero_minimal.processes import ranks
+
+pytestmark = pytest.mark.thorough
 
 
 def wrapped(stage=2, seed=1, make=Wide, bucket_bytes=3000):

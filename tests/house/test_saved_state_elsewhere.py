@@ -26,13 +26,13 @@ import torch.distributed as dist
 import toys
 from thorough import sample
 
-pytestmark = pytest.mark.thorough
-
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from saved_models import Wide, groups_of
 
 from zero_minimal.checkpoint import local_chunks, saved_state
+
+pytestmark = pytest.mark.thorough
 
 STEPS, SAVED_AT = 6, 3
 RECIPES = {"fp32": (torch.float32, torch.optim.SGD, dict(lr=0.01, momentum=0.9), 3e-4),

@@ -16,14 +16,14 @@ import torch.distributed as dist
 import toys
 from thorough import sample
 
-pytestmark = pytest.mark.thorough
-
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from saved_models import Model, groups_of
 
 from zero_minimal.checkpoint import saved_state, state_folder
 from zero_minimal.processes.ranks import RankError
+
+pytestmark = pytest.mark.thorough
 
 LAST = 120  # steps of the run that nobody disturbs
 KILLS = 10  # of a case; there are ten

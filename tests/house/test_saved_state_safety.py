@@ -19,13 +19,13 @@ import toys
 from thorough import sample
 from torch import nn
 
-pytestmark = pytest.mark.thorough
-
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
 
 from saved_models import Wide, groups_of
 
 from zero_minimal.checkpoint import saved_state, state_folder
+
+pytestmark = pytest.mark.thorough
 
 # ---------------------------------------------------------------------------------------------------------- damage
 

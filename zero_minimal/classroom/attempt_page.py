@@ -38,7 +38,8 @@ def write(path: Path, lesson: Lesson, file: Path, points: list[dict]) -> None:
     path.write_text(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{title}</title><style>{STYLE}</style><h1>{title}</h1>"
-        f"<p>{html.escape(f'{file.parent.name}/{file.name}')}</p><table>{rows}</table>{_section(lesson, file)}</html>\n",
+        f"<p>{html.escape(f'{file.parent.name}/{file.name}')}</p>"
+        f"<table>{rows}</table>{_section(lesson, file)}</html>\n",
         encoding="utf-8", errors="replace")
 
 

@@ -165,8 +165,8 @@ def _calls(arguments: list[str], lessons: dict[str, Lesson]) -> list[Call]:
     parser.add_argument("--watch", action="store_true", help="whenever the file is saved, grade again what is not "
                         "right yet; what is wrong first is told at once. Ctrl-C ends it (exit code 130)")
     parser.add_argument("--json", type=_writable, metavar="FILE", help="also write results.json for Gradescope")
-    parser.add_argument("--html", type=_writable, metavar="FILE", help="also write a page: the points, and the pictures "
-                        "of this attempt that the last section of the lesson's notebook draws")
+    parser.add_argument("--html", type=_writable, metavar="FILE", help="also write a page: the points, and the "
+                        "pictures of this attempt that the last section of the lesson's notebook draws")
     options = parser.parse_args(arguments)
     if options.file.is_dir():
         return _calls_of_folder(parser, options, lessons)

@@ -35,7 +35,6 @@ HOUSE = Path(__file__).parents[2]  # the repository
 PACKAGE = HOUSE / "zero_minimal"
 FILE = "lesson.toml"
 
-
 # words that messages are recognized by
 UNWRITTEN = "() is not written yet (step "
 LOOK_AT = "\n    To look at: "

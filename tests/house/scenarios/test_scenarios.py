@@ -11,8 +11,8 @@ from thorough import companions, sample
 
 
 def world(worlds, turn):
-    """3 ranks every other time, which no size here is a multiple of, else one of the others. Neighbours in the table are
-    of one kind, and so each kind is seen in every world; the fuzzer's programs (test_fuzz.py) mix all of it."""
+    """3 ranks every other time, which no size here is a multiple of, else one of the others. Neighbours in the table
+    are of one kind, and so each kind is seen in every world; the fuzzer's programs (test_fuzz.py) mix all of it."""
     others = [size for size in worlds if size != 3] or worlds
     return 3 if turn % 2 and 3 in worlds else others[turn // 2 % len(others)]
 
