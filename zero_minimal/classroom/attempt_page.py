@@ -21,6 +21,7 @@ STYLE = """
 body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 1rem/1.5 sans-serif; color: #222; background: #fff }
 img { max-width: 100% } pre { overflow-x: auto; white-space: pre-wrap } td, th { padding: 0.1rem 1rem 0.1rem 0 }
 th, td { text-align: left; vertical-align: top } .anchor-link { display: none }
+td:nth-child(2) { white-space: nowrap } td pre { margin: 0 }
 """
 
 
