@@ -204,8 +204,8 @@ class Stage3(Stage2):
     """P_os+g+p, parameters partitioned too. A block is whole only while it works:
 
     forward    gather, compute, free          backward    gather, compute, reduce, free
-    In step(): update. (What is in no block is gathered in forward and freed in backward.) All ranks
-    must call the same blocks in the same order: stage3.py refuses what would mix their values.
+    In step(): update. (What is in no block is gathered in forward and freed in backward.)
+    All ranks must call the same blocks in the same order: stage3.py refuses others.
     """
 
     keeps_whole = False
@@ -214,10 +214,11 @@ class Stage3(Stage2):
         super().__init__(model, optimizer_class, **options)
         for unit in self.units:
             self.free(unit)
-            unit.module.register_forward_pre_hook(lambda *_, u=unit: self.gather(u))
-            if unit.module is not model:
-                unit.module.register_forward_hook(lambda *_, u=unit: self.after_forward(u))
-                unit.module.register_full_backward_pre_hook(lambda *_, u=unit: self.gather(u))
+            module, gather = unit.module, lambda *_, u=unit: self.gather(u)
+            module.register_forward_pre_hook(gather)
+            if module is not model:
+                module.register_forward_hook(lambda *_, u=unit: self.after_forward(u))
+                module.register_full_backward_pre_hook(gather)
 
     def gather(self, unit: Unit) -> None:
         """[n/N] on every rank → the unit's parameters, whole."""
@@ -228,14 +229,14 @@ class Stage3(Stage2):
                 param.data = view
 
     def free(self, unit: Unit) -> None:
-        """Nothing stays of them but this rank's shard. Autograd has saved views of `whole`, so
-        its memory goes and comes back under them."""
+        """Nothing stays of them but this rank's shard. Autograd has saved views of
+        `whole`, so its memory goes and comes back under them."""
         for param in unit.params:
             param.data = param.data.new_empty(0)
         unit.whole.untyped_storage().resize_(0)
 
     def after_forward(self, unit: Unit) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not while a checkpoint runs it in backward
+        if torch._C._current_graph_task_id() == -1:  # not while a checkpoint recomputes
             self.free(unit)
 
     def reduce(self, unit: Unit) -> None:
