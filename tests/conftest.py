@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import os
+import re
 import sys
 from multiprocessing import forkserver, set_forkserver_preload
 from pathlib import Path
@@ -41,10 +42,6 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if hasattr(config, "workerinput"):  # of pytest-xdist
-        for item in items:  # what shares runs and servers shares a process: a file, or a lesson's submissions
-            lesson = getattr(item, "callspec", None) and item.callspec.params.get("lesson")
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {getattr(lesson, 'name', lesson)}"))
     if getattr(config, "submission", None) or any("::" in name or name.endswith(".ipynb") for name in config.args):
         return  # a learner's file gets every check, and who names a test gets it
     for item in items:
@@ -90,6 +87,19 @@ def _leave_one_world(items):
         for size, item in alike.items():
             if size != chosen:
                 item.add_marker(pytest.mark.thorough)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Of several processes (pytest -n) one gets what shares runs and kernels: a file, or in it a lesson's part. Marks
+    of xdist_group do not reach the scheduler with this pytest."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class OneFileOrLesson(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return re.match(r"[^:]*(::\w+\[\d\d_\w+)?", nodeid)[0]
+
+    return OneFileOrLesson(config, log)
 
 
 def pytest_collection_finish(session):

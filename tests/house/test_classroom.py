@@ -58,7 +58,7 @@ def always(of, folder):
 
 
 WRONG = [
-    pytest.param(lesson, wrong, id=name, marks=[on_linux] * (folder is conduct)
+    pytest.param(lesson, wrong, id=f"{lesson.name}: {name}", marks=[on_linux] * (folder is conduct)
                  + [pytest.mark.thorough] * (name not in always(lesson, folder)))
     for lesson, folder in FOLDERS for name, wrong in folder.WRONG.items()
 ]
