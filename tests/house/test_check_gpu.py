@@ -2,6 +2,7 @@
 was measured. The branches for a GPU themselves: test_gpu_branches.py."""
 
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -14,13 +15,15 @@ import torch
 
 from zero_minimal.meters import device_trace
 from zero_minimal.programs import check_gpu
-from zero_minimal.programs.gpu import agreement, copies, fragments, ledger_check, machine, throughput
+from zero_minimal.programs.gpu import agreement, copies, ledger_check
 from zero_minimal.programs.gpu.parts import PARTS
 from zero_minimal.programs.gpu.place import Place
 
-MODULES = {"machine": machine, "agreement": agreement, "memory": ledger_check, "copies": copies, "fragments": fragments,
-           "throughput": throughput}
-DRY = check_gpu.Here(0, True, None)
+MANUAL = Path(__file__).parents[2] / "lessons/manual"
+
+
+def module_of(part):
+    return importlib.import_module(f"zero_minimal.programs.gpu.{part.module}")
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,7 @@ def test_without_a_gpu_it_says_so(monkeypatch):
 def test_the_limits_are_eight_minutes():
     assert sum(part.limit for part in PARTS.values()) <= check_gpu.ALL == 480
     for part in PARTS.values():
-        assert callable(getattr(MODULES[part.module], part.function))
+        assert callable(getattr(module_of(part), part.function))
 
 
 def test_an_unknown_part_is_refused():
@@ -194,6 +197,22 @@ def test_the_table():
     assert said.endswith("2 ok, 1 off, 1 failed, 1 skipped")
 
 
+def test_the_manuals_figures_are_those_of_the_run():
+    page = (MANUAL / "on-a-gpu.md").read_text()
+    parts = {part["part"]: part for part in json.loads((MANUAL / "h100.json").read_text())["parts"]}
+    took = {row["name"]: row["step_seconds"] for row in parts["throughput"]["rows"]}
+    hidden = {row["name"]: row["hidden"]["DtoH"] for row in parts["offload"]["rows"]}
+    for words in (
+        f"take {took['stage 0'] / took['DDP']:.2f} and {took['stage 1'] / took['DDP']:.2f} times what DDP takes",
+        f"stage 3 takes {took['stage 3'] / took['FSDP2']:.2f} times what FSDP2",
+        f"beside kernels ({parts['checkpoints']['rows'][1]['hidden']['DtoH']:.0%} of their time)",
+        f"at stage 3 ({hidden['stage 3, offloaded']:.0%}), **and not at stage 2** ({hidden['stage 2, offloaded']:.0%})",
+        f"there {parts['offload']['rows'][0]['events']['copies']} small buckets",
+    ):
+        assert words in " ".join(page.split()), words
+    assert {parts[name]["status"] for name in ("nccl", "shared", "memory", "checkpoints", "fragments")} == {"ok"}
+
+
 @pytest.mark.thorough
 def test_the_page_of_pictures(tmp_path, monkeypatch):
     path = tmp_path / "gpu.png"
@@ -220,7 +239,7 @@ def test_dry_memory():
 @pytest.mark.parametrize("name", [name for name in PARTS if name not in ("machine", "memory", "nccl")])
 def test_dry(name):
     part = PARTS[name]
-    found = getattr(MODULES[part.module], part.function)(Place(dry=True))
+    found = getattr(module_of(part), part.function)(Place(dry=True))
     assert found["checks"] and all(check["ok"] is not False for check in found["checks"])
     assert found["rows"]
 

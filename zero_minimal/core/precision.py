@@ -30,7 +30,7 @@ def keep_changes(bucket: Bucket) -> None:
         return
     shard, master = bucket.parameter_shard, bucket.master.data
     if master.dtype != shard.dtype:
-        master.copy_(torch.where(shard == master.to(shard.dtype), master, shard.float()))
+        torch.where(shard == master.to(shard.dtype), master, shard, out=master)
 
 
 def global_norm(

@@ -1,4 +1,4 @@
-"""Double buffer trace: two constant buffers as they are filled, travel and are unpacked, in the order in which it happens.
+"""Double buffer trace: two constant buffers as they are filled, travel and are unpacked, in order.
 
     with Trays(buffers) as trays:
         all_reduce(tensors, trays)         # trays stand for the buffers

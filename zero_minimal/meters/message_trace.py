@@ -1,4 +1,4 @@
-"""Message trace: what a rank sends and receives one by one, and what it holds meanwhile. For algorithms of send and recv.
+"""Message trace: what a rank sends and receives one by one, and what it holds meanwhile (send, recv).
 
     with Messages() as messages:
         ring.all_reduce(tensor)

@@ -210,9 +210,8 @@ class Kept:
     def changed(self, parcel: Parcel, number: int) -> None:
         """A user has edited parameters. Elements that were not edited keep their full precision."""
         with self.at_hand(number) as kept:
-            master, shard = kept.master, parcel.tensor
-            as_it_was = shard == master.to(shard.dtype)
-            master.copy_(torch.where(as_it_was, master, shard.to(master.dtype)))
+            master, shard = kept.master.data, parcel.tensor
+            torch.where(shard == master.to(shard.dtype), master, shard, out=master)
         self.bus.emptied(parcel)
 
     @torch.no_grad()

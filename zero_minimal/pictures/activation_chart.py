@@ -1,4 +1,4 @@
-"""Activation chart: what checkpoints and P_a change: a step's activations, one block's input on all ranks, its messages."""
+"""Activation chart: what checkpoints and P_a change: activations, one block's input on all ranks, its messages."""
 
 from collections.abc import Sequence
 

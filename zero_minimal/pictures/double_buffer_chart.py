@@ -1,4 +1,4 @@
-"""Double buffer chart: two constant buffers that take turns; what they cost against one for all; and what a sum of 16 bit loses."""
+"""Double buffer chart: two that take turns; what they cost beside one for all; what a sum of 16 bit loses."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

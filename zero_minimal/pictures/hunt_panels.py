@@ -1,4 +1,4 @@
-"""Hunt panels: what the instruments recorded of a broken run, beside the healthy one. All hunts have the same panels."""
+"""Hunt panels: what instruments recorded of a broken run, beside the healthy one. All hunts have these panels."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Unit chart: the units of a model at stage 3, as they come and go from turn to turn; and what it costs to keep some."""
+"""Unit chart: a model's units at stage 3, as they come and go from turn to turn; and what it costs to keep some."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

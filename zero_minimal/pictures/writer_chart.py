@@ -1,4 +1,4 @@
-"""Writer chart: who wrote which element of the parameters; and what became of updates that are too small for 16 bits."""
+"""Writer chart: who wrote which element of the parameters; what became of updates too small for 16 bits."""
 
 from collections.abc import Sequence
 

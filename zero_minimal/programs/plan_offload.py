@@ -1,4 +1,4 @@
-"""Plan of offload: what `plan --offload` says: what lies on the device, on its host and on a disk, and what the bus takes."""
+"""Plan of offload: what `plan --offload` says of device, host and disk, and of the bus between them."""
 
 from dataclasses import dataclass
 

@@ -30,7 +30,7 @@ PARTS = {  # in the order in which they run; their limits are 8 minutes together
     "machine": Part("what is here", "machine", limit=40),
     "nccl": Part("all stages on NCCL, a rank a GPU", "agreement", "nccl", 60),
     "shared": Part("all stages, ranks that share a GPU", "agreement", "shared", 80),
-    "memory": Part("the ledger beside the allocator", "memory", limit=50),
+    "memory": Part("the ledger beside the allocator", "ledger_check", limit=50),
     "offload": Part("offload: copies beside computation", "copies", "offload", 60),
     "checkpoints": Part("P_a+cpu: copies beside computation", "copies", "checkpoints", 40),
     "fragments": Part("M_D beside the allocator's statistics", "fragments", limit=35),

@@ -34,12 +34,15 @@ class Place:
         return ranks.run(function, world_size, *args, **rest)
 
     def settings(self, **others) -> Settings:
-        """What a GPU has something to do with: 85 million parameters, and as many tokens as its memory takes."""
+        """What a GPU has something to do with, so that it is no slower to compute than Python is to ask for it: 302
+        million parameters where memory takes them, else 85, and as many tokens as it takes."""
         if self.dry:
             return Settings(**{**SMALL, "dtype": "bf16"} | others)
         sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(self.gpus)]
         batch = max(1, min(16, int(min(sizes) // 4e9)))
-        return Settings(**dict(layers=12, hidden=768, heads=12, sequence=1024, batch=batch, dtype="bf16") | others)
+        layers, hidden = (6, 2048) if min(sizes) > 60e9 else (12, 768)
+        return Settings(**dict(layers=layers, hidden=hidden, heads=hidden // 64, sequence=1024, batch=batch,
+                               dtype="bf16") | others)
 
     def small(self, **others) -> Settings:
         """What is quick, whatever has to be compared."""
