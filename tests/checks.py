@@ -371,6 +371,7 @@ class Warm(optim.AdamW):
 
     def __init__(self, params, warmth=1.0, **options):
         super().__init__(params, **options)
+        self.defaults["warmth"] = warmth  # of groups that are added later
         for group in self.param_groups:
             group.setdefault("warmth", warmth)
 

@@ -114,7 +114,12 @@ def assert_trains_with_clipping(stage_class):
             )
     assert_as_in_one_process([{name: parameters for name, (_, parameters) in found.items()} for found in results], 2,
                              CLIPPED)
-    for rank, (_, (after_dropped, after_infinite)) in enumerate(runs):
+    for rank, (_, ((after_dropped, after_infinite, before_scaled, after_scaled), first_norm)) in enumerate(runs):
+        assert first_norm == pytest.approx(0.5 * 60**0.5, rel=1e-4), (
+            f"rank {rank}: the first clip_grad_norm_ returned a norm of {0.5 * 60**0.5:.4g}, and the tensor that it "
+            f"returned holds {first_norm:.4g} after later calls. Who keeps norms, to plot them, has wrong ones: return "
+            "a new tensor each time"
+        )
         assert (after_dropped == 0.5).all(), (
             "a batch was clipped to 0.001, and dropped with zero_grad(). The next one is not clipped: SGD with lr 1 "
             f"must move each parameter by its gradient, 0.5, and moved rank {rank}'s by {1 - after_dropped[0]:.4g}. "
@@ -125,4 +130,10 @@ def assert_trains_with_clipping(stage_class):
             "one of 60 gradients is infinite, so their norm is, too. clip_grad_norm_(1.0) scales by 1 / inf there, as "
             f"in torch: the 59 finite gradients move nothing, and {int(moved.sum())} of their parameters moved on rank "
             f"{rank}"
+        )
+        moved = (before_scaled - after_scaled)[1].item()
+        assert moved == pytest.approx(0.25), (
+            "self.gradient_scale was 0.5, as a loss scaler leaves it, and clip_grad_norm_ found a norm far below "
+            "max_norm: the scale stays. SGD with lr 1 must move each parameter by 0.5 times its gradient of 0.5, and "
+            f"moved rank {rank}'s by {moved:.4g}"
         )

@@ -253,10 +253,10 @@ def assert_added_in_32(ranks):
             )
 
 
-def with_a_group(stage_class):
-    """This rank's group of ranks 0 and 2, and a stage in it; None on rank 1, which has no part in it."""
+def with_a_group(stage_class, *make):
+    """A stage in the group of ranks 0 and 2; None on rank 1, which has no part in it."""
     group = dist.new_group([0, 2])
-    return None if dist.get_rank() == 1 else build(stage_class, group=group)
+    return None if dist.get_rank() == 1 else build(stage_class, *make, group=group)
 
 
 GROUP = ("here group= is a group of ranks 0 and 2 of three, and rank 1 has no part in it: is group=self.group passed "
@@ -420,13 +420,26 @@ FRESH = ("here each rank is a Python of its own, as with torchrun, with another 
 
 
 def step_in_a_group(stage_class):
-    zero = with_a_group(stage_class)
+    """The parameters before and after a step; and the running mean of a model that has one."""
+    zero, normed, rank = with_a_group(stage_class), with_a_group(stage_class, Normed), dist.get_rank()
     if zero is None:
         return None
     before = torch.cat([param.flatten() for param in toys.whole_parameters(zero)])
-    zero.model(*toys.tokens(dist.get_rank(), 0)).backward()
+    zero.model(*toys.tokens(rank, 0)).backward()
     zero.step()
-    return before, torch.cat([param.flatten() for param in toys.whole_parameters(zero)])
+    after = torch.cat([param.flatten() for param in toys.whole_parameters(zero)])
+    normed.model(*toys.numbers(rank, 0)).backward()
+    normed.step()
+    return (before, after), normed.model.layers[1].running_mean
+
+
+def assert_steps_in_a_group(stage_class):
+    """Ranks 0 and 2 of three, as if there were no other."""
+    (first, mean), _, (second, others) = toys.run(step_in_a_group, 3, stage_class)
+    assert_stepped([first, second], sum(gradients_of(2, ranks=(0, 2))) / 2, 2)
+    assert torch.equal(mean, others), (
+        f"after a step in a group of ranks 0 and 2 batch norm's running mean is {mean[0]:.4g}, … on rank 0 and "
+        f"{others[0]:.4g}, … on rank 2: replicas.broadcast_statistics gives it to the group that it is given")
 
 
 NO_BACKWARD = ("here step() is called where no backward ran: first on rank 1 alone, then on both ranks. Gradients "
@@ -436,7 +449,7 @@ NO_BACKWARD = ("here step() is called where no backward ran: first on rank 1 alo
 
 def step_without_backward(stage_class, least=0):
     """The parameters before and after a step for which rank 0 alone ran a backward (not with least=1), and one for
-    which no rank did."""
+    which no rank did. The model of a third one has running statistics."""
     results = []
     for runs in (dist.get_rank() == 0, False)[least:]:
         zero = build(stage_class, toys.MLP, bucket_bytes=256)
@@ -445,6 +458,11 @@ def step_without_backward(stage_class, least=0):
             zero.model(*toys.numbers(0, 0)).backward()
         zero.step()
         results.append((before, torch.cat([param.flatten() for param in toys.whole_parameters(zero)])))
+    if not least:
+        normed = build(stage_class, Normed)
+        if dist.get_rank() == 0:
+            normed.model(*toys.numbers(0, 0)).backward()
+        normed.step()
     return results
 
 
@@ -476,8 +494,8 @@ class Normed(torch.nn.Module):
 
 
 def after_a_step(stage_class, steps=1):
-    """The running statistics at the start, and for each step before and after step(); and whether a backward without
-    zero_grad() was refused."""
+    """The running statistics at the start, and for each step before and after step(), which is called in eval() mode;
+    and whether a backward without zero_grad() was refused."""
     zero, rank, refused = build(stage_class, Normed), dist.get_rank(), False
 
     def statistics():
@@ -489,7 +507,9 @@ def after_a_step(stage_class, steps=1):
             zero.zero_grad()
         zero.model(*toys.numbers(rank, step)).backward()
         states.append(statistics())
+        zero.model.eval()
         zero.step()
+        zero.model.train()
         states.append(statistics())
     try:
         zero.model(*toys.numbers(rank, steps)).backward()
@@ -507,7 +527,8 @@ def assert_statistics_are_of_rank_0(results):
                 assert torch.equal(after[name], wanted), (
                     f"after step() number {place // 2 + 1} batch norm's {name} is {after[name].flatten()[0]:.4g}, … on "
                     f"rank {rank} and {wanted.flatten()[0]:.4g}, … of the batches on rank 0: each rank has that "
-                    "of its own data, and replicas.broadcast_statistics gives all rank 0's, in each step"
+                    "of its own data, and replicas.broadcast_statistics gives all rank 0's, in each step (here it is "
+                    "called after model.eval())"
                 )
             assert not torch.equal(own["running mean"], before["running mean"]), (
                 "batch norm's running mean is as it was before the batch"
@@ -668,19 +689,27 @@ def trained_with_norms(stage_class, recipes):
 
 def after_clips(stage_class):
     """60 parameters that were 1, after SGD with lr 1 and gradients of 0.5: after a step before which a batch was
-    clipped to 0.001 and dropped; and after a second one, clipped, in which the first gradient is infinite."""
+    clipped to 0.001 and dropped; and after a second one, clipped, in which the first gradient is infinite. Before and
+    after a third one, whose gradient_scale is 0.5. And what the norm that the first clipping returned is by then."""
     zero, gradient, found = stage_class(Given(), optim.SGD, lr=1.0), torch.full((60,), 0.5), []
     zero.model(gradient).backward()
-    zero.clip_grad_norm_(1e-3)
+    kept = [zero.clip_grad_norm_(1e-3)]
     for max_norm in (None, 1.0):
         zero.zero_grad()
         zero.model(gradient).backward()
         if max_norm:
-            zero.clip_grad_norm_(max_norm)
+            kept += zero.clip_grad_norm_(max_norm),
         zero.step()
         found.append(torch.cat([param.flatten() for param in toys.whole_parameters(zero)]))
         gradient[0] = torch.inf
-    return found
+    zero.zero_grad()
+    zero.model(torch.full((60,), 0.5)).backward()
+    zero.gradient_scale = 0.5
+    zero.clip_grad_norm_(1e6)
+    found.append(torch.cat([param.flatten() for param in toys.whole_parameters(zero)]))
+    zero.step()
+    found.append(torch.cat([param.flatten() for param in toys.whole_parameters(zero)]))
+    return found, float(kept[0])
 
 
 def overflow(stage_class):

@@ -756,7 +756,9 @@ def statistics(stage_class):
             continue
         for step in range(2):
             zero.model(*toys.numbers(dist.get_rank(), step)).backward()
+            zero.model.eval()
             zero.step()
+            zero.model.train()
             zero.zero_grad()
             found[name, step] = {label: buffer.clone() for label, buffer in zero.model.named_buffers()}
     return found

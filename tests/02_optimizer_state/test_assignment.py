@@ -36,6 +36,7 @@ from sharded import (
     assert_shards_hold,
     assert_statistics_are_of_rank_0,
     assert_stepped,
+    assert_steps_in_a_group,
     assert_steps_without_backward,
     assert_trained_alike,
     backward_in_a_group,
@@ -49,7 +50,6 @@ from sharded import (
     shards_of,
     sixteen_bits,
     small_updates,
-    step_in_a_group,
     trained,
 )
 from torch import nn, optim
@@ -423,8 +423,7 @@ def test_trains_as_one_process_would(stage_class):
 @pytest.mark.thorough
 @pytest.mark.step(3, points=1, stuck=GROUP, left=GROUP, raised=GROUP)
 def test_a_step_in_a_group(stage_class):
-    first, _, second = toys.run(step_in_a_group, 3, stage_class)
-    assert_stepped([first, second], sum(gradients_of(2, ranks=(0, 2))) / 2, 2)
+    assert_steps_in_a_group(stage_class)
 
 
 @pytest.mark.thorough
@@ -559,6 +558,12 @@ def large_gradients(stage_class, dtype):
     return zero.clip_grad_norm_(1.0).item()
 
 
+def norm_without_shards(stage_class):
+    """Of 4 gradients that are 1 on rank 0, and 2 on rank 1; None if the file computes norms in another way."""
+    if hasattr(stage_class, "global_norm"):
+        return float(stage_class.global_norm([torch.full((4,), dist.get_rank() + 1.0)], sharded=False))
+
+
 @pytest.mark.thorough
 @pytest.mark.step(5, points=5, stuck=EVERYBODY)
 @pytest.mark.parametrize("world_size", (2, 3))
@@ -575,6 +580,10 @@ def test_clips_by_the_global_norm(stage_class, world_size):
 @pytest.mark.step(5, points=1)
 def test_clipping_returns_a_tensor_and_leaves_the_gradients(stage_class):
     assert_clipping_leaves_the_gradients(stage_class)
+    for rank, norm in enumerate(toys.run(norm_without_shards, 2, stage_class)):
+        assert norm in (None, pytest.approx(2.0 * (rank + 1))), (
+            f"global_norm(…, sharded=False) of four gradients of {rank + 1} returned {norm:.4g} on rank {rank}: each "
+            f"rank has the whole gradient then, and adds nobody else's, so it is {2 * (rank + 1)}")
 
 
 @pytest.mark.thorough

@@ -42,6 +42,7 @@ from sharded import (
     assert_shards_hold,
     assert_statistics_are_of_rank_0,
     assert_stepped,
+    assert_steps_in_a_group,
     assert_steps_without_backward,
     assert_trained_alike,
     awkward_backward,
@@ -60,7 +61,6 @@ from sharded import (
     sixteen_bits,
     small_steps,
     small_updates,
-    step_in_a_group,
     trained,
     wide,
     wide_numbers,
@@ -197,8 +197,7 @@ def test_ranks_with_other_hash_seeds_agree(stage_class):
 
 @pytest.mark.step(2, points=2, stuck=GROUP, left=GROUP, raised=GROUP)
 def test_a_step_in_a_group(stage_class):
-    first, _, second = toys.run(step_in_a_group, 3, stage_class)
-    assert_stepped([first, second], sum(gradients_of(2, ranks=(0, 2))) / 2, 2)
+    assert_steps_in_a_group(stage_class)
 
 
 @pytest.mark.step(2, points=1, stuck=NO_BACKWARD, left=NO_BACKWARD, raised=NO_BACKWARD)

@@ -26,6 +26,7 @@ from sharded import (
     assert_shards_hold,
     assert_statistics_are_of_rank_0,
     assert_stepped,
+    assert_steps_in_a_group,
     assert_trained_alike,
     awkward_backward,
     backward_in_a_group,
@@ -39,7 +40,6 @@ from sharded import (
     model,
     shards_of,
     sixteen_bits,
-    step_in_a_group,
     step_without_backward,
     trained,
     with_a_group,
@@ -886,8 +886,7 @@ def test_every_shard_is_updated(stage_class, world_size):
 
 @pytest.mark.step(5, points=1, stuck=GROUP, left=GROUP, raised=GROUP)
 def test_a_step_in_a_group(stage_class):
-    first, _, second = toys.run(step_in_a_group, 3, stage_class)
-    assert_stepped([first, second], sum(gradients_of(2, ranks=(0, 2))) / 2, 2)
+    assert_steps_in_a_group(stage_class)
 
 
 WIDTHS = {torch.float32: "4 + 4 + 8", torch.bfloat16: "2 + 2 + 12"}  # bytes a parameter, over N
@@ -916,11 +915,13 @@ def _elements():
 @pytest.mark.thorough
 @pytest.mark.step(5, points=2)
 def test_holds_shards_alone_after_a_step(stage_class):
-    for rank, found in enumerate(once(held, 4, stage_class)):
+    for rank, found in (*enumerate(once(held, 4, stage_class)), (None, *once(held, 1, stage_class))):
+        who, bytes = ("a rank that is alone", 16) if rank is None else (f"rank {rank} of 4", 4)
         for (dtype, formula), (size, most, *_) in zip(WIDTHS.items(), found, strict=True):
             assert size <= most, (
-                f"rank {rank} of 4 holds {size / _elements():.1f} bytes a parameter after a step of AdamW in "
-                f"{str(dtype).removeprefix('torch.')}, and P_os+g+p ({formula})/N = 4: it holds nothing but shards then"
+                f"{who} holds {size / _elements():.1f} bytes a parameter after a step of AdamW in "
+                f"{str(dtype).removeprefix('torch.')}, and P_os+g+p ({formula})/N = {bytes}: it holds nothing but "
+                "shards then"
             )
 
 

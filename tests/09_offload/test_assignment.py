@@ -181,12 +181,12 @@ def test_the_host_keeps_its_own_copy(assignment):
 
 HOST_GROUPS = [dict(lr=0.1, weight_decay=0.1, betas=(0.9, 0.99), warmth=0.8),
                dict(lr=0.02, weight_decay=0.05, betas=(0.8, 0.9), warmth=1.0)]
-UPDATES = ((1.0, None), (0.5, 0.3), (0.5, "a tensor"))  # what lr is multiplied with, and the scale of gradients
+UPDATES = ((1.0, None), (0.5, 0.3), (0.5, "a tensor"), (0.5, 0.0))  # factors of lr, scales of gradients
 UPDATED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def updated(assignment):
-    """Of each dtype: after each of three updates of AdamW, the parcels that came (words, and what was in them), the
+    """Of each dtype: after each of four updates of AdamW, the parcels that came (words, and what was in them), the
     masters, and the bytes that the host keeps."""
     found = []
     for dtype in UPDATED_DTYPES:
@@ -217,7 +217,7 @@ def updated_plainly(dtype, scales=True, stale=(), of=()):
         for index, (group, own) in enumerate(zip(optimizer.param_groups, HOST_GROUPS, strict=True)):
             group.update({name: value for name, value in checks.fallen(own, factor).items()
                           if name not in stale or index not in of})
-        scale = 0.15 if scale == "a tensor" else scale or 1.0
+        scale = {"a tensor": 0.15, None: 1.0}.get(scale, scale)
         for number, master in zip(sorted(SIZES), masters, strict=True):
             master.grad = values(number, dtype, times).float() * (scale if scales else 1)
         optimizer.step()
@@ -232,7 +232,8 @@ def near(ours, theirs):
 def why_off(dtype, times, masters):
     """In words, if the masters are what comes of a mistake that is known."""
     if near(masters, updated_plainly(dtype, scales=False)[times]):
-        return "gradients were not multiplied with `scale`, where clipping and the loss scale are"
+        return ("gradients were not multiplied with `scale`, where clipping and the loss scale are (it may be 0: None "
+                "alone says that there is none)")
     names = list(HOST_GROUPS[0])
     for count, of in itertools.product(range(1, len(names) + 1), ((0, 1), (0,), (1,))):
         for stale in itertools.combinations(names, count):
@@ -391,17 +392,20 @@ def test_a_rank_keeps_no_optimizer_state(assignment):
 # ----------------------------------------------------------- step 2: a gradient shard leaves when its bucket is reduced
 
 
+# gradients since forget(), and those of them that came since the update before
+CAME = (([1], [1]), ([2, 3], [2, 3]), ([4], [4]), ([4, 5], [5]))
 ADDED = ((True, torch.float32), (False, torch.float32), (True, torch.bfloat16))
 
 
 def added_up(assignment):
-    """What SGD with lr 1 takes away on a host, after gradients came once, twice, and again after forget(), and the
-    bytes that it keeps then. Where they add, and where the newest counts alone."""
+    """What SGD with lr 1 takes away on a host, after gradients came once, twice, again after forget(), and once more
+    without it, and the bytes that it keeps then. Where they add, and where the newest counts alone."""
     found = []
     for adds, dtype in ADDED:
         host, moved = a_host(assignment, optim.SGD, {"lr": 1.0}, [{}, {}], dtype), []
-        for times in ([1], [2, 3], [4]):
-            host.send(("forget",))
+        for since, times in CAME:
+            if times == since:
+                host.send(("forget",))
             before = [master_on(host, number) for number in sorted(SIZES)]
             for time_ in times:
                 for number in sorted(SIZES):
@@ -425,13 +429,13 @@ def test_micro_batches_add_up_on_the_host(assignment):
             f"keeps {size} bytes: {wanted} are right, 4 each for the master and {dtype.itemsize} each for a gradient. "
             "In which dtype does a sum stay?"
         )
-        for times, pieces in zip(([1], [2, 3], [4]), moved, strict=True):
+        for (times, new), pieces in zip(CAME, moved, strict=True):
             each = [torch.cat([values(number, dtype, time_) for number in sorted(SIZES)]) for time_ in times]
             right, ours = (sum(each) if adds else each[-1]).float(), torch.cat(pieces)
             so_far = sum(torch.cat([values(number, torch.float32, time_) for number in sorted(SIZES)])
                          for time_ in range(1, times[-1] + 1))
             told = (f"adds={adds}, and {len(times)} gradient{'s' * (len(times) > 1)} of {name_of(dtype)} came since "
-                    "forget()")
+                    f"forget(){', with an update between them' * (new != times)}")
             assert ours.isfinite().all(), (
                 f"{told}: the host's gradient is NaN. It was read after its buffer was given back, or lies in that "
                 "buffer: copy, or add, first"
@@ -858,7 +862,9 @@ def after_a_step(assignment):
         zero = getattr(assignment, name)(toys.build(Normed, rank), optim.SGD, lr=0.0)
         weight, means, refused = zero.model.layers[0].weight, [zero.model.layers[1].running_mean.clone()], False
         zero.model(*toys.numbers(rank, 0)).backward()
+        zero.model.eval()
         zero.step()
+        zero.model.train()
         means.append(zero.model.layers[1].running_mean.clone())
         try:
             zero.model(*toys.numbers(rank, 1)).backward()
