@@ -4,6 +4,7 @@ The grader runs these tests against a learner's file, and shows the text of an a
 names what went wrong and shows the evidence. In between, they run on the reference.
 """
 
+import collections
 import contextlib
 import functools
 import gc
@@ -727,24 +728,31 @@ def test_later_steps_overlap_too(stage_class):
 
 
 def what_stays(stage_class):
-    """How many tensors there are after each of some steps."""
+    """How many tensors, and entries of lists and the like, there are after each of some steps."""
     zero, found = build(stage_class, wide), []
+    places = [vars(each) for each in (zero, getattr(zero, "reducer", None)) if hasattr(each, "__dict__")]
     for step in range(4):
         zero.model(*wide_numbers(dist.get_rank(), step)).backward()
         zero.step()
         zero.zero_grad()
         gc.collect()
-        found.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
+        kept = [thing for place in places for thing in place.values() if type(thing) in KEEPERS]
+        found.append((sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()),
+                      sum(map(len, [*places, *kept]))))
     return found
+
+
+KEEPERS = (list, dict, set, tuple, collections.deque, collections.defaultdict)
 
 
 @pytest.mark.step(5, points=1)
 def test_nothing_stays_of_a_step(stage_class):
     for rank, (_, second, _, last) in enumerate(once(what_stays, 2, stage_class)):
-        assert last <= second, (
-            f"rank {rank} holds {second} tensors after the second step, and {last} after the fourth: a list or dict "
-            "gets some in each step, and keeps them. What bucket_complete keeps goes before the next step"
-        )
+        for what, before, after in zip(("tensors", "entries of lists and dicts"), second, last, strict=True):
+            assert after <= before, (
+                f"rank {rank} holds {before} {what} after the second step, and {after} after the fourth: a list or "
+                "dict gets some in each step, and keeps them. What bucket_complete keeps goes before the next step"
+            )
 
 
 def statistics(stage_class):

@@ -464,9 +464,20 @@ def test_an_mlp_sends_two_all_reduces(assignment, world_size):
         assert_messages(phases, {"forward": (1, size), "backward": (1, size)}, world_size, "an MLP", rank)
 
 
+def alone(file):
+    """A tensor, after what shard() made of it on one rank was changed."""
+    whole = torch.zeros(4, 3)
+    file.shard(whole, 0).add_(1)
+    return whole
+
+
 @pytest.mark.step(2, points=3)
 @worlds
 def test_nobody_holds_the_whole_layer(assignment, world_size):
+    [whole] = once(alone, 1, assignment)
+    assert not whole.any(), (
+        "on one rank shard() gave the tensor itself, or a view of it: who changes the part changes the whole. It is in "
+        "memory of its own at every M, also at 1")
     ranks = once(parts_of_layers, world_size, assignment)
     for (name, _, _, *shape), dim in zip(LAYERS, CUT_AT, strict=True):
         wanted = math.prod(shape) // (1 if dim is None else world_size)
@@ -834,6 +845,7 @@ def in_sixteen_bits(file):
     padding = ranks * len(embedding.weight) - toys.VOCABULARY
     own = F.pad(logits, (0, padding), value=-math.inf).chunk(ranks, -1)[dist.get_rank()]
     found["given"] = embedding.cross_entropy(own, targets).detach()
+    found["dtype"] = embedding.cross_entropy(own.double(), targets).dtype
     return found
 
 
@@ -846,6 +858,8 @@ def test_a_loss_in_sixteen_bits(assignment):
         assert found["loss"].dtype == torch.float32, (
             f"with bf16 parameters the loss on rank {rank} is {found['loss'].dtype}: sums of exponentials are made in "
             "fp32")
+        assert found["dtype"] == torch.float32, (
+            f"of logits in fp64 the loss on rank {rank} is {found['dtype']}: it is fp32 whatever they are")
         assert near(found["loss"], loss, 2e-2), (
             f"with bf16 parameters the loss on rank {rank} is {found['loss']:.4g}, and {loss:.4g} in fp32")
         assert near(found["given"], given, 1e-5), (
@@ -990,9 +1004,21 @@ def draws(file):
     return outside, inside, ended, many
 
 
+def draws_in_groups(file):
+    """Numbers inside the context, from one state outside, in the group of ranks 0 and 1, or in that of 2 and 3."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(71)
+    with file.parallel_random(groups[dist.get_rank() // 2]):
+        return torch.rand(4)
+
+
 @pytest.mark.step(5, points=2)
 @worlds
 def test_all_ranks_draw_the_same_outside(assignment, world_size):
+    first, second, *others = once(draws_in_groups, 4, assignment)
+    assert torch.equal(first, others[0]) and torch.equal(second, others[1]), (
+        "ranks 0 and 1 are a group, and ranks 2 and 3. From the same state outside the two groups drew other numbers "
+        "inside parallel_random(group): a rank's numbers follow from the outside state and from its rank in the group")
     ranks = toys.run(draws, world_size, assignment)
     for rank, (outside, inside, ended, many) in enumerate(ranks):
         assert ended == "passed on", f"an error inside parallel_random() did not come out of it on rank {rank}"

@@ -617,7 +617,7 @@ def refused(lesson):
 
 @pytest.mark.step(4, points=2)
 def test_what_does_not_fit_is_refused_before_anything_is_sent(lesson):
-    for rank, found in enumerate(once(refused, 2, lesson)):
+    for rank, found in (*enumerate(once(refused, 2, lesson)), ("0, which is alone,", *once(refused, 1, lesson))):
         for dtype, wrong, raised, untouched in found:
             what = f"buffers of {dtype}, several tensors of it, and a last one of {wrong}: on rank {rank}"
             assert raised == "ValueError", (

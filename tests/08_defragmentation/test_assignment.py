@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import toys
 from checks import once
+from torch import nn
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.classroom.lessons import HOUSE
@@ -759,7 +760,7 @@ def micro_batches(assignment):
     return results, used, places[0] == places[-1], sum(param.numel() for param in model.parameters())
 
 
-@pytest.mark.step(4, points=4, raised="a second backward adds to a gradient that lies in the slab already: it has its "
+@pytest.mark.step(4, points=3, raised="a second backward adds to a gradient that lies in the slab already: it has its "
                   "place")
 def test_micro_batches_add_up_in_place(assignment):
     ((results, used, stay, wanted),) = once(micro_batches, 1, assignment)
@@ -770,9 +771,36 @@ def test_micro_batches_add_up_in_place(assignment):
     assert toys.identical(*results), "gradients of three micro-batches in the slab are others than without a slab"
 
 
+def other_rounds(assignment):
+    """Gradients of two layers, in a slab and without: the first alone has one, then both, and the second is complete
+    before it."""
+    results = []
+    for in_slab in (False, True):
+        layers = [toys.build(lambda: nn.Linear(3, 3, bias=False), number) for number in range(2)]
+        model = nn.Sequential(*layers)
+        slab = assignment.gradients_in_slab(model) if in_slab else None
+        for through in (layers[0], model):
+            through(torch.ones(2, 3)).square().sum().backward()
+            found = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+            model.zero_grad()
+            if in_slab:
+                slab.reset()
+        results.append(found)
+    return results
+
+
+@pytest.mark.step(4, points=1)
+def test_each_round_begins_anew(assignment):
+    ((plain, in_slab),) = toys.run(other_rounds, 1, assignment)
+    assert toys.identical(plain, in_slab), (
+        "in the first round one layer of two had a gradient, and in the second both, in another order: the gradients "
+        "in the slab are others than without one. After reset() each is kept where there is room, as in the first round")
+
+
 def reset_too_early(assignment):
     """What backward says when the slab was reset while gradients were in use: all of them, all but the one that
-    backward completes first, or that one alone; and how many there are. Once all were set to None it must go on."""
+    backward completes first, that one alone, or one from 6 to 15, which the next round covers up to 8. And how many
+    there are. Once all were set to None it must go on."""
     errors, order = [], []
     for forgotten in (slice(0), slice(1), slice(1, None)):
         model = toys.build(toys.MLP, 0)
@@ -790,6 +818,18 @@ def reset_too_early(assignment):
             errors.append("")
         except RuntimeError as raised:
             errors.append(str(raised))
+    sizes = nn.ParameterList([torch.ones(6), torch.ones(9), torch.ones(8)])
+    slab = assignment.gradients_in_slab(sizes)
+    for param in sizes[:2]:
+        param.square().sum().backward()
+    sizes[0].grad = None
+    slab.reset()
+    try:
+        for param in (sizes[2], sizes[1]):
+            param.square().sum().backward()
+        errors.append("")
+    except RuntimeError as raised:
+        errors.append(str(raised))
     other = toys.build(toys.MLP, 0)
     fine = assignment.gradients_in_slab(other)
     for _ in range(2):
@@ -801,7 +841,7 @@ def reset_too_early(assignment):
 
 @pytest.mark.step(4, points=3)
 def test_a_reset_while_gradients_are_in_use_is_refused(assignment):
-    (((error, partly, first), total),) = once(reset_too_early, 1, assignment)
+    (((error, partly, first, covered), total),) = once(reset_too_early, 1, assignment)
     assert error, (
         "gradients lay in the slab, it was reset, and the next backward added to them without a word. What is kept "
         "next would lie over them: raise RuntimeError in backward where a gradient lies where nothing is kept")
@@ -814,6 +854,9 @@ def test_a_reset_while_gradients_are_in_use_is_refused(assignment):
         f"of {total} gradients in the slab all but the one that backward completes first were set to None, and "
         "the slab was reset. The next backward added to that one without a word, at the slab's front, where the others "
         "are kept now: look at where a gradient ends")
+    assert covered, (
+        "a gradient lies at 6 to 15, and the slab was reset. Another one was kept at 0 to 8, over its first two "
+        "numbers, and backward added to both without a word: look at where a gradient ends")
 
 
 # --------------------------------------------------------------------------------------------------- step 5: compact

@@ -346,7 +346,7 @@ BUFFERS = 4 * 2 * WIDE * WIDE  # bytes of the bus's buffers, at most
 
 def handed_over(assignment):
     """Of each stage, made and not used: bytes on this rank, those of the stand-ins for masters, and whether the host
-    has all masters."""
+    has all masters. And what stands for a master in fp64."""
     found = []
     for name in STAGES:
         before = checks.live_bytes()
@@ -361,7 +361,10 @@ def handed_over(assignment):
         found.append((size, own, shapes, right))
         zero.host.end()
         del zero, masters
-    return found
+    zero = assignment.Offloaded1(toys.build(Blocks, dist.get_rank(), torch.float64), optim.SGD, lr=0.1)
+    wide = name_of(zero.optimizer.param_groups[0]["params"][0].dtype)
+    zero.host.end()
+    return found, wide
 
 
 def most_held(name, world_size=2):
@@ -371,7 +374,10 @@ def most_held(name, world_size=2):
 
 @pytest.mark.step(1, points=8, stuck=WAITS)
 def test_a_rank_keeps_no_optimizer_state(assignment):
-    for rank, found in enumerate(once(handed_over, 2, assignment)):
+    for rank, (found, wide) in enumerate(once(handed_over, 2, assignment)):
+        assert wide == "float64", (
+            f"of a model in fp64 what stands for a master on rank {rank} is {wide}: it has the dtype of the host's "
+            "master, fp32 for 16 bits, and the parameters' own for wider ones")
         for name, (size, own, shapes, right) in zip(STAGES, found, strict=True):
             assert len(right) == DEEP and all(right), (
                 f"{name}: of {len(right)} masters on the host of rank {rank} {sum(right)} are what the rank's "
@@ -888,8 +894,24 @@ def after_a_step(assignment):
     return found
 
 
+def step_in_a_group(assignment):
+    """Batch norm's running mean after a step of ranks 0 and 2."""
+    group, rank = dist.new_group([0, 2]), dist.get_rank()
+    if rank == 1:
+        return None
+    zero = assignment.Offloaded1(toys.build(Normed, rank), optim.SGD, lr=0.1, group=group)
+    zero.model(*toys.numbers(rank, 0)).backward()
+    zero.step()
+    zero.host.end()
+    return zero.model.layers[1].running_mean
+
+
 @pytest.mark.step(4, points=2, stuck=WAITS)
 def test_statistics_are_alike_and_a_late_backward_is_refused(assignment):
+    first, _, second = toys.run(step_in_a_group, 3, assignment)
+    assert torch.equal(first, second), (
+        "in a group of ranks 0 and 2 batch norm's running mean differs after step(): replicas.broadcast_statistics "
+        "gives rank 0's to the group that it is given")
     results = once(after_a_step, 2, assignment)
     for rank, of_rank in enumerate(results):
         for name, ((_, after), refused, _, alone), ((_, first), *_) in zip(STAGES, of_rank, results[0], strict=False):

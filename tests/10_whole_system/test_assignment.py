@@ -8,6 +8,7 @@ A mesh is D × M: D replicas of a model that M ranks share. Rank d · M + m has 
 """
 
 import functools
+import itertools
 
 import checks
 import pytest
@@ -626,9 +627,9 @@ SCALE = 1 / 1024
 
 def clipped(assignment, model_parallel, name):
     """What clip_grad_norm_ returns; bytes that it asks to send; whether the gradients stayed; how far the step went,
-    for a large max_norm, for 0.1, and with a loss scale."""
+    for a large max_norm, for 0.1, and with a loss scale for both."""
     found = []
-    for max_norm, scale in ((1e6, None), (0.1, None), (0.1, SCALE)):
+    for max_norm, scale in ((1e6, None), (0.1, None), (1e6, SCALE), (0.1, SCALE)):
         system = system_of(assignment, name, model_parallel)
         before = {path: param.detach().clone() for path, param in system.model.named_parameters()}
         loss = system.model(*batch_of(0, model_parallel))
@@ -699,7 +700,7 @@ def _is(norm, other):
 @pytest.mark.step(4, points=2, stuck=ONCE, left=ONCE)
 def test_step_is_clipped_to_it(assignment):
     for name, replicas, ranks, right, _, mean, found in cases(assignment):
-        for rank, (large, small, _) in enumerate(found):
+        for rank, (large, small, *_) in enumerate(found):
             wanted = flat(parts_of(mean, ranks, rank))
             for (*_, moved, shape), max_norm in ((large, 1e6), (small, 0.1)):
                 factor = (flat(moved) @ wanted / (wanted @ wanted)).item()
@@ -715,7 +716,7 @@ def test_step_is_clipped_to_it(assignment):
 @pytest.mark.step(4, points=1, stuck=ONCE, left=ONCE)
 def test_gradients_stay_as_they_were(assignment):
     for name, *_, found in cases(assignment):
-        for rank, (_, (_, _, stayed, *_), _) in enumerate(found):
+        for rank, (_, (_, _, stayed, *_), *_) in enumerate(found):
             assert stayed, (
                 f"{name}: clip_grad_norm_ changed rank {rank}'s gradients: it sets self.gradient_scale alone"
             )
@@ -724,16 +725,18 @@ def test_gradients_stay_as_they_were(assignment):
 @pytest.mark.step(4, points=2, stuck=ONCE, left=ONCE)
 def test_a_loss_scale_is_taken_off(assignment):
     for name, _, ranks, right, _, mean, found in cases(assignment):
-        for rank, (*_, (norm, _, _, moved, _)) in enumerate(found):
+        for (rank, of_rank), (at, max_norm) in itertools.product(enumerate(found), ((-2, 1e6), (-1, 0.1))):
+            norm, _, _, moved, _ = of_rank[at]
             assert _is(norm, right), (
                 f"{name}: the loss was multiplied by 1024, and self.gradient_scale is 1/1024; rank {rank} found the "
                 f"norm {norm:.5g}, and {right:.5g} is right: that of the gradients times this scale"
             )
             wanted = flat(parts_of(mean, ranks, rank))
             factor = (flat(moved) @ wanted / (wanted @ wanted)).item()
-            assert factor == pytest.approx(0.1 / right, rel=1e-3), (
-                f"{name}: with a loss scale of 1024, clipped to 0.1, step() of rank {rank} used {factor:.4g} times the "
-                f"gradient, and {0.1 / right:.4g} is right: clipping multiplies the scale that is there"
+            must = min(1.0, max_norm / right)
+            assert factor == pytest.approx(must, rel=1e-3), (
+                f"{name}: with a loss scale of 1024, clipped to {max_norm:g}, step() of rank {rank} used {factor:.4g} "
+                f"times the gradient, and {must:.4g} is right: clipping multiplies the scale that is there, also by 1"
             )
 
 
@@ -752,19 +755,29 @@ NOT_COMPLETE = ("a bucket may have no shard yet when clip_grad_norm_ is called, 
 
 
 def of_a_rank_without_backward(assignment):
-    """The norm where replica 1 ran no backward: its gradients count as zero, in the mean as in the norm."""
+    """The norm where replica 1 ran no backward: its gradients count as zero, in the mean as in the norm. And what the
+    tensor that was returned holds when there is a second norm, of another batch."""
     system, tokens = system_of(assignment, "C3", 2), batch_of(0, 2)
     if system.mesh.data_rank == 0:
         system.model(*tokens).backward()
-    return float(system.clip_grad_norm_(1e6))
+    norm = system.clip_grad_norm_(1e6)
+    first = float(norm)
+    system.zero_grad()
+    system.model(*tokens).backward()
+    system.clip_grad_norm_(1e6)
+    return first, float(norm)
 
 
 @pytest.mark.step(4, points=1, raised=NOT_COMPLETE, stuck=NOT_COMPLETE, left=NOT_COMPLETE)
 def test_gradients_are_complete_before_they_are_read(assignment):
     first = of_the_replicas(4, 2)[0]
     right = flat(first).norm().item() / 2  # the mean of its gradient and of none
-    for rank, norm in enumerate(once(of_a_rank_without_backward, 4, assignment)):
+    for rank, (norm, kept) in enumerate(once(of_a_rank_without_backward, 4, assignment)):
         assert _is(norm, right), (
             f"C3 on D × M = 2 × 2, where replica 1 ran no backward: rank {rank} found the norm {norm:.5g}, and "
             f"{right:.5g} is right: a missing gradient counts as zero, and {NOT_COMPLETE}"
+        )
+        assert norm == kept, (
+            f"rank {rank}: clip_grad_norm_ returned {norm:.5g}, and the tensor that it returned holds {kept:.5g} after "
+            "the next call: return a new one each time"
         )

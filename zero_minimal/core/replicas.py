@@ -10,14 +10,13 @@ from zero_minimal.core import collectives, seams
 def broadcast_statistics(model: nn.Module, group=None) -> None:
     """Broadcast rank 0's running statistics (batch-norm's): each rank's come from its own data.
 
-    Every persistent floating-point buffer is taken for one. Others (counters, bool masks, what is
-    made with persistent=False) are not sent: they are alike on every rank. A stage does this at the
-    end of step(); torch's DDP, with all buffers, before forward.
+    Every persistent buffer is taken for one, whatever its dtype. What is made with persistent=False
+    is not sent: it can be computed anew, alike on every rank. A stage does this at the end of
+    step(); torch's DDP, with all buffers, before forward.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            sent = buffer is not None and name not in module._non_persistent_buffers_set
-            if sent and buffer.is_floating_point():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
                 collectives.broadcast(buffer, group=group, of=f"buffer {name!r}")
 
 

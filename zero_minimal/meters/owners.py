@@ -41,7 +41,8 @@ class Owners:
         optimizers = [owner for owner in owners if isinstance(owner, Optimizer)]
         params = [param for module in modules for param in module.parameters()]
         masters = [param for optimizer in optimizers for param in parameters_of(optimizer)]
-        states = list(strided_tensors([optimizer.state for optimizer in optimizers]))
+        here = [each for each in optimizers if getattr(each, "state_is_here", True)]  # and not on a host
+        states = list(strided_tensors([optimizer.state for optimizer in here]))
 
         yield "buffers", [list(module.buffers()) for module in modules]
         yield "optimizer", [masters, states]

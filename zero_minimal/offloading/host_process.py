@@ -207,7 +207,8 @@ class Host:
 
     def _start_process(self, serve, size, device, bandwidth):
         setup = dict(rank=self.rank, size=size, bandwidth=bandwidth,
-                     threads=torch.get_num_threads())
+                     threads=torch.get_num_threads(),
+                     default_dtype=torch.get_default_dtype())
         self.process, pipe, number = (lend or _new_process)(size, setup, serve)
         threading.Thread(
             target=self._watch, args=(self.process,), daemon=True, name=WATCH
@@ -298,7 +299,8 @@ def _main(pipe, setup: dict, pickled: bytes) -> None:
     for number in THE_RANKS:
         signal.signal(number, signal.SIG_IGN)
     _end_with_rank(setup["rank"])
-    torch.set_num_threads(setup["threads"])  # sums are in the same order as on the rank
+    torch.set_num_threads(setup["threads"])  # sums are in the same order as on the rank,
+    torch.set_default_dtype(setup["default_dtype"])  # and what an optimizer makes has its dtype
     number = reduction.recv_handle(pipe)
     memory = host_link.memory_of(number, setup["size"])
     serve = pickle.loads(pickled)

@@ -141,6 +141,7 @@ class StateOnHost(defaultdict):
 
     __missing__ = __setitem__ = __delitem__ = refuse_state
     clear = pop = popitem = setdefault = update = refuse_state
+    get = keys = values = items = __iter__ = __contains__ = refuse_state
 
 
 def fingerprint(shard: Tensor) -> object:
