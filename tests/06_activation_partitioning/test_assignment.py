@@ -330,7 +330,14 @@ def test_one_block_at_a_time(assignment):
 def odd_backwards(assignment):
     call, rank = assignment.checkpoint, dist.get_rank()
     return (odd_call(call, rank, backward=True), frozen_and_twice(call, rank), once_more(call, rank),
-            changed_between(call, rank))
+            changed_between(call, rank), of_one_memory(call, rank))
+
+
+def of_one_memory(call, rank):
+    """The gradient of a tensor that a function gets whole, and its first row besides."""
+    x = numbers_of(rank, 4, 3).requires_grad_()
+    call(lambda whole, row: (whole[:1] * 2 + whole.sum(0) * row).square().sum(), x, x[:1]).backward()
+    return {"the input": False if x.grad is None else x.grad}
 
 
 def changed_between(call, rank):
@@ -370,7 +377,10 @@ def frozen_and_twice(call, rank):
                                       "argument may want none; and where nothing inside wants one, there is nothing to "
                                       "go back through")
 def test_any_arguments(assignment):
-    for rank, (odd, other, more, changed) in enumerate(once(odd_backwards, 2, assignment)):
+    for rank, (odd, other, more, changed, shared) in enumerate(once(odd_backwards, 2, assignment)):
+        assert_gradients(shared, of_one_memory(plainly, rank),
+                         f"rank {rank}, a function of a tensor and of its first row",
+                         "Both begin at one address, and are two arguments: what do you know a tensor by?")
         assert_gradients(odd, odd_call(plainly, rank, backward=True),
                          f"rank {rank}, a function that takes and returns tuples and dicts",
                          "Is each gradient that comes in paired with its output, and each that goes out with its "
@@ -579,7 +589,8 @@ def test_autocast_is_as_it_was(assignment):
                 gradients, in_autocast(plainly, rank, inside, *dtype)[0],
                 f"rank {rank}, a block that ran {ran} torch.autocast{of}, with backward {backward} it",
                 "The second run must compute in the precision of the first one: set autocast as it was then, on or "
-                "off, and with its dtype")
+                "off, and with its dtype. The way back through it, torch.autograd.backward, runs as the user's own "
+                "backward does: behind that context, not in it")
 
 
 def two_device_types(assignment):
