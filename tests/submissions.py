@@ -15,7 +15,7 @@ import textwrap
 from dataclasses import dataclass
 
 from zero_minimal.classroom import grade as grader
-from zero_minimal.classroom.lessons import HOUSE, Lesson
+from zero_minimal.classroom.lessons import HOUSE, Lesson, found
 from zero_minimal.classroom.references import bound_by, reference
 from zero_minimal.classroom.starters import functions_of
 from zero_minimal.classroom.supervisor import Supervisor
@@ -106,6 +106,19 @@ def solution(lesson: Lesson, name: str) -> list[str]:
             if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
     lines = [line.strip() for line in source.splitlines()[body[0].lineno - 1 : body[-1].end_lineno]]
     return [line for line in lines if line and not line.startswith("#")]
+
+
+def edited(folder: str, name: str, *pairs: tuple[str, str]) -> dict[str, str]:
+    """{name: the reference's text of this function, with the second of each pair in the place of the first}, for
+    Wrong.code. Raises: ValueError if the reference has no such text."""
+    source = reference(found()[folder])
+    node = functions_of(ast.parse(source))[name]
+    text = textwrap.dedent("\n".join(source.splitlines()[_first(node) : node.end_lineno]))
+    for old, new in pairs:
+        if old not in text:
+            raise ValueError(f"{name} of {folder} has no {old!r}")
+        text = text.replace(old, new)
+    return {name: text}
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 Each of the functions below gives the text of one that is right, or that differs in the parts that are named.
 """
 
-from submissions import Wrong, function
+from submissions import Wrong, edited, function
 
 
 def start_alike(tensors="[*self.model.parameters(), *self.model.buffers()]", group="group=self.group"):
@@ -346,6 +346,12 @@ SHORT = {
     "a copy is averaged, and nobody puts it back", "each bucket twice", "nobody listens",
     "counts a tied weight for each module", "a tensor's hook, which comes before .grad", "waits at once",
     "a micro-batch leaves all the same", "old gradients stay", "the order in which they become complete here",
+}
+WRONG |= {  # what strangers handed in, and had full marks
+    "a list that grows by numbers alone": Wrong(
+        5, "test_nothing_stays_of_a_step", r"entries of lists and dicts after the second step, and \d+ after",
+        edited("01_data_parallel", "Stage0.bucket_complete", ("self._wait()", "self._wait()\n"
+               "    self.log = [*getattr(self, 'log', ()), bucket.numel]"))),
 }
 
 RIGHT = {

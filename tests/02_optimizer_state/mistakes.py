@@ -3,7 +3,7 @@
 Each of the first functions below gives the text of one that is right, or that differs in the parts that are named.
 """
 
-from submissions import Wrong, function
+from submissions import Wrong, edited, function
 
 
 def own(gradients="bucket.whole_gradients()", parameters="shard_of(bucket.parameters, *mine)",
@@ -76,7 +76,7 @@ def master_of(*lines):
 
 
 SQUARES = "squares = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum()"
-SUM = "collectives.all_reduce(squares, op='sum', group=group)"
+SUM = "if sharded:\n    collectives.all_reduce(squares, op='sum', group=group)"
 
 
 def global_norm(squares=SQUARES, sum_=SUM, norm="norm = squares.sqrt()",
@@ -439,6 +439,29 @@ SHORT = {  # a second or two each
     "the gather shifts what it brings, alike on all ranks", "gathers before the update",
     "state for whole buckets, of which a slice is used", "an all-reduce, then an all-gather",
     "the master is made anew from the rounded parameter", "norms are added",
+}
+WRONG |= {  # what strangers handed in, and had full marks
+    "one tensor for all norms": Wrong(
+        5, "test_trains_with_clipping", r"and the tensor that it returned holds .* after later calls",
+        edited("02_optimizer_state", "Stage1.clip_grad_norm_", ("return norm",
+               "self.norm = getattr(self, 'norm', norm)\n    return self.norm.copy_(norm)"))),
+    "a scale that is dropped where the norm is small": Wrong(
+        5, "test_trains_with_clipping", r"self.gradient_scale was 0.5, as a loss scaler leaves it",
+        edited("02_optimizer_state", "Stage1.clip_grad_norm_",
+               ("return norm", "if norm <= max_norm:\n        self.gradient_scale = None\n    return norm"))),
+    "statistics in training mode alone": Wrong(
+        3, "test_running_statistics_are_alike", r"in each step \(here it is called after model.eval\(\)\)",
+        edited("02_optimizer_state", "Stage1.step", ("replicas.", "if self.model.training:\n        replicas."))),
+    "statistics without the group": Wrong(
+        3, "test_a_step_in_a_group", r"(?s).*here group= is a group of ranks 0 and 2 of three",
+        edited("02_optimizer_state", "Stage1.step", ("(self.model, self.group)", "(self.model)")), hangs=True),
+    "statistics before the gradients are complete": Wrong(
+        3, "test_a_rank_without_a_backward_takes_the_step", r"(?s).*here step\(\) is called where no backward ran",
+        edited("02_optimizer_state", "Stage1.step", ("self.reduced_gradients()",
+               "replicas.broadcast_statistics(self.model, self.group)\n    self.reduced_gradients()")), hangs=True),
+    "a norm over all ranks where nothing is sharded": Wrong(
+        5, "test_clipping_returns_a_tensor_and_leaves_the_gradients", r"global_norm\(…, sharded=False\) of four",
+        edited("02_optimizer_state", "global_norm", ("if sharded:", "if True:")), 2),
 }
 
 RIGHT = {

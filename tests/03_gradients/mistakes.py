@@ -3,7 +3,7 @@
 Each of the five functions below gives the text of one that is right, or that differs in the parts that are named.
 """
 
-from submissions import Wrong, function
+from submissions import Wrong, edited, function
 
 FREED = "self.memory.give_back(self.reducing.whole)"
 REDUCING = "self.reducing = Reduction(bucket, whole, part, pending)"
@@ -548,6 +548,26 @@ WRONG |= {  # the same, where the kernel counts
     "whole gradients between micro-batches, to the kernel": Wrong(
         3, "test_the_kernel_counts_micro_batches", r"rank \d holds up to \d+.\d MB, as the kernel counts",
         {"Stage2.no_sync": "def no_sync(self):\n    return self.reducer.accumulate()"}),
+}
+WRONG |= {  # what strangers handed in, and had full marks
+    "one tensor for all norms": Wrong(
+        4, "test_trains_with_clipping", r"and the tensor that it returned holds .* after later calls",
+        edited("03_gradients", "Stage2.clip_grad_norm_", ("return norm",
+               "self.norm = getattr(self, 'norm', norm)\n    return self.norm.copy_(norm)"))),
+    "a scale that is dropped where the norm is small": Wrong(
+        4, "test_trains_with_clipping", r"self.gradient_scale was 0.5, as a loss scaler leaves it",
+        edited("03_gradients", "Stage2.clip_grad_norm_",
+               ("return norm", "if norm <= max_norm:\n        self.gradient_scale = None\n    return norm"))),
+    "statistics in training mode alone": Wrong(
+        2, "test_running_statistics_are_alike", r"in each step \(here it is called after model.eval\(\)\)",
+        edited("03_gradients", "Stage2.step", ("replicas.", "if self.model.training:\n        replicas."))),
+    "statistics without the group": Wrong(
+        2, "test_a_step_in_a_group", r"(?s).*here group= is a group of ranks 0 and 2 of three",
+        edited("03_gradients", "Stage2.step", ("(self.model, self.group)", "(self.model)")), hangs=True),
+    "statistics before the gradients are complete": Wrong(
+        2, "test_a_rank_without_a_backward_takes_the_step", r"(?s).*here step\(\) is called where no backward ran",
+        edited("03_gradients", "Stage2.step", ("self.reduced_gradients()",
+               "replicas.broadcast_statistics(self.model, self.group)\n    self.reduced_gradients()")), hangs=True),
 }
 
 RIGHT = {

@@ -3,7 +3,7 @@
 Each of the functions below gives the text of one that is right, or that differs in the parts that are named.
 """
 
-from submissions import Wrong, function
+from submissions import Wrong, edited, function
 
 SHARD = "bucket.shard(bucket.parameters, self.rank).clone()"
 RELEASED = "for param in bucket.params:\n    release(param, bucket.flat.placeholder(param))"
@@ -605,6 +605,15 @@ SLICES = """
 for param, offset in bucket.flat.offsets.items():
     restore(param, bucket.parameters[offset : offset + param.numel()].view(param.shape))
 """
+WRONG |= {  # what strangers handed in, and had full marks
+    "statistics in training mode alone": Wrong(
+        5, "test_statistics_and_a_backward_too_many", r"in each step \(here it is called after model.eval\(\)\)",
+        edited("04_parameters", "Stage3.step", ("replicas.", "if self.model.training:\n        replicas."))),
+    "nothing is freed where there is one rank": Wrong(
+        5, "test_holds_shards_alone_after_a_step", r"a rank that is alone holds \S+ bytes a parameter",
+        edited("04_parameters", "Stage3._free", ("collectives.free(bucket.parameters)",
+               "if self.world_size > 1:\n        collectives.free(bucket.parameters)"))),
+}
 
 RIGHT = {
     "the parts of these mistakes": own() | _free() | _gather() | _arrive() | _release() | unit_turn() | wait()

@@ -3,7 +3,7 @@
 Each of the functions below gives the text of one that is right, or that differs in the parts that are named.
 """
 
-from submissions import Wrong, function
+from submissions import Wrong, edited, function
 
 COPY, REDUCE = "CopyToModelParallelRegion", "ReduceFromModelParallelRegion"
 SUM = """
@@ -178,10 +178,10 @@ WRONG = {
 
     # step 3, which asks for blocks
     "the rows are divided, and blocks are not": Wrong(
-        3, "test_unequal_blocks_are_refused", r"15 rows are 3 blocks of 5, .* shard\(…, blocks=3\) raised no ValueError",
+        3, "test_unequal_blocks_are_refused", r"15 rows are 3 blocks of 5, .* shard\(…, blocks=3\) raised no Value",
         shard(check="size % ranks", parts="part.tensor_split(ranks, dim)[rank] for part in whole.chunk(blocks, dim)")),
     "ranks and blocks each divide the rows": Wrong(
-        3, "test_unequal_blocks_are_refused", r"15 rows are 3 blocks of 5, .* shard\(…, blocks=3\) raised no ValueError",
+        3, "test_unequal_blocks_are_refused", r"15 rows are 3 blocks of 5, .* shard\(…, blocks=3\) raised no Value",
         shard(check="size % ranks or size % blocks",
               parts="part.tensor_split(ranks, dim)[rank] for part in whole.chunk(blocks, dim)")),
 
@@ -349,6 +349,19 @@ WRONG = {
                     x = x + self.dropout(self.attention(self.attention_norm(x)))
                     return x + self.dropout(self.mlp(self.mlp_norm(x)))
             """}),
+}
+WRONG |= {  # what strangers handed in, and had full marks
+    "numbers by the rank in the world": Wrong(
+        5, "test_all_ranks_draw_the_same_outside", r"From the same state outside the two groups drew other numbers",
+        edited("05_tensor_parallel", "parallel_random", ("dist.get_rank(group)", "dist.get_rank()"))),
+    "one rank's part is the tensor itself": Wrong(
+        2, "test_nobody_holds_the_whole_layer", r"on one rank shard\(\) gave the tensor itself, or a view of it",
+        {"shard": edited("05_tensor_parallel", "shard")["shard"].replace(
+            "\n    ", "\n    if dist.get_world_size(group) == 1:\n        return whole\n    ", 1)}),
+    "a loss in fp64": Wrong(
+        4, "test_a_loss_in_sixteen_bits", r"of logits in fp64 the loss on rank 0 is torch.float64",
+        edited("05_tensor_parallel", "VocabularyParallelEmbedding.cross_entropy", ("logits = logits.float()",
+               "logits = logits if logits.dtype == torch.float64 else logits.float()"))),
 }
 
 RIGHT = {

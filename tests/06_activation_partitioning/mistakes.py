@@ -3,7 +3,7 @@
 Each of the functions below gives the text of one that is right, or that differs in the parts that are named.
 """
 
-from submissions import Wrong, function
+from submissions import Wrong, edited, function
 
 STATE = "ctx.random, ctx.precision = random_state(), autocast_state()"
 SAVE = "ctx.save_for_backward(*[keeper.keep(tensor) for tensor in tensors])"
@@ -264,6 +264,14 @@ WRONG = {
         5, "test_a_copy_has_the_tensors_dtype",
         r"takes tensors of bfloat16, int64, bool had copies of float32, float32, float32 announced.*made with dtype=",
         to_host(copy='copy = torch.empty(tensor.shape, device="cpu")\ncopy.copy_(tensor)')),
+}
+WRONG |= {  # what strangers handed in, and had full marks
+    "arguments known by their address": Wrong(
+        2, "test_any_arguments", r"a function of a tensor and of its first row",
+        edited("06_activation_partitioning", "_Checkpoint.forward",
+               ("*(keeper.keep(tensor) for tensor in tensors)",
+                "*({one.data_ptr(): keeper.keep(one) for one in reversed(tensors)}[tensor.data_ptr()] "
+                "for tensor in tensors)"))),
 }
 
 RIGHT = {

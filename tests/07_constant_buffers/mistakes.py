@@ -3,7 +3,7 @@
 Each of the functions below gives the text of one that is right, or that differs in the parts that are named.
 """
 
-from submissions import Wrong, function
+from submissions import Wrong, edited, function
 
 INIT = """
 def __init__(
@@ -241,6 +241,22 @@ def all_reduce(tensors, buffers, op="avg"):
     "reduces over all ranks": Wrong(
         4, "test_reduces_in_a_group", r"here only ranks 0 and 2 form the group of the buffers", init(group="None"),
         hangs=True),
+}
+WRONG |= {  # what strangers handed in, and had full marks
+    "a pending that is falsy is none": Wrong(
+        1, "test_a_buffer_is_taken_when_it_is_back", r"nobody has waited for what|whose result nobody has read",
+        edited("07_constant_buffers", "ConstantBuffers._finish", ("if self._under_way[turn]:",
+               "if self._under_way[turn] and self._under_way[turn][0]:"))),
+    "sends are counted, and not takes": Wrong(
+        1, "test_one_may_travel_while_the_other_is_taken", r"take\(\), take\(\), send\(\), take\(\)",
+        edited("07_constant_buffers", "ConstantBuffers.send",
+               ("self._under_way[self._turn]", "self._sent = 1 - getattr(self, '_sent', 0)\n"
+                "    self._under_way[self._sent]"))),
+    "one rank looks at nothing": Wrong(
+        4, "test_what_does_not_fit_is_refused_before_anything_is_sent", r"on rank 0, which is alone, all_reduce",
+        {"all_reduce": edited("07_constant_buffers", "all_reduce")["all_reduce"].replace(
+            "    pieces",
+            "    if torch.distributed.get_world_size(buffers.group) == 1:\n        return\n    pieces", 1)}),
 }
 
 RIGHT = {

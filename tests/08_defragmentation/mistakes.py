@@ -3,7 +3,7 @@
 Each of the functions below gives the text of one that is right, or that differs in the parts that are named.
 """
 
-from submissions import Wrong, function
+from submissions import Wrong, edited, function
 
 FOUND = """
 index = bisect.bisect_left(self._free, (size,))
@@ -297,6 +297,22 @@ WRONG = {
 
 SHORT = {"merges with the block behind it alone", "takes the first block that fits, by address",
          "lets autograd count each copy as a change of all", "clones the whole arena"}
+WRONG |= {  # what strangers handed in, and had full marks
+    "a gradient has the place of its first round": Wrong(
+        4, "test_each_round_begins_anew", r"the gradients in the slab are others than without one",
+        edited("08_defragmentation", "gradients_in_slab",
+               ("def move(param):", "place_of = {}\n\n    def move(param):\n"
+                "        begin = place_of.setdefault(param, slab.used)\n"
+                "        if begin != slab.used and not slab.holds(param.grad):\n"
+                "            place = slab._kept[begin : begin + param.numel()].view(param.shape)\n"
+                "            place.data.copy_(param.grad)\n"
+                "            slab.used = max(slab.used, begin + param.numel())\n"
+                "            param.grad = place\n            return"))),
+    "found by its start": Wrong(
+        4, "test_a_reset_while_gradients_are_in_use_is_refused", r"a gradient lies at 6 to 15, and the slab was",
+        edited("08_defragmentation", "gradients_in_slab",
+               ("param.grad.storage_offset() + param.grad.numel() > slab", "param.grad.storage_offset() >= slab"))),
+}
 
 RIGHT = {
     "the parts of these mistakes": take() | give() | keep() | reset() | gradients() | compact() | move(),

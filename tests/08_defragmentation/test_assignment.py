@@ -776,7 +776,7 @@ def other_rounds(assignment):
     before it."""
     results = []
     for in_slab in (False, True):
-        layers = [toys.build(lambda: nn.Linear(3, 3, bias=False), number) for number in range(2)]
+        layers = [toys.build(lambda: nn.Linear(3, 3, bias=False), 0) for _ in range(2)]
         model = nn.Sequential(*layers)
         slab = assignment.gradients_in_slab(model) if in_slab else None
         for through in (layers[0], model):

@@ -1,6 +1,6 @@
 """Submissions for lesson 9: wrong ones, each with the check that must catch it, and right ones."""
 
-from submissions import Wrong, function
+from submissions import Wrong, edited, function
 
 KEEP = "def keep(self, parcel, number, group_index):"
 HAND_OVER = "def _hand_over(self, bucket):"
@@ -338,6 +338,22 @@ WRONG = {
         update(shards="self.shards.values()")),
 }
 SHORT = {"the host raises", "gradients leave in fp32"}
+WRONG |= {  # what strangers handed in, and had full marks
+    "a scale of 0 is none": Wrong(
+        1, "test_the_host_updates_its_masters", r"after update 4 of AdamW",
+        edited("09_offload", "HostState.update", ("if scale is not None:", "if scale:"))),
+    "after an update the next gradient is the first again": Wrong(
+        2, "test_micro_batches_add_up_on_the_host", r"with an update between them: .*that of the last one alone",
+        edited("09_offload", "HostState.update",
+               ("self.bus.send(", "shard.has_gradient = False\n        self.bus.send("))),
+    "statistics without the group": Wrong(
+        4, "test_statistics_are_alike_and_a_late_backward_is_refused", r"(?s).*",
+        edited("09_offload", "GatheredAfter.step", ("(self.model, self.group)", "(self.model)")), hangs=True),
+    "a stand-in in fp32, whatever the master is": Wrong(
+        1, "test_a_rank_keeps_no_optimizer_state", r"of a model in fp64 what stands for a master on rank 0 is float32",
+        edited("09_offload", "Offloaded._hand_over", ("torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype",
+               "torch.float32"))),
+}
 
 RIGHT = {
     "gradients are widened first, and each bucket's gather is waited for one bucket later": update(

@@ -3,7 +3,7 @@
 Each of the functions below gives the text of one that is right, or that differs in the parts that are named.
 """
 
-from submissions import Wrong, function
+from submissions import Wrong, edited, function
 
 KIND = r"a backward in bf16: (it raised|gradients lie in memory of torch.float32)"
 
@@ -267,6 +267,16 @@ WRONG = {
         clip(norm="own = torch.cat(counted)\nparts = own.new_empty(self.mesh.data_group.size() * len(own))\n"
                   "collectives.all_gather(parts, own, group=self.mesh.data_group)\nnorm = parts.norm()\n"
                   "norm = norm if self.gradient_scale is None else norm * self.gradient_scale")),
+}
+WRONG |= {  # what strangers handed in, and had full marks
+    "one tensor for all norms": Wrong(
+        4, "test_gradients_are_complete_before_they_are_read", r"and the tensor that it returned holds",
+        edited("10_whole_system", "System.clip_grad_norm_", ("return norm", "self.norm = getattr(self, 'norm', norm)\n"
+               "    return self.norm.copy_(norm)"))),
+    "a scale that is dropped where the norm is small": Wrong(
+        4, "test_a_loss_scale_is_taken_off", r"with a loss scale of 1024, clipped to 1e\+06",
+        edited("10_whole_system", "System.clip_grad_norm_",
+               ("return norm", "if norm <= max_norm:\n        self.gradient_scale = None\n    return norm"))),
 }
 
 RIGHT = {
