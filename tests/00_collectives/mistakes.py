@@ -384,7 +384,7 @@ WRONG = {
             """}, 3),
     "cuts into more chunks than it was told": Wrong(
         5, "test_broadcast_sends_the_tensor_once",
-        r"rank 0 of 3 sent 4 messages in broadcast of 10 elements from rank 0 with chunk_count=3: at most so many",
+        r"rank 0 of 3 sent 4 messages in broadcast of 10 elements from rank 0 with chunk_count=3: at most 3",
         broadcast(chunks="tensor.split(max(1, tensor.numel() // chunk_count))")),
     "sends each chunk twice": Wrong(
         5, "test_broadcast_sends_the_tensor_once", r"rank 0 of 3 sent 512 bytes in broadcast of 64 elements from rank",
