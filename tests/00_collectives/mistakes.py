@@ -347,7 +347,7 @@ WRONG = {
                 pool.append(pool.pop(0))
             """)),
     "passes a chunk on when the next one has come": Wrong(
-        5, "test_broadcast_is_a_pipeline", r"passed nothing on before the root had sent its last chunk, the second of",
+        5, "test_broadcast_is_a_pipeline", r"had passed 1 chunk on when the root sent its last one, the third of three",
         {"broadcast": function(
             "def broadcast(tensor, root=0, group=None, chunk_count=4):", RANKS,
             "distance, sends, last = (rank - root) % world_size, [], None", function(
@@ -357,7 +357,7 @@ WRONG = {
                          f"sends.append(dist.isend(last, {RIGHT_ONE}, group=group))"), "last = chunk"),
             "for send in sends:\n    send.wait()", "return tensor")}),
     "receives all before it sends": Wrong(
-        5, "test_broadcast_is_a_pipeline", r"passed nothing on before the root had sent its last chunk",
+        5, "test_broadcast_is_a_pipeline", r"had passed 0 chunks on when the root sent its last one",
         broadcast(again="for chunk in tensor.chunk(chunk_count):")),
     "drops its sends": Wrong(
         5, "test_broadcast_copies_the_roots_tensor",
@@ -421,6 +421,35 @@ WRONG |= {  # what strangers handed in, and had full marks
     "messages without an element": Wrong(
         5, "test_broadcast_sends_the_tensor_once", r"sent 4 messages in broadcast of 1 element .*: at most 1, as",
         edited("00_collectives", "broadcast", ("tensor.chunk(", "tensor.tensor_split("))),
+    "passes the first chunk on at once, and the others when all have come": Wrong(
+        5, "test_broadcast_is_a_pipeline", r"had passed 1 chunk on when the root sent its last one, the third of thr",
+        edited("00_collectives", "broadcast", ("    sends = []", "    sends, later = [], []"), (
+            "        if distance < world_size - 1:",
+            "        if distance and sends:\n            later.append(chunk)\n        elif distance < world_size - 1:",
+        ), ("    for send in sends:", """
+    for chunk in later:
+        sends.append(dist.isend(chunk, _global(rank + 1, group), group=group))
+    for send in sends:"""))),
+    "the last send of a broadcast is waited for at the next one": Wrong(
+        5, "test_broadcast_of_a_large_tensor", r"rank \d received what its left neighbour wrote into the tensor after",
+        {"under_way": "under_way = []"} | edited("00_collectives", "broadcast", ("    for send in sends:", """
+    while under_way:
+        under_way.pop().wait()
+    under_way.extend(sends[-1:])
+    for send in sends[:-1]:"""))),
+    "the last send of a gather is waited for at the next one": Wrong(
+        3, "test_all_gather_of_large_parts", r"rank \d received what its left neighbour wrote into its own result after",
+        {"under_way": "under_way = []"} | all_gather(travel=f"""
+            while under_way:
+                under_way.pop().wait()
+            under_way.append(dist.isend(outgoing, {RIGHT_ONE}, group=group))
+            dist.recv(arriving, {LEFT_ONE}, group=group)
+            """)),
+    "large results lie in one buffer": Wrong(
+        3, "test_all_gather_of_large_parts", r"what all_gather had returned on rank 0, of 262144 elements a part, cha",
+        {"results": "results = {}"} | all_gather(
+            start="part.new_empty(world_size, part.numel())",
+            own="if part.numel() > 10**5:\n    chunks = results.setdefault(len(chunks), chunks)\nchunks[rank] = part")),
 }
 
 RIGHT = {

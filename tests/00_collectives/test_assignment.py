@@ -130,6 +130,7 @@ def assert_ring(calls, rank, world_size, messages, size, what, share):
 # ---------------------------------------------------------------------------------------------------- step 1: exchange
 
 SENT_LATE, LARGE = -7.0, 2**18
+PAUSE = 0.2  # seconds before each message of a rank that is late
 
 
 def exchanged(ring):
@@ -394,7 +395,7 @@ def all_gathered(ring):
     return whole, kept, stayed, calls.made
 
 
-@pytest.mark.step(3, points=9)
+@pytest.mark.step(3, points=7)
 @worlds
 def test_all_gather_gives_all_parts_in_order(ring, world_size):
     results = once(all_gathered, world_size, ring)
@@ -441,6 +442,32 @@ def _listed(places):
 def test_all_gather_sends_one_part_a_step(ring, world_size):
     for rank, (*_, calls) in enumerate(once(all_gathered, world_size, ring)):
         assert_ring(calls, rank, world_size, world_size - 1, 4 * PART, "all_gather", "N-1 parts")
+
+
+def gathered_large(ring):
+    """What came, where rank 0 sends late and so receives late, and all write over what they got as soon as they have
+    it; and whether that stays when all_gather is called again."""
+    rank = dist.get_rank()
+    part = numbers(rank, LARGE)
+    with only_messages(pause=PAUSE * (rank == 0)):
+        whole = ring.all_gather(part)
+        came = whole.clone()
+        whole.fill_(SENT_LATE)
+    time.sleep(2 * PAUSE)  # whatever is still on its way may arrive
+    ring.all_gather(part)
+    return came, bool((whole == SENT_LATE).all())
+
+
+@pytest.mark.step(3, points=2, left="a send that nobody waits for may be dropped before it was made: wait() for each")
+def test_all_gather_of_large_parts(ring):
+    wanted = torch.cat([numbers(rank, LARGE) for rank in range(3)])
+    for rank, (came, stayed) in enumerate(once(gathered_large, 3, ring)):
+        assert not (came == SENT_LATE).any(), (
+            f"rank {rank} received what its left neighbour wrote into its own result after all_gather() had returned "
+            "there: the last send was still under way. Wait for it before you return"
+        )
+        assert torch.equal(came, wanted), f"all_gather of parts of {LARGE} elements gave other numbers on rank {rank}"
+        assert stayed, f"what all_gather had returned on rank {rank}, of {LARGE} elements a part, {AGAIN}"
 
 
 def gathered_odd(ring):
@@ -615,7 +642,7 @@ def broadcasts(world_size, ring):
         raise
 
 
-@pytest.mark.step(5, points=7, stuck=LAST, dropped="a send that nobody waits for may be dropped before it was made: "
+@pytest.mark.step(5, points=5, stuck=LAST, dropped="a send that nobody waits for may be dropped before it was made: "
                   "keep what isend returns, and wait() for each before you return")
 @pytest.mark.parametrize("world_size", (2, 3, 4, 1))
 def test_broadcast_copies_the_roots_tensor(ring, world_size):
@@ -641,7 +668,28 @@ def _what_is_missing(right, chunks):
     return "Receive into the tensor itself: its chunks are views of it"
 
 
-PAUSE = 0.2  # seconds before each message of the root
+
+
+def broadcasted_large(ring):
+    """What came on each of four ranks, of which rank 2 sends late; the others write over it when they have it."""
+    rank = dist.get_rank()
+    tensor = numbers(rank, LARGE)
+    with only_messages(pause=PAUSE * (rank == 2)):
+        ring.broadcast(tensor, chunk_count=2)
+        came = tensor.clone()
+        tensor.fill_(SENT_LATE)
+    time.sleep(3 * PAUSE)  # whatever is still on its way may arrive
+    return came
+
+
+@pytest.mark.step(5, points=2, stuck=LAST)
+def test_broadcast_of_a_large_tensor(ring):
+    for rank, came in enumerate(once(broadcasted_large, 4, ring)):
+        assert not (came == SENT_LATE).any(), (
+            f"rank {rank} received what its left neighbour wrote into the tensor after broadcast() had returned there: "
+            "the last send was still under way. Wait for it before you return"
+        )
+        assert torch.equal(came, numbers(0, LARGE)), f"broadcast of {LARGE} elements gave other numbers on rank {rank}"
 
 
 def broadcast_slowly(ring):
