@@ -352,6 +352,29 @@ WRONG |= {  # what strangers handed in, and had full marks
         5, "test_nothing_stays_of_a_step", r"entries of lists and dicts after the second step, and \d+ after",
         edited("01_data_parallel", "Stage0.bucket_complete", ("self._wait()", "self._wait()\n"
                "    self.log = [*getattr(self, 'log', ()), bucket.numel]"))),
+    "one rank alone keeps its gradients as they are": Wrong(
+        1, "test_afterwards_each_gradient_is_the_mean", r"is None after backward and reduced_gradients\(\)",
+        edited("01_data_parallel", "Naive.average", ("    for param", """
+    if torch.distributed.get_world_size(self.group) == 1:
+        return
+    for param""")), 1),
+    "one rank alone has nothing to do with a bucket": Wrong(
+        5, "test_trains_as_one_process_would", r"what lies in its place since the step before\? Look at bucket_compl",
+        edited("01_data_parallel", "Stage0.bucket_complete", (
+            "    self._wait()", "    if self.world_size == 1:\n        return\n    self._wait()")), 1),
+    "the naive way in the order of a set of names": Wrong(
+        2, "test_ranks_with_other_hash_seeds_agree", r"hash seed",
+        edited("01_data_parallel", "Naive.average", ("    for param in self.params:", """
+    named = dict(self.model.named_parameters())
+    trained = {name for name, param in named.items() if param.requires_grad}
+    for param in map(named.get, trained):"""))),
+    "zero_grad does not wait for a backward that an error ended": Wrong(
+        5, "test_the_second_step_starts_afresh", r"a backward that an error ended half-way",
+        edited("01_data_parallel", "Stage0.zero_grad", ("    self._wait()\n", ""))),
+    "zero_grad ends no_sync": Wrong(
+        5, "test_micro_batches_are_sent_once", r"under no_sync\(\) there was a zero_grad\(\), and the backward after",
+        edited("01_data_parallel", "Stage0.zero_grad", (
+            "    self.reducer.forget()", "    self.reducer.forget()\n    self.reducer.accumulating = False"))),
 }
 
 RIGHT = {
@@ -377,7 +400,6 @@ UNTOLD = {
     "gradient after its last one: the checks leave room for all-reduces whose second half leaves later than that",
     "Stage0.zero_grad: `self.reducer.forget()` a statement later": "the statements concern different things",
     "Stage0.zero_grad: `self.gradient_scale = None` a statement later": "the statements concern different things",
-    "Stage0.zero_grad: without `self._wait()`": "backward has waited already, or has raised an error",
     "Stage0.zero_grad: `self._wait()` a statement later": "as without it: nothing is under way there",
     "Stage0._wait: without `self.reducing = None`": "to wait once more for what has arrived takes no time",
 }

@@ -268,7 +268,7 @@ NONE_THERE = "a parameter may get no gradient on a rank, and its .grad is None t
 
 
 @pytest.mark.step(1, points=5, stuck=ALL_TAKE_PART, left=ALL_TAKE_PART, raised=NONE_THERE)
-@worlds
+@pytest.mark.parametrize("world_size", (2, 3, 1))
 def test_afterwards_each_gradient_is_the_mean(stage_class, world_size):
     found = [found for found, *_ in once(naive_backward, world_size, stage_class)]
     assert_mean(list(range(world_size)), found, checks.Awkward, checks.awkward_batch)
@@ -437,9 +437,12 @@ def test_a_backward_in_a_group(stage_class):
 
 
 def on_fresh_ranks(stage_class):
-    zero = build(stage_class, wide)
-    zero.model(*wide_numbers(dist.get_rank(), 0)).backward()
-    return gradients(zero)
+    found = []
+    for way in (stage_class.Naive, stage_class):
+        zero = build(way, wide)
+        zero.model(*wide_numbers(dist.get_rank(), 0)).backward()
+        found.append(gradients(zero))
+    return found
 
 
 FRESH = ("here each rank is a Python of its own, as with torchrun, with another hash seed: what comes out of a set, or "
@@ -448,7 +451,9 @@ FRESH = ("here each rank is a Python of its own, as with torchrun, with another 
 
 @pytest.mark.step(2, points=1, stuck=FRESH, left=FRESH, raised=FRESH)
 def test_ranks_with_other_hash_seeds_agree(stage_class):
-    assert_mean([0, 1], toys.run(on_fresh_ranks, 2, stage_class, fresh=True), wide, wide_numbers, hint=f". {FRESH}")
+    for name, found in zip(("Naive", "Stage0"), zip(*toys.run(on_fresh_ranks, 2, stage_class, fresh=True), strict=True),
+                           strict=True):
+        assert_mean([0, 1], found, wide, wide_numbers, hint=f". This is {name}: {FRESH}")
 
 
 # ------------------------------------------------------------------------------------------- step 3: during backward
@@ -597,7 +602,8 @@ MICROS = 3
 
 def accumulated(stage_class):
     """Bytes sent up to the end of each of three micro-batches' backward, and in all; {name: gradient}. Then both
-    without no_sync(), which an error has left before: bytes of each backward."""
+    without no_sync(), which an error has left before: bytes of each backward. And bytes of a backward under no_sync(),
+    after a zero_grad() in there."""
     rank, found = dist.get_rank(), []
     zero, sent = build(stage_class, wide), []
     with checks.Calls() as calls:
@@ -615,7 +621,11 @@ def accumulated(stage_class):
             zero.model(*wide_numbers(rank, micro)).backward()
         sent.append(calls.sent())
     found.append(gradients(zero))
-    return sent, *found
+    with zero.no_sync():
+        zero.zero_grad()
+        with checks.Calls() as calls:
+            zero.model(*wide_numbers(rank, 0)).backward()
+    return [*sent, calls.sent()], *found
 
 
 @pytest.mark.step(5, points=4)
@@ -623,6 +633,10 @@ def test_micro_batches_are_sent_once(stage_class):
     psi = sum(param.nbytes for param in toys.build(wide, 0).parameters())
     share = 2 * psi / 2
     for rank, (sent, *_) in enumerate(once(accumulated, 2, stage_class)):
+        assert sent[-1] == 0, (
+            f"under no_sync() there was a zero_grad(), and the backward after it sent {in_words(sent[-1])} on rank "
+            f"{rank}: no_sync() ends with its context, and not before"
+        )
         *_, quiet, last, total = sent[: MICROS + 1]
         assert quiet == 0, (
             f"under no_sync() rank {rank} sent {in_words(quiet)} in {MICROS - 1} micro-batches: there gradients add "
@@ -655,8 +669,25 @@ def test_micro_batches_add_up(stage_class):
                     steps=range(MICROS), what=f"the ranks' mean of {MICROS} micro-batches' sum, {words}")
 
 
+class Stopped(Exception):
+    pass
+
+
+def stopped_backward(zero, batch):
+    """One that an error ends when the last layer's gradients, the first that come, have left."""
+
+    def stop(gradient):
+        raise Stopped
+
+    hook = zero.model.layers[-3].weight.register_hook(stop)
+    with contextlib.suppress(Stopped):
+        zero.model(*batch).backward()
+    hook.remove()
+
+
 def three_steps(stage_class):
-    """Gradients and bytes sent of the second and the fourth step; the third one's batch was dropped, and a micro-batch.
+    """Gradients and bytes sent of the second and the fourth step; the third one's batch was dropped, and a micro-batch,
+    and a backward that an error ended.
     Messages of the fourth step, in which rank 1 sends late, and when gradients came. after_a_clip()."""
     rank, found, sent = dist.get_rank(), [], []
     zero = build(stage_class, wide, lr=0.0)  # parameters stay, so gradients are known
@@ -673,6 +704,8 @@ def three_steps(stage_class):
             zero.zero_grad()
             with zero.no_sync():
                 zero.model(*wide_numbers(rank, step)).backward()
+            zero.zero_grad()
+            stopped_backward(zero, wide_numbers(rank, step))
         zero.zero_grad()
     left = sum(param.grad is not None and bool(param.grad.any()) for param in zero.model.parameters())
     return found[1], found[3], sent, left, after_a_clip(stage_class), (messages(calls), came)
@@ -703,8 +736,8 @@ def test_the_second_step_starts_afresh(stage_class):
             f"rank {rank}'s gradient of the second step is the sum of both steps': zero_grad() left the first one's"
         )
     for place, step, what in ((0, 1, "the second step's mean gradient"), (
-            1, 3, "the last step's mean gradient. Before it a batch was dropped, and a micro-batch under no_sync() "
-            "(zero_grad() without step())")):
+            1, 3, "the last step's mean gradient. Before it a batch was dropped, a micro-batch under no_sync(), and a "
+            "backward that an error ended half-way (zero_grad() without step(): nothing may be under way after it)")):
         assert_mean([0, 1], [result[place] for result in results], wide, wide_numbers, (step,), what)
     for rank, (_, _, sent, left, (moved, norm), _) in enumerate(results):
         assert moved == pytest.approx(norm, rel=1e-3), (
@@ -817,10 +850,11 @@ def in_one_process(name, world_size):
 
 
 @pytest.mark.step(5, points=3, stuck="several steps, with layers that get a gradient in some steps only")
-def test_trains_as_one_process_would(stage_class):
-    ranks = toys.run(trained, 3, stage_class, {name: recipe for name, (recipe, _) in TRAINING.items()})
+@pytest.mark.parametrize("world_size", (3, 1))
+def test_trains_as_one_process_would(stage_class, world_size):
+    ranks = toys.run(trained, world_size, stage_class, {name: recipe for name, (recipe, _) in TRAINING.items()})
     for name, (recipe, hint) in TRAINING.items():
-        plain, exact = in_one_process(name, 3)
+        plain, exact = in_one_process(name, world_size)
         moved = toys.distance(exact.parameters, list(toys.build(recipe.make, 0).parameters()))
         # 4: a sum may run in any order; and clipping may divide by the norm, or as torch does by a little more
         rounding = 4 * toys.distance(plain.parameters, exact.parameters) + 1e-5 * moved
