@@ -36,6 +36,9 @@ CLIPPED = {
         "is that of the gradient times this scale, and clipping multiplies the scale"),
 }
 
+WITHOUT = ("rank 0 alone has run a backward when clip_grad_norm_ is called: on the other ranks gradients count as "
+           "zero, and they take part in all reductions (reduced_gradients() ends what is left of backward)")
+
 
 def assert_clips_by_the_global_norm(stage_class, world_size):
     """Those clip_grad_norm_ returned, and what step() did then."""
@@ -114,7 +117,12 @@ def assert_trains_with_clipping(stage_class):
             )
     assert_as_in_one_process([{name: parameters for name, (_, parameters) in found.items()} for found in results], 2,
                              CLIPPED)
-    for rank, (_, ((after_dropped, after_infinite, before_scaled, after_scaled), first_norm)) in enumerate(runs):
+    for rank, (_, (parameters, first_norm, norm_of_rank_0)) in enumerate(runs):
+        after_dropped, after_infinite, before_scaled, after_scaled = parameters
+        assert norm_of_rank_0 == pytest.approx(0.25 * 60**0.5, rel=1e-4), (
+            f"rank 0 alone ran a backward, and the mean of its gradient and of zeros has the norm "
+            f"{0.25 * 60**0.5:.4g}. clip_grad_norm_ returned {norm_of_rank_0:.4g} on rank {rank}"
+        )
         assert first_norm == pytest.approx(0.5 * 60**0.5, rel=1e-4), (
             f"rank {rank}: the first clip_grad_norm_ returned a norm of {0.5 * 60**0.5:.4g}, and the tensor that it "
             f"returned holds {first_norm:.4g} after later calls. Who keeps norms, to plot them, has wrong ones: return "

@@ -559,9 +559,12 @@ def one_step(stage_class, recipes):
     return results
 
 
-def assert_trained_alike(train, stage_class, world_size, recipes):
-    results = toys.run(train, world_size, stage_class, {name: recipe for name, (recipe, _) in recipes.items()})
-    assert_as_in_one_process(results, world_size, recipes)
+def assert_trained_alike(train, stage_class, world_size, recipes, alone=()):
+    """alone: names of those with which a single rank trains, too."""
+    for size, names, where in ((world_size, recipes, ""), (1, alone, ", on one rank alone")):
+        chosen = {name + where: recipes[name] for name in names}
+        results = toys.run(train, size, stage_class, {name: recipe for name, (recipe, _) in chosen.items()})
+        assert_as_in_one_process(results, size, chosen)
 
 
 def assert_as_in_one_process(results, world_size, recipes):
@@ -690,7 +693,8 @@ def trained_with_norms(stage_class, recipes):
 def after_clips(stage_class):
     """60 parameters that were 1, after SGD with lr 1 and gradients of 0.5: after a step before which a batch was
     clipped to 0.001 and dropped; and after a second one, clipped, in which the first gradient is infinite. Before and
-    after a third one, whose gradient_scale is 0.5. And what the norm that the first clipping returned is by then."""
+    after a third one, whose gradient_scale is 0.5. What the norm that the first clipping returned is by then; and the
+    norm where rank 0 alone ran a backward."""
     zero, gradient, found = stage_class(Given(), optim.SGD, lr=1.0), torch.full((60,), 0.5), []
     zero.model(gradient).backward()
     kept = [zero.clip_grad_norm_(1e-3)]
@@ -709,19 +713,25 @@ def after_clips(stage_class):
     found.append(torch.cat([param.flatten() for param in toys.whole_parameters(zero)]))
     zero.step()
     found.append(torch.cat([param.flatten() for param in toys.whole_parameters(zero)]))
-    return found, float(kept[0])
+    zero.zero_grad()
+    if dist.get_rank() == 0:
+        zero.model(torch.full((60,), 0.5)).backward()
+    return found, float(kept[0]), float(zero.clip_grad_norm_(1e6))
 
 
 def overflow(stage_class):
-    """Which parameters are finite after a step in which one gradient of one rank is infinite."""
+    """Which parameters are finite after a step in which one gradient of one rank is infinite; whether all shards were;
+    and the parameters."""
     zero, rank = build(stage_class, toys.Transformer), dist.get_rank()
     loss = zero.model(*toys.tokens(rank, 0))
     if rank == 1:
         loss = loss + float("inf") * zero.model.blocks[0].down.bias[-1]
     loss.backward()
     finite = [bool(shard.isfinite().all()) for shard in zero.reduced_gradients()]
+    before = torch.cat([param.flatten() for param in toys.whole_parameters(zero)])
     zero.step()
-    return torch.cat([param.flatten() for param in toys.whole_parameters(zero)]).isfinite(), finite
+    after = torch.cat([param.flatten() for param in toys.whole_parameters(zero)])
+    return after.isfinite(), finite, int((before == after).sum())
 
 
 STEPS = ((True, 64.0, True), (False, 32.0, False), (True, 32.0, True), (True, 64.0, True))

@@ -462,6 +462,24 @@ WRONG |= {  # what strangers handed in, and had full marks
     "a norm over all ranks where nothing is sharded": Wrong(
         5, "test_clipping_returns_a_tensor_and_leaves_the_gradients", r"global_norm\(…, sharded=False\) of four",
         edited("02_optimizer_state", "global_norm", ("if sharded:", "if True:")), 2),
+    "one rank alone has nothing to do with a bucket": Wrong(
+        3, "test_trains_as_one_process_would", r"layers that are left out in turn, on one rank alone, \d steps: rank 0",
+        edited("02_optimizer_state", "Stage1.bucket_complete", (
+            "    bucket.zero_missing()", "    if self.world_size == 1:\n        return\n    bucket.zero_missing()"))),
+    "a last group in which there is nothing goes": Wrong(
+        1, "test_groups_stay_groups", r"the user's optimizer has 4 parameter groups, and zero.optimizer has 3",
+        edited("02_optimizer_state", "over_shards", (
+            "    return", "    while not shards[-1]['params']:\n        shards.pop()\n    return"))),
+    "every gradient becomes fp32": Wrong(
+        3, "test_trains_as_one_process_would", r"it raised RuntimeError|fp64, 2 steps: rank 0 has other parameters",
+        edited("02_optimizer_state", "update_shard", (".to(bucket.master.dtype)", ".float()"))),
+    "a norm in fp32 of gradients in fp64": Wrong(
+        5, "test_clips_by_the_global_norm", r"60 gradients are 1e\+100 each, in torch.float64: .* returned inf",
+        edited("02_optimizer_state", "global_norm", ("gradient.flatten(), dtype=wide", "gradient.flatten().float()"))),
+    "clips without the end of backward": Wrong(
+        5, "test_trains_with_clipping", r"(?s).*rank 0 alone has run a backward when clip_grad_norm_ is called",
+        edited("02_optimizer_state", "Stage1.clip_grad_norm_", (
+            "self.reduced_gradients()", "[bucket.gradient_shard for bucket in self.buckets]")), hangs=True),
 }
 
 RIGHT = {

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import toys
 from checks import in_words, once
 from clipping import (
+    WITHOUT,
     assert_clipping_leaves_the_gradients,
     assert_clips_by_the_global_norm,
     assert_clips_in_a_group,
@@ -83,11 +84,12 @@ OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "foreach": False, "fused": False, "m
 
 def with_options(model):
     """The groups of matrices_decay, with more options, also of other optimizers, and one that is the user's own.
-    Between them a group like the second, in which all is frozen."""
+    Between them a group like the second, in which all is frozen, and at the end one in which there is nothing."""
     matrices, vectors = checks.matrices_decay(model)
     matrices |= {"maximize": False, "betas": (0.8, 0.9), "nesterov": True, "momentum": 0.8, "dampening": 0.1}
     vectors |= {"amsgrad": True, "eps": 1e-6, "name": "1d", "capturable": None, "differentiable": None}
-    return [matrices, vectors | {"params": [param for param in model.parameters() if not param.requires_grad]}, vectors]
+    return [matrices, vectors | {"params": [param for param in model.parameters() if not param.requires_grad]}, vectors,
+            vectors | {"params": []}]
 
 
 CASES = (  # model, optimizer, its options, groups
@@ -411,13 +413,16 @@ TRAINING = {
         Recipe(options=checks.ADAM, schedule=checks.warm_up), "is the learning rate of this step used?"),
     "layers that are left out in turn": (checks.RECIPES["another order in each step"],
                                          "a layer without gradient counts as one whose gradient is zero"),
+    "fp64": (Recipe(options=checks.ADAM, dtype=torch.float64, steps=2),
+             "the master has the dtype of the parameters here, and its gradient has it, too"),
 }
 
 
 @pytest.mark.thorough
 @pytest.mark.step(3, points=3, stuck="several steps, with layers that get a gradient in some steps only")
 def test_trains_as_one_process_would(stage_class):
-    assert_trained_alike(trained, stage_class, 3, TRAINING)
+    assert_trained_alike(trained, stage_class, 3, TRAINING, alone=(
+        "two micro-batches a step, without no_sync", "layers that are left out in turn"))
 
 
 @pytest.mark.thorough
@@ -551,10 +556,13 @@ def test_the_scale_is_applied_in_fp32(stage_class):
 # ------------------------------------------------------------------------------- step 5: the global norm
 
 
+LARGE = {torch.float16: 12_416.0, torch.bfloat16: 12_416.0, torch.float64: 1e100}
+
+
 def large_gradients(stage_class, dtype):
-    """The norm of 60 gradients of 12,416 in 16 bits: fp16 reaches to 65,504, and bf16 would round it."""
+    """The norm of 60 gradients that are LARGE: fp16 reaches to 65,504, and bf16 would round it; fp32 to 3e38."""
     zero = stage_class(Given().to(dtype), optim.SGD, lr=1e-3)
-    zero.model(torch.full((60,), 12_416.0, dtype=dtype)).backward()
+    zero.model(torch.full((60,), LARGE[dtype], dtype=dtype)).backward()
     return zero.clip_grad_norm_(1.0).item()
 
 
@@ -569,11 +577,12 @@ def norm_without_shards(stage_class):
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_clips_by_the_global_norm(stage_class, world_size):
     assert_clips_by_the_global_norm(stage_class, world_size)
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype, each in LARGE.items():
         for rank, norm in enumerate(once(large_gradients, 2, stage_class, dtype)):
-            assert norm == pytest.approx(12_416 * 60**0.5, rel=1e-4), (
-                f"60 gradients are 12,416 each, in {dtype}: their norm is {12_416 * 60**0.5:,.0f}, and rank {rank} "
-                f"returned {norm:,.0f}. A dtype of 16 bits has no room for it, or rounds it: compute the norm in fp32")
+            assert norm == pytest.approx(each * 60**0.5, rel=1e-4), (
+                f"60 gradients are {each:,g} each, in {dtype}: their norm is {each * 60**0.5:,g}, and rank {rank} "
+                f"returned {norm:,g}. A dtype of 16 bits has no room for it, or rounds it: compute the norm in fp32; "
+                "of fp64 in fp64")
 
 
 @pytest.mark.thorough
@@ -593,7 +602,7 @@ def test_clips_in_a_group(stage_class):
 
 
 @pytest.mark.thorough
-@pytest.mark.step(5, points=3)
+@pytest.mark.step(5, points=3, stuck=WITHOUT, left=WITHOUT, raised=WITHOUT)
 def test_trains_with_clipping(stage_class):
     assert_trains_with_clipping(stage_class)
 

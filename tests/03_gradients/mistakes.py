@@ -568,6 +568,20 @@ WRONG |= {  # what strangers handed in, and had full marks
         2, "test_a_rank_without_a_backward_takes_the_step", r"(?s).*here step\(\) is called where no backward ran",
         edited("03_gradients", "Stage2.step", ("self.reduced_gradients()",
                "replicas.broadcast_statistics(self.model, self.group)\n    self.reduced_gradients()")), hangs=True),
+    "on one rank alone the second micro-batch takes the place of the first": Wrong(
+        3, "test_trains_as_one_process_would", r"two micro-batches a step, without no_sync, on one rank alone, 2 steps",
+        edited("03_gradients", "Stage2._wait", (
+            "gradient_shard is None:", "gradient_shard is None or self.world_size == 1:"))),
+    "leaves out a bucket that has an infinite gradient": Wrong(
+        4, "test_overflow_on_one_rank_is_everybodys", r"step\(\) left \d+ of \d+ parameters where they were",
+        edited("03_gradients", "Stage2.step", (
+            "        optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)",
+            "        if bucket.gradient_shard.isfinite().all():\n"
+            "            optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)"))),
+    "clips without the end of backward": Wrong(
+        4, "test_trains_with_clipping", r"(?s).*rank 0 alone has run a backward when clip_grad_norm_ is called",
+        edited("03_gradients", "Stage2.clip_grad_norm_", (
+            "self.reduced_gradients()", "[bucket.gradient_shard for bucket in self.buckets]")), hangs=True),
 }
 
 RIGHT = {

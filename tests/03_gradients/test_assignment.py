@@ -15,6 +15,7 @@ import torch.distributed as dist
 import toys
 from checks import in_words, once
 from clipping import (
+    WITHOUT,
     assert_clipping_leaves_the_gradients,
     assert_clips_by_the_global_norm,
     assert_clips_in_a_group,
@@ -439,7 +440,8 @@ TRAINING = {
 
 @pytest.mark.step(3, points=4, stuck="several steps, with layers that get a gradient in some steps only")
 def test_trains_as_one_process_would(stage_class):
-    assert_trained_alike(trained, stage_class, 3, TRAINING)
+    assert_trained_alike(trained, stage_class, 3, TRAINING, alone=(
+        "two micro-batches a step, without no_sync", "layers that are left out in turn"))
 
 
 # ------------------------------------------------------------------------------- step 4: clipping and the loss scale
@@ -462,7 +464,7 @@ def test_clips_in_a_group(stage_class):
     assert_clips_in_a_group(stage_class)
 
 
-@pytest.mark.step(4, points=4)
+@pytest.mark.step(4, points=4, stuck=WITHOUT, left=WITHOUT, raised=WITHOUT)
 def test_trains_with_clipping(stage_class):
     assert_trains_with_clipping(stage_class)
 
@@ -470,7 +472,7 @@ def test_trains_with_clipping(stage_class):
 @pytest.mark.step(4, points=3, stuck="one gradient is infinite, and one rank alone sees it in its shard: all ranks "
                   "must take the step, or none")
 def test_overflow_on_one_rank_is_everybodys(stage_class):
-    (one, shards_of_one), (two, shards_of_two) = toys.run(overflow, 2, stage_class)
+    (one, shards_of_one, still), (two, shards_of_two, _) = toys.run(overflow, 2, stage_class)
     assert not all(shards_of_one + shards_of_two), (
         "one gradient of one rank is infinite, so its mean is, and all numbers in all ranks' reduced_gradients() are "
         "finite: it is hidden. A loss scaler looks there to skip the step on all ranks, and would take it"
@@ -478,6 +480,10 @@ def test_overflow_on_one_rank_is_everybodys(stage_class):
     assert torch.equal(one, two), (
         f"one gradient is infinite: afterwards rank 0 has {int((~one).sum())} parameters that are not finite, and rank "
         f"1 {int((~two).sum())}. One rank alone sees it in its shard, and all ranks must take the step, or none"
+    )
+    assert still <= len(one) // 20, (
+        f"one gradient is infinite, and step() left {still} of {len(one)} parameters where they were: it takes the "
+        "step for all, whatever their gradients are. A loss scaler alone skips one, and then it does not call step()"
     )
     assert_overflow_is_shared(stage_class)
 

@@ -613,6 +613,13 @@ WRONG |= {  # what strangers handed in, and had full marks
         5, "test_holds_shards_alone_after_a_step", r"a rank that is alone holds \S+ bytes a parameter",
         edited("04_parameters", "Stage3._free", ("collectives.free(bucket.parameters)",
                "if self.world_size > 1:\n        collectives.free(bucket.parameters)"))),
+    "gathers into 4 bytes an element whatever the dtype is": Wrong(
+        3, "test_its_memory_goes_though_autograd_saved_it", r"in bf16, while a block works, its parameters have .* and",
+        edited("04_parameters", "Stage3._gather", ("* bucket.dtype.itemsize", "* max(4, bucket.dtype.itemsize)"))),
+    "one rank alone keeps all whole": Wrong(
+        1, "test_to_read_a_released_parameter_is_an_error", r"before any unit's turn, when its values are on no rank",
+        edited("04_parameters", "Stage3._free", (
+            "    for param", "    if bucket.world_size == 1:\n        return\n    for param")), 1),
 }
 
 RIGHT = {
