@@ -3,6 +3,7 @@
 `text` is a page, or a part of one, as it stands in the file.
 """
 
+import itertools
 import re
 import shlex
 
@@ -58,7 +59,8 @@ def section(text: str, level: int, title: str) -> str:
 
 def head(text: str) -> str:
     """What stands before the first heading of level 2."""
-    return text[: match.start()] if (match := re.search(r"^## ", without_code(text), re.MULTILINE)) else text
+    plain = itertools.takewhile(lambda line: not line.startswith("## "), without_code(text).splitlines())
+    return "\n".join(text.splitlines()[: len(list(plain))])
 
 
 def after_bold(text: str, words: str) -> str:

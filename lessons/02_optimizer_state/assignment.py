@@ -33,35 +33,16 @@ from zero_minimal.core.set_up import set_up
 def padded_size(elements: int, world_size: int) -> int:
     """How long a vector is that has room for so many elements, and can be cut into world_size
     shards of equal size, each a multiple of ALIGNMENT."""
-    # step 1: the least number that is not below `elements` and is a multiple of ALIGNMENT times
-    # world_size.
+    # step 1: return the smallest multiple of ALIGNMENT * world_size that is not below `elements`.
+    # - ALIGNMENT: 16. Shards are multiples of it, so that vectorised kernels treat all shards
+    #   alike.
     raise NotImplementedError("step 1: padded_size")
 
 
 def shard_of(whole: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     """A rank's shard, [padded / N], of a vector [padded]: a view, in the same memory."""
-    # step 1: the rank-th of world_size equal parts, in rank order: no copy.
+    # step 1: return the rank-th of world_size equal parts, in rank order, without a copy.
     raise NotImplementedError("step 1: shard_of")
-
-
-def master_of(shard: torch.Tensor) -> nn.Parameter:
-    """What the optimizer updates in the place of a shard of 16 bits: an fp32 copy of it."""
-    # step 4: a parameter of its own memory, which an optimizer can update by less than 16 bits can
-    # tell.
-    raise NotImplementedError("step 4: master_of")
-
-
-def global_norm(
-    gradients: list[torch.Tensor], gradient_scale: Scale = None, *,
-    sharded: bool = True, group=None,
-) -> torch.Tensor:
-    """Euclidean norm of the whole model's gradient, a 0-dim tensor, the same on every rank.
-    `sharded=False`: every rank holds all of it already.
-    """
-    # step 5: the norm of gradient_scale (None: 1) times the gradient of which each rank of the
-    # group has a shard; the same 0-dim tensor on every rank. (Not sharded: of these gradients
-    # alone.)
-    raise NotImplementedError("step 5: global_norm")
 
 
 def over_shards(
@@ -69,9 +50,12 @@ def over_shards(
 ) -> Optimizer:
     """The user's optimizer, with the user's options and groups, in which this rank's shards stand
     in the place of the parameters."""
-    # step 1: the optimizer has as many groups as `groups`, each with all that the user set for it,
-    # but for the parameters: these are bucket.master of all buckets of this group
-    # (bucket.group_index), and no others.
+    # step 1: return the optimizer. It has as many groups as `groups`. Each group keeps every option
+    # that the user set; its parameters are the bucket.master of all buckets of this group, and no
+    # others.
+    # - bucket.group_index: the number of the bucket's group in `groups`
+    # - bucket.master [padded / N]: what the optimizer updates. In fp32 it is the shard itself, in
+    #   16 bits what master_of() made of the shard.
     raise NotImplementedError("step 1: over_shards")
 
 
@@ -86,9 +70,34 @@ def update_shard(
     multiplies the gradient; bucket.gradient_shard itself stays as it is.
     """
     # step 3: the optimizer has made one step on bucket.master alone, with gradient_scale (None: 1)
-    # times the gradient of this rank's shard, and bucket.parameter_shard holds what bucket.master
-    # does, rounded to its own dtype. (In fp32 they are the same memory. Step 4 is about 16 bits.)
+    # times this rank's gradient shard, computed in the dtype of bucket.master.
+    # bucket.parameter_shard holds bucket.master, rounded to its own dtype. (In fp32 the two share
+    # their memory.) Leave @changes_parameters there: it tells autograd.
+    # - update(optimizer, param_group, param, gradient): one optimizer step on this parameter alone.
+    #   param_group is the dict of optimizer.param_groups that holds it.
+    # - bucket.dtype: of bucket.parameters and bucket.gradients
     raise NotImplementedError("step 3: update_shard")
+
+
+def master_of(shard: torch.Tensor) -> nn.Parameter:
+    """What the optimizer updates in the place of a shard of 16 bits: an fp32 copy of it."""
+    # step 4: return a parameter with memory of its own, which can hold updates too small for 16
+    # bits.
+    raise NotImplementedError("step 4: master_of")
+
+
+def global_norm(
+    gradients: list[torch.Tensor], gradient_scale: Scale = None, *,
+    sharded: bool = True, group=None,
+) -> torch.Tensor:
+    """Euclidean norm of the whole model's gradient, a 0-dim tensor, the same on every rank.
+    `sharded=False`: every rank holds all of it already.
+    """
+    # step 5: return the norm of gradient_scale (None: 1) times the whole gradient, of which each
+    # rank of the group has shards: computed in fp32, the same on every rank. (sharded=False: the
+    # norm of these gradients alone, and nothing is sent.)
+    # - collectives.all_reduce(tensor, op="avg" or "sum", group=…): in place
+    raise NotImplementedError("step 5: global_norm")
 
 
 class Stage1(Hooks):
@@ -128,7 +137,12 @@ class Stage1(Hooks):
         (core/set_up.py calls this at the start)."""
         # step 1: bucket.gradients has room for the gradients of the whole bucket.
         # bucket.parameter_shard and bucket.gradient_shard are this rank's shards of
-        # bucket.parameters and bucket.gradients.
+        # bucket.parameters and bucket.gradients. You set these three; bucket.master is set from
+        # them afterwards.
+        # - bucket.parameters [padded]: the model's parameters lie here
+        # - bucket.whole_gradients(): memory for the gradients of the bucket, [padded], zeros at the
+        #   start
+        # - self.rank, self.world_size: in self.group
         raise NotImplementedError("step 1: own")
 
     # during backward: core/reducer.py calls these
@@ -147,13 +161,19 @@ class Stage1(Hooks):
         flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
 
     def bucket_complete(self, bucket, done):
-        # step 2: a gradient that did not come counts as zero; the mean of this bucket's gradients
-        # over the ranks is on its way to their shards, and self.reducing says so. The bucket before
-        # has arrived when the function returns.
+        # step 2: a missing gradient counts as zero. The mean of this bucket's gradients over the
+        # ranks is on its way to their shards, and self.reducing is the Work of it. The bucket
+        # before has arrived when the function returns. (`done` matters from lesson 03 on.)
+        # - bucket.zero_missing(): writes zeros into bucket.gradients [padded] where a parameter has
+        #   no gradient in this pass
+        # - collectives.reduce_scatter(output [s], input [N·s], op="avg" or "sum", group=…,
+        #   async_op=True): the mean or the sum of all ranks' inputs, of which this rank's part goes
+        #   to output. output may be a part of input. Returns a Work at once.
+        # - work.wait(): returns when the collective has ended
         raise NotImplementedError("step 2: bucket_complete")
 
     def _wait(self):
-        # step 2: nothing is on its way: what was has arrived.
+        # step 2: nothing is on its way: what was on its way has arrived.
         raise NotImplementedError("step 2: _wait")
 
     def backward_ends(self):
@@ -177,17 +197,25 @@ class Stage1(Hooks):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Let step() scale the gradients down to this global norm, if theirs is larger. Returns
         theirs, a 0-dim tensor. Only gradient_scale changes: the gradients stay as they are."""
-        # step 5: the norm of self.gradient_scale times the gradient, over all ranks, is at most
-        # max_norm; it was returned as it was before.
+        # step 5: return the norm of self.gradient_scale times the whole gradient. From now on this
+        # norm is at most max_norm.
+        # - precision.clip(scale, norm, max_norm): the new scale: the old one (None: 1), or a
+        #   smaller one
         raise NotImplementedError("step 5: clip_grad_norm_")
 
     @torch.no_grad()
     def step(self) -> None:
         """Update this rank's shards and gather everybody's: a bucket travels while the next is
         updated."""
-        # step 3: every rank has all new parameters, each updated by the rank that owns it, with
-        # self.gradient_scale; and rank 0's running statistics. A backward before zero_grad is
-        # refused.
+        # step 3: every rank has all new parameters, each updated by its owner with
+        # self.gradient_scale. Buffers (running statistics of batch norm) are those of rank 0.
+        # Backward is over, also where none ran. Another backward before zero_grad() is refused.
+        # - self.reduced_gradients(): ends what is left of backward
+        # - collectives.all_gather(output [N·s], input [s], group=…, async_op=True): the inputs of
+        #   all ranks, in rank order. input may be this rank's part of output. Returns a Work at
+        #   once.
+        # - replicas.broadcast_statistics(model, group): running statistics of rank 0, to all ranks
+        # - self.reducer.spent: while it is True, backward raises; zero_grad() sets it back
         raise NotImplementedError("step 3: step")
 
     def zero_grad(self) -> None:

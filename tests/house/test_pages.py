@@ -26,24 +26,38 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 IDEA, PREDICT = "The idea in one picture", "Predict"
 SECTIONS = (IDEA, PREDICT, "Walk through it", "The assignment", "Hints", "Grade it", "What people get wrong",
             "Five questions", "What the big ones do", "Further problems")  # own ones may stand between the first two
+RULE = "A rule to leave with"
 KEEP_TO = "What every solution must keep to"
-HINTS = ("A question", "A direction", "The shape of the code")
+HINTS = ("A question", "A smaller example", "A picture of the moment")
+# lessons that are still to be cut to a quarter of an hour: they have their contract on the page, and older hints
+LONG = {"00_collectives", "01_data_parallel", "03_gradients", "04_parameters", "05_tensor_parallel",
+        "06_activation_partitioning", "07_constant_buffers", "08_defragmentation", "09_offload", "10_whole_system",
+        "11_reading_critically"}
+LONG_HINTS = ("A question", "A direction", "The shape of the code")
+BEFORE, IN_ALL = 1500, 2800  # words: before the assignment, and with all that is folded
 TEACHER = ("Discussion", "Exam", "Stumbles", "Rubric", "AI assistants")
 NO_VERBS = {"a", "an", "the", "how", "what", "why", "that", "when", "which", "you", "to", "be", "know", "learn",
             "understand", "see", "have"}  # objectives begin with what can be seen: explain, predict, build
 WIDTH, WORDS = 128, 35
 
 
-def wrong_with(lesson: Lesson, page: str) -> list[str]:
-    """What a lesson's page lacks of the pattern, in words for its author."""
-    return [*_head(page), *_sections(page), *_idea(page), *_assignment(lesson, page), *_hints(lesson, page),
-            *_last(page)]
+def wrong_with(lesson: Lesson, page: str, contract: str | None = None) -> list[str]:
+    """What a lesson's page lacks of the pattern, in words for its author. `contract`: the text of contract.md; None:
+    the page is one of the LONG ones."""
+    return [*_head(page, contract), *_sections(page, contract), *_idea(page), *_assignment(lesson, page, contract),
+            *_hints(lesson, page, contract), *_last(page, contract)]
 
 
-def _head(page: str):
+def _head(page: str, contract: str | None):
     head = pages.head(page)
     if not pages.after_bold(head, "The question"):
         yield "no **The question.** with its paragraph before the first section"
+    if contract is not None and not pages.commands(pages.after_bold(head, "Start here")):
+        yield "**Start here** must hold a command to type, and say what to look at"
+    words = len(page.partition("\n## The assignment")[0].split()), len(page.split())
+    if contract is not None and (words[0] > BEFORE or words[1] > IN_ALL):
+        yield (f"a page is a quarter of an hour: it has {words[0]} words before the assignment and {words[1]} in all, "
+               f"and {BEFORE} and {IN_ALL} are the most")
     goals = pages.items(pages.after_bold(head, "Afterwards you can"))
     if len(goals) != 3:
         yield f"**Afterwards you can** must be followed by a list of three, and has {len(goals)}"
@@ -73,22 +87,23 @@ def _questions(text: str, count: int, where: str):
             yield f"{where}: nothing is folded below {question!r}"
 
 
-def _sections(page: str):
+def _sections(page: str, contract: str | None):
+    sections = SECTIONS if contract is None else (*SECTIONS, RULE)
     titles = [title for level, title in pages.headings(page) if level == 2]
-    missing = [title for title in SECTIONS if title not in titles]
+    missing = [title for title in sections if title not in titles]
     for title in missing:
         yield f"no section '## {title}'"
     if missing:
         return
-    order = [title for title in titles if title in SECTIONS]
-    if order != list(SECTIONS):
-        yield f"the sections must come in this order, each once: {', '.join(SECTIONS)}"
+    order = [title for title in titles if title in sections]
+    if order != list(sections):
+        yield f"the sections must come in this order, each once: {', '.join(sections)}"
     if titles[0] != IDEA:
         yield f"'## {titles[0]}' stands before '## {IDEA}': the picture comes first"
-    own = {title for title in titles if title not in SECTIONS}
+    own = {title for title in titles if title not in sections}
     for title in own - set(titles[titles.index(IDEA) : titles.index(PREDICT)]):
         yield f"'## {title}': a section of a lesson's own stands between '## {IDEA}' and '## {PREDICT}'"
-    for title in SECTIONS:
+    for title in sections:
         if not pages.section(page, 2, title).strip():
             yield f"'## {title}' is empty"
 
@@ -104,15 +119,17 @@ def _idea(page: str):
         yield f"'## {PREDICT}' must fold what was measured in <details>"
 
 
-def _assignment(lesson: Lesson, page: str):
+def _assignment(lesson: Lesson, page: str, contract: str | None):
     assignment = pages.section(page, 2, "The assignment")
     rows = re.findall(r"^\| (\d+ .*)\|$", assignment, re.MULTILINE)
     rows = [[cell.strip() for cell in row.split("|")] for row in rows]
     said = [(int(row[0]), {cell for cell in row[1:] if cell.isdigit()}) for row in rows if row[0].isdigit()]
     if said != [(step.number, {f"{step.points:g}"}) for step in lesson.steps]:
         yield "'## The assignment' must have a table with a row a step: | number | … | points |, as in lesson.toml"
-    if not pages.items(pages.section(assignment, 3, KEEP_TO)):
+    if contract is None and not pages.items(pages.section(assignment, 3, KEEP_TO)):
         yield f"'### {KEEP_TO}' must stand in '## The assignment', with a list of what any solution is held to"
+    if contract is not None:
+        yield from _contract(lesson, assignment, contract)
     command = f"python -m zero_minimal grade lessons/{lesson.name}/assignment.py"
     if command not in pages.section(page, 2, "Grade it"):
         yield f"'## Grade it' must hold the command: {command}"
@@ -120,7 +137,27 @@ def _assignment(lesson: Lesson, page: str):
         yield f"the page prints the solution: {' / '.join(repeated)}"
 
 
-def _hints(lesson: Lesson, page: str):
+def _contract(lesson: Lesson, assignment: str, contract: str):
+    if lesson.contract.name not in pages.links(assignment):
+        yield f"'## The assignment' must link {lesson.contract.name}"
+    title = f"{KEEP_TO}: lesson {lesson.name[:2]}"
+    if pages.headings(contract)[:1] != [(1, title)]:
+        yield f"{lesson.contract.name} must begin with '# {title}'"
+    named, checks = set(re.findall(r"`(test_\w+)`", contract)), checks_of(lesson)
+    for name in sorted(checks ^ named):
+        what = "does not say what this check holds a solution to" if name in checks else "names no check of the lesson"
+        yield f"{lesson.contract.name}: {name}: {what}"
+    for item in pages.items(contract):
+        if not re.search(r"\(`test_.*\)$", item):
+            yield f"{lesson.contract.name}: an item ends with the checks that hold it, (`test_…`): {item[:60]!r}"
+
+
+def checks_of(lesson: Lesson) -> set[str]:
+    return set(re.findall(r"^def (test_\w+)", lesson.tests.read_text(), re.MULTILINE))
+
+
+def _hints(lesson: Lesson, page: str, contract: str | None):
+    wanted = LONG_HINTS if contract is None else HINTS
     hints = pages.section(page, 2, "Hints")
     titles = list(lesson.groups) if lesson.draw else [f"Step {step.number}: {step.title}" for step in lesson.steps]
     found = [title for level, title in pages.headings(hints) if level == 3]
@@ -129,11 +166,17 @@ def _hints(lesson: Lesson, page: str):
         return
     for title in titles:
         levels = pages.folded(pages.section(hints, 3, title))
-        if tuple(summary for summary, _ in levels) != HINTS or not all(inside for _, inside in levels):
-            yield f"'### {title}' must have three <details> with the summaries: {', '.join(HINTS)}"
+        if tuple(summary for summary, _ in levels) != wanted or not all(inside for _, inside in levels):
+            yield f"'### {title}' must have three <details> with the summaries: {', '.join(wanted)}"
+        if contract is not None and any("...  " in inside for _, inside in levels):
+            yield f"'### {title}' must not be the solution with blanks"
 
 
-def _last(page: str):
+def _last(page: str, contract: str | None):
+    if contract is not None:
+        rule = pages.sentences(pages.section(page, 2, RULE))
+        if len(rule) != 1 or not re.search(r"\d", rule[0]):
+            yield f"'## {RULE}' must be one sentence with a number that a run gave, and has {len(rule)} sentences"
     yield from _questions(pages.section(page, 2, "Five questions"), 5, "'## Five questions'")
     problems = len(pages.items(pages.section(page, 2, "Further problems")))
     if problems != 3:
@@ -174,7 +217,9 @@ def wrong_with_teachers(lesson: Lesson, page: str) -> list[str]:
 
 @each_lesson
 def test_a_lessons_page_follows_the_pattern(lesson):
-    faults = wrong_with(lesson, (lesson.folder / "README.md").read_text())
+    assert (lesson.name in LONG) != lesson.contract.exists(), "a page with contract.md is none of the LONG ones"
+    contract = None if lesson.name in LONG else lesson.contract.read_text()
+    faults = wrong_with(lesson, (lesson.folder / "README.md").read_text(), contract)
     assert not faults, f"lessons/{lesson.name}/README.md:\n- " + "\n- ".join(faults)
 
 
@@ -285,6 +330,7 @@ GRADIENTS = LESSONS["03_gradients"]
 FOLDED = "<details><summary>{}</summary>\n\n{}\n</details>\n"
 GOOD = "\n".join([
     "# 03 Gradients", "**The question.** Why keep them?", "",
+    "**Start here.** Type", "", "    torchrun --nproc-per-node 2 zero_minimal/stage1.py --steps 5", "",
     "**Afterwards you can**", "", "- explain it;", "- predict it;", "- build\n  it.", "",
     "**Before you start**", "", *[FOLDED.format("What is a rank?", "[Lesson 00](../00_collectives/README.md).")] * 3,
     "**Time.** Read 20 minutes, notebook 15, write 60.", "",
@@ -294,7 +340,7 @@ GOOD = "\n".join([
     "## Walk through it", "Text.", "", "    a drawing", "",
     "## The assignment", "", "| step | | points |", "|---|---|---|",
     *[f"| {step.number} | `step` | {step.points} |" for step in GRADIENTS.steps], "",
-    f"### {KEEP_TO}", "- `step` returns nothing.", "",
+    "The grader holds you to [contract.md](contract.md).", "",
     "## Hints", *[f"### Step {step.number}: {step.title}\n" + "".join(FOLDED.format(hint, "Text.") for hint in HINTS)
                   for step in GRADIENTS.steps],
     "## Grade it", "", "    python -m zero_minimal grade lessons/03_gradients/assignment.py", "",
@@ -302,12 +348,15 @@ GOOD = "\n".join([
     "## Five questions", *[FOLDED.format("Why?", "Because.")] * 5,
     "## What the big ones do", "Text.", "",
     "## Further problems", "1. one", "2. two", "3. three", "",
+    f"## {RULE}", "A rank of 4 keeps a quarter.", "",
 ])
+CONTRACT = "\n".join([f"# {KEEP_TO}: lesson 03", "",
+                      *[f"- `step` returns nothing. (`{name}`)" for name in sorted(checks_of(GRADIENTS))], ""])
 SOLUTION = "\n    whole = self.memory.whole(bucket)\n\n    bucket.fuse_gradients(whole)  # copied\n"
 
 
 def test_a_page_that_follows_the_pattern_has_no_faults():
-    assert wrong_with(GRADIENTS, GOOD) == []
+    assert wrong_with(GRADIENTS, GOOD, CONTRACT) == []
 
 
 @pytest.mark.parametrize("old, new, says", [
@@ -326,10 +375,14 @@ def test_a_page_that_follows_the_pattern_has_no_faults():
     ("![Gradients", "[Gradients", "picture in plain sight"),
     (FOLDED.format("What was measured", "9.6 MB"), "9.6 MB", "must fold what was measured"),
     ("| 2 | `step` | 25 |", "| 2 | `step` | 20 |", "must have a table with a row a step"),
-    ("- `step` returns nothing.", "`step` returns nothing.", "with a list of what any solution"),
+    ("[contract.md](contract.md)", "contract.md", "must link contract.md"),
+    ("    torchrun", "torch run", "[*][*]Start here[*][*] must hold a command"),
+    ("## A section of its own\nText.", "## A section of its own\n" + "word " * BEFORE, "hour: it has 1[56]"),
+    ("A rank of 4 keeps a quarter.", "A rank keeps a part.", "one sentence with a number"),
     ("lessons/03_gradients/assignment.py", "assignment.py", "must hold the command: python -m zero_minimal grade less"),
     ("### Step 2: update", "### Step 2: Update", "must have these headings of level 3, from lesson.toml"),
-    ("A direction", "A hint", "must have three <details> with the summaries: A question, A direction"),
+    ("A smaller example", "A hint", "must have three <details> with the summaries: A question, A smaller example"),
+    ("Text.\n</details>", "whole = ...  # here\n</details>", "must not be the solution with blanks"),
     ("- two\n", "", "three mistakes or more"),
     ("Because.", "", "'## Five questions': nothing is folded below 'Why[?]'"),
     ("3. three\n", "", "must be a list of three, and has 2"),
@@ -337,14 +390,25 @@ def test_a_page_that_follows_the_pattern_has_no_faults():
 ])
 def test_what_a_page_lacks_is_named(old, new, says):
     assert old in GOOD
-    faults = wrong_with(GRADIENTS, GOOD.replace(old, new))
+    faults = wrong_with(GRADIENTS, GOOD.replace(old, new), CONTRACT)
     assert any(re.search(says, fault) for fault in faults), faults
+
+
+@pytest.mark.parametrize("old, new, says", [
+    (f"{KEEP_TO}: lesson 03", KEEP_TO, "must begin with '# What every solution"),
+    ("test_shards_hold", "test_shards_held", "names no check of the lesson"),
+    ("- `step` returns nothing. (`test_shards_hold_the_mean_gradient`)\n", "", "does not say what this check holds"),
+    (" (`test_shards_hold_the_mean_gradient`)", " `test_shards_hold_the_mean_gradient`!", "ends with the checks"),
+])
+def test_what_a_contract_lacks_is_named(old, new, says):
+    assert old in CONTRACT
+    assert any(says in fault for fault in wrong_with(GRADIENTS, GOOD, CONTRACT.replace(old, new)))
 
 
 def test_a_picture_that_is_folded_is_none():
     picture = re.search(r"!\[.*\n", GOOD)[0]
     assert any("plain sight" in fault for fault in wrong_with(GRADIENTS, GOOD.replace(
-        picture, FOLDED.format("Look", picture))))
+        picture, FOLDED.format("Look", picture)), CONTRACT))
 
 
 def test_what_a_teachers_page_lacks_is_named():

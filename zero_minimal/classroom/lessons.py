@@ -14,7 +14,8 @@ tests/NN_name/test_assignment.py, where each test says which step it belongs to 
     draw         so many of the steps are graded, drawn by the learner's NAME, see drawn.py               (default: all)
     patience     seconds that ranks may take for one test, some 10 times what they need                   (default: 15)
     written      texts in assignment.py that a teacher reads, for the points up to 100                   (default: none)
-    [[steps]]    title, points, and in [steps.tasks] "function" or "Class.method" = what must hold when it returns;
+    [[steps]]    title, points, and in [steps.tasks] "function" or "Class.method" = what must hold when it returns,
+                 and then a line for each call that it needs, which begins with "- ";
                  in [steps.core] check = the most that the step earns without it: what the lesson is about;
                  quiet: those of its functions that do nothing until they are written, so that earlier steps can call
                  them                                                                                   (default: none)
@@ -95,6 +96,11 @@ class Lesson:
         return self.folder / "assignment.py"
 
     @property
+    def contract(self) -> Path:
+        """What every solution must keep to, in a file of its own. (Some lessons have it on their page still.)"""
+        return self.folder / "contract.md"
+
+    @property
     def tests(self) -> Path:
         return self.folder.parents[1] / "tests" / self.name / "test_assignment.py"
 
@@ -161,7 +167,8 @@ def _step(table: "Table", number: int) -> Step:
     if points <= 0:
         raise ValueError(f"{table.where}: points must be above 0, not {points}")
     texts = Table(dict(tasks), f"{table.where}, tasks")
-    tasks = {name: " ".join(texts.take(name, str).split()) for name in tasks}
+    tasks = {name: "\n".join(" ".join(part.split()) for part in re.split(r"\n\s*(?=- )", texts.take(name, str)))
+             for name in tasks}
     for name in sorted(quiet - set(tasks)):
         raise ValueError(f"{table.where}: quiet names {name}, which is none of its tasks")
     most = {name: core.take(name, (int, float)) for name in list(core.entries)}

@@ -53,8 +53,8 @@ def _body(function: ast.FunctionDef, lines: list[str]) -> tuple[int, int, int]:
 
 def _instead(name: str, number: int, task: str, indent: int, quiet: bool) -> list[str]:
     margin, own = " " * indent, name.split(".")[-1]
-    comment = textwrap.wrap(f"step {number}: {task}", WIDTH, initial_indent=margin + "# ",
-                            subsequent_indent=margin + "# ")
+    comment = [line for part in f"step {number}: {task}".splitlines() for line in textwrap.wrap(
+        part, WIDTH, initial_indent=margin + "# ", subsequent_indent=margin + ("#   " if part[:2] == "- " else "# "))]
     hole = f"...  # until step {number} nothing happens here"
     return [*comment, margin + (hole if quiet else f'raise NotImplementedError("step {number}: {own}")')]
 
