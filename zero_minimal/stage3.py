@@ -144,20 +144,27 @@ class Stage3(Hooks):
             precision.keep_changes(bucket)
 
     def unit_turn(self, unit, following):
-        # for a layer inside a block, unit.around is [root, block]: they are at work too
-        needed = [unit, *unit.around]
+        self._release_others(unit, following)  # first: so two blocks have memory, and not three
+        self._gather_needed(unit)
+        self._prefetch(following)  # after the wait, so as not to slow it
+
+    def _release_others(self, unit, following):
         for other in self.units:
-            # free what is here, unless it is needed now, comes next, or lies inside this unit (so
-            # this unit is around it)
-            stays = other in [*needed, following] or unit in other.around
+            # this unit and those around it work, following comes next; inner ones need not go
+            stays = other in [unit, *unit.around, following] or unit in other.around
             if (other.whole or other.gathering) and not stays:
                 self._release(other)
+
+    def _gather_needed(self, unit):
+        # for a layer inside a block, unit.around is [root, block]: they are at work too
+        needed = [unit, *unit.around]
         for one in needed:
             self._gather(one)
         for one in needed:
             self._arrive(one)
-        if following:
-            # prefetched, after the wait so as not to slow it: it travels while this one computes
+
+    def _prefetch(self, following):
+        if following:  # it travels while this unit computes
             self._gather(following)
 
     def evaluation_done(self):

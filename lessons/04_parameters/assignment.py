@@ -90,33 +90,54 @@ class Stage3(Hooks):
     def own(self, bucket):
         """A rank keeps a shard of every bucket, and of its parameters nothing else
         (core/set_up.py calls this at the start)."""
-        # step 1: bucket.parameter_shard is this rank's shard of bucket.parameters, and of the
-        # bucket's parameters the rank holds nothing else.
+        # step 1: bucket.parameter_shard, which you set, is this rank's shard of bucket.parameters.
+        # Of the bucket's parameters the rank holds nothing else.
+        # - bucket.parameters [padded]: the parameters lie here side by side. At this moment they
+        #   are all here.
+        # - bucket.shard(whole [padded], rank): that rank's part of it [padded / N], a view
         raise NotImplementedError("step 1: own")
 
     # parameters come and go: core/execution_order.py says when
 
     def _gather(self, unit):
         """Start to gather a unit's parameters."""
-        # step 2: the unit's parameters are here, or on their way: then unit.gathering lists what is
-        # under way. Nothing has been waited for.
+        # step 2: the unit's parameters are here or on their way. What is on its way is listed in
+        # unit.gathering. Nothing has been waited for, and nothing was sent if they were here or on
+        # their way before.
+        # - unit.buckets: one bucket, or several
+        # - unit.whole, unit.gathering: whether its parameters can be read; a list of Work. You set
+        #   both.
+        # - tensor.untyped_storage().resize_(bytes): gives a storage that many bytes, with nothing
+        #   in them
+        # - bucket.padded, bucket.dtype.itemsize: elements of the bucket, and bytes of each
+        # - collectives.all_gather(output [N·s], input [s], group=…, async_op=True): the inputs of
+        #   all ranks, in rank order. Returns a Work at once.
         raise NotImplementedError("step 2: _gather")
 
     def _arrive(self, unit):
         """Wait until they are here."""
         # step 2: nothing of this unit is on its way. If something was, its parameters can be read
         # now, and unit.whole is True.
+        # - work.wait(): returns when the collective has ended
+        # - bucket.flat.view(whole [padded], param): the parameter's place in it, in the parameter's
+        #   shape
+        # - restore(param, data): the parameter points to data, and can be read
         raise NotImplementedError("step 2: _arrive")
 
     def _release(self, unit):
         # step 3: this unit is neither whole nor on its way. What was changed in place while it was
-        # whole will be there when it is gathered again.
+        # whole is in the shards, and will be there when it is gathered again.
         raise NotImplementedError("step 3: _release")
 
     def _free(self, bucket):
         """Free the parameters of a bucket."""
-        # step 1: no memory of this bucket's parameters is left, whoever else refers to it;
-        # bucket.parameters can be filled again. To read one of them is an error.
+        # step 1: no memory of this bucket's parameters is left, whoever else refers to it. Reading
+        # one of them is an error. bucket.parameters stays, and can be filled again.
+        # - bucket.params: the parameters that lie in the bucket
+        # - bucket.flat.placeholder(param): one NaN in the shape of the parameter
+        # - release(param, placeholder): the parameter points to the placeholder, and whoever reads
+        #   it gets an error
+        # - collectives.free(tensor): its storage has 0 bytes from now on, whoever refers to it
         raise NotImplementedError("step 1: _free")
 
     def _release_all(self):
@@ -128,13 +149,30 @@ class Stage3(Hooks):
             precision.keep_changes(bucket)
 
     def unit_turn(self, unit, following):
-        # step 2: the unit can compute, and so can those around it (unit.around). `following`, if
-        # there is one, is whole or on its way. Units inside this one stay as they are. No other
-        # unit has memory. (Step 2 looks at the first sentence alone, step 3 at all.)
-        raise NotImplementedError("step 2: unit_turn")
+        self._release_others(unit, following)  # first: so two blocks have memory, and not three
+        self._gather_needed(unit)
+        self._prefetch(following)  # after the wait, so as not to slow it
+
+    def _release_others(self, unit, following):
+        # step 3: no unit has memory, or is on its way, but those that may: this unit, the units
+        # around it, the units inside it, and `following`.
+        # - self.units: all units, the root first
+        # - other.around: the units that enclose other
+        ...  # until step 3 nothing happens here
+
+    def _gather_needed(self, unit):
+        # step 2: this unit can compute, and so can the units around it: they are at work, too.
+        # - unit.around: the units that enclose this one
+        raise NotImplementedError("step 2: _gather_needed")
+
+    def _prefetch(self, following):
+        # step 3: `following`, if there is one, is whole or on its way. Nothing has been waited for.
+        ...  # until step 3 nothing happens here
 
     def evaluation_done(self):
         # step 5: no unit is whole.
+        # - self._release_all(): calls your _release for all units; inside gather_parameters() it
+        #   raises
         raise NotImplementedError("step 5: evaluation_done")
 
     # during backward: core/reducer.py calls these
@@ -146,14 +184,25 @@ class Stage3(Hooks):
 
     def bucket_complete(self, bucket, done):
         # step 4: the mean of this bucket's gradients over the ranks is on its way to their shards,
-        # and self.reducing, a Reduction, says so. At most one bucket is on its way at a time. No
-        # .grad of this bucket is left.
+        # and self.reducing, a Reduction, says so. At most one bucket is on its way, and at most one
+        # has whole gradients in self.memory. No .grad of this bucket is left.
+        # - done: the parameters of the bucket
+        # - self.memory.whole(bucket), self.memory.shard(bucket): a new vector [padded] of zeros; a
+        #   new one [padded / N], not filled
+        # - bucket.fuse_gradients(whole [padded]): copies every param.grad to its place in whole,
+        #   and leaves the rest of it
+        # - collectives.reduce_scatter(output [s], input [N·s], op="avg" or "sum", group=…,
+        #   async_op=True): the mean or the sum of all ranks' inputs, of which this rank's part goes
+        #   to output. Returns a Work at once.
+        # - Reduction(bucket, whole, part, pending): its four fields have these names
         raise NotImplementedError("step 4: bucket_complete")
 
     def _wait(self):
-        # step 4: nothing is on its way. What was has arrived: bucket.gradient_shard is this rank's
-        # shard of the mean, or of the sum over all backward passes since zero_grad, and no memory
-        # of whole gradients is left of it.
+        # step 4: nothing is on its way. What was on its way has arrived: bucket.gradient_shard is
+        # this rank's shard of the mean, or of the sum over all backward passes since zero_grad(),
+        # and no memory of whole gradients is left.
+        # - bucket.gradient_shard: None after zero_grad(). You set it.
+        # - self.memory.give_back(whole): frees it
         raise NotImplementedError("step 4: _wait")
 
     def backward_ends(self):
@@ -182,9 +231,16 @@ class Stage3(Hooks):
     @torch.no_grad()
     def step(self) -> None:
         """Update this rank's shards. Nothing is sent: units are gathered when next used."""
-        # step 5: each shard is updated by this optimizer, with self.gradient_scale times the mean
-        # gradient, and no unit is whole. Running statistics are rank 0's. A backward before
-        # zero_grad is refused.
+        # step 5: the optimizer has updated each shard, with self.gradient_scale times the mean
+        # gradient, and no unit is whole. What was changed in place before is in the shards. Buffers
+        # (running statistics) are those of rank 0. Backward is over, also where none ran. Another
+        # backward before zero_grad() is refused.
+        # - self.reduced_gradients(): ends what is left of backward
+        # - self.buckets: those of trained parameters
+        # - optimizers.update_shard(optimizer, bucket, scale): one optimizer step on this rank's
+        #   shard of a bucket, with scale times its gradient
+        # - replicas.broadcast_statistics(model, group): running statistics of rank 0, to all ranks
+        # - self.reducer.spent: while it is True, backward raises; zero_grad() sets it back
         raise NotImplementedError("step 5: step")
 
     def zero_grad(self) -> None:
@@ -202,9 +258,14 @@ class Stage3(Hooks):
         """Context in which every parameter is whole. All ranks must enter it, and call no
         backward() inside. Edits are kept: make them alike on all ranks, else RuntimeError. An
         error inside undoes them."""
-        # step 5: inside, every parameter is whole, and self.shown is True. Afterwards none is;
-        # edits are kept if they were alike on all ranks (replicas.check_alike), and undone if the
-        # context ended with an error.
+        # step 5: inside, every parameter is whole, and self.shown is True, so that no unit has
+        # turns. Afterwards none is whole, and self.shown is False. Edits are kept if all ranks made
+        # them alike, else it is a RuntimeError; an error inside undoes them.
+        # - whole_parameters(self.all_buckets, self.rank, self.group): a context in which all
+        #   parameters are whole, in new memory. At its end they go into the shards, unless an error
+        #   ended it.
+        # - replicas.check_alike(model, group): raises RuntimeError on all ranks if their parameters
+        #   differ
         raise NotImplementedError("step 5: gather_parameters")
 
 

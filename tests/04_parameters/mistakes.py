@@ -635,8 +635,6 @@ UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody coul
     "Stage3._arrive: `for pending in unit.gathering:` a statement later":
         "parameters may point to their memory before it is filled: nobody reads them in between",
     "Stage3._arrive: `for bucket in unit.buckets:` a statement later": NOTHING,
-    "Stage3.unit_turn: `for one in needed:` a statement later (2)":
-        "what is needed was sent first all the same, and the next unit begins to travel a little earlier",
     f"Stage3.bucket_complete: `{AT_WHICH}` without op='avg'": "reduce_scatter averages if nothing else is said",
     f"Stage3.bucket_complete: `{AT_WHICH}` without of=bucket": "a name for messages",
     "Stage3._wait: `bucket, part = (self.reducing.bucket, self.reducing.part)` a statement later":
