@@ -26,29 +26,16 @@ a GPU a thread and pinned memory. The bits are those of the stage by itself; wit
 update on the CPU.
 """
 
-import functools
-import weakref
 from collections.abc import Iterator
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 
 from zero_minimal.core import collectives, optimizers, precision, replicas, seams
-from zero_minimal.offloading import disk_set_up
-from zero_minimal.offloading.async_fetch import AsyncFetch
 from zero_minimal.offloading.disk import OnDisk
-from zero_minimal.offloading.host_link import Bus, Parcel, speed
-from zero_minimal.offloading.host_process import Host
-from zero_minimal.offloading.offloaded_state import (
-    Kept,
-    OffloadedState,
-    Shard,
-    all_here,
-    put_all,
-    refuse_alone,
-    stand_in,
-)
+from zero_minimal.offloading.host_link import Parcel
+from zero_minimal.offloading.offloaded_state import Kept, Shard, stand_in
+from zero_minimal.offloading.rank_side import RankSide, options_of
 from zero_minimal.offloading.read_ahead import ReadAhead
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
@@ -67,14 +54,6 @@ class HostState(Kept):
         self.shards[number] = Shard(own.dtype, group_index, master, torch.zeros_like(own))
         self.bus.emptied(parcel)
 
-    def make_optimizer(self, parcel: Parcel, pickled: bytes) -> None:
-        """The user's optimizer, over these masters."""
-        optimizer_class, options, groups = cloudpickle.loads(pickled)
-        self.shards = dict(sorted(self.shards.items()))  # in the order of zero.in_turn()
-        self.optimizer = optimizers.over_shards(
-            optimizer_class, options, groups, list(self.shards.values())
-        )
-
     def gradient(self, parcel: Parcel, number: int, adds: bool) -> None:
         """A gradient shard has come; adds: to that of earlier micro-batches."""
         shard = self.shards[number]
@@ -84,11 +63,6 @@ class HostState(Kept):
             shard.gradient.copy_(parcel.tensor)
         shard.has_gradient = True
         self.bus.emptied(parcel)
-
-    def forget(self, parcel: Parcel) -> None:
-        """zero_grad(): the next gradients are the first again."""
-        for shard in self.shards.values():
-            shard.has_gradient = False
 
     @torch.no_grad()
     def update(self, parcel: Parcel, options: list[dict], scale: precision.Scale) -> None:
@@ -110,66 +84,14 @@ class DiskState(OnDisk, HostState):
     lanes = ReadAhead
 
 
-def serve(bus: Bus, kind: type = HostState) -> None:
-    """What a host does: what it is told, one parcel after the other."""
-    state = kind(bus)
-    while (parcel := bus.receive()).words[0] != "end":
-        order, *words = parcel.words
-        getattr(state, order)(parcel, *words)
-
-
 # ------------------------------------------------------------------------------------- on the rank
 
 
-class Offloaded:
-    """What Offloaded1 to Offloaded3 have in common. They are used like Stage1 to Stage3.
+class Offloaded(RankSide):
+    """What crosses the bus, alike for Offloaded1 to Offloaded3. RankSide says how to use them."""
 
-    Args:
-        bus: bytes a second in each direction; None: as fast as it goes.
-        disk: a folder, for a host that keeps all in a file there (offloading/disk.py).
-        host_budget: bytes of memory that its process may then have (offloading/memory_budget.py).
-        The others are the stage's.
-    zero.optimizer holds the options (lr, …), which go along with each update, so that a scheduler
-    attaches to it; its state is on the host. Refused are its step hooks, and reduced_gradients().
-    Raises: what the stage raises. On all ranks OSError if the disk has no room, and ValueError for
-        a budget that is too small. RuntimeError, at the next use of the bus, if the host is gone.
-    """
-
-    host: Host | None = None
+    kinds = HostState, DiskState
     adds = True  # whether gradients of several passes add up on the host
-
-    def __init__(
-        self, model: nn.Module, optimizer_class: type, *, bus: float | None = None,
-        disk: str | None = None, host_budget: int | None = None, **options,
-    ):
-        self.bandwidth = speed(bus)
-        own = {name: value for name, value in options.items() if name not in STAGE_OPTIONS}
-        self.disk = disk_set_up.asked(disk, host_budget, model, optimizer_class, own, options)
-        super().__init__(model, optimizer_class, **options)
-        chosen = cloudpickle.dumps((optimizer_class, own, _options_of(self.optimizer)))
-        self.host.send(("make_optimizer", chosen))
-        refuse_alone(self.optimizer)
-
-    def _start_host(self, device: torch.device) -> None:
-        """It ends with the stage."""
-        largest = max(bucket.padded // self.world_size * bucket.dtype.itemsize
-                      for bucket in self.buckets)
-        serving = functools.partial(serve, kind=DiskState) if self.disk else serve
-        self.host = Host(serving, largest, device, self.bandwidth)
-        weakref.finalize(self, self.host.end)
-        self.returning = AsyncFetch(self.host)
-        if self.disk:
-            disk_set_up.set_up(self, self.disk, self.in_turn())
-
-    def own(self, bucket):
-        """What the stage keeps of a bucket, but its master."""
-        super().own(bucket)
-        if bucket.trained:
-            if self.host is None:
-                self._start_host(bucket.parameter_shard.device)
-            bucket.away = OffloadedState(self.host, self.in_turn().index(bucket))
-            self._hand_over(bucket)
-            bucket.away.know(bucket)
 
     def _hand_over(self, bucket):
         """Masters live on the host: let it keep() this rank's shard, once, at the start."""
@@ -177,10 +99,6 @@ class Offloaded:
         self.host.send(("keep", number, bucket.group_index), bucket.parameter_shard)
         dtype = torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype
         bucket.master = nn.Parameter(stand_in(bucket.parameter_shard.numel(), dtype))
-
-    def in_turn(self) -> list:
-        """The trained buckets in the order in which the host updates them."""
-        return self.buckets
 
     def _leave(self, bucket, gradient_shard: Tensor) -> None:
         """A gradient shard leaves."""
@@ -190,7 +108,7 @@ class Offloaded:
         """Let the host update; yields each bucket when its parameters are back."""
         scale = self.gradient_scale
         scale = scale.cpu() if isinstance(scale, Tensor) else scale
-        self.host.send(("update", _options_of(self.optimizer), scale))
+        self.host.send(("update", options_of(self.optimizer), scale))
         self.optimizer._opt_called = True  # a scheduler asks whether the optimizer came first
         for bucket in self.in_turn():
             parcel = self.host.receive()
@@ -199,48 +117,6 @@ class Offloaded:
             bucket.away.know(bucket)
             optimizers.tell_autograd(bucket)
             yield bucket
-
-    # what needs the gradients asks the host
-
-    def reduced_gradients(self) -> list[Tensor]:
-        raise RuntimeError("the gradients have left for the host: clip with "
-                           "zero.clip_grad_norm_(), and change one on its way, in "
-                           "param.register_hook()")
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As at the stage. The host computes the norms of this rank's shards."""
-        self.reducer.complete()
-        norms, dtype = self.host.ask("norms")
-        norms = [norms[bucket.away.number] for bucket in self.buckets]  # sums have an order
-        squares = torch.tensor(norms, dtype=dtype, device=self.buckets[0].device).square().sum()
-        collectives.all_reduce(squares, op="sum", group=self.group)
-        norm = squares.sqrt()
-        norm = norm if self.gradient_scale is None else norm * self.gradient_scale
-        self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
-        return norm
-
-    def gradients_are_finite(self) -> Tensor:
-        """Whether none of this rank's is infinite or NaN, []: what LossScaler asks."""
-        self.reducer.complete()
-        return torch.tensor(self.host.ask("finite"), device=self.buckets[0].device)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        super().zero_grad()
-        self.host.send(("forget",))
-
-    def state_dict(self) -> dict:
-        """This rank's training state, for a restart with the same number of ranks. It is fetched,
-        and the rank grows by all of it while it is kept."""
-        with all_here(self):
-            return super().state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
-        with all_here(self):
-            super().load_state_dict(state)
-            put_all(self)
 
 
 class GatheredAfter:
@@ -268,7 +144,7 @@ class GatheredAfter:
 
 
 class Offloaded1(Offloaded, GatheredAfter, Stage1):
-    __doc__ = Offloaded.__doc__
+    __doc__ = RankSide.__doc__
     adds = False  # whole gradients add up on the rank
     reduced = None  # the bucket whose reduction is under way, or over
 
@@ -295,11 +171,11 @@ class LeavesAtOnce:
 
 
 class Offloaded2(Offloaded, GatheredAfter, LeavesAtOnce, Stage2):
-    __doc__ = Offloaded.__doc__
+    __doc__ = RankSide.__doc__
 
 
 class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
-    __doc__ = Offloaded.__doc__
+    __doc__ = RankSide.__doc__
 
     def in_turn(self):
         return self.buckets[::-1]  # forward needs those first for which backward came last
@@ -322,16 +198,6 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
     def _release_all(self):
         self.returning.take_all()
         super()._release_all()
-
-
-# the other options are the optimizer's
-STAGE_OPTIONS = ("group", "bucket_bytes", "param_groups", "memory", "units")
-
-
-def _options_of(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """Of each of its groups."""
-    return [{name: value for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups]
 
 
 if __name__ == "__main__":

@@ -26,33 +26,18 @@ a GPU a thread and pinned memory. The bits are those of the stage by itself; wit
 update on the CPU.
 """
 
-import functools
-import itertools
-import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 
 from zero_minimal.core import collectives, optimizers, precision, replicas, seams
-from zero_minimal.offloading import disk_set_up
-from zero_minimal.offloading.async_fetch import AsyncFetch
 from zero_minimal.offloading.disk import OnDisk
-from zero_minimal.offloading.files import Buffer, File, Stretch
-from zero_minimal.offloading.host_link import Bus, Parcel, speed
-from zero_minimal.offloading.host_process import Host
-from zero_minimal.offloading.offloaded_state import (
-    Kept,
-    OffloadedState,
-    Shard,
-    all_here,
-    put_all,
-    refuse_alone,
-    stand_in,
-)
-from zero_minimal.offloading.read_ahead import BUFFERS
+from zero_minimal.offloading.files import Buffer, Stretch
+from zero_minimal.offloading.host_link import Parcel
+from zero_minimal.offloading.offloaded_state import Kept, Shard, stand_in
+from zero_minimal.offloading.rank_side import RankSide, options_of
+from zero_minimal.offloading.read_ahead import Lanes
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
@@ -60,21 +45,8 @@ from zero_minimal.stage3 import Stage3
 # ------------------------------------------------------------------------------------- on the host
 
 
-class ReadAhead:
-    """Two lanes, to a file and from it, and buffers that take turns.
-
-    Args:
-        file: its read(begin, memory) and write(begin, memory) return when that is done.
-        size: bytes of the largest stretch.
-    Counts what it has begun to move: .read and .written, in bytes.
-    """
-
-    def __init__(self, file: File, size: int):
-        self.file = file
-        self.buffers = [Buffer(size) for _ in range(BUFFERS)]
-        self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self.read = self.written = 0
-        self._turns = itertools.cycle(self.buffers)
+class ReadAhead(Lanes):
+    """Stretches of a file pass through the lanes, one after the other."""
 
     def through(self, stretches: Sequence[Stretch]) -> Iterator[Buffer]:
         """Of each stretch in its turn the buffer that has it. What the caller changes in it is
@@ -83,18 +55,20 @@ class ReadAhead:
         # one, the next is being read (no more than that one), and the one before is being written.
         # After the last one nothing is left to begin: all changes are in the file, or on their way
         # to it.
+        # - self._begin_to_read(stretch): a Future, whose result() waits and is the buffer. It calls
+        #   _read in a thread.
         raise NotImplementedError("step 5: through")
-
-    def _begin_to_read(self, stretch: Stretch) -> Future:
-        """Its result will be the buffer that has the stretch."""
-        self.read += stretch.size
-        return self.reader.submit(self._read, stretch, next(self._turns))
 
     def _read(self, stretch: Stretch, buffer: Buffer) -> Buffer:
         """In the reading thread: wait for what is still on its way to the file."""
         # step 5: buffer.memory begins with what the file has at the stretch, and the buffer is
         # returned. Nothing was read that is still on its way to the file, and nothing was
         # overwritten that is still on its way from this buffer.
+        # - buffer.memory: uint8 [size of the largest stretch]
+        # - buffer.written, stretch.written: a Future each, of their last way to the file; result()
+        #   waits
+        # - stretch.start, stretch.size: first byte in the file; bytes
+        # - self.file.read(begin, memory): returns when all of memory is filled
         raise NotImplementedError("step 5: _read")
 
     def begin_to_write(self, stretch: Stretch, buffer: Buffer) -> None:
@@ -102,28 +76,10 @@ class ReadAhead:
         # step 5: what buffer.memory has of the stretch, from stretch.changes on, is on its way to
         # where it belongs in the file: buffer.written and stretch.written are that Future.
         # self.written has counted its bytes. Nobody has waited.
+        # - stretch.changes: the byte of the stretch from which on an update changes it
+        # - self.writer.submit(function, *arguments): calls it in the writing thread; a Future
+        # - self.file.write(begin, memory): returns when all of memory is written
         raise NotImplementedError("step 5: begin_to_write")
-
-    # without a thread
-
-    def free_buffer(self) -> Buffer:
-        """The next in turn, when nothing in it is needed any more."""
-        buffer = next(self._turns)
-        buffer.written.result()
-        return buffer
-
-    def read_now(self, stretch: Stretch, name: str) -> Tensor:
-        """One tensor of a stretch, [numel], in a buffer: until two others were asked for."""
-        stretch.written.result()
-        view = stretch.view(self.free_buffer().memory, name)
-        self.read += view.nbytes
-        self.file.read(stretch.start + stretch.parts[name][0], view)
-        return view
-
-    def write_now(self, stretch: Stretch, name: str, tensor: Tensor) -> None:
-        """One tensor of a stretch."""
-        self.written += tensor.nbytes
-        self.file.write(stretch.start + stretch.parts[name][0], tensor)
 
 
 class HostState(Kept):
@@ -135,35 +91,34 @@ class HostState(Kept):
         # an nn.Parameter, in fp32 if the shard is in 16 bit, else in the shard's own dtype; a
         # gradient of zeros in the shard's dtype. None of it lies in the parcel's buffer, and that
         # can be filled again.
+        # - parcel.tensor [n]: what came, in a buffer of the bus
+        # - precision.master_of(shard): an nn.Parameter in fp32 with these values, for a shard of 16
+        #   bits
+        # - Shard(dtype, group_index, master, gradient): master and gradient have [padded / N]
+        #   elements
+        # - self.bus.emptied(parcel): the buffer can be filled again
         raise NotImplementedError("step 1: keep")
-
-    def make_optimizer(self, parcel: Parcel, pickled: bytes) -> None:
-        """The user's optimizer, over these masters."""
-        optimizer_class, options, groups = cloudpickle.loads(pickled)
-        self.shards = dict(sorted(self.shards.items()))  # in the order of zero.in_turn()
-        self.optimizer = optimizers.over_shards(
-            optimizer_class, options, groups, list(self.shards.values())
-        )
 
     def gradient(self, parcel: Parcel, number: int, adds: bool) -> None:
         """A gradient shard has come; adds: to that of earlier micro-batches."""
         # step 2: shard.gradient is what came; if `adds` and shard.has_gradient, the sum of what
-        # came since the last forget(). shard.has_gradient says so. The parcel's buffer can be
+        # came since the last forget(). shard.has_gradient is True. The parcel's buffer can be
         # filled again.
+        # - self.shards: {number: Shard}
         raise NotImplementedError("step 2: gradient")
-
-    def forget(self, parcel: Parcel) -> None:
-        """zero_grad(): the next gradients are the first again."""
-        for shard in self.shards.values():
-            shard.has_gradient = False
 
     @torch.no_grad()
     def update(self, parcel: Parcel, options: list[dict], scale: precision.Scale) -> None:
         """Update all shards; each goes back as soon as it is done, in the parameters' dtype."""
         # step 1: the optimizer's groups have these options. Each shard of self.in_turn() was in
         # memory for its turn: its master was updated with its gradient times `scale`, computed in
-        # the master's dtype, and was sent: one parcel a shard, in that order, its words
-        # ("parameters",). Shard.gradient is as it was.
+        # the master's dtype, and was sent: one parcel a shard, in that order, in shard.dtype, its
+        # words ("parameters",). shard.gradient is as it was.
+        # - self.optimizer.param_groups: a list of dicts; `options` has a dict for each
+        # - self.in_turn(): all shards. Use a shard before you ask for the next.
+        # - optimizers.update(optimizer, group, master, gradient): one optimizer step on this master
+        #   alone
+        # - self.bus.send(words, tensor): to the rank. It has copied the tensor when it returns.
         raise NotImplementedError("step 1: update")
 
 
@@ -173,77 +128,24 @@ class DiskState(OnDisk, HostState):
     lanes = ReadAhead
 
 
-def serve(bus: Bus, kind: type = HostState) -> None:
-    """What a host does: what it is told, one parcel after the other."""
-    state = kind(bus)
-    while (parcel := bus.receive()).words[0] != "end":
-        order, *words = parcel.words
-        getattr(state, order)(parcel, *words)
-
-
 # ------------------------------------------------------------------------------------- on the rank
 
 
-class Offloaded:
-    """What Offloaded1 to Offloaded3 have in common. They are used like Stage1 to Stage3.
+class Offloaded(RankSide):
+    """What crosses the bus, alike for Offloaded1 to Offloaded3. RankSide says how to use them."""
 
-    Args:
-        bus: bytes a second in each direction; None: as fast as it goes.
-        disk: a folder, for a host that keeps all in a file there (offloading/disk.py).
-        host_budget: bytes of memory that its process may then have (offloading/memory_budget.py).
-        The others are the stage's.
-    zero.optimizer holds the options (lr, …), which go along with each update, so that a scheduler
-    attaches to it; its state is on the host. Refused are its step hooks, and reduced_gradients().
-    Raises: what the stage raises. On all ranks OSError if the disk has no room, and ValueError for
-        a budget that is too small. RuntimeError, at the next use of the bus, if the host is gone.
-    """
-
-    host: Host | None = None
+    kinds = HostState, DiskState
     adds = True  # whether gradients of several passes add up on the host
-
-    def __init__(
-        self, model: nn.Module, optimizer_class: type, *, bus: float | None = None,
-        disk: str | None = None, host_budget: int | None = None, **options,
-    ):
-        self.bandwidth = speed(bus)
-        own = {name: value for name, value in options.items() if name not in STAGE_OPTIONS}
-        self.disk = disk_set_up.asked(disk, host_budget, model, optimizer_class, own, options)
-        super().__init__(model, optimizer_class, **options)
-        chosen = cloudpickle.dumps((optimizer_class, own, _options_of(self.optimizer)))
-        self.host.send(("make_optimizer", chosen))
-        refuse_alone(self.optimizer)
-
-    def _start_host(self, device: torch.device) -> None:
-        """It ends with the stage."""
-        largest = max(bucket.padded // self.world_size * bucket.dtype.itemsize
-                      for bucket in self.buckets)
-        serving = functools.partial(serve, kind=DiskState) if self.disk else serve
-        self.host = Host(serving, largest, device, self.bandwidth)
-        weakref.finalize(self, self.host.end)
-        self.returning = AsyncFetch(self.host)
-        if self.disk:
-            disk_set_up.set_up(self, self.disk, self.in_turn())
-
-    def own(self, bucket):
-        """What the stage keeps of a bucket, but its master."""
-        super().own(bucket)
-        if bucket.trained:
-            if self.host is None:
-                self._start_host(bucket.parameter_shard.device)
-            bucket.away = OffloadedState(self.host, self.in_turn().index(bucket))
-            self._hand_over(bucket)
-            bucket.away.know(bucket)
 
     def _hand_over(self, bucket):
         """Masters live on the host: let it keep() this rank's shard, once, at the start."""
         # step 1: the host has been sent ("keep", bucket.away.number, bucket.group_index) with this
-        # rank's shard. bucket.master is an nn.Parameter of the master's shape and dtype that has no
-        # memory of its own: away.stand_in makes such a tensor.
+        # rank's shard. bucket.master, which you set, is an nn.Parameter of the master's shape and
+        # dtype (as in keep) that has no memory of its own.
+        # - self.host.send(words, tensor): to the host. It has copied the tensor when it returns.
+        # - bucket.parameter_shard [padded / N], bucket.dtype
+        # - stand_in(numel, dtype): a tensor [numel] in the memory of one element
         raise NotImplementedError("step 1: _hand_over")
-
-    def in_turn(self) -> list:
-        """The trained buckets in the order in which the host updates them."""
-        return self.buckets
 
     def _leave(self, bucket, gradient_shard: Tensor) -> None:
         """A gradient shard leaves."""
@@ -253,55 +155,18 @@ class Offloaded:
 
     def _returned(self) -> Iterator:
         """Let the host update; yields each bucket when its parameters are back."""
-        # step 3: the host has been sent ("update", _options_of(self.optimizer), scale), the scale
-        # as a number, None, or a tensor on the CPU. Yields each of self.in_turn(), in that order,
-        # as soon as bucket.parameter_shard holds what came back for it, the bus's buffer can be
-        # filled again, bucket.away knows the new values, and optimizers.tell_autograd was told.
+        # step 3: the host has been sent ("update", options_of(self.optimizer), scale), the scale as
+        # a number, None, or a tensor on the CPU. Yields each bucket of self.in_turn(), in that
+        # order, as soon as bucket.parameter_shard holds what came back for it, the buffer can be
+        # filled again, bucket.away knows the new values, and autograd was told.
         # self.optimizer._opt_called is True before the first parcel is asked for: Offloaded3 asks
         # for the others in its next forward.
+        # - self.gradient_scale: None, a number or a tensor
+        # - self.host.receive(): waits for the next parcel. self.host.emptied(parcel): its buffer
+        #   can be filled again.
+        # - bucket.away.know(bucket): the rank's shard is what the host has
+        # - optimizers.tell_autograd(bucket): its parameters were changed
         raise NotImplementedError("step 3: _returned")
-
-    # what needs the gradients asks the host
-
-    def reduced_gradients(self) -> list[Tensor]:
-        raise RuntimeError("the gradients have left for the host: clip with "
-                           "zero.clip_grad_norm_(), and change one on its way, in "
-                           "param.register_hook()")
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As at the stage. The host computes the norms of this rank's shards."""
-        self.reducer.complete()
-        norms, dtype = self.host.ask("norms")
-        norms = [norms[bucket.away.number] for bucket in self.buckets]  # sums have an order
-        squares = torch.tensor(norms, dtype=dtype, device=self.buckets[0].device).square().sum()
-        collectives.all_reduce(squares, op="sum", group=self.group)
-        norm = squares.sqrt()
-        norm = norm if self.gradient_scale is None else norm * self.gradient_scale
-        self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
-        return norm
-
-    def gradients_are_finite(self) -> Tensor:
-        """Whether none of this rank's is infinite or NaN, []: what LossScaler asks."""
-        self.reducer.complete()
-        return torch.tensor(self.host.ask("finite"), device=self.buckets[0].device)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        super().zero_grad()
-        self.host.send(("forget",))
-
-    def state_dict(self) -> dict:
-        """This rank's training state, for a restart with the same number of ranks. It is fetched,
-        and the rank grows by all of it while it is kept."""
-        with all_here(self):
-            return super().state_dict()
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""
-        with all_here(self):
-            super().load_state_dict(state)
-            put_all(self)
 
 
 class GatheredAfter:
@@ -311,15 +176,22 @@ class GatheredAfter:
     def step(self) -> None:
         """Let the host update this rank's shards, and gather everybody's: a bucket travels between
         the ranks while the next crosses the bus, and the one after that is updated."""
-        # step 4: every rank has all updated parameters, and nothing is on its way. A bucket is
-        # being gathered while the next crosses the bus. Before the host is asked: backward is
-        # complete, and a user's edits went along (precision.keep_changes). Running statistics are
-        # rank 0's. A backward before zero_grad is refused.
+        # step 4: every rank has all updated parameters, and nothing is on its way. A bucket was
+        # gathered while the next crossed the bus. Before the host was asked, backward was complete,
+        # and a user's edits went along. Running statistics are rank 0's. Another backward before
+        # zero_grad() is refused.
+        # - self.reducer.complete(): ends what is left of backward
+        # - precision.keep_changes(bucket): edits of its parameters go to the host
+        # - self._returned(): each bucket, as soon as it is back
+        # - collectives.all_gather(output [N·s], input [s], group=…, async_op=True): from
+        #   bucket.parameter_shard to bucket.parameters. Returns a Work at once; work.wait().
+        # - replicas.broadcast_statistics(model, group): running statistics of rank 0, to all ranks
+        # - self.reducer.spent: while it is True, backward raises; zero_grad() sets it back
         raise NotImplementedError("step 4: step")
 
 
 class Offloaded1(Offloaded, GatheredAfter, Stage1):
-    __doc__ = Offloaded.__doc__
+    __doc__ = RankSide.__doc__
     adds = False  # whole gradients add up on the rank
     reduced = None  # the bucket whose reduction is under way, or over
 
@@ -330,6 +202,8 @@ class Offloaded1(Offloaded, GatheredAfter, Stage1):
     def _wait(self):
         # step 2: nothing is being reduced. If self.reduced is a bucket, its gradient shard has
         # left, and self.reduced is None.
+        # - super()._wait(): the stage's. It waits, and the shard of the mean is in
+        #   bucket.gradient_shard [padded / N].
         raise NotImplementedError("step 2: _wait")
 
 
@@ -339,15 +213,17 @@ class LeavesAtOnce:
     def _wait(self):
         # step 2: nothing is being reduced. If something was, the gradient shard of that bucket has
         # left, and no memory of it is here: bucket.gradient_shard is None.
+        # - self.reducing: None, or what is under way; self.reducing.bucket
+        # - super()._wait(): the stage's, as in Offloaded1. It sets self.reducing to None.
         raise NotImplementedError("step 2: _wait")
 
 
 class Offloaded2(Offloaded, GatheredAfter, LeavesAtOnce, Stage2):
-    __doc__ = Offloaded.__doc__
+    __doc__ = RankSide.__doc__
 
 
 class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
-    __doc__ = Offloaded.__doc__
+    __doc__ = RankSide.__doc__
 
     def in_turn(self):
         return self.buckets[::-1]  # forward needs those first for which backward came last
@@ -370,16 +246,6 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
     def _release_all(self):
         self.returning.take_all()
         super()._release_all()
-
-
-# the other options are the optimizer's
-STAGE_OPTIONS = ("group", "bucket_bytes", "param_groups", "memory", "units")
-
-
-def _options_of(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """Of each of its groups."""
-    return [{name: value for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups]
 
 
 if __name__ == "__main__":

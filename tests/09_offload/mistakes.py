@@ -66,7 +66,7 @@ def leave(*parts):
 SENT = 'self.host.send(("gradient", bucket.away.number, self.adds), gradient_shard)'
 
 
-def returned(*, scale="self.gradient_scale", options="_options_of(self.optimizer)",
+def returned(*, scale="self.gradient_scale", options="options_of(self.optimizer)",
              parcel="parcel = self.host.receive()", copied="bucket.parameter_shard.copy_(parcel.tensor)",
              emptied="self.host.emptied(parcel)", known="bucket.away.know(bucket)",
              told="optimizers.tell_autograd(bucket)", over="yield bucket", first="", turns="self.in_turn()"):
@@ -260,10 +260,10 @@ WRONG = {
                          "for group in self.optimizer.param_groups]")),
     "the first group's options go along for all": Wrong(
         3, TRAINS_3, r"a learning rate that falls(.|\n)*the options of now",
-        returned(options="[_options_of(self.optimizer)[0] for _ in self.optimizer.param_groups]")),
+        returned(options="[options_of(self.optimizer)[0] for _ in self.optimizer.param_groups]")),
     "the options are those of the start": Wrong(
         3, TRAINS_3, r"a learning rate that falls(.|\n)*the options of now",
-        returned(first="self.first = getattr(self, 'first', None) or _options_of(self.optimizer)",
+        returned(first="self.first = getattr(self, 'first', None) or options_of(self.optimizer)",
                  options="self.first")),
     "a rank keeps momentum and variance, too": Wrong(
         3, KERNEL, r"the process of rank 0 grew by \S+ MB, as the kernel counts",

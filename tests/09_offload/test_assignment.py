@@ -680,7 +680,7 @@ RECIPES = {
 
 TO_LOOK_AT = {
     CLIPS: "Does self.gradient_scale, which clipping has made, go along with the update?",
-    HALVES: "Does each update take the options of now along, _options_of(self.optimizer)? Do both micro-batches count?",
+    HALVES: "Does each update take the options of now along, options_of(self.optimizer)? Do both micro-batches count?",
     SCALES: "Does self.gradient_scale go along, in which are 1 / loss scale and what clipping has made?",
     CROWDED: "Is a buffer given back before it was read? Is a number of 64 bits rounded to 32 somewhere?",
     SLOW: "Does every parcel get waited for, however late it comes?",

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from zero_minimal.core import optimizers
 from zero_minimal.core.layout import Bucket
 from zero_minimal.guards.same_on_all_ranks import checksum
 from zero_minimal.offloading.host_link import Bus, Parcel
@@ -206,6 +208,19 @@ class Kept:
         return torch.empty(self.shards[number].master.shape, dtype=dtype)
 
     # what the rank asks for
+
+    def make_optimizer(self, parcel: Parcel, pickled: bytes) -> None:
+        """The user's optimizer, over these masters."""
+        optimizer_class, options, groups = cloudpickle.loads(pickled)
+        self.shards = dict(sorted(self.shards.items()))  # in the order of zero.in_turn()
+        self.optimizer = optimizers.over_shards(
+            optimizer_class, options, groups, list(self.shards.values())
+        )
+
+    def forget(self, parcel: Parcel) -> None:
+        """zero_grad(): the next gradients are the first again."""
+        for shard in self.shards.values():
+            shard.has_gradient = False
 
     @torch.no_grad()
     def changed(self, parcel: Parcel, number: int) -> None:

@@ -21,8 +21,8 @@ from zero_minimal.offloading.files import Buffer, File, Stretch
 BUFFERS = 3  # one is read, one is worked on, one is written
 
 
-class ReadAhead:
-    """Two lanes, to a file and from it, and buffers that take turns.
+class Lanes:
+    """A thread that reads from a file, one that writes to it, and buffers that take turns.
 
     Args:
         file: its read(begin, memory) and write(begin, memory) return when that is done.
@@ -37,36 +37,10 @@ class ReadAhead:
         self.read = self.written = 0
         self._turns = itertools.cycle(self.buffers)
 
-    def through(self, stretches: Sequence[Stretch]) -> Iterator[Buffer]:
-        """Of each stretch in its turn the buffer that has it. What the caller changes in it is
-        written from stretch.changes on. Raises: what the file raises."""
-        reading = self._begin_to_read(stretches[0])
-        for stretch, following in zip(stretches, [*stretches[1:], None], strict=True):
-            buffer = reading.result()
-            if following is not None:
-                reading = self._begin_to_read(following)
-            yield buffer
-            self.begin_to_write(stretch, buffer)
-
     def _begin_to_read(self, stretch: Stretch) -> Future:
         """Its result will be the buffer that has the stretch."""
         self.read += stretch.size
         return self.reader.submit(self._read, stretch, next(self._turns))
-
-    def _read(self, stretch: Stretch, buffer: Buffer) -> Buffer:
-        """In the reading thread: wait for what is still on its way to the file."""
-        buffer.written.result()
-        stretch.written.result()
-        self.file.read(stretch.start, buffer.memory[: stretch.size])
-        return buffer
-
-    def begin_to_write(self, stretch: Stretch, buffer: Buffer) -> None:
-        """A buffer's stretch, from its changes on."""
-        changed = buffer.memory[stretch.changes : stretch.size]
-        self.written += changed.nbytes
-        buffer.written = stretch.written = self.writer.submit(
-            self.file.write, stretch.start + stretch.changes, changed
-        )
 
     # without a thread
 
@@ -88,3 +62,33 @@ class ReadAhead:
         """One tensor of a stretch."""
         self.written += tensor.nbytes
         self.file.write(stretch.start + stretch.parts[name][0], tensor)
+
+
+class ReadAhead(Lanes):
+    """Stretches of a file pass through the lanes, one after the other."""
+
+    def through(self, stretches: Sequence[Stretch]) -> Iterator[Buffer]:
+        """Of each stretch in its turn the buffer that has it. What the caller changes in it is
+        written from stretch.changes on. Raises: what the file raises."""
+        reading = self._begin_to_read(stretches[0])
+        for stretch, following in zip(stretches, [*stretches[1:], None], strict=True):
+            buffer = reading.result()
+            if following is not None:
+                reading = self._begin_to_read(following)
+            yield buffer
+            self.begin_to_write(stretch, buffer)
+
+    def _read(self, stretch: Stretch, buffer: Buffer) -> Buffer:
+        """In the reading thread: wait for what is still on its way to the file."""
+        buffer.written.result()
+        stretch.written.result()
+        self.file.read(stretch.start, buffer.memory[: stretch.size])
+        return buffer
+
+    def begin_to_write(self, stretch: Stretch, buffer: Buffer) -> None:
+        """A buffer's stretch, from its changes on."""
+        changed = buffer.memory[stretch.changes : stretch.size]
+        self.written += changed.nbytes
+        buffer.written = stretch.written = self.writer.submit(
+            self.file.write, stretch.start + stretch.changes, changed
+        )
