@@ -44,14 +44,19 @@ def random_state_of(states: list[torch.Tensor]) -> Iterator[None]:
     """Context in which random numbers come as they did from these states on. Afterwards they come
     as if it had not been."""
     # step 3: inside, random numbers come as from `states` on; afterwards as if nothing had been
-    # drawn inside, also if an error ended it. Then use it, in forward and backward.
+    # drawn inside, also if an error ended it. _Checkpoint.backward runs the function inside of it.
+    # - random_state(), set_random_state(states): the state of the generators; from here on as from
+    #   these states on
     raise NotImplementedError("step 3: random_state_of")
 
 
 @contextmanager
 def autocast_as(states: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
     """Context with such a setting."""
-    # step 3: inside, torch.autocast is set as `states` say, for each device type. Then use it, too.
+    # step 3: inside, torch.autocast is set as `states` say, for each device type, on or off.
+    # _Checkpoint.backward runs the function inside of it.
+    # - torch.autocast(kind, enabled=…, dtype=…): torch's context
+    # - ExitStack(): a context in which others are entered one by one: stack.enter_context(…)
     raise NotImplementedError("step 3: autocast_as")
 
 
@@ -61,8 +66,11 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     From a GPU the copy is under way when this returns: it runs beside the computation, after what
     the current stream has been given before. Read it with back(), which waits for it.
     """
-    # step 5: returns a copy of the tensor in host memory, of the same dtype, announced once by
-    # announce(copy). From a GPU: the copy is pinned, and under way.
+    # step 5: returns a copy of the tensor in host memory, of the same dtype, announced once. From a
+    # GPU: the copy is pinned, and under way, inside of beside_computation(tensor).
+    # - announce(copy): tells whoever counts memory that this tensor stands for one in host memory
+    # - torch.empty(shape, dtype=…, device="cpu", pin_memory=…), copy_(…, non_blocking=True):
+    #   torch's
     raise NotImplementedError("step 5: to_host")
 
 
@@ -172,7 +180,14 @@ class _Checkpoint(torch.autograd.Function):
         # step 1: returns run(tensors), of which no graph is left when it returns. Of each tensor
         # what keeper.keep gives is kept until backward has used it, and what keeper.describe gives;
         # so is the state of random numbers and of autocast, as it was before the run; nothing else
-        # is. (Step 3 looks at this state.)
+        # is. (Step 3 grades this state.) An output that gets no gradient will get None in backward,
+        # and no zeros.
+        # - run(tensors): calls the function; a tuple of what is in its result
+        # - keeper.keep(tensor): what stays of it until backward, without its past
+        # - keeper.describe(tensor): what it was like: shape, device, requires_grad, is_cut
+        # - random_state(), autocast_state(): lists; small
+        # - ctx.save_for_backward(*tensors), ctx.set_materialize_grads(value): torch's. Other
+        #   attributes of ctx live as long as the graph.
         raise NotImplementedError("step 1: forward")
 
     @staticmethod
@@ -182,8 +197,13 @@ class _Checkpoint(torch.autograd.Function):
         # step 2: the function has run once more, with a graph that begins at the tensors that were
         # kept, and backward has gone through that: parameters inside have their gradients. Returns
         # a gradient or None for each argument of forward: of a tensor that required one its
-        # gradient, of `run`, `keeper` and `anchor` None. Dropout drew the same numbers, and
-        # autocast was as it was. (Step 3 looks at these two.)
+        # gradient, of `run`, `keeper` and `anchor` None. In the second run dropout drew the same
+        # numbers, and autocast was as it was. (Step 3 grades these two; until then leave them out.)
+        # - ctx.saved_tensors: what forward saved
+        # - keeper.bring_back(kept, description): the whole tensor again; it requires no gradient
+        # - torch.enable_grad(): a context in which a graph is recorded
+        # - torch.autograd.backward(tensors, gradients): goes back from several tensors at once, and
+        #   adds to .grad
         raise NotImplementedError("step 2: backward")
 
 
@@ -222,11 +242,15 @@ class _Keeper:
         """This rank's part [numel / M, rounded up] of a tensor [...], in memory of its own."""
         # step 4: returns this rank's part [numel / M, rounded up] of the tensor's elements, in
         # order of rank; who has fewer is filled up. The whole tensor's memory can go.
+        # - dist.get_rank(group), dist.get_world_size(group): this rank's number in the group; M
+        # - self.group: the ranks that have copies
         raise NotImplementedError("step 4: cut")
 
     def gather(self, part: Tensor, shape: torch.Size) -> Tensor:
         """The tensor [shape] of which each rank has cut a part [numel / M, rounded up]."""
         # step 4: returns the whole tensor [shape] of which each rank of self.group has such a part.
+        # - collectives.all_gather(output [M·n], input [n], group=…): the inputs of all ranks, in
+        #   rank order
         raise NotImplementedError("step 4: gather")
 
 
