@@ -72,14 +72,27 @@ class Stage2(Hooks):
 
     def bucket_complete(self, bucket, done):
         # step 1: the mean of this bucket's gradients over the ranks is on its way to their shards,
-        # and self.reducing, a Reduction, says so. At most one bucket is on its way at a time. No
-        # .grad is left that no later bucket needs.
+        # and self.reducing, a Reduction, says so. At most one bucket is on its way, and at most one
+        # has whole gradients in self.memory. No .grad is left that no later bucket needs.
+        # - done: the parameters whose .grad no later bucket needs
+        # - self.memory.whole(bucket): a new vector [padded], zeros where no gradient will come
+        # - self.memory.shard(bucket): a new vector [padded / N], not filled
+        # - bucket.fuse_gradients(whole [padded]): copies what is in param.grad to its place in
+        #   whole, and leaves the rest of it
+        # - collectives.reduce_scatter(output [s], input [N·s], op="avg" or "sum", group=…,
+        #   async_op=True): the mean or the sum of all ranks' inputs, of which this rank's part goes
+        #   to output; 16 bits are added in fp32. Returns a Work at once.
+        # - Reduction(bucket, whole, part, pending): its four fields have these names
         raise NotImplementedError("step 1: bucket_complete")
 
     def _wait(self):
-        # step 1: nothing is on its way. What was has arrived: bucket.gradient_shard is this rank's
-        # shard of the mean (step 3: of the sum over all backward passes since zero_grad), and no
-        # memory of whole gradients is left of it.
+        # step 1: nothing is on its way. What was on its way has arrived: bucket.gradient_shard is
+        # this rank's shard of the mean, or of the sum over all backward passes since zero_grad()
+        # (step 3 grades this sum), and no memory of whole gradients is left of it.
+        # - work.wait(): returns when the collective has ended
+        # - bucket.gradient_shard: None after zero_grad(). You set it.
+        # - self.memory.give_back(whole): frees a vector at once. Dropping your own reference is not
+        #   enough: threads of gloo may hold another one for a moment.
         raise NotImplementedError("step 1: _wait")
 
     def backward_ends(self):
@@ -100,23 +113,41 @@ class Stage2(Hooks):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Let step() scale the gradients down to this global norm, if theirs is larger. Returns
         theirs, a 0-dim tensor. Only gradient_scale changes: the gradients stay as they are."""
-        # step 4: the norm of self.gradient_scale times the gradient, over all ranks, is at most
-        # max_norm.
+        # step 4: return the norm of self.gradient_scale times the whole gradient. From now on this
+        # norm is at most max_norm.
+        # - precision.global_norm(shards, scale, group=…): the norm of scale times the gradient of
+        #   all ranks; a collective
+        # - precision.clip(scale, norm, max_norm): the new scale: the old one (None: 1), or a
+        #   smaller one
         raise NotImplementedError("step 4: clip_grad_norm_")
 
     @torch.no_grad()
     def step(self) -> None:
         """Update this rank's shards and gather everybody's: a bucket travels while the next is
         updated."""
-        # step 2: every rank has all new parameters, made by this optimizer from self.gradient_scale
-        # times the mean gradient (step 4), and rank 0's running statistics. A backward before
-        # zero_grad is refused.
+        # step 2: every rank has all new parameters, each updated by its owner with
+        # self.gradient_scale times the mean gradient. Buffers (running statistics of batch norm)
+        # are those of rank 0. Backward is over, also where none ran. Another backward before
+        # zero_grad() is refused.
+        # - self.reduced_gradients(): ends what is left of backward
+        # - self.gradient_scale: None, or what gradients are multiplied with
+        # - optimizers.update_shard(optimizer, bucket, scale): one optimizer step on this rank's
+        #   shard of a bucket, with scale times its gradient; rounds the master
+        # - bucket.parameters [padded], bucket.parameter_shard [padded / N]: the model's; this
+        #   rank's part of them, a view
+        # - collectives.all_gather(output [N·s], input [s], group=…, async_op=True): the inputs of
+        #   all ranks, in rank order. input may be this rank's part of output. Returns a Work at
+        #   once.
+        # - replicas.broadcast_statistics(model, group): running statistics of rank 0, to all ranks
+        # - self.reducer.spent: while it is True, backward raises; self.reducer.forget() sets it
+        #   back
         raise NotImplementedError("step 2: step")
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        # step 3: nothing is left of this step's gradients, nor of their scale, and the next
-        # backward starts afresh.
+        # step 3: nothing is on its way, nothing is left of this step's gradients, nor of their
+        # scale, and the next backward starts afresh.
+        # - self.reducer.forget(): the next backward starts afresh
         raise NotImplementedError("step 3: zero_grad")
 
     @contextmanager
