@@ -150,8 +150,7 @@ class Stage3(Hooks):
 
     def _release_others(self, unit, following):
         for other in self.units:
-            # free what is here, unless it is around this unit (so it is at work), comes next, or
-            # lies inside this unit (so this unit is around it)
+            # this unit and those around it work, following comes next; inner ones need not go
             stays = other in [unit, *unit.around, following] or unit in other.around
             if (other.whole or other.gathering) and not stays:
                 self._release(other)
