@@ -248,13 +248,17 @@ def _micro_batches(zero, recipe, rank, step, scaler):
     return total
 
 
-def step_of(zero, step):
-    """One training step on this rank's tokens of that step. Returns its loss."""
-    loss = zero.model(*tokens(dist.get_rank(), step))
+def learn(zero, loss):
+    """Backward from this loss, a step and zero_grad. Returns it as a number."""
     loss.backward()
     zero.step()
     zero.zero_grad()
     return loss.item()
+
+
+def step_of(zero, step):
+    """One training step on this rank's tokens of that step. Returns its loss."""
+    return learn(zero, zero.model(*tokens(dist.get_rank(), step)))
 
 
 def whole_parameters(zero):

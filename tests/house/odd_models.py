@@ -44,11 +44,14 @@ def whole_numbers(rank, step, below, *shape):
     return torch.randint(below, shape, generator=generator)
 
 
-def fit(model, rank, step, inputs=None):
-    """The usual step."""
-    loss = model(vectors(rank, step) if inputs is None else inputs).square().mean()
+def backward(loss):
     loss.backward()
     return loss.item()
+
+
+def fit(model, rank, step, inputs=None):
+    """The usual step."""
+    return backward(model(vectors(rank, step) if inputs is None else inputs).square().mean())
 
 
 PLAYED: list = []  # the plain run puts the rank here whose batch it computes
@@ -237,22 +240,13 @@ class BranchInRoot(Chain):
 # ------------------------------------------------------------------------------------------------------ buffers
 
 
-class Norms(nn.Module):
+class Norms(Chain):
     """Batch-norm in the root and in units: each rank's own statistics, rank 0's after the step."""
 
     def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None), nn.Tanh()) for _ in range(2)
-        )
-
-    def forward(self, x):
-        x = self.norm(self.first(x))
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__(lambda: nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None), nn.Tanh()), count=2, head=False)
+        self.first = nn.Sequential(self.first, nn.BatchNorm1d(WIDTH))
 
 
 class Buffers(Chain):
@@ -411,23 +405,13 @@ class Reordered(Chain):
 class Recurrent(nn.Module):
     """Layers of torch that keep lists of their weights, or compute weights from others."""
 
-    class Cell(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(WIDTH, WIDTH)
-            self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-        def forward(self, x):
-            return self.linear(self.lstm(x)[0])
-
     def __init__(self):
         super().__init__()
-        self.cells = nn.ModuleList(self.Cell() for _ in range(2))
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x):
-        for cell in self.cells:
-            x = cell(x)
-        return x
+        return self.linear(self.lstm(x)[0])
 
 
 # --------------------------------------------------------------------------------------------- outputs and arguments
@@ -476,16 +460,12 @@ class Structures(nn.Module):
 
 
 def structured(model, rank, step):
-    loss = model(x=vectors(rank, step), scale=0.5)["all"][0].value.square().mean()
-    loss.backward()
-    return loss.item()
+    return backward(model(x=vectors(rank, step), scale=0.5)["all"][0].value.square().mean())
 
 
 def with_insides(model, rank, step):
     x, kept = model(vectors(rank, step))
-    loss = x.square().mean() + sum(tensor.sin().mean() for tensor in kept)
-    loss.backward()
-    return loss.item()
+    return backward(x.square().mean() + sum(tensor.sin().mean() for tensor in kept))
 
 
 class RootObject(Chain):
@@ -517,9 +497,7 @@ def with_evaluations(model, rank, step, of=lambda output: output):
 
 
 def two_forwards(model, rank, step):
-    loss = model(vectors(rank, step)).square().mean() + model(vectors(rank, 100 + step, 3, WIDTH)).sum()
-    loss.backward()
-    return loss.item()
+    return backward(model(vectors(rank, step)).square().mean() + model(vectors(rank, 100 + step, 3, WIDTH)).sum())
 
 
 def two_backwards(model, rank, step):
@@ -535,8 +513,7 @@ def two_backwards(model, rank, step):
 def retained(model, rank, step):
     loss = model(vectors(rank, step)).square().mean()
     loss.backward(retain_graph=True)
-    loss.backward()
-    return loss.item()
+    return backward(loss)
 
 
 def kept_graph(model, rank, step):
@@ -566,8 +543,7 @@ def parts(model, rank, step):
     loss = model.layers[step % 3](x).square().mean()
     if step % 2:
         loss = loss + model.layers[0](model.layers[2](x)).square().mean()
-    loss.backward()
-    return loss.item()
+    return backward(loss)
 
 
 class Recomputed(nn.Module):
@@ -608,13 +584,11 @@ class Recomputing(Chain):
 def recompute_all(reentrant):
     """torch.utils.checkpoint around the whole model."""
 
-    def backward(model, rank, step):
+    def again(model, rank, step):
         x = vectors(rank, step).requires_grad_()
-        loss = checkpoint(model, x, use_reentrant=reentrant).square().mean()
-        loss.backward()
-        return loss.item()
+        return backward(checkpoint(model, x, use_reentrant=reentrant).square().mean())
 
-    return backward
+    return again
 
 
 def recomputing(where, reentrant):
@@ -645,20 +619,17 @@ def hugging_face(kind):
     import transformers
 
     small = dict(vocab_size=37, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    sizes = dict(hidden_size=12, intermediate_size=20, num_hidden_layers=3, num_attention_heads=2,
+                 max_position_embeddings=16)
     if kind.startswith("gpt2"):
         config = transformers.GPT2Config(n_positions=16, n_embd=12, n_layer=3, n_head=2, resid_pdrop=0, embd_pdrop=0,
                                          attn_pdrop=0, **small)
         model = transformers.GPT2LMHeadModel(config)
     elif kind == "llama":
-        config = transformers.LlamaConfig(hidden_size=12, intermediate_size=20, num_hidden_layers=3,
-                                          max_position_embeddings=16,
-                                          num_attention_heads=2, num_key_value_heads=1, **small)
+        config = transformers.LlamaConfig(num_key_value_heads=1, **sizes, **small)
         model = transformers.LlamaForCausalLM(config)
     elif kind == "bert":
-        config = transformers.BertConfig(hidden_size=12, intermediate_size=20, num_hidden_layers=3,
-                                         num_attention_heads=2,
-                                         max_position_embeddings=16, hidden_dropout_prob=0,
-                                         attention_probs_dropout_prob=0, **small)
+        config = transformers.BertConfig(hidden_dropout_prob=0, attention_probs_dropout_prob=0, **sizes, **small)
         model = transformers.BertForMaskedLM(config)
     else:
         config = transformers.T5Config(d_model=12, d_kv=6, d_ff=20, num_layers=2, num_heads=2, dropout_rate=0,
@@ -709,7 +680,7 @@ CASES = {
     "notes": Case(FingerprintChannel, with_insides),
     "in place": Case(lambda: Chain(InPlace, head=False)),
     "reordered": Case(Reordered, steps=6),
-    "recurrent": Case(Recurrent),
+    "recurrent": Case(lambda: Chain(Recurrent, 2)),
     "structures": Case(Structures, structured),
     "evaluations": Case(Chain, with_evaluations),
     "evaluations, one unit": Case(lambda: Chain(count=1), with_evaluations),

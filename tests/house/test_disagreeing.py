@@ -2,6 +2,7 @@
 that are no ranks, or no ranks any more.
 """
 
+import contextlib
 import os
 import re
 
@@ -164,9 +165,7 @@ def test_what_is_changed_alike_on_all_ranks_is_fine(stage):
 
 
 def step(zero, number):
-    zero.model(toys.numbers(dist.get_rank(), number)[0]).square().mean().backward()
-    zero.step()
-    zero.zero_grad()
+    toys.learn(zero, zero.model(toys.numbers(dist.get_rank(), number)[0]).square().mean())
 
 
 def in_a_child(stage):
@@ -205,11 +204,13 @@ def test_a_rank_may_leave_its_group_at_the_end():
 
 def saved_before_step(stage, folder):
     zero, said = stage(toys.build(toys.MLP, 0), optim.SGD, lr=0.1), []
-    for clip in (False, True):
-        zero.model(toys.numbers(dist.get_rank(), 0)[0]).square().mean().backward()
-        if clip:
+    for how in ("backward", "clip", "no_sync"):
+        with zero.no_sync() if how == "no_sync" else contextlib.nullcontext():
+            zero.model(toys.numbers(dist.get_rank(), 0)[0]).square().mean().backward()
+        if how == "clip":
             zero.clip_grad_norm_(0.1)
-        for save in (zero.state_dict, lambda: saved_state.save(zero, folder)):
+        for save in (zero.state_dict, lambda: saved_state.save(zero, folder),
+                     lambda: saved_state.async_save(zero, folder)):
             with pytest.raises(RuntimeError) as refused:
                 save()
             said.append(str(refused.value))
@@ -221,7 +222,7 @@ def saved_before_step(stage, folder):
 @pytest.mark.parametrize("stage", range(4))
 def test_nothing_is_saved_while_gradients_wait_for_a_step(stage, tmp_path):
     for said in toys.run(saved_before_step, 2, toys.STAGES[stage], tmp_path):
-        assert len(said) == 4 and all("save after zero.step()" in words for words in said)
+        assert len(said) == 9 and all("save after zero.step()" in words for words in said)
 
 
 def test_who_waits_in_vain_says_where_each_rank_waited(monkeypatch):

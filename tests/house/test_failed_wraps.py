@@ -1,23 +1,16 @@
 """A wrap that is refused, or fails half-way, leaves the model as it was: a corrected one works."""
 
-import contextlib
+from collections import namedtuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import toys
-from misuse import by_stage
+from misuse import by_stage, in_ranks
 from thorough import sample
 from torch import nn, optim
 
 from zero_minimal.processes.ranks import RankError
-
-pytestmark = pytest.mark.thorough
-
-
-def on_meta(make):
-    with torch.device("meta"):
-        return make()
 
 
 class Grown(toys.Transformer):
@@ -89,19 +82,6 @@ class Looks(nn.Linear):
         self.register_buffer("first", self.weight.data[:1])
 
 
-def inference():
-    with torch.inference_mode():
-        return toys.Transformer()
-
-
-def a_group_with_an_option(model):
-    return {"param_groups": [{"params": list(model.parameters()), "depth": 3}], "optimizer": Picky}
-
-
-def groups_with_a_stranger(model):
-    return {"param_groups": [{"params": [*model.parameters(), nn.Parameter(torch.ones(3))]}]}
-
-
 class Shared(nn.Module):
     """Its weight [4, 4] is also in what other(weight) gives."""
 
@@ -119,59 +99,88 @@ class Shared(nn.Module):
         return x @ self.weight
 
 
-def test_interleaved_columns_of_one_tensor_share_nothing():
-    whole = torch.randn(4, 4)
-    model = nn.Module()
-    model.even, model.odd = nn.Parameter(whole[:, ::2]), nn.Parameter(whole[:, 1::2])
-    model.upper, model.lower = nn.Parameter(torch.randn(6)[:3]), nn.Parameter(torch.randn(6)[3:])
-    toys.run(wraps, 2, model)
+def inference():
+    with torch.inference_mode():
+        return toys.Transformer()
 
 
-def wraps(model):
-    toys.STAGES[1](model, optim.SGD, lr=0.1)
+def on_meta():
+    with torch.device("meta"):
+        return Late()
 
 
-def test_ranks_whose_optimizers_differ_are_told():
-    for ours in (dict(lr=0.1, momentum=0.9), dict(lr=0.1, nesterov=False, weight_decay=1e-4)):
-        with pytest.raises(RankError, match=r"the optimizer of rank 1 differs from rank 0's in its class or an option"):
-            toys.run(wrapped_otherwise, 2, ours)
-    with pytest.raises(RankError, match=r"the optimizer of rank 1 differs"):
-        toys.run(wrapped_otherwise, 2, dict(optimizer=optim.Adam, lr=0.1))
+def in_groups(*choose):
+    """Options of a wrap: an optimizer group of what each of these chooses of a model."""
+    return lambda model: {"param_groups": [{"params": list(params(model))} for params in choose]}
 
 
-def wrapped_otherwise(ours):
-    options = dict(optimizer=optim.SGD, lr=0.1) | (ours if dist.get_rank() else {})
-    toys.STAGES[2](nn.Linear(3, 3), options.pop("optimizer"), **options)
+def stranger(model):
+    return [nn.Parameter(torch.ones(3))]
+
+
+# ways to mend a model: (model, stage) → one that can be wrapped
+
+
+def another(model, stage):
+    return toys.Transformer()
+
+
+def without_more(model, stage):
+    del model.more
+    return model
+
+
+def drawn(model, stage):
+    model.blocks[2].norm2 = nn.LayerNorm(15)
+    if stage < 3:
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    return model
 
 
 SPARSE = torch.eye(3).to_sparse()
-# how the model is made; what is wrong beside it (or a function of the model); what is said
+PARAMETERS, HEAD = nn.Module.parameters, lambda model: [model.head.weight]
+# what is said; how the model is made; what is wrong beside it, or a function of the model; how the model is mended
+Wrong = namedtuple("Wrong", "words make options mend", defaults=(toys.Transformer, {}, lambda model, stage: model))
 CASES = {
-    "optimizer fails": (toys.Transformer, dict(optimizer=Fails), "too many"),
-    "optimizer refuses a group": (toys.Transformer, a_group_with_an_option, "depth"),
-    "unknown option": (toys.Transformer, dict(momentun=0.9), "does not take these options"),
-    "wrong option": (toys.Transformer, dict(lr=-1.0), "Invalid learning rate"),
-    "not element-wise": (toys.Transformer, dict(optimizer=optim.LBFGS), "not element-wise"),
-    "not a class": (toys.Transformer, dict(optimizer="SGD"), "give the optimizer's class"),
-    "a stranger": (toys.Transformer, groups_with_a_stranger, "does not have"),
-    "bytes": (toys.Transformer, dict(bucket_bytes="4 MB"), "give a number of bytes"),
-    "sparse parameter": (lambda: Grown(adjacency=nn.Parameter(SPARSE, requires_grad=False)), {}, "is sparse"),
-    "sparse buffer": (lambda: Grown(adjacency=SPARSE), {}, "is sparse"),
-    "no shape yet": (lambda: nn.Sequential(nn.LazyLinear(3)), {}, "'0.weight' has no shape yet"),
-    "one memory": (Tied, {}, "parameter 'embedding.weight' and parameter 'head.weight' share memory"),
-    "a view": (Looks, {}, "parameter 'weight' and buffer 'first' share memory"),
-    "a transposed tie": (lambda: Shared(lambda weight: nn.Parameter(weight.t())), {},
-                         "parameter 'weight' and parameter 'other' share memory"),
-    "slices that overlap": (lambda: Shared(lambda weight: nn.Parameter(weight[:, 1:3])), {}, "parameter 'other' share"),
-    "a transposed buffer": (lambda: Shared(lambda weight: weight.t(), buffer=True), {}, "buffer 'other' share memory"),
-    "an attribute": (lambda: Shared(lambda weight: weight.detach(), attribute=True), {},
-                     "parameter 'weight' and attribute 'kept' share memory"),
-    "a list of a dict": (lambda: Shared(lambda weight: {"all": [weight[0].detach()]}, attribute=True), {},
-                         "attribute 'kept' share memory"),
-    "inference": (inference, {}, "torch.inference_mode"),
-    "meta buffer": (lambda: Grown(table=torch.empty(3, device="meta")), {}, "on the meta device"),
-    "meta": (lambda: on_meta(Late), {}, "on the meta device"),
-    "half meta": (HalfMeta, {}, "on the meta device"),
+    "optimizer fails": Wrong("too many", options=dict(optimizer=Fails)),
+    "optimizer refuses a group": Wrong("depth", options=lambda model: {
+        "param_groups": [{"params": list(model.parameters()), "depth": 3}], "optimizer": Picky}),
+    "unknown option": Wrong("does not take these options", options=dict(momentun=0.9)),
+    "wrong option": Wrong("Invalid learning rate", options=dict(lr=-1.0)),
+    "not element-wise": Wrong("not element-wise", options=dict(optimizer=optim.LBFGS)),
+    "a name": Wrong("give the optimizer's class", options=dict(optimizer="SGD")),
+    "an optimizer": Wrong("give the optimizer's class", options=lambda model: {
+        "optimizer": optim.SGD(model.parameters(), lr=0.1)}),
+    "a stranger": Wrong("does not have", options=in_groups(PARAMETERS, stranger)),
+    "in two groups": Wrong("twice", options=in_groups(PARAMETERS, HEAD)),
+    "twice in a group": Wrong("twice", options=in_groups(lambda model: HEAD(model) * 2)),
+    "an empty group": Wrong("no parameter to train", options=in_groups(lambda model: [])),
+    "all is frozen": Wrong("no parameter to train", lambda: toys.Transformer().requires_grad_(False),
+                           mend=lambda model, stage: model.requires_grad_(True)),
+    "bytes": Wrong("give a number of bytes", options=dict(bucket_bytes="4 MB")),
+    "sparse parameter": Wrong("is sparse", lambda: Grown(more=nn.Parameter(SPARSE, requires_grad=False)),
+                              mend=without_more),
+    "sparse buffer": Wrong("is sparse", lambda: Grown(more=SPARSE), mend=without_more),
+    "meta buffer": Wrong("on the meta device", lambda: Grown(more=torch.empty(3, device="meta")), mend=without_more),
+    "meta": Wrong("on the meta device", on_meta, mend=drawn),
+    "half meta": Wrong("on the meta device", HalfMeta, mend=drawn),
+    "no shape yet": Wrong("'0.weight' has no shape yet", lambda: nn.Sequential(nn.LazyLinear(3)), mend=another),
+    "inference": Wrong("torch.inference_mode", inference, mend=another),
+    "one memory": Wrong("parameter 'embedding.weight' and parameter 'head.weight' share memory", Tied, mend=another),
+    "a view": Wrong("parameter 'weight' and buffer 'first' share memory", Looks, mend=another),
+    "a transposed tie": Wrong("parameter 'weight' and parameter 'other' share memory",
+                              lambda: Shared(lambda weight: nn.Parameter(weight.t())), mend=another),
+    "slices that overlap": Wrong("parameter 'other' share", lambda: Shared(lambda weight: nn.Parameter(weight[:, 1:3])),
+                                 mend=another),
+    "a transposed buffer": Wrong("buffer 'other' share memory",
+                                 lambda: Shared(lambda weight: weight.t(), buffer=True), mend=another),
+    "an attribute": Wrong("parameter 'weight' and attribute 'kept' share memory",
+                          lambda: Shared(lambda weight: weight.detach(), attribute=True), mend=another),
+    "a list of a dict": Wrong("attribute 'kept' share memory", lambda: Shared(
+        lambda weight: {"all": [weight[0].detach()]}, attribute=True), mend=another),
 }
 
 
@@ -195,41 +204,31 @@ def hooks_of(model):
             (module._forward_hooks, module._forward_pre_hooks, module._state_dict_pre_hooks)]
 
 
+def wrap(stage, model, optimizer=optim.SGD, **options):
+    return toys.STAGES[stage](model, optimizer, **{"lr": 0.1, "bucket_bytes": 4096} | options)
+
+
 def fail_and_correct(stage, case):
-    make, options, words = CASES[case]
+    words, make, options, mend = CASES[case]
     torch.manual_seed(dist.get_rank())
     model = make()
-    options = dict(options(model) if callable(options) else options)
+    options = options(model) if callable(options) else options
     before, hooks = picture(model), hooks_of(model)
     with pytest.raises((ValueError, TypeError, LookupError), match=words) as caught:
-        toys.STAGES[stage](model, options.pop("optimizer", optim.SGD), **{"lr": 0.1, "bucket_bytes": 4096, **options})
+        wrap(stage, model, **options)
     # what fails late has taken rank 0's values by then, as the next wrap will
     late = case in ("optimizer fails", "half meta") and dist.get_rank() > 0
     assert same(picture(model), before, values=not late)
     assert hooks_of(model) == hooks
-    for name in ("table", "adjacency"):
-        with contextlib.suppress(AttributeError):
-            delattr(model, name)
-    if case.endswith("meta"):
-        model.blocks[2].norm2 = nn.LayerNorm(15)
-        model = model if stage == 3 else model.to_empty(device="cpu")
-    if case == "inference" or "share" in CASES[case][2]:
-        model = toys.Transformer()
-    if case == "no shape yet":
-        return
-    if case.endswith("meta") and stage < 3:
-        for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-    zero = toys.STAGES[stage](model, optim.SGD, lr=0.1, bucket_bytes=4096)  # while the first error is still held
+    zero = wrap(stage, mend(model, stage))  # while the first error is still held
     start = toys.whole_parameters(zero)
-    model(*toys.tokens(dist.get_rank(), 0)).backward()
-    zero.step()
-    after = toys.whole_parameters(zero)
-    assert 0 < toys.distance(start, after) < 10 and caught.value is not None
+    toys.step_of(zero, 0)
+    assert 0 < toys.distance(start, toys.whole_parameters(zero)) < 10 and caught.value is not None
 
 
-def all_cases(stage):
+@by_stage
+@in_ranks(2)
+def test_a_corrected_wrap_works(stage):
     for case in CASES:
         if case == "bytes" and stage == 3:
             continue  # there a unit is a bucket
@@ -239,23 +238,60 @@ def all_cases(stage):
             raise AssertionError(f"{case}: {error}") from error
 
 
-@by_stage
-def test_a_corrected_wrap_works(stage):
-    toys.run(all_cases, 2, stage)
+@in_ranks(2)
+def test_interleaved_columns_of_one_tensor_share_nothing():
+    whole, model = torch.randn(4, 4), nn.Module()
+    model.even, model.odd = nn.Parameter(whole[:, ::2]), nn.Parameter(whole[:, 1::2])
+    model.upper, model.lower = nn.Parameter(torch.randn(6)[:3]), nn.Parameter(torch.randn(6)[3:])
+    del whole  # nobody else holds it
+    wrap(1, model)
+
+
+# ------------------------------------------------------------------------------------------------- ranks that differ
+
+
+def frozen(model, part):
+    getattr(model, part).requires_grad_(False)
+    return model
+
+
+def parts_of(stage, odd):
+    model = toys.Transformer()
+    return model, {"units": [model.blocks[odd]]} if stage == 3 else {"bucket_bytes": 600 + 4000 * odd}
+
+
+def in_order(stage, odd):
+    model = nn.Linear(3, 3)
+    return model, {"param_groups": [{"params": param} for param in [model.weight, model.bias][:: 1 - 2 * odd]]}
+
+
+def optimizer(**options):
+    return lambda stage, odd: (nn.Linear(3, 3), options if odd else {})
+
+
+ODD = {  # what differs: (stage, whether this is an odd rank) → a model, and options of the wrap
+    "model in its length": lambda stage, odd: (toys.Transformer(blocks=2 + odd), {}),
+    "model in a shape": lambda stage, odd: (nn.Linear(3, 3 + odd), {}),
+    "model in a dtype": lambda stage, odd: (nn.Linear(3, 3, dtype=(torch.float32, torch.float64)[odd]), {}),
+    "model in a name": lambda stage, odd: (nn.ModuleDict({"ab"[odd]: nn.Linear(3, 3)}), {}),
+    "model in the order of groups": in_order,
+    "model in its buckets": parts_of,
+    "optimizer in an option": optimizer(momentum=0.9),
+    "optimizer in options": optimizer(nesterov=False, weight_decay=1e-4),
+    "optimizer in its class": optimizer(optimizer=optim.Adam),
+    "model in what is frozen": lambda stage, odd: (frozen(toys.Transformer(), ("norm", "head")[odd]), {}),
+}
 
 
 def differ_and_correct(stage):
-    rank = dist.get_rank()
-    model = toys.Transformer()
-    (model.head if rank else model.blocks[0]).requires_grad_(False)
-    before = picture(model)
-    with pytest.raises(RuntimeError, match="rank 1 differs from rank 0's"):
-        toys.STAGES[stage](model, optim.SGD, lr=0.1)
-    assert same(picture(model), before)
-    model.requires_grad_(True)
-    zero = toys.STAGES[stage](model, optim.SGD, lr=0.1)
-    model(*toys.tokens(rank, 0)).backward()
-    zero.step()
+    for what, build in ODD.items():
+        model, options = build(stage, dist.get_rank() > 0)
+        before = picture(model)
+        with pytest.raises(RuntimeError, match=f"the {what.split()[0]} of rank 1 differs from rank 0's in "):
+            wrap(stage, model, **options)
+        assert same(picture(model), before), what
+    zero = wrap(stage, model.requires_grad_(True))
+    toys.step_of(zero, 0)
     return toys.whole_parameters(zero)
 
 
@@ -264,3 +300,19 @@ def differ_and_correct(stage):
 def test_ranks_that_differ(world_size, stage):
     first, *others = toys.run(differ_and_correct, world_size, stage)
     assert all(toys.identical(first, other) for other in others)
+
+
+@by_stage
+def test_needs_ranks(stage):
+    with pytest.raises(RuntimeError, match=r"ranks\.start\(\).*ranks\.run"):
+        wrap(stage, nn.Linear(3, 3))
+
+
+def empty_on_one_rank():
+    wrap(2, toys.Transformer().requires_grad_(dist.get_rank() == 0))
+
+
+def test_one_rank_alone_makes_the_mistake():
+    with pytest.raises(RankError, match="(?s)rank 1 of 2.*no parameter to train") as caught:
+        toys.run(empty_on_one_rank, 2, timeout=60)
+    assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ValueError)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import toys
 from safetensors.torch import load_file, save_file
-from thorough import sample
 
 from zero_minimal.__main__ import main
 from zero_minimal.checkpoint import saved_state
@@ -79,9 +78,8 @@ KINDS = {"decoder": ("standin", {}), "tied": ("standin", {"tie_word_embeddings":
          "encoder": ("standin-encoder", {})}
 
 
-@pytest.mark.parametrize(("kind", "world", "dtype", "recompute"), sample(
-    [("decoder", 2, "fp32", False), ("encoder", 2, "bf16", True), ("tied", 3, "fp32", True)],
-    [("decoder", 2, "fp32", False), ("encoder", 2, "bf16", True)]))
+@pytest.mark.parametrize(("kind", "world", "dtype", "recompute"), [
+    ("decoder", 2, "fp32", False), ("encoder", 2, "bf16", True), ("tied", 3, "fp32", True)])
 def test_all_stages_have_the_same_losses_bit_for_bit(kind, world, dtype, recompute, written):
     kind, entries = KINDS[kind]
     settings = Settings(**SHORT, model=written(kind, **entries), dtype=dtype, recompute=recompute)
@@ -208,8 +206,7 @@ CASES = [(0, True, True, 8), (1, False, False, 1), (2, True, False, 8), (2, Fals
          (3, True, True, 1), (3, False, False, 1)]
 
 
-@pytest.mark.parametrize(("stage", "recompute", "tied", "batch"), sample(CASES, [
-    (3, True, False, 8), (2, False, True, 1)]))
+@pytest.mark.parametrize(("stage", "recompute", "tied", "batch"), CASES)
 def test_the_plan_of_a_model_is_what_running_code_peaks_at(stage, recompute, tied, batch, written):
     """Stated bound, as for our GPT: the code is at most 1% above the plan, and at most 8% below."""
     model = ForeignModel(written(**LARGE, tie_word_embeddings=tied), 512, recompute)

@@ -2,34 +2,37 @@
 
 import functools
 
+import misuse
 import pytest
 import torch
 import torch.distributed as dist
 import toys
-from misuse import Coder, by_stage, by_stage_and_world, by_world, draw, refused
+from misuse import by_stage, by_stage_and_world, by_world, draw, refused, what_is_said
 from thorough import sample
-from torch import nn, optim
+from torch import nn
 
 sharded = pytest.mark.parametrize("stage", (1, 2, 3))
 
 
-def wrap(stage, **options):
-    torch.manual_seed(0)
-    options = dict(lr=0.1, momentum=0.9, bucket_bytes=600) | options
-    return toys.STAGES[stage](Coder(), optim.SGD, **options)
+wrap = functools.partial(misuse.wrap, momentum=0.9)
 
 
-def loss(zero, step, rank=None):
-    return zero.model(draw(step, dist.get_rank() if rank is None else rank)).logsumexp(-1).square().mean()
+def loss(zero, step):
+    return zero.model(draw(step, dist.get_rank())).logsumexp(-1).square().mean()
 
 
 # ------------------------------------------------------------------------------------------ reading, clipping, changing
 
 
-def after_backward(stage, use):
-    zero = wrap(stage)
-    loss(zero, 0).backward()
-    use(zero)
+def after_backward(*uses):
+    """Something to do with a stage's number: these with the stage after a backward pass, one after the other."""
+    def use_all(stage):
+        zero = wrap(stage)
+        loss(zero, 0).backward()
+        for use in uses:
+            use(zero)
+
+    return use_all
 
 
 READING = {
@@ -48,10 +51,11 @@ READING = {
 
 
 @sharded
-@pytest.mark.parametrize("use", sample(READING, ["clip_grad_norm_", "norm", "zeros"]))
-def test_what_is_in_shards_cannot_be_read(stage, use):
-    words = refused(after_backward, stage, READING[use], world_size=1 + stage % 2)
-    assert "Clip with zero.clip_grad_norm_(max_norm)" in words and "zero.zero_grad()" in words
+def test_what_is_in_shards_cannot_be_read(stage):
+    uses = {name: after_backward(use) for name, use in READING.items()}
+    for said in toys.run(what_is_said, 1 + stage % 2, uses, stage):
+        for name, words in said.items():
+            assert "Clip with zero.clip_grad_norm_(max_norm)" in words and "zero.zero_grad()" in words, name
 
 
 def clip_with_torch(stage, ours):
@@ -74,32 +78,25 @@ def test_torch_clips_at_stage_0(world_size):
             torch.testing.assert_close(param, other)
 
 
-def replace(zero):
-    zero.model.head.weight.grad = torch.ones_like(zero.model.head.weight.grad)
-
-
-def replace_where_it_cannot_be_read(zero):
-    zero.model.head.weight.grad = torch.ones(zero.model.head.weight.shape)
-
-
-def leave_one_out(zero):
-    zero.model.head.weight.grad = None
-
-
-def use_and_go_on(stage, use, go_on):
-    zero = wrap(stage)
-    loss(zero, 0).backward()
-    use(zero)
-    {"step": zero.step, "clip": lambda: zero.clip_grad_norm_(1.0), "backward": loss(zero, 1).backward}[go_on]()
+REPLACING = {
+    "replaced": lambda zero: setattr(zero.model.head.weight, "grad", torch.ones(zero.model.head.weight.shape)),
+    "left out": lambda zero: setattr(zero.model.head.weight, "grad", None),
+}
+GOING_ON = {
+    "step": lambda zero: zero.step(),
+    "clip": lambda zero: zero.clip_grad_norm_(1.0),
+    "backward": lambda zero: loss(zero, 1).backward(),
+}
 
 
 @by_stage
-@pytest.mark.parametrize("go_on", sample(("step", "clip", "backward"), ["step"]))
-@pytest.mark.parametrize("use", (replace_where_it_cannot_be_read, leave_one_out))
-def test_a_gradient_that_is_replaced(stage, use, go_on):
-    words = refused(use_and_go_on, stage, use, go_on, world_size=1 + stage % 2)
-    assert "the gradient of parameter 'head.weight' was replaced after backward" in words
-    assert "param.register_hook(lambda gradient: …)" in words
+def test_a_gradient_that_is_replaced(stage):
+    uses = {f"{how}, {then}": after_backward(replace, go_on)
+            for how, replace in REPLACING.items() for then, go_on in GOING_ON.items()}
+    for said in toys.run(what_is_said, 1 + stage % 2, uses, stage):
+        for name, words in said.items():
+            assert "the gradient of parameter 'head.weight' was replaced after backward" in words, name
+            assert "param.register_hook(lambda gradient: …)" in words, name
 
 
 # ----------------------------------------------------------------------------------------------------- dropping a batch

@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import them too
 import odd_models
 from odd_models import Chain
 from test_models import on_a_rank
-from thorough import sample
 
 from zero_minimal.checkpoint import saved_state
 from zero_minimal.core import collectives, optimizers
@@ -57,7 +56,7 @@ def trained(stages):
             for name, recipe in RECIPES.items()}
 
 
-@pytest.mark.parametrize("number, world_size", sample([(0, 2), (0, 3), (1, 2), (1, 3)], [(0, 2)]))
+@pytest.mark.parametrize("number, world_size", [(0, 2), (0, 3), (1, 2), (1, 3)])
 def test_losses_and_parameters_are_the_same_bits(number, world_size):
     for outcome in toys.run(trained, world_size, PAIRS[number]):
         for name, (one, other) in outcome.items():

@@ -6,7 +6,6 @@ import time
 import weakref
 
 import checks
-import cloudpickle
 import numpy
 import pytest
 import torch
@@ -26,8 +25,6 @@ from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
 from zero_minimal.workload.model import GPT, GPTConfig
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks cannot import a test file
 
 KB = torch.Size([256])  # a shape of 1024 bytes in fp32
 

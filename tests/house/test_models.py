@@ -2,20 +2,16 @@
 
 import copy
 import functools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import toys
+from house import odd_models
+from house.odd_models import ALL, CASES, HUGGING_FACE, WIDTH, Case, Chain, Layer, vectors
+from misuse import on_two_ranks
 from thorough import companions, sample
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
-
-import odd_models
-from odd_models import ALL, CASES, HUGGING_FACE, WIDTH, Case, Chain, Layer, vectors
 
 from zero_minimal.core import collectives
 from zero_minimal.guards.grad_placeholder import has_gradient
@@ -146,7 +142,7 @@ def test_hugging_face(name):
 
 def compare(name, outcomes):
     case, (losses, parameters, buffers) = ALL[name], plainly(name, len(outcomes))
-    assert far(parameters, [param.detach() for param in build_in_fp64(case)]) > 1e-3  # it learned something
+    assert far(parameters, [param.detach() for param in build_on_two_ranks(case)]) > 1e-3  # it learned something
     for rank, outcome in enumerate(outcomes):
         for stage, (its_losses, its_parameters, its_buffers) in outcome[name].items():
             where = f"{stage}, rank {rank}"
@@ -158,7 +154,7 @@ def compare(name, outcomes):
                 assert toys.identical(its_parameters, first), f"{where}: not bit for bit as stage 0"
 
 
-def build_in_fp64(case):
+def build_on_two_ranks(case):
     try:
         return list(build(case, seed=0).parameters())
     finally:
@@ -168,27 +164,14 @@ def build_in_fp64(case):
 # ------------------------------------------------------------------------------------------- what users do around it
 
 
-def in_fp64(check):
-    """A test that runs `check(stage)` on two ranks for each stage, in fp64."""
-
-    def run_it(stage):
-        torch.set_default_dtype(torch.float64)
-        check(stage)
-
-    @pytest.mark.parametrize("stage", sample(toys.STAGES, toys.STAGES[3:]))
-    def test(stage):
-        toys.run(run_it, 2, stage)
-
-    return test
-
-
 def wrap(stage, make=Chain, **options):
     torch.manual_seed(dist.get_rank())
     model = make()
     return model, stage(model, torch.optim.SGD, **{"lr": 0.1, "momentum": 0.9, "bucket_bytes": 600, **options})
 
 
-def no_random_numbers(stage):
+@on_two_ranks
+def test_no_random_numbers(stage):
     """Dropout must be the same at every stage, so no stage consumes random numbers."""
     torch.manual_seed(5)
     model = Chain()
@@ -204,7 +187,8 @@ def no_random_numbers(stage):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def copies_and_hooks(stage):
+@on_two_ranks
+def test_copies_and_hooks(stage):
     """A copy of the model made before is independent; hooks of the user's own see whole parameters."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -224,14 +208,13 @@ def copies_and_hooks(stage):
         x = vectors(rank, step)
         with torch.no_grad():
             target = teacher(x)
-        (model(x) - target + 1).square().mean().backward()
-        zero.step()
-        zero.zero_grad()
+        toys.learn(zero, (model(x) - target + 1).square().mean())
     assert toys.identical(teacher.parameters(), start) and len(seen) == 2 * 3 * 3 and all(seen)
     assert far(toys.whole_parameters(zero), start) > 1e-3
 
 
-def gradients_can_be_read(stage):
+@on_two_ranks
+def test_gradients_can_be_read(stage):
     """After backward p.grad is the average (stage 0), or nothing that could be taken for it."""
     rank = dist.get_rank()
     model, zero = wrap(stage)
@@ -246,7 +229,8 @@ def gradients_can_be_read(stage):
         assert not any(map(has_gradient, model.parameters()))
 
 
-def zero_grad_where_users_call_it(stage):
+@on_two_ranks
+def test_zero_grad_where_users_call_it(stage):
     """After step, before forward, or between forward and backward: the same, and no more whole gradients at once."""
     outcomes, most = [], []
     for place in ("after", "before", "between"):
@@ -275,7 +259,8 @@ def zero_grad_where_users_call_it(stage):
     assert most[0] == most[1] == most[2]
 
 
-def two_models(stage):
+@on_two_ranks
+def test_two_models(stage):
     """A generator against a discriminator that is frozen in turn: two stages whose backward passes meet."""
     rank, results = dist.get_rank(), []
     for kind in (stage, toys.STAGES[0]):
@@ -283,14 +268,10 @@ def two_models(stage):
         judge, zero_judge = wrap(kind, lambda: nn.Sequential(nn.Linear(3, WIDTH), Chain(count=2)))
         for step in range(3):
             judge.requires_grad_(True)
-            loss = judge(maker(vectors(rank, step)).detach()).square().mean() - judge(vectors(rank, step, 5, 3)).mean()
-            loss.backward()
-            zero_judge.step()
-            zero_judge.zero_grad()
+            made, real = judge(maker(vectors(rank, step)).detach()), judge(vectors(rank, step, 5, 3))
+            toys.learn(zero_judge, made.square().mean() - real.mean())
             judge.requires_grad_(False)
-            judge(maker(vectors(rank, 100 + step))).square().mean().backward()
-            zero_maker.step()
-            zero_maker.zero_grad()
+            toys.learn(zero_maker, judge(maker(vectors(rank, 100 + step))).square().mean())
             zero_judge.zero_grad()
         judge.requires_grad_(True)
         results.append(toys.whole_parameters(zero_maker) + toys.whole_parameters(zero_judge))
@@ -309,7 +290,8 @@ class Mixed(Layer):
         return self.norm((torch.tanh(self.linear(x.float())) * self.gain).double())
 
 
-def mixed_dtypes(stage):
+@on_two_ranks
+def test_mixed_dtypes(stage):
     results = []
     for kind in (stage, toys.STAGES[0]):
         model, zero = wrap(kind, lambda: Chain(Mixed))
@@ -324,7 +306,8 @@ def mixed_dtypes(stage):
     assert {param.dtype for param in model.parameters()} == {torch.float64, torch.float32, torch.bfloat16}
 
 
-def restart_with_frozen_parameters(stage):
+@on_two_ranks
+def test_restart_with_frozen_parameters(stage):
     """What is not trained is state too: the next program may start from other values."""
     rank, results = dist.get_rank(), []
 
@@ -344,12 +327,3 @@ def restart_with_frozen_parameters(stage):
         zero.step()
         results.append(toys.whole_parameters(zero))
     assert toys.identical(*results)
-
-
-test_restart_with_frozen_parameters = in_fp64(restart_with_frozen_parameters)
-test_no_random_numbers = in_fp64(no_random_numbers)
-test_copies_and_hooks = in_fp64(copies_and_hooks)
-test_gradients_can_be_read = in_fp64(gradients_can_be_read)
-test_zero_grad_where_users_call_it = in_fp64(zero_grad_where_users_call_it)
-test_two_models = in_fp64(two_models)
-test_mixed_dtypes = in_fp64(mixed_dtypes)

@@ -27,6 +27,7 @@ def words(told):
     return " ".join(describe(told).split())
 
 
+FIGURE_1 = shape_for(7_500_000_000, 1024, recompute=True)
 BIG = GPTConfig(layers=125, hidden=8192, heads=64, sequence=1024, vocabulary=50257, dropout=0.0, recompute=True)
 
 
@@ -178,7 +179,7 @@ def test_a_shape_can_have_few_blocks():
 
 
 def test_the_plan_is_figure_1_and_says_which_stage_fits():
-    told = plan(shape_for(7_500_000_000, 1024, recompute=True), 64, 32e9)
+    told = plan(FIGURE_1, 64, 32e9)
     assert [row["states"] / 1e9 for row in told["rows"]] == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
     assert [row["states_fit"] for row in told["rows"]] == [False, True, True, True]
     assert [row["fits"] for row in told["rows"]] == [False, False, True, True]  # 31.4 GB leave no room for more
@@ -201,9 +202,8 @@ def test_units_of_stage_3_can_be_too_large_for_a_device():
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fewest_ranks_are_the_fewest_on_which_all_fits(stage):
-    config = shape_for(7_500_000_000, 1024, recompute=True)
-    fewest = plan(config, 64, 32e9)["rows"][stage]["fewest_data_parallel_ranks"]
-    fits = [plan(config, ranks, 32e9)["rows"][stage]["fits"] for ranks in (fewest - 1, fewest)]
+    fewest = plan(FIGURE_1, 64, 32e9)["rows"][stage]["fewest_data_parallel_ranks"]
+    fits = [plan(FIGURE_1, ranks, 32e9)["rows"][stage]["fits"] for ranks in (fewest - 1, fewest)]
     assert fits == [False, True]
 
 
@@ -293,7 +293,7 @@ def test_a_link_has_one_speed_everywhere():
 
 
 def test_it_says_what_deepspeeds_estimator_counts_besides():
-    told = plan(shape_for(7_500_000_000, 1024, recompute=True), 64, 32e9)
+    told = plan(FIGURE_1, 64, 32e9)
     assert "2Ψ + 18Ψ/N at stage 2 where the paper has 2Ψ + 14Ψ/N" in words(told)
     more = (2 + 18 / 64 - 2 - 14 / 64) * told["parameters"]
     assert f"gradients in fp32 besides, here {size_text(more)}" in words(told)
@@ -310,15 +310,15 @@ def test_it_says_that_attention_is_fused():
 
 LONG = ["--params=7.5B --ranks=64", "--params=1T --ranks=1024 --hardware=H200", "--params=3M --ranks=2",
         "--params=100B --mp=16 --ranks=400 --batch=32 --recompute --checkpoints=P_a",
-        "--params=175B --mp=8 --ranks=1024 --sequence=131072 --batch=16 --no-recompute --hardware=A100-80GB", "--params=14B --ranks=2000 --memory=30GB"]
+        "--params=175B --mp=8 --ranks=1024 --sequence=131072 --batch=16 --no-recompute --hardware=A100-80GB",
+        "--params=14B --ranks=2000 --memory=30GB"]
 
 
 def test_it_says_on_how_many_ranks_it_would_fit():
-    config = shape_for(7_500_000_000, 1024, recompute=True)
-    told = plan(config, 2, 32e9)
+    told = plan(FIGURE_1, 2, 32e9)
     fewest = min(row["fewest_data_parallel_ranks"] or 99 for row in told["rows"])
     assert f"no stage fits into 32 GB on so few ranks: stage 3 does on {fewest}; or --mp" in words(told)
-    assert plan(config, fewest, 32e9)["first_stage_that_fits"] == 3
+    assert plan(FIGURE_1, fewest, 32e9)["first_stage_that_fits"] == 3
 
 
 def test_the_picture_is_of_the_moment_that_the_table_shows():
@@ -362,28 +362,39 @@ def test_hardware_and_memory(capsys):
     assert "10.7 GB" in capsys.readouterr().out
 
 
-FLAGS = {
-    "--params=7.5Q": "K, M, B and T",
-    "--params=0": "above 0",
-    "--params=1B --hardware=V100": "V100-32GB",
-    "--params=1B --memory=32Gb5": "units:",
-    "--params=1B --ranks=0": "from 1 up",
-    "--params=1B --ranks=6 --mp=4": "accepted: 1, 2, 3, 6",
-    "--layers=2 --hidden=-4": "from 1 up",
-    "--hidden=64": "--layers and --hidden",
-    "--params=1B --optimizer-bytes=-1": "above 0",
-    "--params=1B --dtype=fp8": "fp16",
-    "--params=1B --checkpoints=P_a": "needs --mp",
-    "--params=1e30": "at most 10¹⁸",
-    "--params=1B --ranks=1000000000000": "to 10⁹",
-    "--layers=48 --hidden=1600 --heads=25 --mp=16": "accepted: 1, 5, 25",
-    "--layers=2 --hidden=100 --mp=64": "accepted: 1, 2, 4, 5",
-    "--params=1B --plot=picture.txt": ".png, .svg",
+REFUSED = {
+    "plan --params=7.5Q": "K, M, B and T",
+    "plan --params=0": "above 0",
+    "plan --params=1B --hardware=V100": "V100-32GB",
+    "plan --params=1B --memory=32Gb5": "units:",
+    "plan --params=1B --ranks=0": "from 1 up",
+    "plan --params=1B --ranks=6 --mp=4": "accepted: 1, 2, 3, 6",
+    "plan --layers=2 --hidden=-4": "from 1 up",
+    "plan --hidden=64": "--layers and --hidden",
+    "plan --params=1B --optimizer-bytes=-1": "above 0",
+    "plan --params=1B --dtype=fp8": "fp16",
+    "plan --params=1B --checkpoints=P_a": "needs --mp",
+    "plan --params=1e30": "at most 10¹⁸",
+    "plan --params=1B --ranks=1000000000000": "to 10⁹",
+    "plan --layers=48 --hidden=1600 --heads=25 --mp=16": "accepted: 1, 5, 25",
+    "plan --layers=2 --hidden=100 --mp=64": "accepted: 1, 2, 4, 5",
+    "plan --params=1B --plot=picture.txt": ".png, .svg",
+    "simulate --params=7.5Q": "K, M, B and T",
+    "simulate --params=-1B": "above 0",
+    "simulate --params=1B --layers=2": "not both",
+    "simulate --layers=2": "--layers and --hidden",
+    "simulate --params=1B --ranks=6 --mp=4": "accepted: 1, 2, 3, 6",
+    "simulate --layers=2 --hidden=100 --heads=3": "accepted with it: 1, 2, 4, 5",
+    "simulate --params=100 --sequence=32": "ask for more parameters",
+    "simulate --params=1B --stage=4": "4 is not a file: give 0, 1, 2 or 3",
+    "simulate --params=1B --config=C4 --stage=0": "without --stage and --no-recompute",
+    "simulate --params=1B --config=C4 --no-recompute": "without --stage and --no-recompute",
+    "simulate --params=1B --plot=picture.txt": ".png, .svg",
 }
 
 
-@pytest.mark.parametrize("flags", FLAGS)
-def test_the_command_refuses(flags, capsys):
+@pytest.mark.parametrize("command", REFUSED)
+def test_the_command_refuses(command, capsys):
     with pytest.raises(SystemExit):
-        program.main(["plan", *flags.split()])
-    assert FLAGS[flags] in capsys.readouterr().err
+        program.main(command.split())
+    assert REFUSED[command] in capsys.readouterr().err

@@ -1,59 +1,80 @@
-"""The plan beside running code: what `plan` calculates is what `simulate` counts, over a grid of models and stages.
+"""The plan beside running code: what `plan` calculates is what `simulate` counts, over a grid of models and stages, and
+of what both take besides: micro-batches, kinds of attention, gradients in fp32, ranks that share a sequence.
 
 Stated bound: the code's highest moment is at most 1% above the plan's, and at most 8% below."""
 
 import dataclasses
 import itertools
+import json
 
 import pytest
 import torch
-from thorough import sample
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from zero_minimal import __main__ as program
 from zero_minimal.activation_partitioning import checkpoint_blocks
-from zero_minimal.paper import moments, operations
+from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.paper import formulas, kernels, moments, operations
 from zero_minimal.paper.fakes import without_values
+from zero_minimal.paper.hardware import GPUS
+from zero_minimal.paper.moments import Work
+from zero_minimal.paper.quantities import size_text
+from zero_minimal.processes import ranks
+from zero_minimal.programs import deepspeed_written
 from zero_minimal.programs.cases import CONSTANT, Case
 from zero_minimal.programs.planning import plan
 from zero_minimal.programs.simulation import simulate
+from zero_minimal.workload import loop
 from zero_minimal.workload.model import GPT, GPTConfig
+from zero_minimal.workload.settings import Settings
 
 pytestmark = pytest.mark.thorough
 
 LEAST, MOST = 0.92, 1.01  # the code's peak over the plan's
 
+
 def shape(layers, hidden, sequence, vocabulary):
     return GPTConfig(layers, hidden, heads=8, sequence=sequence, vocabulary=vocabulary, dropout=0.0)
 
 
-SHAPES = {  # each is highest at another moment; and sequences of a batch
+LONG = shape(6, 256, 512, 256)
+SHAPES = {  # and sequences of a batch. The first four are highest each at another moment
     "many tokens": (shape(6, 256, 1024, 256), 8),
     "a large vocabulary": (shape(3, 256, 256, 30000), 4),
     "few tokens": (shape(4, 256, 32, 30000), 1),
     "wide blocks": (shape(4, 1024, 64, 1000), 1),
+    "long": (LONG, 8),
+    "wide": (shape(4, 512, 128, 1000), 16),
 }
-GRID = [(name, stage, *rest) for name, stage in itertools.product(SHAPES, range(4))
+GRID = [(name, stage, *rest, {}) for name, stage in itertools.product([*SHAPES][:4], range(4))
         for rest in ((64, 1, "fp16", True), (4, 4, "bf16", False))]
-GRID += [("many tokens", 2, 64, 8, "fp16", False), ("many tokens", 0, 2, 1, "fp32", False),
-         ("many tokens", 3, 64, 2, "bf16", True), ("wide blocks", 3, 1, 1, "fp16", True),
-         ("wide blocks", 2, 1, 2, "fp32", False)]
-ALWAYS = [("many tokens", 2, 64, 8, "fp16", False), ("few tokens", 3, 64, 1, "fp16", True),
-          ("wide blocks", 1, 4, 4, "bf16", False)]
+GRID += [("many tokens", 2, 64, 8, "fp16", False, {}), ("many tokens", 0, 2, 1, "fp32", False, {}),
+         ("many tokens", 3, 64, 2, "bf16", True, {}), ("wide blocks", 3, 1, 1, "fp16", True, {}),
+         ("wide blocks", 2, 1, 2, "fp32", False, {})]
+GRID += [(name, stage, 64, 1, "fp16", recompute, {"attention": attention}) for name in ("long", "wide")
+         for attention, recompute, stage in (
+             ("unfused", False, 0), ("unfused", False, 2), ("unfused", True, 1),
+             ("recomputed", False, 3), ("recomputed", True, 2), ("recomputed", True, 3))]
+GRID += [("long", stage, 64, 1, "fp16", False, {"accumulate": 3}) for stage in range(4)]
 
 
-@pytest.mark.parametrize(("name", "stage", "ranks", "parallel", "dtype", "recompute"), sample(GRID, ALWAYS))
-def test_the_plan_is_what_running_code_peaks_at(name, stage, ranks, parallel, dtype, recompute):
+@pytest.mark.parametrize("name, stage, ranks, parallel, dtype, recompute, options", GRID)
+def test_the_plan_is_what_running_code_peaks_at(name, stage, ranks, parallel, dtype, recompute, options):
     config, batch = SHAPES[name]
     config = dataclasses.replace(config, recompute=recompute)
-    memory = simulate(Case(config, stage, ranks * parallel, dtype, batch, parallel)).report["memory"]
-    row = plan(config, ranks * parallel, 32e9, dtype, batch, parallel)["rows"][stage]
-    assert LEAST < memory["peak"] / row["together"] < MOST
+    memory = simulate(Case(config, stage, ranks * parallel, dtype, batch, parallel, **options)).report["memory"]
+
+    def row(device):
+        return plan(config, ranks * parallel, device, dtype, batch, parallel, **options)["rows"][stage]
+
+    assert LEAST < memory["peak"] / row(32e9)["together"] < MOST
     needed = max(memory["peak"], memory["construction_peak"])
-    for device, fits in ((needed / LEAST, True), (needed / MOST / 1.001, False)):
-        assert plan(config, ranks * parallel, device, dtype, batch, parallel)["rows"][stage]["fits"] == fits
+    assert [row(device)["fits"] for device in (needed / LEAST, needed / MOST / 1.001)] == [True, False]
 
 
-@pytest.mark.parametrize(("name", "checkpoints"), sample([("C2", "P_a"), ("C5", "P_a+cpu")], [("C5", "P_a+cpu")]))
+@pytest.mark.parametrize(("name", "checkpoints"), [("C2", "P_a"), ("C5", "P_a+cpu")])
 def test_checkpoints_that_are_cut(name, checkpoints):
     """A slab is as large as all checkpoints; the constant buffers come on top."""
     config, batch = SHAPES["many tokens"]
@@ -148,3 +169,221 @@ def test_the_plan_counts_attention():
     assert told["compute_seconds"] * 0.4 * 125e12 == pytest.approx(both - told["attention_operations"])
     shared = plan(dataclasses.replace(config, heads=16, hidden=1408), 16, 80e9, model_parallel=8)
     assert shared["compute_seconds"] == pytest.approx(told["compute_seconds"] / 8)
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+def test_selective_recomputation_spares_the_scores_of_all_blocks_but_one():
+    """What Korthikanti et al. call so: blocks keep what they keep with a fused kernel."""
+    unfused, recomputed, fused = (plan(LONG, 64, 32e9, batch=8, attention=kind)["activations"]["all"]
+                                  for kind in ("unfused", "recomputed", "fused"))
+    scores = Work(LONG, 8, "fp16").scores()
+    assert scores == 8 * 8 * 512**2 * 2
+    assert unfused - recomputed == LONG.layers * scores
+    assert recomputed == pytest.approx(fused, rel=0.01)  # without the fused kernel's statistics
+
+
+def test_the_kernels_compute_what_torchs_does():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 24, 8, requires_grad=True) for _ in range(3))
+    wanted = torch.autograd.grad(F.scaled_dot_product_attention(query, key, value, is_causal=True).square().sum(),
+                                 (query, key, value))
+    for kind in kernels.ATTENTION:
+        result = kernels.kernel(kind)(query, key, value, dropout_p=0.0, is_causal=True)
+        for one, other in zip(torch.autograd.grad(result.square().sum(), (query, key, value)), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_computed_again_is_what_torch_counts():
+    """Attention alone: its two products once more."""
+    model, tokens = GPT(SMALL), torch.zeros(2, 32, dtype=torch.int64)
+    for block in model.blocks:
+        block.attention.attend = kernels.kernel("recomputed")
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    last = 2 * 2 * 32**2 * 64 * 3  # torch's own checkpoint leaves out the last product
+    assert counter.get_total_flops() == (operations.matrices(3, 64, 40, 64, False)
+                                         + operations.attention(3, 64, 2, 32, True, fused=False) - last)
+    told = plan(SMALL, 1, 32e9, batch=2, attention="recomputed")
+    assert told["attention_operations"] == operations.attention(3, 64, 2, 32, True, fused=False)
+
+
+# ------------------------------------------------------------------------------------------------------ micro-batches
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_micro_batches_beside_running_code(stage):
+    traffic = simulate(Case(LONG, stage, 64, "fp16", 8, accumulate=3)).report["traffic"]
+    row = plan(LONG, 64, 32e9, "fp16", 8, accumulate=3)["rows"][stage]
+    assert row["sent_bytes"] == traffic["theory_bytes"]
+    if stage < 3:
+        assert traffic["sent_bytes"] - traffic["padding_bytes"] == pytest.approx(row["sent_bytes"], rel=1e-6)
+    else:  # the root and the last block are not gathered again for backward
+        assert 0.85 * row["sent_bytes"] < traffic["sent_bytes"] < row["sent_bytes"]
+    once, thrice = (plan(LONG, 64, 32e9, "fp16", 8, accumulate=count)["compute_seconds"] for count in (1, 3))
+    assert thrice == pytest.approx(3 * once)
+
+
+def test_micro_batches_of_an_offloaded_rank_cross_the_bus_each_time():
+    bus = simulate(Case(LONG, 2, 64, "fp16", 1, accumulate=3, offload="cpu")).report["bus"]
+    rows = plan(LONG, 64, 32e9, "fp16", accumulate=3, offloaded=True)["rows"]
+    assert rows[2]["bus_bytes"] == pytest.approx(bus["to_host"], rel=2e-3)  # the code pads
+    assert bus["to_host"] == 3 * bus["to_device"] and rows[2]["bus_bytes"] == 3 * rows[1]["bus_bytes"]
+
+
+# ----------------------------------------------------------------------------------------------------- fp32 gradients
+
+
+@pytest.mark.parametrize("parallel", [1, 8, 64])
+def test_fp32_gradients_make_18_bytes_as_megatron_says(parallel):
+    """Megatron Core's user guide, "Distributed Optimizer": 18, and 6 + 12/d; and 2Ψ + 16Ψ/N if they are sharded."""
+    states = [sum(formulas.model_states(stage, 1000, parallel, "bf16", gradient_bytes=4).values())
+              for stage in range(4)]
+    assert states == pytest.approx([18000, 6000 + 12000 / parallel, 2000 + 16000 / parallel, 18000 / parallel])
+
+
+def fsdp2_sends(lines, settings):
+    """What a step of FSDP2's lines sends, and how many elements the model has."""
+    with ranks.start() as rank:
+        model, batches = GPT(settings.model_config()), iter(loop.training_batches(settings, rank.rank))
+        found = {"model": model, "batches": batches}
+        elements = sum(param.numel() for param in model.parameters())
+        set_up, step = lines.split("\n\nfor micro")
+        exec(set_up, found)
+        exec("for micro" + step, found)
+        with TrafficMeter() as meter:
+            exec("for micro" + step, found)
+        return meter.sent_bytes, elements
+
+
+def test_fp32_gradients_are_what_fsdp2_sends():
+    """The lines that plan prints, with gradients in fp32: bf16 gathered twice, and fp32 reduced."""
+    settings = Settings(layers=3, hidden=64, heads=4, sequence=32, batch=2)
+    told = plan(dataclasses.replace(settings.model_config(), vocabulary=256), 2, 32e9, "bf16", 2, gradient_bytes=4)
+    lines = deepspeed_written.fsdp2(told, 3)
+    assert "reduce_dtype=torch.float32" in lines
+    sent, elements = ranks.run(fsdp2_sends, 2, lines, settings, device="cpu", timeout=60)[0]
+    assert sent == pytest.approx(formulas.traffic(3, elements, 2, "bf16", gradient_bytes=4), rel=0.1)
+    assert sent > 1.1 * formulas.traffic(3, elements, 2, "bf16")
+    content = deepspeed_written.deepspeed(settings.model_config(), told, 3)
+    assert content["communication_data_type"] == content["data_types"]["grad_accum_dtype"] == "fp32"
+
+
+def test_what_reduces_in_fp32_sends_more_at_each_stage():
+    sent = [[formulas.traffic(stage, 100, 2, "bf16", 3, gradient_bytes=size) for stage in range(4)]
+            for size in (None, 4)]
+    assert sent == [[200, 200, 400, 900], [400, 300, 700, 1200]]
+
+
+# ---------------------------------------------------------------------------------------- ranks that share a sequence
+
+
+def ulysses(query, key, value):
+    """Attention of a rank's tokens [b, s/S, heads, size], as DeepSpeed-Ulysses has it: all tokens of some heads."""
+    count = dist.get_world_size()
+
+    def turn(x, cut, join):
+        parts = [part.contiguous() for part in x.chunk(count, cut)]
+        received = torch.empty_like(torch.stack(parts))
+        dist.all_to_all_single(received, torch.stack(parts))
+        return torch.cat(tuple(received), join)
+
+    query, key, value = (turn(x, 2, 1).transpose(1, 2) for x in (query, key, value))  # [b, heads/S, s, size]
+    return turn(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2), 1, 2)
+
+
+def ulysses_forward():
+    with ranks.start() as rank:
+        torch.manual_seed(0)
+        whole = torch.randn(3, 2, 24, 4, 8)  # query, key, value of 2 sequences of 24 tokens, with 4 heads
+        own = whole.chunk(rank.world_size, 2)[rank.rank]
+        with TrafficMeter() as meter:
+            result = ulysses(*own)
+        wanted = F.scaled_dot_product_attention(*whole.transpose(2, 3), is_causal=True).transpose(1, 2)
+        torch.testing.assert_close(result, wanted.chunk(rank.world_size, 1)[rank.rank])
+        return meter.sent_bytes
+
+
+@pytest.mark.parametrize("world_size", (2, 4))
+def test_all_to_alls_of_ranks_that_share_a_sequence_are_counted(world_size):
+    """Forward is half of a step that recomputes nothing."""
+    sent = ranks.run(ulysses_forward, world_size, device="cpu", timeout=60)[0]
+    assert sent == formulas.sequence_parallel_traffic(1, 32, 2, 24, "fp32", world_size, recompute=False) / 2
+
+
+def test_ranks_that_share_a_sequence_keep_what_shorter_ones_would():
+    """Activations are those of s/S tokens, which stand beside code above; all ranks share states."""
+    short = dataclasses.replace(LONG, sequence=128)
+    shared, alone = Work(LONG, 8, "bf16", sequence_parallel=4), Work(short, 8, "bf16")
+    for name in ("block", "kept", "logits", "at_work"):
+        assert getattr(shared, name)() == getattr(alone, name)()
+    assert shared.scores() == 4 * alone.scores()  # a quarter of the heads, and all tokens
+    told, whole = (plan(LONG, 64, 32e9, "bf16", 8, sequence_parallel=count) for count in (4, 1))
+    assert told["rows"][3]["states"] == whole["rows"][3]["states"]
+    assert [count["rows"][3]["fewest_data_parallel_ranks"] for count in (told, whole)] == [4, 1]
+    assert told["compute_seconds"] == pytest.approx(whole["compute_seconds"] / 4)
+    for name, size in whole["activations"].items():
+        assert told["activations"][name] == size / 4, name
+    assert told["sequence_parallel_bytes"] == 8 * 6 * 8 * 512 * 256 / 4 * 2 * 3 / 4
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"sequence_parallel": 3}, "64 data-parallel ranks are not groups of 3"),
+    ({"sequence_parallel": 16}, "8 heads"), ({"attention": "flash"}, "attention must be one of fused"),
+    ({"gradient_bytes": 4, "dtype": "fp32"}, "for 16-bit parameters"),
+    ({"gradient_bytes": 4, "offloaded": True}, "that are not offloaded"),
+])
+def test_what_cannot_be_planned_is_said(options, said):
+    with pytest.raises(ValueError, match=said):
+        plan(LONG, 64, 32e9, **options)
+
+
+# -------------------------------------------------------------------------------------------------------- for a reader
+
+
+ALL = ["plan", "--params", "1.5B", "--ranks", "64", "--dtype", "bf16", "--accumulate", "4", "--attention", "recomputed",
+       "--no-recompute", "--gradients", "fp32", "--sequence-parallel", "8", "--hardware", "H100-80GB"]
+
+
+def test_plan_says_what_was_asked_for_and_its_lines_fit(capsys):
+    program.main(ALL)
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    words = " ".join(said.split())
+    for part in ("A step is 4 micro-batches", "computed again in backward", "18 bytes a parameter",
+                 "8 ranks share each sequence", "all-to-alls", "nothing is skipped"):
+        assert part in words, part
+
+
+def test_markdown_has_the_figures_of_the_plan(tmp_path, capsys):
+    program.main([*ALL, "--markdown", "--json", str(tmp_path / "plan.json")])
+    said, told = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in said.splitlines() if line[:1] == "|"]
+    assert {len(cells) for cells in lines} == {13} and set(lines[1]) == {"---"}
+    assert [cells[0] for cells in lines[2:]] == list("0123")
+    for cells, row in zip(lines[2:], told["rows"], strict=True):
+        assert cells[2:5] == [size_text(row[name]) for name in formulas.STATES]
+        assert cells[7].startswith(size_text(row["together"])) and cells[8] == ("yes" if row["fits"] else "no")
+    for part in ("4 of these in a step of 32,768 tokens", "attention recomputed", "gradients 4 bytes",
+                 "H100-80GB: 80 GB", "NVIDIA H100 Tensor Core GPU data sheet"):
+        assert part in said
+
+
+def test_markdown_of_a_simulation(capsys):
+    program.main(["simulate", "--layers", "2", "--hidden", "64", "--vocabulary", "64", "--sequence", "64", "--ranks",
+                  "8", "--stage", "2", "--accumulate", "2", "--attention", "unfused", "--markdown"])
+    said = capsys.readouterr().out
+    assert "| parameters | 216.6 KB | 216.6 KB |" in said and "2 micro-batches a step, attention unfused" in said
+    assert {line.count("|") for line in said.splitlines() if line.startswith("|")} == {4}
+
+
+def test_a_simulation_of_other_attention_is_for_our_gpt():
+    for options in ({"model_parallel": 2}, {"config": "C4", "model_parallel": 2}, {"attention": "flash"}):
+        with pytest.raises(ValueError, match="attention"):
+            Case(LONG, 2, 64, **{"attention": "unfused"} | options)
+
+
+def test_every_device_names_its_data_sheet():
+    assert all("data sheet" in gpu.source or "white paper" in gpu.source for gpu in GPUS.values())
+    assert {"T4", "L40S", "H200"} <= set(GPUS)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import ended
 from thorough import sample
 
 from zero_minimal.core import collectives
@@ -31,22 +32,6 @@ def soon():
     begin = time.monotonic()
     yield
     assert time.monotonic() - begin < 2 * SOON
-
-
-def gone(process_id):
-    """Whether a process has ended (a zombie has)."""
-    try:
-        status = Path(f"/proc/{process_id}/stat").read_text()
-    except OSError:
-        return True
-    return status.rpartition(")")[2].split()[0] in "ZX"
-
-
-def wait_until_gone(process_ids):
-    limit = time.monotonic() + SOON
-    while not all(gone(process_id) for process_id in process_ids):
-        assert time.monotonic() < limit, f"left behind: {[p for p in process_ids if not gone(p)]}"
-        time.sleep(0.05)
 
 
 # -------------------------------------------------------------------------------------------- results, fresh ranks
@@ -71,7 +56,7 @@ def test_results(world_size):
         assert (args, kwargs, total) == ((1, "two"), {"key": [3]}, sum(range(1, world_size + 1)))
         assert threads == max(1, (os.cpu_count() or 1) // world_size)
         assert seed != 12345 and process_id != os.getpid()
-    wait_until_gone([result[-1] for result in results])
+    assert ended([result[-1] for result in results], SOON)
 
 
 def test_anything_that_can_be_called():
@@ -218,7 +203,7 @@ def test_failure(kind, others, tmp_path):
     assert caught.value.rank == 1
     assert words in str(caught.value)
     assert (type(caught.value.__cause__) if caught.value.__cause__ else None) == cause
-    wait_until_gone([int(note.name) for note in tmp_path.iterdir()])
+    assert ended([int(note.name) for note in tmp_path.iterdir()], SOON)
 
 
 def test_first_failure_is_named():
@@ -255,7 +240,7 @@ def test_hang(tmp_path):
     with pytest.raises(TimeoutError, match="rank 0, 1 of 3 had not finished") as caught:
         ranks.run(stand_still, 3, timeout=3)
     assert re.search(r"(?s)rank 0 stands here.*barrier.*rank 1 stands here.*stand_still", str(caught.value))
-    wait_until_gone([int(note.name) for note in tmp_path.iterdir()])
+    assert ended([int(note.name) for note in tmp_path.iterdir()], SOON)
 
 
 def test_after_a_failure_all_is_well():
@@ -344,7 +329,7 @@ def test_ranks_end_with_the_process_that_asked_for_them(tmp_path):
             time.sleep(0.05)
     finally:
         process.kill()
-    wait_until_gone([int(note.stem) for note in notes])
+    assert ended([int(note.stem) for note in notes], SOON)
     finish(process)
 
 
@@ -403,7 +388,7 @@ def test_failure_under_torchrun(failure, others, words, tmp_path):
     assert re.search(words, errors), errors
     assert re.search(r"rank\s*: 1 \(local_rank: 1\)|rank 1 failed", errors), errors
     assert len(notes := list(tmp_path.glob("*.note"))) == 2
-    wait_until_gone([int(note.stem) for note in notes])
+    assert ended([int(note.stem) for note in notes], SOON)
 
 
 @pytest.mark.thorough

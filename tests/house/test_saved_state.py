@@ -4,7 +4,6 @@ import copy
 import gc
 import itertools
 import re
-import sys
 import threading
 from pathlib import Path
 
@@ -12,11 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from house.saved_models import Model, groups_of, names, wrapped
 from thorough import sample
-
-sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
-
-from saved_models import Model, groups_of
 
 from zero_minimal.checkpoint import as_json, saved_state
 from zero_minimal.checkpoint.chunks import Chunk, Place, chunks
@@ -28,14 +24,12 @@ STEPS, SAVED_AT = 6, (3, 4)  # checkpoints have the state after so many
 class Training:
     """A run with all that has a state: accumulation, a scheduler, a loss scaler that grows and overflows, dropout."""
 
-    def __init__(self, stage, dtype, first, bucket_bytes=3000):
-        rank = dist.get_rank()
-        model = toys.build(Model, rank + 10 * first, dtype)  # a new process has another seed
-        self.zero = toys.STAGES[stage](model, torch.optim.AdamW, lr=1e-2, bucket_bytes=bucket_bytes,
-                                       param_groups=groups_of(model))
+    def __init__(self, stage, dtype, first):
+        seed = dist.get_rank() + 10 * first  # a new process has another one
+        self.zero = wrapped(stage, 100 + seed, lambda: Model().to(dtype), groups=groups_of)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.zero.optimizer, [2, 5], gamma=0.5)
         self.scaler = LossScaler(2.0**26, growth_interval=2) if dtype == torch.float16 else None
-        torch.manual_seed(300 + rank + 10 * first)
+        torch.manual_seed(300 + seed)
         self.done = first
 
     def step(self):
@@ -163,9 +157,7 @@ def own_memory():
 def growth(stage, folder):
     """How far memory grows while a checkpoint is written, next to what a copy of the state would take."""
     zero = toys.STAGES[stage](toys.MLP(1500, 1500, 1500, 1500), torch.optim.AdamW, bucket_bytes=BUCKET)
-    zero.model(torch.randn(4, 1500)).sum().backward()
-    zero.step()
-    zero.zero_grad()
+    toys.learn(zero, zero.model(torch.randn(4, 1500)).sum())
     saved_state.save(zero, folder)  # what is imported, and allocated, once
     gc.collect()
     before, seen, done = own_memory(), [], threading.Event()
@@ -203,13 +195,12 @@ def kept_by_hand(folder):
     assert [path.name for path in paths] == [f"step-{number:08}" for number in range(4)]
     again = saved_state.save(zero, folder, {"number": 9}, step=3, keep=2)
     assert again.name == "step-00000003.1", "no finished one is overwritten"
-    names = sorted(path.name for path in folder.iterdir())
-    return names, saved_state.load(zero, folder), saved_state.load(zero, paths[-1])
+    return names(folder), saved_state.load(zero, folder), saved_state.load(zero, paths[-1])
 
 
 def test_keeps_the_newest(tmp_path):
-    for names, newest, named in toys.run(kept_by_hand, 2, tmp_path):
-        assert names == ["step-00000003", "step-00000003.1"]
+    for kept, newest, named in toys.run(kept_by_hand, 2, tmp_path):
+        assert kept == ["step-00000003", "step-00000003.1"]
         assert newest == {"number": 9} and named == {"number": 3}
 
 

@@ -4,24 +4,16 @@ import json
 import os
 import pickle
 import re
-import resource
 import shutil
-import signal
-import sys
 import warnings
 import zlib
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import toys
-from thorough import sample
+from house.saved_models import Wide, disk_has, groups_of, names, wrapped
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))  # ranks import it too
-
-from saved_models import Wide, groups_of
 
 from zero_minimal.checkpoint import saved_state, state_folder
 
@@ -90,26 +82,13 @@ DAMAGE = {  # what is done to a checkpoint's folder: what the refusal says
 }
 
 
-def wrapped(seed=1, stage=2, make=Wide, optimizer=torch.optim.AdamW, groups=None, **options):
-    torch.manual_seed(seed)
-    model = make()
-    return toys.STAGES[stage](model, optimizer, bucket_bytes=3000, param_groups=groups and groups(model),
-                              **{"lr": 0.01} | options)
-
-
-def train_step(zero, step=0):
-    zero.model(*toys.tokens(dist.get_rank(), step)).backward()
-    zero.step()
-    zero.zero_grad()
-
-
 def damaged_and_loaded(folder):
     """Of each kind of damage to the newer of two checkpoints: what was warned of, what was loaded, and what is said if
     there is no other."""
     good, found = folder / "good", {}
     zero = wrapped()
     for step in (1, 2):
-        train_step(zero, step)
+        toys.step_of(zero, step)
         saved_state.save(zero, good, {"step": step}, step=step)
     for words, (damage, _) in DAMAGE.items():
         own = folder / words
@@ -141,14 +120,14 @@ def test_damage_is_named_and_the_one_before_taken(tmp_path):
                 assert re.search(DAMAGE[words][1], alone), f"{words}: {alone}"
 
 
-def each_bit(folder, every):
+def each_bit(folder):
     zero = wrapped()
-    train_step(zero)
+    toys.step_of(zero, 0)
     path = saved_state.save(zero, folder)
     missed = []
     for file in sorted(path.iterdir()):
         held = file.read_bytes()
-        for place in sorted({*range(130), *range(0, len(held), every)}):  # the first line of the contents, too
+        for place in sorted({*range(130), *range(0, len(held), 41)}):  # the first line of the contents, too
             flip(file, place, place % 8)
             try:
                 contents = state_folder.read_contents(path)
@@ -161,9 +140,8 @@ def each_bit(folder, every):
     return missed
 
 
-@pytest.mark.parametrize("every", sample([997, 41], [997]))
-def test_no_flipped_bit_is_missed(every, tmp_path):
-    assert toys.run(each_bit, 1, tmp_path, every, timeout=110) == [[]]
+def test_no_flipped_bit_is_missed(tmp_path):
+    assert toys.run(each_bit, 1, tmp_path, timeout=110) == [[]]
 
 
 def nothing_there(folder):
@@ -238,7 +216,7 @@ OTHERS = {
 def refused(folder):
     words = {}
     saved = wrapped()
-    train_step(saved)
+    toys.step_of(saved, 0)
     saved_state.save(saved, folder)
     for name, (options, _) in OTHERS.items():
         for stage in (1, 3):
@@ -264,23 +242,20 @@ def test_another_model_is_told_by_its_names(tmp_path):
 def full(folder, meanwhile):
     """Rank 1 cannot write more than a few bytes: both hear it, and what was there before stays."""
     zero, write = wrapped(), saved_state.async_save if meanwhile else saved_state.save
-    train_step(zero)
+    toys.step_of(zero, 0)
     saved_state.save(zero, folder, {"good": True}, step=1)
-    train_step(zero)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then it is an error of write()
-    if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    toys.step_of(zero, 0)
+    disk_has(1000 if dist.get_rank() == 1 else None)
     with pytest.raises(saved_state.NotSaved, match=r"step 2 was not written.*: rank 1: \[Errno \d+\] File too large"):
         saving = write(zero, folder, {"good": False}, step=2)
         if meanwhile:
-            train_step(zero)  # goes on
+            toys.step_of(zero, 0)  # goes on
             saving.wait()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
+    disk_has(None)
     dist.barrier()
-    names = sorted(path.name for path in folder.iterdir())
-    extra = saved_state.load(zero, folder)
+    kept, extra = names(folder), saved_state.load(zero, folder)
     saved_state.save(zero, folder, {"good": "again"}, step=2)
-    return names, extra, saved_state.load(zero, folder)
+    return kept, extra, saved_state.load(zero, folder)
 
 
 @pytest.mark.parametrize("meanwhile", (False, True))

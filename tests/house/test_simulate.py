@@ -1,7 +1,6 @@
-"""Simulation: the stages' code as one rank of many on fake tensors, and models that stage 3 brings into being."""
+"""Simulation: the stages' code as one rank of many on fake tensors."""
 
 import dataclasses
-import functools
 import io
 import json
 import re
@@ -16,7 +15,6 @@ from thorough import sample
 from torch import nn
 
 from zero_minimal import __main__ as program
-from zero_minimal.meters.memory import Ledger
 from zero_minimal.paper import formulas
 from zero_minimal.processes import ranks
 from zero_minimal.programs.cases import Case, phases
@@ -24,9 +22,7 @@ from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.simulate import describe, watched
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.programs.train import train
-from zero_minimal.stage2 import Stage2
-from zero_minimal.stage3 import Stage3
-from zero_minimal.workload.model import GPT, GPTConfig
+from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import Settings
 
 SMALL = GPTConfig(layers=3, hidden=48, heads=3, sequence=16, dropout=0.0)  # 48 does not divide by 16 · 4 elements
@@ -252,184 +248,6 @@ def test_the_command(tmp_path, capsys):
     assert "N = 1,024" in text and "Attention is fused" in " ".join(text.split())
     pixels = imread(tmp_path / "run.png")
     assert pixels.shape[0] > 700 and pixels[..., :3].std() > 0.1
-
-
-FLAGS = {
-    "--params=7.5Q": "K, M, B and T",
-    "--params=-1B": "above 0",
-    "--params=1B --layers=2": "not both",
-    "--layers=2": "--layers and --hidden",
-    "--params=1B --ranks=6 --mp=4": "accepted: 1, 2, 3, 6",
-    "--layers=2 --hidden=100 --heads=3": "accepted with it: 1, 2, 4, 5",
-    "--params=100 --sequence=32": "ask for more parameters",
-    "--params=1B --stage=4": "4 is not a file: give 0, 1, 2 or 3",
-    "--params=1B --config=C4 --stage=0": "without --stage and --no-recompute",
-    "--params=1B --config=C4 --no-recompute": "without --stage and --no-recompute",
-    "--params=1B --plot=picture.txt": ".png, .svg",
-}
-
-
-@pytest.mark.parametrize("flags", FLAGS)
-def test_the_command_refuses(flags, capsys):
-    with pytest.raises(SystemExit):
-        program.main(["simulate", *flags.split()])
-    assert FLAGS[flags] in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------ models on the meta device, with ranks that are real
-
-
-def on_meta(make):
-    with torch.device("meta"):
-        return make()
-
-
-def trained_from_meta(make, dtype=torch.float32):
-    """Losses, the first parameters of all ranks, and the highest moment of construction over the bytes of the model."""
-    rank = dist.get_rank()
-    torch.manual_seed(100 + rank)  # each rank draws other values, and rank 0's count
-    model = on_meta(make).to(dtype)
-    names = dict(model.named_parameters())
-    with Ledger() as ledger:
-        before = ledger.total
-        zero = Stage3(model, torch.optim.AdamW, lr=1e-2)
-        peak = ledger.peak.total - before
-    assert dict(model.named_parameters()) == names  # the same objects: others may refer to them
-    first, losses = toys.whole_parameters(zero), []
-    for _ in range(8):
-        zero.zero_grad()
-        loss = model(*toys.tokens(rank, step=0))
-        loss.backward()
-        zero.step()
-        losses.append(loss.item())
-    return losses, first, peak, sum(param.nbytes for param in first)
-
-
-DEEP = functools.partial(toys.Transformer, blocks=12, hidden=45)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("make", [DEEP, functools.partial(DEEP, tied=True)], ids=["plain", "tied"])
-def test_a_model_on_the_meta_device_trains_and_was_never_whole(make):
-    ranks_ = toys.run(trained_from_meta, 2, make, torch.bfloat16)
-    for losses, first, peak, whole in ranks_:
-        assert losses[-1] < 0.8 * losses[0]
-        assert toys.identical(first, ranks_[0][1])
-        shards = (2 + 4) / 2 / 2 * whole  # of parameters and masters, over two ranks, in units of 2 bytes
-        assert peak < shards + 0.35 * whole  # and a unit or two, and the root
-
-
-def gpt_from_meta(config):
-    torch.manual_seed(dist.get_rank())
-    return toys.whole_parameters(Stage3(on_meta(lambda: GPT(config)), torch.optim.AdamW))
-
-
-def test_a_gpt_on_the_meta_device_gets_gpt_2s_initialisation():
-    config = GPTConfig(layers=4, hidden=64, heads=2, sequence=32, dropout=0.0)
-    torch.manual_seed(0)
-    reference = GPT(config)
-    for mine, (name, theirs) in zip(toys.run(gpt_from_meta, 1, config)[0], reference.named_parameters(), strict=True):
-        assert mine.shape == theirs.shape
-        if theirs.std() == 0:
-            assert torch.equal(mine, theirs), name
-        else:
-            assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.1), name
-
-
-class Scale(nn.Module):
-    """A parameter of its own, and nothing that could draw it."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return x * self.factor
-
-
-class Tied(nn.Module):
-    """Two blocks share a weight, so it belongs to the root, and have biases of their own; the norm has statistics."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
-        self.blocks[2].weight = self.blocks[0].weight
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.norm(x)
-
-
-def tied_from_meta():
-    torch.manual_seed(0)
-    zero = Stage3(on_meta(Tied), torch.optim.SGD, lr=0.1)
-    weight, *_ = values = toys.whole_parameters(zero)
-    zero.model(torch.randn(5, 6)).square().sum().backward()
-    zero.step()
-    return weight, values, [buffer.clone() for buffer in zero.model.buffers()], toys.whole_parameters(zero)
-
-
-def test_what_two_units_share_is_drawn_once():
-    weight, values, (mean, variance, seen), after = toys.run(tied_from_meta, 1)[0]
-    assert all(value.isfinite().all() for value in values + after)
-    assert weight.abs().max() <= 6**-0.5 and weight.std() > 0.1  # nn.Linear's own initialisation
-    assert mean.isfinite().all() and variance.isfinite().all() and seen == 1
-
-
-def refused(make, stage):
-    with pytest.raises(ValueError) as caught:
-        stage(on_meta(make), torch.optim.AdamW)
-    return str(caught.value)
-
-
-class Forgetful(nn.Linear):
-    """What it inherits draws weight and bias, and not what it adds."""
-
-    def __init__(self, buffer):
-        super().__init__(4, 4)
-        if buffer:
-            self.register_buffer("table", torch.arange(4.0))
-        else:
-            self.scale = nn.Parameter(torch.ones(4))
-
-
-class Recursive(nn.Module):
-    """Draws what its child has, which belongs to the root, since another block has it too."""
-
-    def __init__(self, shared):
-        super().__init__()
-        self.inner, self.own = shared, nn.Linear(6, 6)
-
-    def reset_parameters(self):
-        self.inner.reset_parameters()
-        self.own.reset_parameters()
-
-    def forward(self, x):
-        return self.own(self.inner(x))
-
-
-def recursive_from_meta():
-    def make():
-        shared = nn.Linear(6, 6)
-        model = nn.Module()
-        model.blocks = nn.ModuleList([Recursive(shared), Recursive(shared)])
-        return model
-
-    return toys.whole_parameters(Stage3(on_meta(make), torch.optim.SGD, lr=0.1))
-
-
-def test_a_block_may_draw_what_its_child_shares():
-    assert all(value.isfinite().all() and value.abs().max() <= 6**-0.5 for value in toys.run(recursive_from_meta, 1)[0])
-
-
-def test_models_that_cannot_come_into_being_are_refused():
-    assert "Scale has no reset_parameters()" in toys.run(refused, 1, lambda: nn.Sequential(Scale()), Stage3)[0]
-    for buffer, name in ((True, "Forgetful.table"), (False, "scale")):
-        make = functools.partial(Forgetful, buffer)
-        assert f"nothing gave '{name}' a value" in toys.run(refused, 1, make, Stage3)[0]
-    assert "only stage 3" in toys.run(refused, 1, toys.MLP, Stage2)[0]
 
 
 # ----------------------------------------------------------------------------------- stages and models of one's own

@@ -15,7 +15,6 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
-from thorough import sample
 
 from zero_minimal.processes import interrupts
 from zero_minimal.programs import report
@@ -31,15 +30,19 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(HOUSE), "CUDA_VISIBLE_DEVICES": ""
 
 
 def command(words):
-    """A command as users write it, for subprocess: torchrun …, file.py …, or one of python -m zero_minimal …"""
+    """A command as users write it, for subprocess: torchrun …, file.py …, or one of python -m zero_minimal …; or lines
+    of Python."""
+    if "\n" in words:
+        return [sys.executable, "-c", words]
     first, *rest = words.split()
     if first == "torchrun":
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", *rest]
     return [sys.executable, *([] if first.endswith(".py") else ["-m", "zero_minimal"]), first, *rest]
 
 
-def ended(words):
-    return subprocess.run(command(words), capture_output=True, text=True, timeout=SLOW, cwd=HOUSE, env=ENVIRONMENT)
+def ended(words, **environment):
+    return subprocess.run(command(words), capture_output=True, text=True, timeout=SLOW, cwd=HOUSE,
+                          env=ENVIRONMENT | environment)
 
 
 def own_lines(done):
@@ -71,8 +74,7 @@ RUNS = {  # command: what its progress begins with, and ends with
 }
 
 
-@pytest.mark.parametrize("words", sample(RUNS, [words for words in RUNS if words.startswith(
-    "zero_minimal/naive.py")]))
+@pytest.mark.parametrize("words", RUNS)
 def test_output_into_a_pipe(words, tmp_path):
     """Fits 80 columns, has plain lines of progress, and names the picture. No bar, no colour: a pipe keeps them all."""
     first, last = RUNS[words]
@@ -181,9 +183,12 @@ INTERRUPTED = {  # command: words to wait for
 }
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes that are left, in /proc")
-@pytest.mark.parametrize("words", sample(INTERRUPTED, [words for words in INTERRUPTED if words.startswith(
-    "torchrun")]))
+on_linux = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(),
+                              reason="looks for processes that are left, in /proc")
+
+
+@on_linux
+@pytest.mark.parametrize("words", INTERRUPTED)
 def test_ctrl_c_ends_it_at_once_and_in_a_line(words, tmp_path):
     mark = tmp_path / "mark.py"
     mark.write_text(HANGS)
@@ -204,7 +209,7 @@ def test_ctrl_c_ends_it_at_once_and_in_a_line(words, tmp_path):
     assert not running(str(mark)), "processes are left"
 
 
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes that are left, in /proc")
+@on_linux
 def test_ranks_end_with_the_torchrun_that_started_them(tmp_path):
     """Somebody kills torchrun alone."""
     words = f"{TWO}/stage1.py {TINY} --steps=1000000 --json={tmp_path}"
@@ -227,8 +232,7 @@ failures.end_together(None, 0, RuntimeError("connection closed by peer"))
 
 def test_who_loses_a_rank_by_that_says_the_same():
     """The other one was the first to see that torchrun is gone, and with it the store of the ranks' words."""
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=SLOW, cwd=HOUSE,
-                          env=ENVIRONMENT | {"RANK": "0"})
+    done = ended(LOST, RANK="0")
     assert (done.returncode, done.stderr) == (1, f"rank 0 stops: {interrupts.GONE}\n")
 
 
@@ -242,10 +246,8 @@ with ranks.start(timeout=2):
 def test_a_rank_that_finds_no_torchrun_says_so_in_a_line_and_in_time():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    torchruns = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port),
-                 "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=SLOW, cwd=HOUSE,
-                          env=ENVIRONMENT | torchruns)
+    done = ended(ALONE, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_PORT=str(port),
+                 MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")  # as torchrun sets them
     assert done.returncode == 1
     assert re.fullmatch(rf"rank 1 stops: the ranks did not meet within 2 s, at 127.0.0.1:{port} \(.*refused\)\n",
                         done.stderr), done.stderr
@@ -260,8 +262,7 @@ def test_what_is_imported_first_is_torch_and_no_compiler():
              if "import main" in file.read_text() and file.stem != "late_gather"]
     lines += ["import sys, zero_minimal.programs.train, zero_minimal.programs.plan", "assert len(sys.modules) > 500",
               "print([name for name in ('torch._dynamo', 'torch.distributed.fsdp', 'sympy') if name in sys.modules])"]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=SLOW,
-                          cwd=HOUSE, env=ENVIRONMENT)
+    done = ended("\n".join(lines))
     assert len(lines) > 8 and done.stdout == "[]\n", done.stdout + done.stderr
 
 
@@ -283,7 +284,7 @@ WRONG = {  # command: what its one line says
 }
 
 
-@pytest.mark.parametrize("words", sample(WRONG, [f"{TWO}/stage2.py --step 3"]))
+@pytest.mark.parametrize("words", WRONG)
 def test_a_wrong_call_is_answered_in_one_line(words):
     done = ended(words)
     assert done.returncode != 0 and not done.stdout

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from thorough import sample
 from torch import nn
 
 from zero_minimal.processes import ranks
@@ -41,7 +40,7 @@ def moves(stage_class, world_size):
         return [(old - new.detach()) for old, new in zip(before, model.parameters(), strict=True)]
 
 
-@pytest.mark.parametrize("world_size", sample([1, 2, 3], [3]))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage_class", [Stage0, Stage1, Stage2, Stage3])
 def test_a_missing_gradient_is_zero_in_each_pass(stage_class, world_size):
     always = sum(1.0 + rank + 10 * micro for rank in range(world_size) for micro in range(2)) / world_size

@@ -171,6 +171,9 @@ def in_node(script, tmp_path):
     return subprocess.run([node, file], capture_output=True, text=True, timeout=60, check=True).stdout, ""
 
 
+MOVE = """
+    const move = (name, value) => { const one = document.getElementById(name);
+      one.value = value; one.dispatchEvent(new Event(one.tagName === "SELECT" ? "change" : "input")); };"""
 SAID = 'document.getElementById("said").textContent = JSON.stringify({});'.format
 
 
@@ -186,9 +189,7 @@ def test_the_page_calculates_what_plan_says_in_200_settings(engine, tmp_path):
 
 def test_the_page_shows_them_and_the_command_that_says_the_same(tmp_path, capsys):
     """What stands on the page after the sliders were moved; every control has a label."""
-    moved = """
-        const move = (name, value) => { const one = document.getElementById(name);
-          one.value = value; one.dispatchEvent(new Event(one.tagName === "SELECT" ? "change" : "input")); };
+    moved = MOVE + """
         move("size", 9); move("model_parallel", 2); move("kept", "P_a"); move("batch", 3);
         move("device", "A100-40GB"); move("dtype", "bf16");
         document.getElementById("stage3").click();
@@ -214,9 +215,7 @@ def test_the_page_shows_them_and_the_command_that_says_the_same(tmp_path, capsys
 
 
 def test_the_command_of_the_page_has_offload_too(tmp_path, capsys):
-    moved = """
-        const move = (name, value) => { const one = document.getElementById(name);
-          one.value = value; one.dispatchEvent(new Event(one.tagName === "SELECT" ? "change" : "input")); };
+    moved = MOVE + """
         move("offload", "cpu");
         document.getElementById("stage2").click();
     """ + SAID("[document.querySelector('code').textContent]")

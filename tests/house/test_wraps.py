@@ -4,14 +4,13 @@ import copy
 import gc
 import io
 import pickle
-import re
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 import toys
-from misuse import by_stage, by_stage_and_world
+from misuse import by_stage, by_stage_and_world, in_one_line, in_ranks
 from torch import optim
 from torch.optim.swa_utils import AveragedModel
 
@@ -26,18 +25,6 @@ def wrap(stage, make=toys.Transformer, dtype=torch.float32, seed=0, **options):
     return model, toys.STAGES[stage](model, options.pop("optimizer", optim.AdamW), **options)
 
 
-def train(zero, step=0):
-    loss = zero.model(*toys.tokens(dist.get_rank(), step))
-    loss.backward()
-    zero.step()
-    zero.zero_grad()
-    return loss.item()
-
-
-def words_of(error):
-    return re.sub(r"\s+", " ", str(error.value))
-
-
 # ------------------------------------------------------------------------------------ edits inside gather_parameters()
 
 
@@ -50,7 +37,7 @@ def load_differently(stage, dtype):
     after one element of one parameter differs on the last rank."""
     rank, last, said = dist.get_rank(), dist.get_world_size() - 1, []
     model, zero = wrap(stage, dtype=dtype)
-    train(zero)
+    toys.step_of(zero, 0)
     before = toys.whole_parameters(zero)
 
     def one_element():
@@ -62,7 +49,7 @@ def load_differently(stage, dtype):
         with pytest.raises(RuntimeError, match=r"leaves gather_parameters\(\) with other values") as caught:
             with zero.gather_parameters():
                 edit()
-        said.append(words_of(caught))
+        said.append(in_one_line(caught.value))
         if stage == 3:
             assert toys.identical(toys.whole_parameters(zero), before), "there the edit is undone"
         else:
@@ -83,14 +70,14 @@ def test_ranks_that_edit_differently_are_told(world_size, stage, dtype):
 def load_on_rank_0(stage, dtype):
     """As the message says: rank 0 loads, and sends."""
     model, zero = wrap(stage, dtype=dtype)
-    train(zero)
+    toys.step_of(zero, 0)
     with zero.gather_parameters():
         if dist.get_rank() == 0:
             load(model, 0.25)
         for param in model.parameters():
             collectives.broadcast(param.data)
     loaded = toys.whole_parameters(zero)
-    train(zero, 1)
+    toys.step_of(zero, 1)
     return loaded, toys.whole_parameters(zero)
 
 
@@ -104,7 +91,9 @@ def test_rank_0_may_load_and_send(world_size, stage, dtype):
         assert toys.identical(other[0], loaded) and toys.identical(other[1], after)
 
 
-def fail_inside(stage):
+@by_stage
+@in_ranks(2)
+def test_an_error_inside(stage):
     """An error in the block comes out as it is, and at stage 3 undoes what was edited."""
     model, zero = wrap(stage)
     before = toys.whole_parameters(zero)
@@ -113,12 +102,7 @@ def fail_inside(stage):
             load(model, 1.0)
             raise ZeroDivisionError
     assert toys.identical(toys.whole_parameters(zero), before) == (stage == 3)
-    train(zero)
-
-
-@by_stage
-def test_an_error_inside(stage):
-    toys.run(fail_inside, 2, stage)
+    toys.step_of(zero, 0)
 
 
 def enter_alone(stage):
@@ -126,7 +110,7 @@ def enter_alone(stage):
     if dist.get_rank() == 0:
         with zero.gather_parameters():
             pass
-    train(zero)
+    toys.step_of(zero, 0)
 
 
 @by_stage
@@ -162,37 +146,36 @@ def by_pickle(model):
 COPIES = (copy.deepcopy, lambda model: AveragedModel(model).module, by_pickle)
 
 
-def copy_the_model(stage, how):
+@by_stage
+@pytest.mark.parametrize("how", range(3), ids=("deepcopy", "AveragedModel", "pickle"))
+@in_ranks(2)
+def test_a_copy_is_a_plain_model(stage, how):
     model, zero = wrap(stage)
-    train(zero)
+    toys.step_of(zero, 0)
     with zero.gather_parameters():
         plain = COPIES[how](model)
         assert same_losses(model, plain)
         assert set(map(id, plain.parameters())).isdisjoint(map(id, model.parameters()))
     trains_alone(plain)
     kept = [param.detach().clone() for param in plain.parameters()]
-    first = [train(zero, step) for step in range(1, 3)]
+    first = [toys.step_of(zero, step) for step in range(1, 3)]
     assert toys.identical(plain.parameters(), kept), "a copy goes its own way"
     # and it may belong to a stage of its own
     again, twin = copy.deepcopy(plain), toys.STAGES[stage](plain, optim.SGD, lr=0.1)
-    train(twin)
+    toys.step_of(twin, 0)
     assert not toys.identical(toys.whole_parameters(twin), again.parameters())
     # what was copied from has not noticed
     _, other = wrap(stage)
-    train(other)
-    assert first == [train(other, step) for step in range(1, 3)]
+    toys.step_of(other, 0)
+    assert first == [toys.step_of(other, step) for step in range(1, 3)]
 
 
 @by_stage
-@pytest.mark.parametrize("how", range(3), ids=("deepcopy", "AveragedModel", "pickle"))
-def test_a_copy_is_a_plain_model(how, stage):
-    toys.run(copy_the_model, 2, stage, how)
-
-
-def copy_outside(stage):
+@in_ranks(2)
+def test_a_copy_outside(stage):
     """Outside gather_parameters(): right, or refused with the line to write."""
     model, zero = wrap(stage)
-    train(zero)
+    toys.step_of(zero, 0)
     parts = {"model": model, "block": model.blocks[1], "head": model.head}
     for part in parts.values():
         for make in (copy.deepcopy, by_pickle):
@@ -213,15 +196,10 @@ def copy_outside(stage):
             average = AveragedModel(model)
         with pytest.raises(RuntimeError, match="gather_parameters"):
             average.update_parameters(model)
-    train(zero, 1)
+    toys.step_of(zero, 1)
     for refused in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(TypeError, match=r"zero\.state_dict\(\)"):
             refused(zero)
-
-
-@by_stage
-def test_a_copy_outside(stage):
-    toys.run(copy_outside, 2, stage)
 
 
 # -------------------------------------------------------------------------------------------- a model without its stage
@@ -230,7 +208,7 @@ def test_a_copy_outside(stage):
 def drop_the_stage(stage):
     gc.disable()  # nothing here waits for a collection
     model, zero = wrap(stage, optimizer=optim.Adam)
-    train(zero)
+    toys.step_of(zero, 0)
     loss = model(*toys.tokens(0, 1))  # a graph that stays: people keep their losses
     loss.backward()
     gone = [weakref.ref(part) for part in (zero, zero.optimizer, zero.reducer, zero.buckets[0])]
@@ -242,7 +220,9 @@ def drop_the_stage(stage):
     return model, loss, values
 
 
-def live_without_stage(stage):
+@pytest.mark.parametrize("stage", range(3))
+@in_ranks(2)
+def test_the_model_is_plain_when_its_stage_is_gone(stage):
     model, _, values = drop_the_stage(stage)
     assert toys.identical(model.parameters(), values)
     if stage > 1:
@@ -258,15 +238,11 @@ def live_without_stage(stage):
         fresh, zero = wrap(other)
         with zero.gather_parameters():
             fresh.load_state_dict(dict(zip(fresh.state_dict(), toys.whole_parameters(again), strict=True)))
-        assert [train(again, step) for step in range(3)] == [train(zero, step) for step in range(3)]
+        assert [toys.step_of(again, step) for step in range(3)] == [toys.step_of(zero, step) for step in range(3)]
 
 
-@pytest.mark.parametrize("stage", range(3))
-def test_the_model_is_plain_when_its_stage_is_gone(stage):
-    toys.run(live_without_stage, 2, stage)
-
-
-def left_behind():
+@in_ranks(2)
+def test_at_stage_3_its_values_are_gone_too():
     model, loss, _ = drop_the_stage(3)
     uses = (lambda: model(*toys.tokens(0, 2)), lambda: model.head(torch.ones(15)), lambda: model.state_dict(),
             lambda: model.blocks[0].load_state_dict({}), lambda: model.blocks[2].up.weight.sum(),
@@ -278,14 +254,10 @@ def left_behind():
     assert loss.isfinite()
 
 
-def backward_too_late():
+@in_ranks(2)
+def test_backward_comes_too_late():
     model, zero = wrap(3)
     loss = model(*toys.tokens(0, 1))
     del zero
     with pytest.raises(RuntimeError, match=r"comes too late: the stage of this model is gone \(del zero\)"):
         loss.backward()
-
-
-@pytest.mark.parametrize("check", (left_behind, backward_too_late))
-def test_at_stage_3_its_values_are_gone_too(check):
-    toys.run(check, 2)
