@@ -39,11 +39,15 @@ BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
 MB, ZERO = 2**20, "zero_optimization"
 
 
-def wanted(tmp_path, content, ranks=1, given=None, mesh=False):
+def file_of(tmp_path, content):
     file = tmp_path / "ds.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(file)
+
+
+def wanted(tmp_path, content, ranks=1, given=None):
     given = given or {}
-    return Wanted(deepspeed_keys.read(str(file)), given, runs.DEFAULTS | given, ranks, mesh)
+    return Wanted(deepspeed_keys.read(file_of(tmp_path, content)), given, runs.DEFAULTS | given, ranks)
 
 
 def settings_of(tmp_path, content):
@@ -380,8 +384,8 @@ def program(monkeypatch, capsys, main, argument, *flags):
 ])
 def test_a_program_that_does_not_fit_says_which_does(main, argument, content, flags, said, tmp_path, monkeypatch,
                                                      capsys):
-    wanted(tmp_path, content)
-    assert said in program(monkeypatch, capsys, main, argument, "--deepspeed-config", str(tmp_path / "ds.json"), *flags)
+    file = file_of(tmp_path, content)
+    assert said in program(monkeypatch, capsys, main, argument, "--deepspeed-config", file, *flags)
 
 
 def test_no_file_is_a_sentence(tmp_path, monkeypatch, capsys):
@@ -391,8 +395,8 @@ def test_no_file_is_a_sentence(tmp_path, monkeypatch, capsys):
 
 def test_zero_100b_takes_what_is_kept_of_activations(tmp_path, monkeypatch, capsys):
     """C4 by its keys; it goes as far as to see that one rank is no mesh."""
-    wanted(tmp_path, zero(2) | {"activation_checkpointing": {"partition_activations": True}})
-    said = program(monkeypatch, capsys, configs.main, System, "--deepspeed-config", str(tmp_path / "ds.json"))
+    file = file_of(tmp_path, zero(2) | {"activation_checkpointing": {"partition_activations": True}})
+    said = program(monkeypatch, capsys, configs.main, System, "--deepspeed-config", file)
     assert "--config C4" in said and "1 ranks are not D × 2" in said and "partition_activations" not in said
 
 
