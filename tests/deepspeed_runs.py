@@ -17,12 +17,10 @@ from pathlib import Path
 import torch
 
 from zero_minimal.processes import ranks
-from zero_minimal.programs import peers
+from zero_minimal.programs import deepspeed_keys, peers
+from zero_minimal.programs.deepspeed import Wanted
 from zero_minimal.programs.registry import STAGES
-from zero_minimal.workload import deepspeed_file, loop
-from zero_minimal.workload.deepspeed_config import Wanted
-from zero_minimal.workload.deepspeed_schedules import PARAMETERS
-from zero_minimal.workload.deepspeed_settings import DeepSpeedScaler
+from zero_minimal.workload import deepspeed_settings, loop
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import DTYPES, Settings
 
@@ -90,13 +88,13 @@ def written(contents):
 
 def asked_for(path, world_size):
     """Stage and settings of a file."""
-    wanted = Wanted(deepspeed_file.read(path), {}, DEFAULTS, world_size)
+    wanted = Wanted(deepspeed_keys.read(path), {}, DEFAULTS, world_size)
     flags = {name: value for name, value in wanted.flags.items() if name in Settings.__dataclass_fields__}
     text = str(Path(path).with_name("text"))
     return wanted.stage, wanted.settings(dataclasses.replace(SMALL, text=text, **flags))
 
 
-class Unused(DeepSpeedScaler):
+class Unused(deepspeed_settings.DeepSpeedScaler):
     """The loss scale of DeepSpeed's stage 0: nothing multiplies the loss by it, and gradients are divided by it even
     so, by the one of the next step already."""
 
@@ -213,7 +211,7 @@ SCHEDULES = [
           decay_mom_rate=[0.0, 0.01], decay_step_size=[5]),
     *grid("OneCycle", cycle_min_lr=[1e-4], cycle_max_lr=[1e-2], cycle_momentum=[False]),
 ]
-assert {kind for kind, _ in SCHEDULES} == set(PARAMETERS)
+assert {kind for kind, _ in SCHEDULES} == set(deepspeed_settings.SCHEDULES)
 
 
 def their_schedule(kind, params):

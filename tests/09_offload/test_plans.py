@@ -9,7 +9,7 @@ from zero_minimal import __main__ as program
 from zero_minimal.paper import formulas
 from zero_minimal.paper.moments import Work
 from zero_minimal.processes import ranks
-from zero_minimal.programs import compare_offload, lesson09_figures, plan_offload, train
+from zero_minimal.programs import compare, lesson09_figures, plan_offload, train
 from zero_minimal.programs.offload_flags import Offload
 from zero_minimal.programs.offload_ladder import RUNGS, stand_on
 from zero_minimal.workload.model import GPTConfig
@@ -30,11 +30,11 @@ def offloaded_reports(accumulate):
 @pytest.mark.parametrize("accumulate", (1, pytest.param(3, marks=pytest.mark.thorough)))
 def test_runs_hold_and_send_what_the_formulas_say(accumulate):
     for row in toys.run(offloaded_reports, 2, accumulate)[0]:
-        says = compare_offload.by_formula(row)
-        assert compare_offload.on_device(row) == says["device"]
+        says = compare.by_formula(row)
+        assert compare.on_device(row) == says["device"]
         assert row["host_memory"] == says["host"]
         assert row["bus"] == {way: says[way] for way in ("to_host", "to_device")}
-        assert "(0.00)" not in compare_offload.describe([row], "").splitlines()[-3]
+        assert "(0.00)" not in compare.describe_offloaded([row]).splitlines()[-3]
 
 
 def test_gradients_cross_once_at_stage_1_and_each_time_at_2_and_3():

@@ -11,12 +11,11 @@ from house.test_foreign_models import LARGE, library, written  # noqa: F401  fix
 from zero_minimal.__main__ import main
 from zero_minimal.paper import formulas
 from zero_minimal.paper.quantities import size_text
-from zero_minimal.programs import plan_model, planning
+from zero_minimal.programs import deepspeed_keys, plan_model, planning
 from zero_minimal.programs.cases import Case
+from zero_minimal.programs.deepspeed import Wanted
 from zero_minimal.programs.measured import measure
 from zero_minimal.programs.simulation import simulate
-from zero_minimal.workload import deepspeed_file
-from zero_minimal.workload.deepspeed_config import Wanted
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import Settings
 
@@ -124,7 +123,7 @@ def test_the_command_says_and_writes_what_was_asked_for(written, tmp_path, capsy
                  f"--model {model} --sequence 64 --recompute", "(but its attention is fused):",
                  "for block in model.layers:", "model(**next(batches)).loss / 3", "gradient_checkpointing_enable()"):
         assert part in words, part
-    asked = Wanted(deepspeed_file.read(str(ds)), {}, {"batch": 8, "accumulate": 1, "dtype": "fp32"}, 4)
+    asked = Wanted(deepspeed_keys.read(str(ds)), {}, {"batch": 8, "accumulate": 1, "dtype": "fp32"}, 4)
     assert asked.stage == 3 and asked.flags["offload"] == "cpu" and asked.fp16["initial_scale_power"] == 16
     assert (asked.flags["batch"], asked.flags["accumulate"], asked.flags["dtype"]) == (2, 3, "fp16")
     content = json.loads(ds.read_text())["zero_optimization"]
@@ -136,4 +135,4 @@ def test_the_command_says_and_writes_what_was_asked_for(written, tmp_path, capsy
     assert f"| {size_text(row['gradients'])} |" in said and "attention recomputed, as measured" in said
     assert "DeepSpeed reads it. The stage scripts refuse it: gradients here" in " ".join(said.split())
     with pytest.raises(ValueError, match="communication_data_type"):
-        Wanted(deepspeed_file.read(str(ds)), {}, vars(Settings()) | {"offload": None}, 4)
+        Wanted(deepspeed_keys.read(str(ds)), {}, vars(Settings()) | {"offload": None}, 4)

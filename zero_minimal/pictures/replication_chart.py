@@ -2,10 +2,12 @@
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from zero_minimal.pictures.style import PAGE, STAGE_COLOURS, figure, legend_outside
 
 COLOURS = {"standard": STAGE_COLOURS[0], "ZeRO": STAGE_COLOURS[2]}
+FILLED = {"one object": True, "new model": False}
 APART = 0.06  # from one seed's point to the next one's
 
 
@@ -26,8 +28,8 @@ def draw_replication(told: dict) -> Figure:
     titles = ("The report's passes", "Two passes, one object", "Whose is the gain?")
     for axis, title in zip(axes[0], titles, strict=True):
         axis.set_title(title, fontsize=11)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    legend_outside(result, dict(zip(labels, handles, strict=True)))
+    legend_outside(result, {f"{system}, {words}": Line2D([], [], **point(system, filled))
+                            for system in COLOURS for words, filled in FILLED.items()})
     return result
 
 
@@ -36,34 +38,42 @@ def beside(middle: float, seed: int, seeds: int) -> float:
     return middle + (seed - (seeds - 1) / 2) * APART
 
 
+def point(system: str, filled: bool = True) -> dict:
+    """How a pass looks: hollow with a new model."""
+    return {"marker": "o", "linestyle": "", "markersize": 5, "color": COLOURS[system],
+            "markerfacecolor": COLOURS[system] if filled else "white"}
+
+
+def joined(axis: Axes, places: list[float], losses: list[float], systems: list[str]) -> None:
+    """The passes of a seed that went on with one object."""
+    axis.plot(places, losses, color="#BBBBBB", linewidth=0.8, zorder=1)
+    for place, loss, system in zip(places, losses, systems, strict=True):
+        axis.plot(place, loss, **point(system))
+
+
+def columns(axis: Axes, names: list[str]) -> None:
+    """Name them."""
+    axis.set_xticks(range(len(names)), names, fontsize=9)
+    axis.tick_params(axis="x", length=0)
+
+
 def passes_panel(axis: Axes, passes: list, losses: dict[str, list[list[float]]]) -> None:
     """A column for each pass: filled after those before it, hollow with a new model."""
+    systems, seeds = [system for system, _ in passes], len(losses["one object"])
     for seed, (trained, afresh) in enumerate(zip(losses["one object"], losses["new models"], strict=True)):
-        seeds = len(losses["one object"])
-        places = [beside(number - 0.18, seed, seeds) for number in range(len(passes))]
-        axis.plot(places, trained, color="#BBBBBB", linewidth=0.8, zorder=1)
-        for number, (system, _) in enumerate(passes):
-            axis.plot(places[number], trained[number], "o", color=COLOURS[system], markersize=5,
-                      label=f"{system}, one object" if seed == 0 and number < 2 else None)
-            axis.plot(beside(number + 0.22, seed, seeds), afresh[number], "o", markerfacecolor="white",
-                      markeredgecolor=COLOURS[system], markersize=5,
-                      label=f"{system}, new model" if seed == 0 and number < 2 else None)
-    axis.set_xticks(range(len(passes)), [f"{system}\n{batch}" for system, batch in passes], fontsize=9)
-    axis.tick_params(axis="x", length=0)
+        joined(axis, [beside(number - 0.18, seed, seeds) for number in range(len(passes))], trained, systems)
+        for number, system in enumerate(systems):
+            axis.plot(beside(number + 0.22, seed, seeds), afresh[number], **point(system, filled=False))
+    columns(axis, [f"{system}\n{batch}" for system, batch in passes])
 
 
 def orders_panel(axis: Axes, orders: list) -> None:
     """The loss after the first pass, and after the second with the same object; who was first on the left of each."""
     for group, (systems, seeds) in enumerate(orders):
         for seed, losses in enumerate(seeds):
-            places = [beside(2 * group + number, seed, len(seeds)) for number in range(2)]
-            axis.plot(places, losses, color="#BBBBBB", linewidth=0.8, zorder=1)
-            for system, place, loss in zip(systems, places, losses, strict=True):
-                axis.plot(place, loss, "o", color=COLOURS[system], markersize=5)
-    names = [f"{words}\n{system}" for systems, _ in orders for words, system in zip(("first", "then"), systems,
-                                                                                 strict=True)]
-    axis.set_xticks(range(len(names)), names, fontsize=9)
-    axis.tick_params(axis="x", length=0)
+            joined(axis, [beside(2 * group + number, seed, len(seeds)) for number in range(2)], losses, systems)
+    columns(axis, [f"{words}\n{system}" for systems, _ in orders
+                   for words, system in zip(("first", "then"), systems, strict=True)])
 
 
 def gain_panel(axis: Axes, gain: dict[str, list[float]]) -> None:
@@ -72,6 +82,5 @@ def gain_panel(axis: Axes, gain: dict[str, list[float]]) -> None:
     for number, values in enumerate(gain.values()):
         places = [beside(number, seed, len(values)) for seed in range(len(values))]
         axis.plot(places, values, "D", color="black", markersize=4.5, clip_on=False)
-    axis.set_xticks(range(len(gain)), [whose.replace(" ", "\n", 1) for whose in gain], fontsize=9)
-    axis.tick_params(axis="x", length=0)
+    columns(axis, [whose.replace(" ", "\n", 1) for whose in gain])
     axis.set_xlim(-0.5, len(gain) - 0.5)

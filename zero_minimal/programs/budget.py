@@ -124,14 +124,8 @@ def simulated(track: Track, build: Callable | None = None, stage: int = 3, watch
     (system_rules.py)."""
     choices = {"build": build, "name": "system"} if build else {"stage": stage}
     report = simulate(track.case(**choices), around=watch).report
-    memory = report["memory"]
-    return Figures(memory["peak_of_all"], memory["construction_peak"], report["traffic"]["sent_bytes"] - others(track),
-                   memory["host"])
-
-
-def others(track: Track) -> int:
-    """Bytes that model parallelism sends in a step, whatever the system."""
-    return round(bound(track).others)
+    memory, sent = report["memory"], report["traffic"]["sent_bytes"] - round(bound(track).others)
+    return Figures(memory["peak_of_all"], memory["construction_peak"], sent, memory["host"])
 
 
 @functools.cache
@@ -161,56 +155,47 @@ def limit_and_least(track: Track) -> tuple[int, float]:
     return track.sent, bound(track).memory(track.sent + bound(track).others)
 
 
+def counted_and_limited(track: Track, figures: Figures) -> tuple[int, int]:
+    """Bytes of what the track counts, and of what it limits."""
+    peak = max(figures.peak, figures.construction)
+    return (figures.sent, peak) if track.memory is not None else (peak, figures.sent)
+
+
 def better_reference(track: Track) -> tuple[str, int]:
     """The better one of stages 2 and 3 that keep the track's limit: its name, and what counts."""
-    rows = {f"stage {number}": Figures(**known()[track.name][f"stage {number}"]) for number in (2, 3)}
-    limit = limit_and_least(track)[0]
-    kept = {name: _counted(track, row) for name, row in rows.items() if _limited(track, row) <= limit}
-    return min(kept.items(), key=lambda entry: entry[1])
+    rows = {name: counted_and_limited(track, Figures(**known()[track.name][name])) for name in ("stage 2", "stage 3")}
+    kept = [(counts, name) for name, (counts, limited) in rows.items() if limited <= limit_and_least(track)[0]]
+    counts, name = min(kept)
+    return name, counts
 
 
 def score(track: Track, figures: Figures) -> Score:
     """The medal for these figures; their system is legal."""
     limit, least = limit_and_least(track)
-    counts, limited = _counted(track, figures), _limited(track, figures)
-    what = "sends" if track.memory is not None else "holds"
+    counts, limited = counted_and_limited(track, figures)
+    what, has = ("sends", "its peak is") if track.memory is not None else ("holds", "it sends")
     found = (f"it {what} {size_text(counts, 4)}, {counts / least - 1:.1%} above the bound of {size_text(least, 4)}; "
-             f"{_of_the_limit(track, limited, limit)}")
-    if figures.host:
-        return Score(track.number, "", None, least, f"it keeps {size_text(figures.host)} in host memory: part B is "
-                     "played on the device alone")
-    if limited > limit:
-        when = " while it is built" if figures.construction == limited else ""
-        words = f"its peak{when} is" if track.memory is not None else "it sends"
-        fault = "it does not fit" if track.memory is not None else "it sends too much"
-        return Score(track.number, "", counts, least, f"{words} {size_text(limited, 4)}, and the limit is "
-                     f"{size_text(limit, 4)}: {fault}")
-    if counts < least * (1 - 1e-9):
-        return Score(track.number, "", counts, least, f"it {what} {size_text(counts, 4)}, and no system that trains "
-                     f"this model can do with less than {size_text(least, 4)} (paper/bound.py): something is missing, "
-                     "or hidden")
-    if counts <= GOLD * least:
-        return Score(track.number, "gold", counts, least, found)
+             f"{has} {limited / size_unit(limit)[1]:.4g} of {size_text(limit, 4)}")
     name, reference = better_reference(track) if track in TRACKS else ("no stage", counts)
-    if counts < reference:
-        return Score(track.number, "silver", counts, least, f"{found}. Gold is within 2%")
-    return Score(track.number, "bronze", counts, least, f"{found}. {name.capitalize()} {what} "
-                 f"{size_text(reference, 4)}: silver is below that")
-
-
-def _of_the_limit(track: Track, limited: int, limit: int) -> str:
-    """"its peak is 9.62 of 10 GB"."""
-    scale = size_unit(limit)[1]
-    words = "its peak is" if track.memory is not None else "it sends"
-    return f"{words} {limited / scale:.4g} of {size_text(limit, 4)}"
-
-
-def _counted(track: Track, figures: Figures) -> int:
-    return figures.sent if track.memory is not None else max(figures.peak, figures.construction)
-
-
-def _limited(track: Track, figures: Figures) -> int:
-    return max(figures.peak, figures.construction) if track.memory is not None else figures.sent
+    medal = ""
+    if figures.host:
+        counts = None
+        words = f"it keeps {size_text(figures.host)} in host memory: part B is played on the device alone"
+    elif limited > limit:
+        if track.memory is not None and figures.construction == limited:
+            has = "its peak while it is built is"
+        words = (f"{has} {size_text(limited, 4)}, and the limit is {size_text(limit, 4)}: "
+                 f"{'it does not fit' if track.memory is not None else 'it sends too much'}")
+    elif counts < least * (1 - 1e-9):
+        words = (f"it {what} {size_text(counts, 4)}, and no system that trains this model can do with less than "
+                 f"{size_text(least, 4)} (paper/bound.py): something is missing, or hidden")
+    elif counts <= GOLD * least:
+        medal, words = "gold", found
+    elif counts < reference:
+        medal, words = "silver", f"{found}. Gold is within 2%"
+    else:
+        medal, words = "bronze", f"{found}. {name.capitalize()} {what} {size_text(reference, 4)}: silver is below that"
+    return Score(track.number, medal, counts, least, words)
 
 
 @functools.cache

@@ -1,18 +1,24 @@
 """Compare: all stages and their peers on the same work, each in fresh ranks, side by side.
 
     python -m zero_minimal compare --ranks 2 --plot compare.png
+    python -m zero_minimal compare --offload cpu                       stages 0 to 3 beside 1 to 3 offloaded
+    python -m zero_minimal compare --configs --ranks 4                 the paper's C1 to C5 (configs.py)
 """
 
+import argparse
 import sys
 
+from zero_minimal.paper import formulas
 from zero_minimal.paper.quantities import plural
 from zero_minimal.pictures import style
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
 from zero_minimal.pictures.offload_chart import draw_offloaded
 from zero_minimal.processes import ranks
-from zero_minimal.programs import compare_offload, offload_flags, peers, progress, report, trained
+from zero_minimal.programs import offload_flags, peers, progress, report, trained
+from zero_minimal.programs.offload_flags import NOTHING, Offload
 from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.train import train
+from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.settings import (
     Parser,
     Settings,
@@ -28,12 +34,13 @@ from zero_minimal.workload.settings import (
 PEERS = (peers.DDP, peers.FSDP2)
 
 
-def run(stage_class, settings: Settings, world_size: int, device: str = "auto", timeout: float = 3600) -> dict:
+def run(stage_class: type, settings: Settings, world_size: int, device: str = "auto", timeout: float = 3600,
+        away: Offload = NOTHING) -> dict:
     """Train with one class in `world_size` fresh ranks; return rank 0's report. Raises what ranks.run raises."""
 
     def on_each_rank():
         with ranks.start() as rank:
-            return train(stage_class, settings, rank)
+            return train(stage_class, settings, rank, away=away)
 
     return ranks.run(on_each_rank, world_size, device=device, timeout=timeout)[0]
 
@@ -49,6 +56,13 @@ def run_all(settings: Settings, world_size: int, device: str = "auto", timeout: 
     return rows
 
 
+def run_offloaded(settings: Settings, world_size: int, away: Offload, device: str = "auto") -> list[dict]:
+    """The reports of stages 0 to 3, then of 1 to 3 offloaded."""
+    work = [*((stage, NOTHING) for stage in STAGES), *((stage, away) for stage in STAGES[1:])]
+    bar = progress.bar(work, name="compare", total=len(work), unit="run")
+    return [run(stage_class, settings, world_size, device, away=where) for stage_class, where in bar]
+
+
 def describe(rows: list[dict]) -> str:
     """One line a run: memory and traffic in MB (a million bytes), speed, and losses."""
     first = rows[0]
@@ -61,8 +75,8 @@ def describe(rows: list[dict]) -> str:
     held = [["", *first["theory"], "all at the peak"]]
     done = [["", "sent a step", "on the wire", "ms a step", "tokens/s", "last loss"]]
     for row in rows:
-        memory, formulas, traffic = row["memory"], row["theory"], row["traffic"]
-        states = [f"{megabytes(memory[state])} ({megabytes(formulas[state])})" for state in formulas]
+        memory, theory, traffic = row["memory"], row["theory"], row["traffic"]
+        states = [f"{megabytes(memory[state])} ({megabytes(theory[state])})" for state in theory]
         held.append([row["name"], *states, megabytes(memory["peak"])])
         wire = "?" if traffic["wire_bytes"] is None else megabytes(traffic["wire_bytes"])
         done.append([
@@ -90,6 +104,46 @@ def megabytes(count: float) -> str:
     return f"{count / 1e6:,.2f}"
 
 
+# ------------------------------------------------------------------------------------------------------- with --offload
+
+
+def on_device(row: dict) -> int:
+    """Bytes of model states there."""
+    return sum(row["memory"][state] for state in formulas.STATES)
+
+
+def by_formula(row: dict) -> dict[str, float]:
+    """Bytes that the formulas say, padding included: {"device", "host", "to_host", "to_device"}."""
+    stage, size, dtype = row["theory_stage"], formulas.BYTES[row["dtype"]][0], row["dtype"]
+    cut = row["ranks"] if stage >= formulas.SHARDED_FROM["parameters"] else 1
+    elements = row["parameters"] + round(row["padding"]["parameters"] * cut / size)
+    device = sum(row["theory"].values()) + sum(row["padding"].values())
+    if "bus" not in row:
+        return {"device": device, "host": 0, "to_host": 0, "to_device": 0}
+    crosses = formulas.bus_bytes(stage, elements, row["ranks"], dtype, row["settings"]["accumulate"])
+    return {"device": device, "host": formulas.host_bytes(elements, row["ranks"], dtype)} | crosses
+
+
+def describe_offloaded(rows: list[dict]) -> str:
+    """A line a run, in MB (a million bytes) of rank 0, formulas in brackets."""
+    first = rows[0]
+    head = paragraph(
+        f"{first['parameters']:,} parameters Ψ in {first['dtype']} on N = {first['ranks']} ranks, {first['device']};",
+        "MB of rank 0, formulas with padding in brackets. Device: parameters, gradients, optimizer state.")
+    held = [["", "device", "bytes a parameter", "on the host", "to the host", "back", "ms a step"]]
+    for row in rows:
+        says, bus = by_formula(row), row.get("bus", {"to_host": 0, "to_device": 0})
+        measured = (on_device(row), row.get("host_memory", 0), bus["to_host"], bus["to_device"])
+        device, *rest = (f"{megabytes(count)} ({megabytes(says[name])})"
+                         for count, name in zip(measured, says, strict=True))
+        held.append([row["name"], device, f"{on_device(row) / row['parameters']:.2f}", *rest,
+                     f"{row['step_seconds'] * 1000:.1f}"])
+    return "\n".join(("", head, "", report.table(held), "", agreement(rows)))
+
+
+# -------------------------------------------------------------------------------------------------------------- command
+
+
 def main(arguments: list[str]) -> None:
     """The command: read the flags, run, print the table, write JSON and picture."""
     parser = Parser(
@@ -115,44 +169,35 @@ def main(arguments: list[str]) -> None:
         ranks.choose(flags.device, None, flags.ranks)
     except ValueError as error:
         parser.error(str(error))
-
-    compare_offload.check(parser, flags)
-    if flags.budget_mb and not flags.configs:
-        parser.error("--budget-mb goes with --configs")
+    check(parser, flags)
     progress.announce(f"starting {plural(flags.ranks, 'rank')} …")
     if flags.configs:
-        compare_configs(parser, settings, flags)
-        return
-    if flags.offload:
-        compare_offloaded(settings, flags, offload_flags.read_flags(parser, flags, STAGES[1]))
-        return
-    rows = run_all(settings, flags.ranks, flags.device)
-    report.say(describe(rows))
+        from zero_minimal.programs import configs  # needs all of ZeRO-R
+
+        configs.check(parser, settings, flags.ranks, flags.model_parallel)
+        budget = flags.budget_mb * 10**6 if flags.budget_mb else None
+        rows = configs.run_all(settings, flags.ranks, flags.model_parallel, flags.device, budget)
+        words, draw = configs.describe(rows), draw_configs
+    elif flags.offload:
+        rows = run_offloaded(settings, flags.ranks, offload_flags.read_flags(parser, flags, STAGES[1]), flags.device)
+        words, draw = describe_offloaded(rows), lambda rows: draw_offloaded(rows, list(map(by_formula, rows)))
+    else:
+        rows = run_all(settings, flags.ranks, flags.device)
+        words, draw = describe(rows), lambda rows: draw_comparison(rows, agreement(rows))
+    report.say(words)
     if flags.json:
         report.write_json({"rows": rows}, flags.json)
     if flags.plot:
-        style.save(draw_comparison(rows, agreement(rows)), flags.plot)
+        style.save(draw(rows), flags.plot)
 
 
-def compare_offloaded(settings: Settings, flags, away: offload_flags.Offload) -> None:
-    """The command with --offload."""
-    rows = compare_offload.run_all(settings, flags.ranks, away, flags.device)
-    report.say(compare_offload.describe(rows, agreement(rows)))
-    if flags.json:
-        report.write_json({"rows": rows}, flags.json)
-    if flags.plot:
-        style.save(draw_offloaded(rows, [compare_offload.by_formula(row) for row in rows]), flags.plot)
-
-
-def compare_configs(parser: Parser, settings: Settings, flags) -> None:
-    """The command with --configs."""
-    from zero_minimal.programs import configs  # needs all of ZeRO-R
-
-    configs.check(parser, settings, flags.ranks, flags.model_parallel)
-    budget = flags.budget_mb * 10**6 if flags.budget_mb else None
-    rows = configs.run_all(settings, flags.ranks, flags.model_parallel, flags.device, budget)
-    report.say(configs.describe(rows))
-    if flags.json:
-        report.write_json({"rows": rows}, flags.json)
-    if flags.plot:
-        style.save(draw_configs(rows), flags.plot)
+def check(parser: Parser, flags: argparse.Namespace) -> None:
+    """Ends the program for flags that make no sense."""
+    if flags.bus and not flags.offload:
+        parser.error("--bus is the speed of --offload's bus: give --offload cpu, too")
+    if flags.offload not in (None, "cpu") or flags.host_budget:
+        parser.error("compare takes --offload cpu: what a disk keeps is the stages' own program's to show")
+    if flags.offload and flags.configs:
+        parser.error("--offload is for the stages: give it without --configs")
+    if flags.budget_mb and not flags.configs:
+        parser.error("--budget-mb goes with --configs")

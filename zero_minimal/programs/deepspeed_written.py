@@ -40,36 +40,30 @@ def deepspeed(config: GPTConfig | None, told: dict, stage: int, accumulate: int 
     if offload:
         folder = {"nvme_path": DISK} if offload == "disk" else {}
         zero["offload_optimizer"] = {"device": "nvme" if offload == "disk" else "cpu", **folder, "pin_memory": True}
-    return {
+    content = {
         "train_batch_size": batch * accumulate * parallel, "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": accumulate, "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": Settings.lr, "betas": list(OPTIMIZER["betas"]), "eps": 1e-8,
                                                   "weight_decay": OPTIMIZER["weight_decay"]}},
-        **_precision(told["dtype"]), "zero_optimization": zero, **_activations(told),
-        **({"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if _wide(told) else {}),
-        **({"sequence_parallel_size": shares} if shares > 1 else {}),
+        "zero_optimization": zero,
     }
+    if told["dtype"] == "fp16":  # as LossScaler: each overflow halves the scale, 2000 good steps double it. At 1 it
+        # ends, and LossScaler goes on: as the smallest scale DeepSpeed takes whole numbers only
+        content["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000,
+                           "hysteresis": 1, "min_loss_scale": 1}
+    elif told["dtype"] == "bf16":
+        content["bf16"] = {"enabled": True}
+    if told["checkpoints"] != "whole":
+        content["activation_checkpointing"] = {"partition_activations": True,
+                                               "cpu_checkpointing": told["checkpoints"] == "P_a+cpu"}
+    if _wide(told):
+        content |= {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
+    return content | ({"sequence_parallel_size": shares} if shares > 1 else {})
 
 
 def _wide(told: dict) -> bool:
     """Whether gradients are fp32 beside 16-bit parameters."""
     return told["dtype"] != "fp32" and told["gradient_bytes"] == 4
-
-
-def _precision(dtype: str) -> dict:
-    """LossScaler's ways for fp16: each overflow halves the scale, 2000 good steps double it. At 1 it ends, and
-    LossScaler goes on: as the smallest scale DeepSpeed takes whole numbers only."""
-    if dtype == "fp16":
-        return {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000,
-                         "hysteresis": 1, "min_loss_scale": 1}}
-    return {"bf16": {"enabled": True}} if dtype == "bf16" else {}
-
-
-def _activations(told: dict) -> dict:
-    if told["checkpoints"] == "whole":
-        return {}
-    return {"activation_checkpointing": {"partition_activations": True,
-                                         "cpu_checkpointing": told["checkpoints"] == "P_a+cpu"}}
 
 
 # --------------------------------------------------------------------------------------------------------------- FSDP2

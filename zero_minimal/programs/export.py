@@ -3,24 +3,35 @@
     python -m zero_minimal export runs/a model.safetensors
     model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
 
-Of a run with --model also as a folder that transformers loads (hub.py):
+Of a run with --model also as a folder that transformers loads without us:
 
     python -m zero_minimal export runs/a tuned
+    AutoModelForCausalLM.from_pretrained("tuned"), AutoTokenizer.from_pretrained("tuned")
+
+    config.json         the one that was trained, which the checkpoint has
+    model.safetensors   the weights
+    tokenizer.json      of a run on bytes: one that makes a token of each byte; else a copy of --tokenizer's
 """
 
 import argparse
+import os
 import sys
 import warnings
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from zero_minimal.checkpoint import as_json, loading, local_chunks
 from zero_minimal.checkpoint.state_folder import Contents
-from zero_minimal.programs import hub
 from zero_minimal.programs.progress import meanwhile
+from zero_minimal.programs.report import write_json
+from zero_minimal.workload import tokens
+from zero_minimal.workload.foreign import BYTES
 from zero_minimal.workload.settings import Parser, output_file
+
+GAP = tokens.GAPS[0]
 
 
 def weights(contents: Contents) -> dict[str, torch.Tensor]:
@@ -36,14 +47,86 @@ def weights(contents: Contents) -> dict[str, torch.Tensor]:
 
 
 def export(folder: Path, file: Path) -> Contents:
-    """Write the newest whole checkpoint's weights. Raises: Damaged, and for a folder what hub.write raises."""
+    """Write the newest whole checkpoint's weights. Raises: Damaged; ValueError for a folder, if the checkpoint is not
+    of a --model; OSError for what cannot be written."""
     contents = loading.newest_good(folder)
-    if file.suffix != ".safetensors":
-        for left_out in hub.write(contents, weights(contents), file):
-            warnings.warn(left_out, stacklevel=2)
-        return contents
-    hub.save(weights(contents), file)
+    if file.suffix == ".safetensors":
+        save(weights(contents), file)
+    else:
+        write_folder(contents, file)
     return contents
+
+
+def save(weights: dict[str, torch.Tensor], file: Path) -> None:
+    """Write a file, which takes its name when it is whole; who may read it is as for any new file (save_file lets its
+    owner alone). Raises: OSError, SafetensorError."""
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        part.touch()
+        mode = part.stat().st_mode
+        save_file(weights, part, {"format": "pt"})  # transformers looks for this word
+        part.chmod(mode)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------- for transformers
+
+
+def write_folder(contents: Contents, folder: Path) -> None:
+    """The weights last. Warns of a tokenizer that is not there any more. Raises: as export()."""
+    extra = contents.facts["extra"]
+    model = extra.get("model") if isinstance(extra, dict) else None
+    if not model:
+        raise ValueError("a folder is for models of transformers, and this checkpoint is of none: name a file that "
+                         "ends in .safetensors")
+    found = weights(contents)
+    folder.mkdir(exist_ok=True)
+    dtype = next((str(tensor.dtype).removeprefix("torch.") for tensor in found.values()
+                  if tensor.is_floating_point()), None)
+    write_json(model | {"dtype": dtype}, folder / "config.json")
+    write_tokenizer(extra.get("settings", {}).get("tokenizer", ""), extra.get("gap") is not None, folder)
+    save(found, folder / "model.safetensors")
+
+
+def write_tokenizer(of_the_run: str, with_gap: bool, folder: Path) -> None:
+    """tokenizer.json, and what transformers wants beside it. with_gap: for a model that fills gaps."""
+    kept = tokens.file_of(of_the_run) if of_the_run else None
+    if kept is None:
+        write_json(of_bytes(with_gap), folder / "tokenizer.json")
+    elif kept.is_file():
+        (folder / "tokenizer.json").write_bytes(kept.read_bytes())
+    else:
+        warnings.warn(f"the tokenizer {kept} is not there any more: copy it into the folder as tokenizer.json",
+                      stacklevel=2)
+        return
+    write_json({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+               | ({"mask_token": GAP} if with_gap else {}), folder / "tokenizer_config.json")
+
+
+def of_bytes(with_gap: bool) -> dict:
+    """A tokenizer of the library tokenizers that makes a token of each byte, whose number is the byte's. That library
+    writes bytes as characters that can be seen (GPT-2's alphabet), and has no merges here."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    gap = {"id": BYTES, "content": GAP, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+           "special": True}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [gap] if with_gap else [],
+        "normalizer": None, "pre_tokenizer": level, "post_processor": None, "decoder": level,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                  "vocab": {character: byte for byte, character in enumerate(alphabet())}, "merges": []},
+    }
+
+
+def alphabet() -> list[str]:
+    """GPT-2's character for each byte: printable ones stand for themselves, the others for those from 256 on."""
+    hidden = [byte for byte in range(BYTES) if chr(byte) == " " or not chr(byte).isprintable()]
+    return [chr(BYTES + hidden.index(byte)) if byte in hidden else chr(byte) for byte in range(BYTES)]
+
+
+# -------------------------------------------------------------------------------------------------------- command
 
 
 def target(path: str) -> Path:

@@ -101,10 +101,9 @@ TIMED = (Pass(STANDARD), Pass(ZERO), Pass(OFFLOADED), Pass(STANDARD, 16))
 def sessions(plan: Plan) -> Iterator[Session]:
     """All of a plan, what tells most first."""
     first, *others = plan.sizes
-    for seed in range(plan.seeds):
-        yield from table(plan, first, seed)
-    for size in others:
-        yield from table(plan, size, 0)
+    for size, seed in (*((first, seed) for seed in range(plan.seeds)), *((size, 0) for size in others)):
+        for words, passes in (("one object", SCRIPT), ("new models", AFRESH)):  # with its mistake, and without
+            yield Session("table", f"table, {size}, {words}, seed {seed}", size, passes, seed=seed, steps=plan.steps)
     for seed, world_size in itertools.product(range(plan.seeds), WORLDS):
         yield Session("factorial", f"factorial, N = {world_size}, seed {seed}", first, FACTORIAL, world_size, seed,
                       steps=plan.factorial_steps)
@@ -113,19 +112,13 @@ def sessions(plan: Plan) -> Iterator[Session]:
         yield Session("rates", f"rates, {FASTER_RATE:g}, seed {seed}", first, SCRIPT[:3], seed=seed, rate=FASTER_RATE,
                       steps=plan.steps)
     for world_size in WORLDS:
-        kinds = (PLAIN, STANDARD, ZERO, OFFLOADED) if world_size == 1 else (STANDARD, ZERO, OFFLOADED)
+        kinds = (*([PLAIN] if world_size == 1 else []), STANDARD, ZERO, OFFLOADED)
         passes = tuple(Pass(kind, batch) for batch in (8, 16) for kind in kinds)
         yield Session("memory", f"memory, N = {world_size}", first, passes, world_size, steps=FEW,
                       bucket_mb=SMALL_BUCKETS)
     for world_size in WORLDS:
         yield Session("times", f"times, N = {world_size}", first, TIMED * plan.rounds, world_size,
                       steps=plan.timed_steps)
-
-
-def table(plan: Plan, size: Size, seed: int) -> Iterator[Session]:
-    """The report's script with its mistake, and without."""
-    for words, passes in (("one object", SCRIPT), ("new models", AFRESH)):
-        yield Session("table", f"table, {size}, {words}, seed {seed}", size, passes, seed=seed, steps=plan.steps)
 
 
 def batches(plan: Plan, session: Session, each: Pass, reviews: int) -> int:

@@ -3,10 +3,7 @@
 All is computed from the JSON file: what the page, the picture and the terminal say has one source.
 """
 
-import itertools
-from collections.abc import Iterator
-
-from zero_minimal.meters.rounds import ratios, spread
+from zero_minimal.meters.rounds import ratios
 from zero_minimal.programs import report
 from zero_minimal.programs.replicate_plan import NEW, OFFLOADED, SAME, STANDARD, ZERO
 from zero_minimal.programs.words import paragraph
@@ -15,44 +12,46 @@ LOSSES = {"training_loss": "training loss", "validation_loss": "validation loss"
 BITS = ("losses", "weights")
 
 
-def of_part(content: dict, part: str) -> Iterator[dict]:
+def of_part(content: dict, part: str) -> list[dict]:
     """Its sessions."""
-    return (session for session in content["sessions"].values() if session["part"] == part)
+    return [session for session in content["sessions"].values() if session["part"] == part]
+
+
+def passes(content: dict, part: str, **wanted) -> list[dict]:
+    """All passes of a part that are as wanted, each with what its session says, its number there, and the pass before
+    it: "first" is that pass, and "before" its kind, None if there is none."""
+    found = []
+    for session in of_part(content, part):
+        befores = ({"kind": None}, *session["passes"])
+        for number, (first, each) in enumerate(zip(befores, session["passes"], strict=False)):
+            row = session | each | {"number": number, "first": first, "before": first["kind"]}
+            if all(row[name] == value for name, value in wanted.items()):
+                found.append(row)
+    return found
+
+
+def grouped(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
+    """Rows by what they have under these names, in the order in which they come."""
+    found: dict = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return found
 
 
 def tables(content: dict, model: str) -> dict[str, list[list[dict]]]:
     """{size: [seed][pass]} of the report's script, with the SAME object, or with NEW models."""
-    found: dict = {}
-    for session in of_part(content, "table"):
-        if session["passes"][-1]["model"] == model:
-            found.setdefault(session["size"], []).append(session["passes"])
-    return found
+    found = [session for session in of_part(content, "table") if session["passes"][-1]["model"] == model]
+    return {size: [session["passes"] for session in seeds] for (size,), seeds in grouped(found, "size").items()}
 
 
 # -------------------------------------------------------------------------------------------------------- the factorial
 
 
-def cells(content: dict) -> Iterator[tuple[tuple, dict]]:
-    """Of the factorial: ((ranks, seed, kind of the pass before, kind, model), a pass); before the first is None."""
-    for session in of_part(content, "factorial"):
-        before = None
-        for each in session["passes"]:
-            yield (session["ranks"], session["seed"], before, each["kind"], each["model"]), each
-            before = each["kind"]
-
-
 def twins(content: dict) -> list[tuple[dict, dict]]:
     """Passes that only ZeRO, offload or which came first tells apart: each beside the first one of its group, which has
     the same ranks, the same seed and the same model, new or trained before."""
-    groups: dict = {}
-    for (world_size, seed, _, _, model), each in cells(content):
-        groups.setdefault((world_size, seed, model), []).append(each)
-    return [(group[0], other) for group in groups.values() for other in group[1:]]
-
-
-def furthest(pairs: list[tuple[dict, dict]], figure: str) -> float:
-    """The largest difference of a figure in the pairs."""
-    return max(abs(one[figure] - other[figure]) for one, other in pairs)
+    groups = grouped(passes(content, "factorial"), "ranks", "seed", "model")
+    return [(one, other) for one, *others in groups.values() for other in others]
 
 
 def same_bits(pairs: list[tuple[dict, dict]]) -> int:
@@ -62,16 +61,14 @@ def same_bits(pairs: list[tuple[dict, dict]]) -> int:
 
 def by_seed(content: dict, ranks: int, before: str | None, kind: str, model: str, figure: str) -> list[float]:
     """[seed]: a figure of one cell of the factorial."""
-    wanted = (ranks, before, kind, model)
-    found = {seed: each[figure] for (world_size, seed, *rest), each in cells(content) if (world_size, *rest) == wanted}
-    return [found[seed] for seed in sorted(found)]
+    found = passes(content, "factorial", ranks=ranks, before=before, kind=kind, model=model)
+    return [each[figure] for each in found]
 
 
 def in_order(content: dict, ranks: int, first: str, second: str, figure: str) -> list[tuple[float, float]]:
     """[seed]: a figure after the first pass, and after the second with the same object."""
-    walks = [session["passes"] for session in of_part(content, "factorial") if session["ranks"] == ranks]
-    return [(one[figure], other[figure]) for walk in walks for one, other in itertools.pairwise(walk)
-            if (one["kind"], other["kind"], other["model"]) == (first, second, SAME)]
+    found = passes(content, "factorial", ranks=ranks, before=first, kind=second, model=SAME)
+    return [(each["first"][figure], each[figure]) for each in found]
 
 
 def wins(content: dict, ranks: int, first: str, second: str, figure: str) -> tuple[int, int]:
@@ -80,42 +77,34 @@ def wins(content: dict, ranks: int, first: str, second: str, figure: str) -> tup
     return sum(after < before for before, after in pairs), len(pairs)
 
 
-# ------------------------------------------------------------------------------------------------------ the attribution
+# ------------------------------------------------------------------------------------- the attribution, memory, times
 
 
 def attribution(content: dict, figure: str) -> dict[str, list[float]]:
     """{whose: [seed]}: by how much each lowers a figure, on the way from the report's first row to its last one, with
     ZeRO and twice the batch. Together they are "all"."""
-    size = next(iter(tables(content, SAME)))
-    found: dict = {"ZeRO": [], "twice the batch": [], "earlier training": [], "all": []}
-    for told, afresh in zip(tables(content, SAME)[size], tables(content, NEW)[size], strict=True):
-        way = [afresh[0][figure], afresh[1][figure], afresh[2][figure], told[2][figure]]
-        for name, before, after in zip(found, way, way[1:], strict=False):
-            found[name].append(before - after)
-        found["all"].append(told[0][figure] - told[2][figure])
-    return found
-
-
-# -------------------------------------------------------------------------------------------------------- memory, times
+    told, afresh = (next(iter(tables(content, model).values())) for model in (SAME, NEW))
+    ways = [[new[0][figure], new[1][figure], new[2][figure], same[2][figure]]
+            for same, new in zip(told, afresh, strict=True)]
+    found = {whose: [way[step] - way[step + 1] for way in ways]
+             for step, whose in enumerate(("ZeRO", "twice the batch", "earlier training"))}
+    return found | {"all": [same[0][figure] - same[2][figure] for same in told]}
 
 
 def times(content: dict) -> dict[int, dict[str, dict[str, float]]]:
     """{ranks: {what: spread of its time over standard's at batch 8}}: of a step; of all data, for batch 16."""
+    names = {(ZERO, 8): ZERO, (OFFLOADED, 8): OFFLOADED, (STANDARD, 16): "batch 16"}
     found = {}
-    for session in of_part(content, "times"):
-        rows: dict = {}
-        for each in session["passes"]:
-            rows.setdefault((each["kind"], each["batch"]), []).append(each["step_seconds"] * 8 / each["batch"])
-        standard = rows.pop((STANDARD, 8))
-        names = {(ZERO, 8): ZERO, (OFFLOADED, 8): OFFLOADED, (STANDARD, 16): "batch 16"}
-        found[session["ranks"]] = {names[what]: ratios(own, standard) for what, own in rows.items()}
+    for (ranks,), rows in grouped(passes(content, "times"), "ranks").items():
+        seconds = {what: [each["step_seconds"] * 8 / each["batch"] for each in own]
+                   for what, own in grouped(rows, "kind", "batch").items()}
+        found[ranks] = {name: ratios(seconds[what], seconds[STANDARD, 8]) for what, name in names.items()}
     return found
 
 
 def peaks(content: dict) -> dict[tuple[int, int, str], int]:
     """{(ranks, batch, kind): bytes}: the highest moment of rank 0, counted anew for each pass."""
-    return {(session["ranks"], each["batch"], each["kind"]): each["peak"]
-            for session in of_part(content, "memory") for each in session["passes"]}
+    return {(each["ranks"], each["batch"], each["kind"]): each["peak"] for each in passes(content, "memory")}
 
 
 # -------------------------------------------------------------------------------------------------------- for a picture
@@ -186,25 +175,24 @@ def report_table(content: dict, model: str) -> str:
 
 def factorial_table(content: dict) -> str:
     """Tables of all cells, with the mean of the seeds and their lowest and highest."""
-    found = dict.fromkeys((ranks, model, before, kind) for (ranks, _, before, kind, model), _ in cells(content))
-    parts = []
-    for (ranks, model), group in itertools.groupby(sorted(found, key=str), key=lambda cell: cell[:2]):
-        lines = [[f"N = {ranks}, {model} {'model' if model == NEW else 'object'}", *LOSSES.values(), "accuracy"]]
-        for _, _, before, kind in group:
-            told = [by_seed(content, ranks, before, kind, model, figure) for figure in (*LOSSES, "accuracy")]
-            lines.append([f"{kind} after {before or 'nothing'}", *map(spread_text, told[:2]),
-                          f"{sum(told[2]) / len(told[2]):.1%}"])
-        parts.append(report.table(lines))
-    return "\n\n".join(parts)
+    parts: dict = {}
+    cells = grouped(passes(content, "factorial"), "ranks", "model", "before", "kind")
+    for (ranks, model, before, kind), rows in sorted(cells.items(), key=str):
+        lines = parts.setdefault((ranks, model), [
+            [f"N = {ranks}, {model} {'model' if model == NEW else 'object'}", *LOSSES.values(), "accuracy"]])
+        lines.append([f"{kind} after {before or 'nothing'}", *losses_text(rows),
+                      f"{sum(row['accuracy'] for row in rows) / len(rows):.1%}"])
+    return "\n\n".join(map(report.table, parts.values()))
 
 
 def about_twins(content: dict) -> str:
     """How far ZeRO, offload and the order move anything."""
     pairs = twins(content)
+    training, validation = (max(abs(one[name] - other[name]) for one, other in pairs) for name in LOSSES)
     lines = [paragraph(
         f"{len(pairs)} pairs of passes differ only in ZeRO, in offload or in what came first. In {same_bits(pairs)} "
-        f"all losses and all trained parameters are the same bits; the largest difference in training loss is "
-        f"{furthest(pairs, 'training_loss'):g}, in validation loss {furthest(pairs, 'validation_loss'):g}.")]
+        "all losses and all trained parameters are the same bits; the largest difference in training loss is "
+        f"{training:g}, in validation loss {validation:g}.")]
     for first, second in ((STANDARD, ZERO), (ZERO, STANDARD)):
         (training, of), (validation, _) = (wins(content, 1, first, second, figure) for figure in LOSSES)
         lines.append(paragraph(
@@ -223,11 +211,10 @@ def attribution_table(content: dict) -> str:
 
 def rates_table(content: dict) -> str:
     """The report's three passes with one object at the faster rate, over the seeds."""
-    found = list(of_part(content, "rates"))
-    lines = [[f"rate {found[0]['rate']:g}", "batch", *LOSSES.values()]]
-    for number, each in enumerate(found[0]["passes"]):
-        told = [[session["passes"][number][figure] for session in found] for figure in LOSSES]
-        lines.append([f"{number + 1}. {each['kind']}", str(each["batch"]), *map(spread_text, told)])
+    found = grouped(passes(content, "rates"), "rate", "number", "kind", "batch")
+    lines = [[f"rate {next(iter(found))[0]:g}", "batch", *LOSSES.values()]]
+    for (_, number, kind, batch), rows in found.items():
+        lines.append([f"{number + 1}. {kind}", str(batch), *losses_text(rows)])
     return report.table(lines)
 
 
@@ -237,24 +224,26 @@ def peaks_table(content: dict) -> str:
     kinds = list(dict.fromkeys(kind for *_, kind in found))
     lines = [["highest moment, MB", *kinds]]
     for ranks, batch in dict.fromkeys((ranks, batch) for ranks, batch, _ in found):
-        cells_ = [found.get((ranks, batch, kind)) for kind in kinds]
-        lines.append([f"N = {ranks}, batch {batch}", *(f"{cell / 1e6:.2f}" if cell else "–" for cell in cells_)])
+        own = [found.get((ranks, batch, kind)) for kind in kinds]
+        lines.append([f"N = {ranks}, batch {batch}", *(f"{peak / 1e6:.2f}" if peak else "–" for peak in own)])
     return report.table(lines)
 
 
 def times_table(content: dict) -> str:
     """Ratios, measured in turn."""
-    lines = [["time × standard's, batch 8", "", "median", "min", "max"]]
-    for ranks, rows in times(content).items():
-        for what, ratio in rows.items():
-            lines.append([f"N = {ranks}", what, *(f"{ratio[name]:.2f}" for name in ("median", "min", "max"))])
-    return report.table(lines)
+    lines = [[f"N = {ranks}", what, *(f"{ratio[name]:.2f}" for name in ("median", "min", "max"))]
+             for ranks, rows in times(content).items() for what, ratio in rows.items()]
+    return report.table([["time × standard's, batch 8", "", "median", "min", "max"], *lines])
+
+
+def losses_text(rows: list[dict]) -> list[str]:
+    """The spread of each loss over the seeds."""
+    return [spread_text([row[name] for row in rows]) for name in LOSSES]
 
 
 def spread_text(values: list[float], signed: bool = False) -> str:
     """ "0.510 (0.501 – 0.522)": the mean, the lowest and the highest."""
     form = "+.3f" if signed else ".3f"
-    low, high = spread(values)["min"], spread(values)["max"]
-    if signed and low == high == 0:
+    if signed and set(values) == {0}:
         return "exactly 0"
-    return f"{sum(values) / len(values):{form}} ({low:{form}} – {high:{form}})"
+    return f"{sum(values) / len(values):{form}} ({min(values):{form}} – {max(values):{form}})"

@@ -50,18 +50,13 @@ class Data(NamedTuple):
     held_out_labels: Tensor
     vocabulary: int
 
-    @property
-    def bytes(self) -> int:
-        """Of all of it."""
-        return sum(part.nbytes for part in self if isinstance(part, Tensor))
-
 
 def run(session: Session, data: Data, steps: list[int]) -> list[dict]:
     """In each rank: a report for each pass. steps: of each pass."""
     torch.set_num_threads(1)  # the same bits with any number of cores; and on a busy one threads wait for threads
     with ranks.start() as rank:
         ledger = Ledger(rank.device.type) if session.watched else None
-        held = data.bytes if rank.device.type == "cpu" else 0  # the ledger sees the data there, too
+        held = sum(part.nbytes for part in data[:4]) if rank.device.type == "cpu" else 0  # the ledger sees them there
         model, found = None, []
         for each, count in zip(session.passes, steps, strict=True):
             if each.model == NEW:
@@ -95,8 +90,7 @@ def train(model: Encoder, each: Pass, session: Session, steps: int, data: Data, 
             ledger.watch(zero)
     loop.seed_dropout(settings, rank.rank)
     batches = Batches(data.tokens, data.labels, each.batch, session.seed, rank.rank, rank.world_size)
-    losses = [losses[0] for losses in loop.steps(zero, batches, settings, observers=[watch])]
-    losses = torch.stack(losses)
+    losses = torch.stack([losses[0] for losses in loop.steps(zero, batches, settings, observers=[watch])])
     (training_loss,) = loop.mean_over_ranks([losses.double().mean().item()], rank)
     return {
         "kind": each.kind, "batch": each.batch, "model": each.model, "steps": steps,

@@ -1,25 +1,26 @@
 """Settings from a DeepSpeed file: its optimizer, schedule and loss scale, which no flag can say.
 
-They do what DeepSpeed 0.19 does with the same values; a test holds them beside its own classes.
+They do what DeepSpeed 0.19 does with the same values, a schedule's odd first steps too. A test
+holds each beside DeepSpeed's own class, and figures that it gave (tests/deepspeed_recorded.json).
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from zero_minimal.core.loss_scaler import LossScaler
-from zero_minimal.workload import deepspeed_schedules
 from zero_minimal.workload.settings import OPTIMIZER, Settings
 
 
 @dataclass(frozen=True)
 class FromDeepSpeed(Settings):
-    """Settings of flags, and beside them those of the file.
+    """Settings of flags, and beside them those of the file; {}: the program's own.
 
-    optimizer: its "type", AdamW or Adam, and options for it; {}: the program's own.
-    scheduler: its "type" and all its parameters; {"type": "constant"}; {}: the program's own.
-    fp16: all values of the section of that name; {}: the program's own.
+    optimizer: its "type", AdamW or Adam, and options for it.
+    scheduler: its "type" and all its parameters; {"type": "constant"} is one, too.
+    fp16: all values of the section of that name.
     """
 
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -35,33 +36,111 @@ class FromDeepSpeed(Settings):
         if not self.optimizer:
             return super().optimizer_options()
         options = {name: value for name, value in self.optimizer.items() if name != "type"}
-        options["betas"] = tuple(options["betas"])
-        return {"lr": self.lr, **options, "fused": OPTIMIZER["fused"]}
-
-    def learning_rate(self, step: int) -> float:
-        """Of a step, from 0 on. With a schedule of the file steps that fp16 skips do not count."""
-        schedule = deepspeed_schedules.SCHEDULES.get(self.scheduler.get("type", ""))
-        if schedule is None:
-            return super().learning_rate(step)
-        return schedule(step, self.lr, **self._parameters())
+        return {"lr": self.lr, **options, "betas": tuple(options["betas"]),
+                "fused": OPTIMIZER["fused"]}
 
     def scheduled(self, step: int, skipped: int) -> dict:
         """A step's options: DeepSpeed's schedules stand still while fp16 skips."""
         if not self.scheduler:
             return super().scheduled(step, skipped)
-        options = {"lr": self.learning_rate(step - skipped)}
-        if self.scheduler.get("cycle_momentum"):
-            options["betas"] = deepspeed_schedules.momentum(step - skipped, **self._parameters())
-        return options
-
-    def _parameters(self) -> dict:
-        return {name: value for name, value in self.scheduler.items() if name != "type"}
+        parameters = {name: value for name, value in self.scheduler.items() if name != "type"}
+        schedule = SCHEDULES.get(self.scheduler["type"], constant)
+        return schedule(step - skipped, self.lr, **parameters)
 
     def loss_scaler(self, groups: list | None = None) -> LossScaler | None:
         """For fp16."""
         if self.dtype != "fp16" or not self.fp16:
             return super().loss_scaler(groups)
-        return DeepSpeedScaler(**self.fp16, groups=groups)
+        return DeepSpeedScaler(groups, **self.fp16)
+
+
+# ------------------------------------------------------------------------------------ the schedules
+# A step is the number of updates before it, lr the optimizer's. What a schedule returns are the
+# optimizer's options in that step; its parameters have DeepSpeed's names and defaults.
+
+
+def constant(step: int, lr: float) -> dict:
+    """What DeepSpeed does without a scheduler."""
+    return {"lr": lr}
+
+
+def warm(step: int, steps: int, kind: str) -> float:
+    """How far a warm-up of so many steps is, from 0 to 1; kind: log or linear."""
+    done, steps = step - 1, max(2, steps)  # two steps have the smallest rate: it moves after a step
+    if not 0 <= done < steps:
+        return float(done >= steps)
+    return 1 / math.log(steps) * math.log(done + 1) if kind == "log" else done / steps
+
+
+def warmup(step: int, lr: float, *, warmup_min_lr: float = 0.0, warmup_max_lr: float | None = None,
+           warmup_num_steps: int = 1000, warmup_type: str = "log") -> dict:
+    """WarmupLR: from one learning rate to another (None: lr), and there it stays."""
+    largest = lr if warmup_max_lr is None else warmup_max_lr
+    part = warm(step, warmup_num_steps, warmup_type)
+    return {"lr": warmup_min_lr + (largest - warmup_min_lr) * part}
+
+
+def warmup_decay(step: int, lr: float, *, total_num_steps: int, warmup_min_lr: float = 0.0,
+                 warmup_max_lr: float = 0.001, warmup_num_steps: int = 1000,
+                 warmup_type: str = "log") -> dict:
+    """WarmupDecayLR: the same, and then down in a straight line to where it began."""
+    part, first = warm(step, warmup_num_steps, warmup_type), max(2, warmup_num_steps)
+    if step > first:
+        part = max(0.0, (total_num_steps - step + 1) / max(1.0, total_num_steps - first))
+    return {"lr": warmup_min_lr + (warmup_max_lr - warmup_min_lr) * part}
+
+
+def warmup_cosine(step: int, lr: float, *, total_num_steps: int, warmup_min_ratio: float = 0.0,
+                  cos_min_ratio: float = 1e-4, warmup_num_steps: int = 1000,
+                  warmup_type: str = "log") -> dict:
+    """WarmupCosineLR: in parts of lr, and down in half a cosine. Its very first step has none."""
+    part, first = warm(step, warmup_num_steps, warmup_type), max(2, warmup_num_steps)
+    ratio = warmup_min_ratio + part * (1.0 - warmup_min_ratio) if step else 0.0
+    if step > first:
+        progress = min(1.0, (step - first) / max(1, total_num_steps - first))
+        half = (1 + math.cos(math.pi * progress)) / 2
+        ratio = max(0.0, cos_min_ratio + (1.0 - cos_min_ratio) * half)
+    return {"lr": lr * ratio}
+
+
+def range_test(step: int, lr: float, *, lr_range_test_min_lr: float = 1e-3,
+               lr_range_test_step_size: int = 2000, lr_range_test_step_rate: float = 1.0,
+               lr_range_test_staircase: bool = False) -> dict:
+    """LRRangeTest: up without end, or in stairs, to see where training breaks."""
+    gone = step / lr_range_test_step_size
+    gone = math.floor(gone) if lr_range_test_staircase else gone
+    return {"lr": lr_range_test_min_lr * (1 + lr_range_test_step_rate * gone)}
+
+
+def one_cycle(
+    step: int, lr: float, *, cycle_min_lr: float, cycle_max_lr: float, decay_lr_rate: float = 0.0,
+    cycle_first_step_size: int = 2000, cycle_second_step_size: int | None = None,
+    cycle_first_stair_count: int = 0, cycle_second_stair_count: int | None = None,
+    decay_step_size: int = 0, cycle_momentum: bool = True, cycle_min_mom: float = 0.8,
+    cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0,
+) -> dict:
+    """OneCycle: up, down (None: as long, in as many stairs; 0 stairs: a line), and then less and
+    less. Adam's first beta moves against it, and the second is 0.99. (At the very first step it is
+    the smallest, and goes on from the largest.)"""
+    up, stairs = cycle_first_step_size, cycle_first_stair_count
+    down = up if cycle_second_step_size is None else cycle_second_step_size
+    past, within = step - up - down, step % (up + down)
+    part = within / up
+    if within > up:
+        part = (up + down - within) / down
+        stairs = stairs if cycle_second_stair_count is None else cycle_second_stair_count
+    height = math.floor(part * stairs) / stairs if stairs else part
+    rate = cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height
+    beta = cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height if step else cycle_min_mom
+    if past > 0:
+        decays = past / decay_step_size if decay_step_size else 0.0
+        rate = cycle_min_lr / (1 + decay_lr_rate * decays)
+        beta = cycle_max_mom * (1 + decay_mom_rate * decays)
+    return {"lr": rate} | ({"betas": (beta, 0.99)} if cycle_momentum else {})
+
+
+SCHEDULES = {"WarmupLR": warmup, "WarmupDecayLR": warmup_decay, "WarmupCosineLR": warmup_cosine,
+             "LRRangeTest": range_test, "OneCycle": one_cycle}
 
 
 # ---------------------------------------------------------------------------------------- the scale
@@ -72,11 +151,13 @@ class DeepSpeedScaler(LossScaler):
     moves: only the `hysteresis`-th overflow since the scale last grew halves it.
 
     loss_scale: a fixed one, that no overflow moves (the step is skipped even so); 0: one that does.
+    consecutive_hysteresis: whether a good step forgets the overflows before.
     """
 
-    def __init__(self, loss_scale: float, initial_scale_power: int, loss_scale_window: int,
-                 hysteresis: int, consecutive_hysteresis: bool, min_loss_scale: float,
-                 groups: list | None = None):
+    def __init__(self, groups: list | None = None, *, loss_scale: float = 0,
+                 initial_scale_power: float = 16, loss_scale_window: int = 1000,
+                 hysteresis: int = 2, consecutive_hysteresis: bool = False,
+                 min_loss_scale: float = 1):
         super().__init__(loss_scale or 2.0**initial_scale_power, loss_scale_window, groups)
         self.fixed, self.smallest = loss_scale > 0, min_loss_scale
         self.hysteresis, self.consecutive = hysteresis, consecutive_hysteresis
@@ -102,8 +183,8 @@ class DeepSpeedScaler(LossScaler):
 
     def grow(self) -> None:
         """After a good step."""
+        before = self._good_steps  # DeepSpeed's window begins after the first good step
         self._good_steps += 1
-        before = self._good_steps - 1  # DeepSpeed's window begins after the first good step
         full = before > 0 and before % self.growth_interval == 0
         if self.consecutive or full:
             self.left = self.hysteresis
