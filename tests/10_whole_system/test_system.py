@@ -214,7 +214,7 @@ def test_a_system_that_cheats_simulated_ranks(name, tmp_path):
 def watched(file, track):
     """What a system does on simulated ranks: its lines, and the first parameter that it reads wrongly."""
     lines, faults = system_watch.Lines(str(file.resolve())), []
-    around = system_rules.gathered_only(faults)
+    around = functools.partial(system_watch.gathered_only, faults)
     with lines.followed():
         budget.simulated(track, read_system(str(file))[1], watch=around)
     return {"lines": lines.listed, "fault": next(iter(faults), "")}
