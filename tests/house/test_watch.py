@@ -187,8 +187,11 @@ def test_a_file_that_is_no_python_says_so_and_costs_nothing(watch, saved, capsys
     watch.look_at(Saved("def f(:\n", "other"))
     assert "the file is not Python, line 1" in capsys.readouterr().out and len(watch.client.ran) == 1
     assert watch.grades.score == 45
-    watch.client.lines = lambda *_: iter([b'{"busy": "the machine is too busy"}'])
-    assert saved("1 2 3")[0] == "the machine is too busy\n" and watch.handed == [[1, 2, 3, 4, 5]]
+    lines = watch.client.lines
+    watch.client.lines = lambda *_: [*lines(*_)][:10] + [b'{"busy": "the machine is too busy"}']
+    said, ran = saved("1 2 3")
+    assert said.endswith("the machine is too busy\n") and "step 3   20 of 20" in said
+    assert watch.handed == [[1, 2, 3, 4, 5], [3]] and watch.grades.score == 65
 
 
 def test_results_say_what_was_looked_at(watch, saved):

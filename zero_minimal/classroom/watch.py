@@ -58,18 +58,15 @@ class Watch:
         """Grade what is not right; when all is, what was right in another text."""
         if saved.error:
             return say(saved.error)
-        try:
-            if wrong := [step for step in self.grades.steps if not self._is_right(step)]:
-                if not self._grade(saved, wrong):
-                    return None
-            if all(map(self._is_right, self.grades.steps)):
-                again = [step for step in self.grades.steps if self.looked[step] != saved.digest]
-                if again and wrong:
-                    say(f"checking {numbered([step.number for step in again])} again, because the file has changed")
-                if again and not self._grade(saved, again):
-                    return None
-        except Busy as busy:
-            return say(str(busy))
+        if wrong := [step for step in self.grades.steps if not self._is_right(step)]:
+            if not self._grade(saved, wrong):
+                return None
+        if all(map(self._is_right, self.grades.steps)):
+            again = [step for step in self.grades.steps if self.looked[step] != saved.digest]
+            if again and wrong:
+                say(f"checking {numbered([step.number for step in again])} again, because the file has changed")
+            if again and not self._grade(saved, again):
+                return None
         wrong = next((step for step in self.grades.steps if not self._is_right(step)), None)
         rest = f"; next is step {wrong.number}, {wrong.title}" if wrong else ": full marks"
         if self.grades.left_out:
@@ -80,7 +77,8 @@ class Watch:
         return step in self.looked and self.grades.is_right(step)
 
     def _grade(self, saved: Saved, steps: list[Step]) -> bool:
-        """Grade these steps, and say what is new. Returns False if something else was saved meanwhile."""
+        """Grade these steps, and say what is new. Returns False if something else was saved meanwhile, or the machine
+        is too busy."""
         was_right, left, first, as_before = {*filter(self._is_right, steps)}, list(steps), None, []
         for step in steps:
             self.grades.forget(step)
@@ -91,20 +89,23 @@ class Watch:
         tests = [test for step in steps for failed in (True, False) for test, worth in self.client.tests.items()
                  if worth["step"] == step.number and (test in self.failed) == failed]
         reported = Reported(self.grades.lesson, self.grades, whole=False)
-        with self.client.reports(saved.text, tests, reported, POLL) as reports:
-            for _ in reports:
-                while left and (reported.ended or left[0].number < reported.step):
-                    step = left.pop(0)
-                    self.looked[step] = saved.digest
-                    if not self._tell(step, first, step in was_right):
-                        as_before.append(step.number)
-                if left and not first and (message := self.grades.first_failure(left[0])):
-                    first = left[0], message
-                    say(head(left[0], "is not right any more" if left[0] in was_right else "is not right yet"))
-                    tell(message)
-                if self.place.changed():
-                    break
-                wait_for(f"looking at step {reported.step} …")
+        try:
+            with self.client.reports(saved.text, tests, reported, POLL) as reports:
+                for _ in reports:
+                    while left and (reported.ended or left[0].number < reported.step):
+                        step = left.pop(0)
+                        self.looked[step] = saved.digest
+                        if not self._tell(step, first, step in was_right):
+                            as_before.append(step.number)
+                    if left and not first and (message := self.grades.first_failure(left[0])):
+                        first = left[0], message
+                        say(head(left[0], "is not right any more" if left[0] in was_right else "is not right yet"))
+                        tell(message)
+                    if self.place.changed():
+                        break
+                    wait_for(f"looking at step {reported.step} …")
+        except Busy as busy:
+            say(str(busy))
         self.failed = self.failed.difference(reported.done).union(reported.failed)
         if as_before:
             say(f"{numbered(as_before)} as before")
