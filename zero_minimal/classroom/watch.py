@@ -47,12 +47,12 @@ def watch(lesson: Lesson, file: Path, grades: Grades, hand_on: Callable[[list[St
 
 class Watch:
     """What is known of each step: `looked` is the digest of the text that its points are of, `told` what was said of it
-    last; `failed` are the tests to begin with. It has a process: close its `client`."""
+    last; `failed` are the tests to begin with, in this order. It has a process: close its `client`."""
 
     def __init__(self, lesson: Lesson, file: Path, grades: Grades, hand_on: Callable[[list[Step]], None]):
         self.grades, self.hand_on = grades, hand_on
         self.place, self.client = Place(file), GraderClient(lesson, file)
-        self.looked, self.told, self.failed = {}, {}, set()
+        self.looked, self.told, self.failed = {}, {}, []
 
     def look_at(self, saved: Saved) -> None:
         """Grade what is not right; when all is, what was right in another text."""
@@ -86,8 +86,10 @@ class Watch:
         if not self.client.is_ready():
             wait_for("getting ready (this takes some seconds once) …")
             self.client.wait_until_ready()
-        tests = [test for step in steps for failed in (True, False) for test, worth in self.client.tests.items()
-                 if worth["step"] == step.number and (test in self.failed) == failed]
+        order = {test: place for place, test in enumerate(self.failed)}
+        tests = [test for step in steps for test in sorted(
+            (test for test, worth in self.client.tests.items() if worth["step"] == step.number),
+            key=lambda test: order.get(test, len(order)))]
         reported = Reported(self.grades.lesson, self.grades, whole=False)
         try:
             with self.client.reports(saved.text, tests, reported, POLL) as reports:
@@ -106,7 +108,7 @@ class Watch:
                     wait_for(f"looking at step {reported.step} …")
         except Busy as busy:
             say(str(busy))
-        self.failed = self.failed.difference(reported.done).union(reported.failed)
+        self.failed = [*reported.failed, *(test for test in self.failed if test not in reported.done)]
         if as_before:
             say(f"{numbered(as_before)} as before")
         for step in left:  # half of a look is none
