@@ -11,7 +11,6 @@ then its name stands in UNTOLD of the lesson's mistakes.py, with the reason.
 
 import argparse
 import ast
-import contextlib
 import copy
 import json
 import sys
@@ -24,7 +23,7 @@ import submissions
 
 from zero_minimal.classroom.grader_client import GraderClient
 from zero_minimal.classroom.grades import Grades
-from zero_minimal.classroom.judging import SECONDS, Reported, reports
+from zero_minimal.classroom.judging import Reported
 from zero_minimal.classroom.lessons import Lesson, found
 from zero_minimal.classroom.references import reference
 from zero_minimal.classroom.starters import functions_of
@@ -175,13 +174,8 @@ class Jury:
         reported = Reported(self.lesson, Grades(self.lesson), whole=False)
         by_step = sorted(self.standby.tests, key=lambda test: (
             self.standby.tests[test]["step"] < first, self.standby.tests[test]["step"]))
-        reported.tests = {test: dict(self.standby.tests[test]) for test in by_step}
         self.file.write_text(source)
-
-        def begin(done: list[str], seconds: float):
-            return self.standby.begin(source, [test for test in by_step if test not in done], seconds, 1.0)
-
-        with contextlib.closing(reports(begin, reported, SECONDS)) as following:
+        with self.standby.reports(source, by_step, reported, 1.0) as following:
             for _ in following:
                 if reported.failed:
                     break

@@ -214,7 +214,7 @@ def test_a_system_that_cheats_simulated_ranks(name, tmp_path):
 def watched(file, track):
     """What a system does on simulated ranks: its lines, and the first parameter that it reads wrongly."""
     lines, faults = system_watch.Lines(str(file.resolve())), []
-    around = system_rules.gathered_only(faults)
+    around = functools.partial(system_watch.gathered_only, faults)
     with lines.followed():
         budget.simulated(track, read_system(str(file))[1], watch=around)
     return {"lines": lines.listed, "fault": next(iter(faults), "")}
@@ -250,6 +250,34 @@ def test_real_ranks_catch_the_rest(tmp_path):
             assert re.search(WRONG[name].message, words), (name, words)
         else:
             assert not words.startswith("with a small model"), words
+
+
+RUN = {"losses": [1.0, 2.0, 3.0], "dtypes": ["torch.bfloat16"], "states": [[1, 2, 3]] * 3, "elements": 100,
+       "tensors": 1, "log": [["all_gather", 80, 3]], "sent": [9, 7, 7], "rest": [5, 5, 5], "peaks": [90, 100, 106],
+       "largest": 1}
+TWIN = {"states": [1, 2, 3], "sent": 7, "peak": 94}
+
+
+@pytest.mark.parametrize("rank, changed, says", [
+    (1, {}, ""),
+    (1, {"losses": [1.0, 2.5, 3.0]}, r"the loss of step 2 on rank 1 is 2\.5, and 2\.0 at stage 0"),
+    (2, {"dtypes": ["torch.float32"]}, r"parameters are torch\.float32, and were torch\.bfloat16"),
+    (1, {"states": [[1, 2, 3]] * 2 + [[1, 2, 12 * 66]]}, r"rank 1 keeps 792 B of optimizer state; 12Ψ/N are 400 B"),
+    (1, {"states": [[1, 2, 3]] * 2 + [[1, 2, 12 * 65]]}, ""),
+    (1, {"log": [["all_gather", 81, 3]]}, r"rank 0's collective number 1 is all_gather of 80 .*, and rank 1's .* 81"),
+    (2, {"log": [*RUN["log"], ["broadcast", 8, 3]]}, r"number 2 is nothing more, and rank 2's is broadcast of 8 bytes"),
+    (2, {"sent": [7, 9, 7]}, r"rank 2 sends 7, 9, 7 bytes in steps 1 to 3"),
+    (1, {"rest": [9, 5, 6]}, r"rank 1 holds 6 bytes at the end of step 3, and 5 at the end of step 2"),
+    (1, {"peaks": [90, 100, 107]}, r"rank 1's peak is 107 bytes in step 3, and 100 in step 2"),
+    (0, {"states": [[1, 2, 3], [1, 4, 3], [1, 2, 3]]}, "real ranks hold 4 bytes of gradients, and simulated ones 2"),
+    (0, {"sent": [9, 8, 8]}, "real ranks send 8 bytes in step 2, and simulated ones 7"),
+    (0, {"peaks": [90, 101, 101]}, "real ranks hold 101 bytes at the peak of step 2, and simulated ones 94"),
+    (0, {"peaks": [90, 93, 93]}, "real ranks hold 93 bytes at the peak"),
+])
+def test_each_rule_has_its_words(rank, changed, says):
+    runs = [RUN | changed if number == rank else RUN for number in range(3)]
+    words = next(system_rules.faults(MEMORY, TWIN, runs, [RUN["losses"]] * 3), "")
+    assert re.search(says, words) if says else not words, words
 
 
 def whole_on_rank_0(model, group, limits):

@@ -12,9 +12,7 @@ import pytest
 import texts
 
 from zero_minimal.classroom import hunt
-from zero_minimal.classroom.hunt_causes import CAUSES
-from zero_minimal.classroom.hunt_experiments import EXPERIMENTS, RIVALS, against, decides
-from zero_minimal.classroom.hunt_facts import BROKEN, HEALTHY, Facts, in_order, near
+from zero_minimal.classroom.hunt_figures import figures, in_order, near
 from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.meters import run_record
 from zero_minimal.pictures.hunt_panels import draw_hunt
@@ -22,9 +20,12 @@ from zero_minimal.processes import ranks
 from zero_minimal.programs import hunts
 
 FOLDER, CODE = hunt.FOLDER, HOUSE / "tests/bug_hunts"
-FILES = {file.stem: file for file in sorted(FOLDER.glob("[0-9][0-9].json"))}
-RECORDS = {name: Facts.read(file) for name, file in FILES.items()}
-OTHERS = {name: Facts(record) for name, record in json.loads((CODE / "others.json").read_text()).items()}
+HEALTHY, BROKEN = "healthy", "broken"
+RECORDS = {file.stem: json.loads(file.read_text()) for file in sorted(FOLDER.glob("[0-9][0-9].json"))}
+OTHERS = json.loads((CODE / "others.json").read_text())
+FIGURES = {name: figures(record) for name, record in (RECORDS | OTHERS).items()}
+CHECKER = hunt.Checker(FOLDER / "signs.toml")
+CAUSES, EXPERIMENTS = CHECKER.causes, CHECKER.experiments
 TEACHER = (FOLDER / "teacher.md").read_text()
 each_hunt = pytest.mark.parametrize("name", RECORDS)
 
@@ -35,8 +36,14 @@ def true_cause(name):
     return hunts.broken_code().HUNTS[name].cause
 
 
-def signs(facts):
-    return [cause for cause in CAUSES if CAUSES[cause].sign(facts)]
+def signs(seen):
+    return [cause for cause in CAUSES if CHECKER.shows(cause, seen)]
+
+
+def runs(name):
+    """The reports of the healthy run's ranks, and of the broken one's."""
+    record = (RECORDS | OTHERS)[name]
+    return record["runs"][HEALTHY], record["runs"][BROKEN]
 
 
 # --------------------------------------------------------------------------------------------------------- the records
@@ -48,34 +55,26 @@ def test_there_are_twelve_and_each_has_another_cause():
     assert {*map(true_cause, RECORDS), *OTHERS} == set(CAUSES) and len(CAUSES) == 24
 
 
-@each_hunt
-def test_a_record_has_the_sign_of_its_cause_alone(name):
-    assert signs(RECORDS[name]) == [true_cause(name)]
-
-
-@pytest.mark.parametrize("cause", OTHERS)
-def test_causes_that_no_hunt_has_show_when_they_are_there(cause):
-    """So a sign is none that never comes."""
-    assert signs(OTHERS[cause]) == [cause]
-
-
-def test_a_healthy_run_has_no_sign():
-    for name, facts in {**RECORDS, **OTHERS}.items():
-        healthy = facts.record["runs"][HEALTHY]
-        assert signs(Facts(facts.record | {"runs": {HEALTHY: healthy, BROKEN: healthy}})) == [], name
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_record_has_the_sign_of_its_cause_alone_and_a_healthy_run_has_none(name):
+    """Causes that no hunt has are recorded too, so no sign is one that never comes."""
+    assert signs(FIGURES[name]) == [true_cause(name) if name in RECORDS else name]
+    record, (healthy, _) = (RECORDS | OTHERS)[name], runs(name)
+    assert signs(figures(record | {"runs": {HEALTHY: healthy, BROKEN: healthy}})) == []
 
 
 @each_hunt
 def test_what_is_said_against_a_cause_has_a_figure_of_the_run(name):
     """Figures that the record has; or a stage, a dtype, a number of micro-batches that leaves no room for it."""
-    facts = RECORDS[name]
-    numbers = {f"{value:,}" if isinstance(value, int) else f"{value:.4g}" for value in numbers_in(facts.record["runs"])}
+    numbers = {f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+               for value in numbers_in(RECORDS[name]["runs"])}
     for cause in set(CAUSES) - {true_cause(name)}:
-        said = CAUSES[cause].against(facts)
-        settings = f"stage {facts.stage}|in fp32|accumulate is 1|alike from before the first step to the end"
+        said = CHECKER.against(cause, FIGURES[name])
+        settings = f"stage {RECORDS[name]['stage']}|in fp32|accumulate is 1|alike from before the first step to the end"
         shown = set(re.findall(r"\d[\d,.]*\d|\d", said))
         assert re.search(settings, said) or shown & numbers or re.search(r"\d ms\b", said), (cause, said)
-        assert len(said) > 40 and "None" not in said and ": ;" not in said and not said.endswith(": ")
+        assert len(said) > 40 and "None" not in said and ": ;" not in said and not said.endswith(":")
+        assert not re.search(r"[{}%]| [,.;:]", said)  # what is left of a template
 
 
 def numbers_in(value):
@@ -88,15 +87,14 @@ def numbers_in(value):
 
 @each_hunt
 def test_both_runs_had_the_same_settings_and_what_agrees_agrees(name):
-    facts = RECORDS[name]
-    healthy, broken = facts.run(HEALTHY), facts.run(BROKEN)
-    assert len(healthy) == len(broken) == facts.ranks
-    steps = facts.record["settings"]["steps"]
+    record, (healthy, broken) = RECORDS[name], runs(name)
+    assert len(healthy) == len(broken) == record["ranks"]
+    steps = record["settings"]["steps"]
     for rank in (*healthy, *broken):
         assert len(rank["losses"]) == len(rank["norms"]) == steps and len(rank["memory"]) == run_record.MEMORY_STEPS
-        assert len(rank["apart"]) == (0 if facts.stage == 3 else steps + 1)
+        assert len(rank["apart"]) == (0 if record["stage"] == 3 else steps + 1)
     assert not any(any(rank["apart"]) for rank in healthy)
-    assert [rank["norms"] for rank in healthy] == [healthy[0]["norms"]] * facts.ranks
+    assert [rank["norms"] for rank in healthy] == [healthy[0]["norms"]] * record["ranks"]
     right_losses = {"graph-kept", "reduced-each-micro-batch", "summed", "one-unit", "view-of-the-whole",
                     "waited-for-at-once", "straggler"}
     agree = all(near(one, other) for mine, theirs in zip(broken, healthy, strict=True)
@@ -104,26 +102,21 @@ def test_both_runs_had_the_same_settings_and_what_agrees_agrees(name):
     assert agree if true_cause(name) in right_losses else True
 
 
-@pytest.mark.parametrize("facts", [*RECORDS.values(), *OTHERS.values()], ids=[*RECORDS, *OTHERS])
-def test_no_collective_ends_on_a_rank_before_all_have_begun_it(facts):
+@pytest.mark.parametrize("name", FIGURES)
+def test_no_collective_ends_on_a_rank_before_all_have_begun_it(name):
     """So the ranks' times are of one clock. Seven digits of a file are good to a microsecond here."""
-    for side in (HEALTHY, BROKEN):
-        for same in zip(*map(in_order, facts.run(side)), strict=True):
-            assert len({one[0] for one in same}) == 1
-            assert max(one[1] for one in same) <= min(one[3] for one in same) + 2e-6, (side, same)
-        for rank in facts.run(side):
+    for run in runs(name):
+        for same in zip(*map(in_order, run), strict=True):
+            assert len({one.name for one in same}) == 1
+            assert max(one.start for one in same) <= min(one.end for one in same) + 2e-6, same
+        for rank in run:
             assert 0 <= rank["time"]["computing"][0][1] and rank["time"]["seconds"] == rank["time"]["computing"][-1][2]
 
 
 def test_times_count_from_the_moment_when_the_first_rank_came():
     """Rank 1 comes to its forward later, by what it slept, and its times say so."""
-    late, early = Facts({"runs": {BROKEN: with_a_rank_that_sleeps()}}).lag(BROKEN)
-    assert late == 1 and 0.2 < early < 1
-
-
-@functools.cache
-def with_a_rank_that_sleeps():
-    return ranks.run(one_that_sleeps, 2, device="cpu", timeout=60)
+    early, late = ranks.run(one_that_sleeps, 2, device="cpu", timeout=60)
+    assert 0.2 < late - early < 1
 
 
 def one_that_sleeps():
@@ -131,20 +124,20 @@ def one_that_sleeps():
         time.sleep(0.3 * rank.rank)  # before the exchange: this is not seen
         began = run_record.one_zero(rank.device)
         time.sleep(0.3 * rank.rank)
-        return {"time": {"collectives": [["all_reduce", time.perf_counter() - began, 0, 0, 0]]}}
+        return time.perf_counter() - began
 
 
 @each_hunt
 def test_late_reductions_and_a_slow_network_are_refuted_by_figures(name):
     """Not supported by them: gradients come after the first reduction has started, or the rank computes between its
     reductions; and some time of a message is not several times the healthy run's."""
-    facts = RECORDS[name]
+    broken = FIGURES[name]["broken"]
     if true_cause(name) == "waited-for-at-once":
-        first, last, between = facts.reductions_begin(BROKEN)
+        first, last, between = broken["starts_ms"]
         assert between > 0.3 * (last - first)
-    elif facts.stage < 2:
-        assert facts.overlap(BROKEN)[0] > 0
-    said = CAUSES["slow-network"].against(facts)
+    elif RECORDS[name]["stage"] < 2:
+        assert broken["overlap"][0] > 0
+    said = CHECKER.against("slow-network", FIGURES[name])
     times = re.search(r"([\d.]+) times the healthy", said)
     assert float(times[1]) < 2.5 if times else "as many messages" in said
     if true_cause(name) == "straggler":
@@ -157,14 +150,18 @@ def test_late_reductions_and_a_slow_network_are_refuted_by_figures(name):
 @each_hunt
 def test_one_experiment_decides_and_in_hunt_11_two_do(name):
     right = [experiment_of(name), *([experiment_of("11, too")] if name == "11" else [])]
-    assert [each for each in EXPERIMENTS if decides(each, true_cause(name))] == right
+    assert [each for each in EXPERIMENTS if CHECKER.decides(each, true_cause(name))] == right
+
+
+def rivals(cause):
+    return CAUSES[cause].get("rivals", [])
 
 
 @each_hunt
 def test_a_rival_is_none_that_a_setting_excludes(name):
-    assert len(RIVALS[true_cause(name)]) >= 2
-    for rival in RIVALS[true_cause(name)]:
-        said = CAUSES[rival].against(RECORDS[name])
+    assert len(rivals(true_cause(name))) >= 2
+    for rival in rivals(true_cause(name)):
+        said = CHECKER.against(rival, FIGURES[name])
         assert not re.search(r"at stage \d|in fp32|accumulate is 1|a bucket size", said), (rival, said)
 
 
@@ -178,13 +175,13 @@ def ran():
 
 
 def test_what_is_known_of_causes_and_experiments_fits_together():
-    named = {cause for each in EXPERIMENTS.values() for cause in each.shows}
-    assert named | {rival for rivals in RIVALS.values() for rival in rivals} <= set(CAUSES) and len(EXPERIMENTS) == 15
-    for cause in RIVALS:
-        assert cause not in RIVALS[cause]
+    named = {cause for each in EXPERIMENTS.values() for cause in (*each["shows"], *each.get("though", ()))}
+    assert named | {rival for cause in CAUSES for rival in rivals(cause)} <= set(CAUSES) and len(EXPERIMENTS) == 15
+    for cause in filter(rivals, CAUSES):
+        assert cause not in rivals(cause)
         for experiment in EXPERIMENTS:
-            if not decides(experiment, cause):
-                said = against(experiment, cause)
+            if not CHECKER.decides(experiment, cause):
+                said = CHECKER.no_decision(experiment, cause)
                 assert said.startswith(f"with your cause, {experiment} would show: ")
                 assert said.endswith("as in a healthy run. So it tells nothing of your cause") or re.search(
                     r"it does not tell the two apart$|as in a healthy run \(.+\)\. So it", said)
@@ -228,8 +225,8 @@ def test_the_experiments_showed_what_the_checker_says():
 
 def gap_of_11():
     """How far the broken run's loss is above the healthy one's in the last 20 steps."""
-    end = {side: sum(sum(rank["losses"][-20:]) for rank in RECORDS["11"].run(side)) / 40 for side in (HEALTHY, BROKEN)}
-    return end[BROKEN] - end[HEALTHY]
+    healthy, broken = (sum(sum(rank["losses"][-20:]) for rank in run) / 40 for run in runs("11"))
+    return broken - healthy
 
 
 # --------------------------------------------------------------------------------------------------------- the checker
@@ -264,12 +261,12 @@ def test_an_untouched_file_has_none(tmp_path, capsys):
 def test_a_wrong_answer_has_no_points_and_names_no_right_one(name, tmp_path, capsys):
     right = true_cause(name)
     for cause in set(CAUSES) - {right}:
-        verdict = hunt.judged(RECORDS[name], {"cause": cause, "experiment": experiment_of(name)})
+        verdict = CHECKER.judged(FIGURES[name], {"cause": cause, "experiment": experiment_of(name)})
         assert verdict.points == 0 and right not in " ".join(verdict.words)
     for experiment in EXPERIMENTS:
-        if decides(experiment, right):
+        if CHECKER.decides(experiment, right):
             continue
-        verdict = hunt.judged(RECORDS[name], {"cause": right, "experiment": experiment})
+        verdict = CHECKER.judged(FIGURES[name], {"cause": right, "experiment": experiment})
         assert verdict.points == hunt.FOR_CAUSE and experiment_of(name) not in " ".join(verdict.words)
 
 
@@ -294,12 +291,11 @@ def test_a_hunt_is_named_by_one_digit_too(tmp_path, capsys):
 # ----------------------------------------------------------------------------------------------------------- the pages
 
 
-def setting(facts):
+def setting(record):
     """The line of a hunt's page that says what was run."""
-    settings = facts.record["settings"]
-    micros = settings["accumulate"]
-    return (f"Stage {facts.stage}, {facts.ranks} ranks, {settings['dtype']}, {settings['steps']} steps of {micros} "
-            f"micro-batch{'es' * (micros > 1)}, clipped at {settings['clip']:g}.")
+    settings, micros = record["settings"], record["settings"]["accumulate"]
+    return (f"Stage {record['stage']}, {record['ranks']} ranks, {settings['dtype']}, {settings['steps']} steps of "
+            f"{micros} micro-batch{'es' * (micros > 1)}, clipped at {settings['clip']:g}.")
 
 
 @each_hunt
@@ -316,39 +312,38 @@ def test_a_page_says_what_was_run_and_not_what_is_wrong(name):
 
 
 def test_the_stories_are_true_of_the_records():
-    def first_rank(name, side):
-        return RECORDS[name].run(side)[0]
-
-    def seconds(name, side):
-        return first_rank(name, side)["time"]["seconds"]
-
+    first = {name: [run[0] for run in runs(name)] for name in RECORDS}  # rank 0, healthy and broken
+    seen = {name: (FIGURES[name][HEALTHY], FIGURES[name][BROKEN]) for name in RECORDS}
     for name in ("06", "07", "08", "09"):  # right losses, up to the order of sums
-        assert first_rank(name, BROKEN)["losses"] == pytest.approx(first_rank(name, HEALTHY)["losses"], rel=1e-4)
-    rank_0, rank_1 = (losses[0] for losses in RECORDS["02"].losses)
+        healthy, broken = first[name]
+        assert broken["losses"] == pytest.approx(healthy["losses"], rel=1e-4)
+    rank_0, rank_1 = (losses[0] for losses in seen["02"][1]["losses"])
     assert rank_0 < 3.5 and rank_1 > 5.3
-    assert min(first_rank("05", BROKEN)["norms"]) > 5 * RECORDS["05"].record["settings"]["clip"]
-    assert first_rank("06", BROKEN)["traffic"]["sent_bytes"] < first_rank("06", HEALTHY)["traffic"]["sent_bytes"]
+    assert min(first["05"][1]["norms"]) > 5 * RECORDS["05"]["settings"]["clip"]
+    healthy, broken = seen["06"]
+    assert first["06"][1]["traffic"]["sent_bytes"] < first["06"][0]["traffic"]["sent_bytes"]
     for category in ("parameters", "gradients"):
-        assert RECORDS["06"].highest(BROKEN, category) > 1.3 * RECORDS["06"].highest(HEALTHY, category)
-        assert near(RECORDS["06"].at_the_end(BROKEN, category), RECORDS["06"].at_the_end(HEALTHY, category))
-    assert first_rank("07", BROKEN)["traffic"] == first_rank("07", HEALTHY)["traffic"]
-    assert RECORDS["08"].overlap(BROKEN)[0] == 0 < RECORDS["08"].overlap(HEALTHY)[0]
-    assert seconds("09", BROKEN) > 2 * seconds("09", HEALTHY)
-    first = sorted(first_rank("09", BROKEN)["time"]["collectives"], key=lambda one: one[1])[0]
-    assert first[3] - first[2] > 0.3 * seconds("09", BROKEN)
-    assert RECORDS["11"].starts_alike and gap_of_11() > 0.1
-    assert RECORDS["12"].apart[1] == 0 < RECORDS["12"].apart[2] < RECORDS["12"].apart[-1]
-    assert RECORDS["12"].record["runs"][BROKEN][0]["traffic"] == first_rank("12", HEALTHY)["traffic"]
-    skipped = [rank["moved"].count(0) for rank in RECORDS["12"].run(BROKEN)]
+        assert broken["most"][category] > 1.3 * healthy["most"][category]
+        assert near(broken["end"][category], healthy["end"][category])
+    for name in ("07", "12"):
+        assert first[name][0]["traffic"] == first[name][1]["traffic"]
+    assert seen["08"][1]["overlap"][0] == 0 < seen["08"][0]["overlap"][0]
+    healthy, broken = seen["09"]
+    assert broken["seconds"] > 2 * healthy["seconds"]
+    message = in_order(first["09"][1])[0]
+    assert message.end - message.wait > 0.3 * broken["seconds"]
+    assert FIGURES["11"]["starts_alike"] and gap_of_11() > 0.1
+    apart = seen["12"][1]["apart"]
+    assert apart[1] == 0 < apart[2] < apart[-1]
+    skipped = [rank["moved"].count(0) for rank in runs("12")[1]]
     updates = [rank["updates"] for rank in ran()["12"][BROKEN]]
-    assert skipped == [RECORDS["12"].record["settings"]["steps"] - count for count in updates] and max(skipped) > 0
+    assert skipped == [RECORDS["12"]["settings"]["steps"] - count for count in updates] and max(skipped) > 0
 
 
 def test_the_lists_on_the_page_are_the_checkers():
     page = (FOLDER / "README.md").read_text()
     for title, known in (("Causes", CAUSES), ("Experiments", EXPERIMENTS)):
-        rows = re.findall(r"^\| `(.+?)` \| (.+?) \|$", pages.section(page, 2, title), re.MULTILINE)
-        assert dict(rows) == {name: each.words for name, each in known.items()}
+        assert re.findall(r"^\| `(.+?)` \| .{20,} \|$", pages.section(page, 2, title), re.MULTILINE) == list(known)
     assert {name: {"cause": "", "experiment": "", "why": ""} for name in RECORDS} == tomllib.loads(
         (FOLDER / "answers.toml").read_text())
     most = len(RECORDS) * (hunt.FOR_CAUSE + hunt.FOR_EXPERIMENT)
@@ -358,7 +353,7 @@ def test_the_lists_on_the_page_are_the_checkers():
 def test_the_teachers_page_has_the_answers_and_what_the_experiments_showed():
     for name in RECORDS:
         row = re.search(rf"^\| {name} \| `(.+?)` \| `(.+?)` \| `(.+?)` \|$", TEACHER, re.MULTILINE)
-        assert row and row[1] == true_cause(name) and row[2] in RIVALS[row[1]] and row[3] == experiment_of(name)
+        assert row and row[1] == true_cause(name) and row[2] in rivals(row[1]) and row[3] == experiment_of(name)
     assert experiments_module().table(ran()) in TEACHER
 
 
@@ -372,16 +367,16 @@ def experiments_module():
 def test_the_names_on_the_page_are_the_names_in_a_file():
     table = pages.section((FOLDER / "README.md").read_text(), 2, "How to read the instruments")
     named = {name for row in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE) for name in re.findall(r"`(.+?)`", row)}
-    assert named == set(RECORDS["01"].run(HEALTHY)[0])
+    assert named == set(runs("01")[0][0])
 
 
 def test_a_picture_is_drawn_of_what_a_file_holds():
-    figure = draw_hunt(RECORDS["09"].record)
+    figure = draw_hunt(RECORDS["09"])
     named = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "before forward: not recorded" in named and len(named) == len(set(named))
     most, end = figure.axes[4], figure.axes[3]
     assert end.texts and not most.texts
-    long = draw_hunt(RECORDS["11"].record).axes[0]
+    long = draw_hunt(RECORDS["11"]).axes[0]
     assert long.get_xlabel() == "step; each point is the mean of 4 steps" and len(long.lines[0].get_xdata()) == 40
     assert len(figure.axes) == 8 and [axis.get_title(loc="left") for axis in figure.axes][-1].startswith("one step")
 
@@ -393,11 +388,11 @@ def test_a_picture_is_drawn_of_what_a_file_holds():
 @pytest.mark.skipif(not texts.as_recorded(), reason="the runs were recorded with the text of another Python")
 @pytest.mark.parametrize("name", ("05", "12"))
 def test_a_hunt_recorded_anew_has_the_same_signs_and_counts(name):
-    anew, committed = Facts(hunts.recorded(hunts.broken_code().HUNTS[name])), RECORDS[name]
-    assert signs(anew) == [true_cause(name)]
-    assert committed.record["settings"].items() <= anew.record["settings"].items()  # there may be more flags now
+    anew, committed = hunts.recorded(hunts.broken_code().HUNTS[name]), RECORDS[name]
+    assert signs(figures(anew)) == [true_cause(name)]
+    assert committed["settings"].items() <= anew["settings"].items()  # there may be more flags now
     for side in (HEALTHY, BROKEN):
-        for now, before in zip(anew.run(side), committed.run(side), strict=True):
+        for now, before in zip(anew["runs"][side], committed["runs"][side], strict=True):
             assert now["memory"] == before["memory"] and now["overlap"] == before["overlap"]
             assert now["traffic"] == before["traffic"]
             assert now["losses"] == pytest.approx(before["losses"], rel=1e-3)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.fork_server import LENGTH
-from zero_minimal.classroom.judging import UNREAD, Process, lines
+from zero_minimal.classroom.judging import SECONDS, UNREAD, Process, Reported, lines, reports
 from zero_minimal.classroom.lessons import Lesson
 
 START = 120.0  # seconds that it may take to import torch, twice, on a machine that has much else to do
@@ -19,12 +19,22 @@ class GraderClient:
     """A judge that waits. `tests` are those that it can begin with, and what each is worth. Close it."""
 
     def __init__(self, lesson: Lesson, file: Path):
-        self.lesson = lesson
+        self.lesson, self.file = lesson, file
+        self._start()
+
+    def _start(self) -> None:
         self.control, theirs = socket.socketpair()
-        self.process = Process(lesson.tests, ["--submission", str(file), "--lesson", lesson.name,
-                                              "--serve", str(theirs.fileno())], theirs.fileno())
+        self.process = Process(self.lesson.tests, ["--submission", str(self.file), "--lesson", self.lesson.name,
+                                                   "--serve", str(theirs.fileno())], theirs.fileno())
         theirs.close()
         self.tests: dict[str, dict] = {}
+
+    def is_ready(self) -> bool:
+        """Whether it can begin at once. One that was ended starts anew."""
+        if self.process.process.poll() is not None:
+            self.close()
+            self._start()
+        return bool(self.tests)
 
     def wait_until_ready(self) -> None:
         """Raises: Busy if they are not read in time; RuntimeError if the tests themselves cannot run."""
@@ -37,8 +47,17 @@ class GraderClient:
             raise RuntimeError(f"the tests of lesson {self.lesson.name} could not run:\n{said}") from None
         self.tests = {entry.pop("test"): entry for entry in json.loads(line)["tests"]}
 
+    def reports(self, source: str, tests: list[str], reported: Reported, tick: float) -> contextlib.closing:
+        """Grade this text of the file by these tests, in this order: a context with the iterator of judging.reports(),
+        which yields at each tick too."""
+        def begin(done: list[str], seconds: float) -> Run:
+            return self.begin(source, [test for test in tests if test not in done], seconds, tick)
+
+        reported.tests = {test: self.tests[test] for test in tests}
+        return contextlib.closing(reports(begin, reported, SECONDS))
+
     def begin(self, source: str, tests: list[str], seconds: float, tick: float) -> "Run":
-        """These tests of this text of the file, in this order: a context with `lines()`, as a Judge is."""
+        """One judge: a context with `lines()`."""
         return Run(self, source, tests, seconds, tick)
 
     def ask(self, request: dict, *descriptors: int) -> None:
@@ -54,9 +73,6 @@ class GraderClient:
         except OSError:
             raise RuntimeError(f"the grader's own process is gone:\n{self.process.printed()}") from None
 
-    def lives(self) -> bool:
-        return self.process.process.poll() is None
-
     def close(self) -> None:
         self.control.close()
         self.process.end()
@@ -70,12 +86,12 @@ class Run:
         self.code = None  # it is not our child: how it ended is not told
 
     def __enter__(self) -> "Run":
-        self.reports, theirs = os.pipe()
+        self.pipe, theirs = os.pipe()
         self.standby.process.output.truncate(0)
         try:
             self.standby.ask({"source": self.source, "tests": self.tests, "seconds": self.seconds}, theirs)
         except RuntimeError:
-            os.close(self.reports)
+            os.close(self.pipe)
             raise
         finally:
             os.close(theirs)
@@ -83,10 +99,10 @@ class Run:
 
     def lines(self) -> Iterator[bytes]:
         """What it reports; b"" where nothing came for a tick."""
-        self.is_late = yield from lines(self.reports, tick=self.tick)
+        self.is_late = yield from lines(self.pipe, tick=self.tick)
 
     def __exit__(self, *error) -> None:
-        os.close(self.reports)
+        os.close(self.pipe)
         with contextlib.suppress(RuntimeError):
             self.standby.ask({})
         self.printed = self.standby.process.printed()

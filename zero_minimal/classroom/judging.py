@@ -82,6 +82,7 @@ def reports(begin: Callable[[list[str], float], AbstractContextManager], reporte
         left -= time.monotonic() - began
         if left <= 0:
             reported.fail_the_rest(USED_UP)
+            yield
 
 
 def _why_it_ended(judge, step: int) -> str:

@@ -4,6 +4,7 @@ The file runs in ranks in the grader's sandbox, as an assignment does: first on 
 then on real ones. What comes back is plain numbers.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,20 +57,13 @@ def judge(file: Path, tracks: tuple[Track, ...] = TRACKS, show: Callable[[Score]
         if not words and "def build(" not in source:
             words = "the file has no build(model, group, budget)"
     except OSError as error:
-        source, words = "", f"the file cannot be read: {error.strerror}"
+        words = f"the file cannot be read: {error.strerror}"
     found = []
-    if words:
-        found = [illegal(track, words) for track in tracks]
-        for one in found:
-            show(one)
-        return found
-    supervisor = Supervisor(part(), file)
-    try:
+    with contextlib.nullcontext() if words else contextlib.closing(Supervisor(part(), file)) as supervisor:
         for track in tracks:
-            found.append(_judged(supervisor, Submission(file, part(), source), track))
+            found.append(illegal(track, words) if words
+                         else _judged(supervisor, Submission(file, part(), source), track))
             show(found[-1])
-    finally:
-        supervisor.close()
     return found
 
 

@@ -1,28 +1,25 @@
 """Watch: grade again whenever the file is saved, only what is not right yet, and say what is wrong at once.
 
-After a save the steps that are not right run in their order, each from the check that failed last; the first failure of
-the first of them is told when it happens, not when its step is through. Once all are right, those that were right in an
-earlier text of the file run again: only then are full marks said.
+After a save the steps that are not right run in their order, in each first what failed last. The first failure is told
+when it happens. Once all are right, those that were right in an earlier text run again: only then are full marks said.
 """
 
-import contextlib
+import itertools
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.grader_client import GraderClient
 from zero_minimal.classroom.grades import INDENT, Grades, head, numbered, tell
-from zero_minimal.classroom.judging import SECONDS, Reported, reports
+from zero_minimal.classroom.judging import Reported
 from zero_minimal.classroom.lessons import Lesson, Step
 from zero_minimal.classroom.saved import POLL, Place, Saved
 from zero_minimal.processes import interrupts
 from zero_minimal.programs import progress
-
-IDLE = "waiting for the next save (Ctrl-C ends)"
 
 
 def watch(lesson: Lesson, file: Path, grades: Grades, hand_on: Callable[[list[Step]], None]) -> int:
@@ -31,202 +28,127 @@ def watch(lesson: Lesson, file: Path, grades: Grades, hand_on: Callable[[list[St
     Args: hand_on(steps): called with the steps whose points in `grades` are new.
     Raises: RuntimeError if the tests themselves cannot run.
     """
+    signal.set_wakeup_fd(-1)  # all that follows waits in Python: nobody else need see to it that it ends
     watching = Watch(lesson, file, grades, hand_on)
-    with _ended_quietly():
-        try:
-            watching.go_on()
-        finally:
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # so much time must be
-            watching.standby.close()
-            signal.signal(signal.SIGINT, before)
-    return interrupts.STOPPED
-
-
-@contextlib.contextmanager
-def _ended_quietly() -> Iterator[None]:
-    """Context that Ctrl-C ends without a word. All in it waits in Python: nobody else need see to it that it ends."""
-    heard_by = signal.set_wakeup_fd(-1)
     try:
-        yield
+        for number in itertools.count():
+            saved = watching.place.wait(missing=lambda: say(f"{file} is gone: waiting until it is back"))
+            if number:
+                say(time.strftime("\nsaved, %H:%M:%S"))
+            watching.look_at(saved)
+            wait_for("waiting for the next save (Ctrl-C ends)")
     except KeyboardInterrupt:
         progress.take_back()
     finally:
-        signal.set_wakeup_fd(heard_by, warn_on_full_buffer=False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # so much time must be
+        watching.client.close()
+    return interrupts.STOPPED
 
 
 class Watch:
-    """What is known of each step: `looked` is the digest of the text that its points are of. It has a process: close
-    its `standby`."""
+    """What is known of each step: `looked` is the digest of the text that its points are of, `told` what was said of it
+    last; `failed` are the tests to begin with, in this order. It has a process: close its `client`."""
 
     def __init__(self, lesson: Lesson, file: Path, grades: Grades, hand_on: Callable[[list[Step]], None]):
-        self.lesson, self.file, self.grades, self.hand_on = lesson, file, grades, hand_on
-        self.place, self.standby = Place(file), GraderClient(lesson, file)
-        self.looked: dict[int, str] = {}
-        self.failed_last: dict[int, str] = {}  # step: the test to begin with
-        self.told: dict[int, tuple] = {}  # step: what was said of it last
-
-    def go_on(self) -> None:
-        """For ever."""
-        first = True
-        while True:
-            saved = self.place.wait(missing=lambda: _say(f"{self.file} is gone: waiting until it is back"))
-            if not first:
-                _say(time.strftime("\nsaved, %H:%M:%S"))
-            self.look_at(saved)
-            _wait_for(IDLE)
-            first = False
+        self.grades, self.hand_on = grades, hand_on
+        self.place, self.client = Place(file), GraderClient(lesson, file)
+        self.looked, self.told, self.failed = {}, {}, []
 
     def look_at(self, saved: Saved) -> None:
-        """Grade what is not right; when all is, what has not been looked at in this text."""
+        """Grade what is not right; when all is, what was right in another text."""
         if saved.error:
-            _say(saved.error)
-            return
+            return say(saved.error)
         if wrong := [step for step in self.grades.steps if not self._is_right(step)]:
-            if not self._through(saved, wrong):
-                return
+            if not self._grade(saved, wrong):
+                return None
         if all(map(self._is_right, self.grades.steps)):
-            again = [step for step in self.grades.steps if self.looked[step.number] != saved.digest]
+            again = [step for step in self.grades.steps if self.looked[step] != saved.digest]
             if again and wrong:
-                _say(f"checking {numbered([step.number for step in again])} again, because the file has changed")
-            if again and not self._through(saved, again):
-                return
-        self._sum_up()
-
-    def _is_right(self, step: Step) -> bool:
-        return step.number in self.looked and self.grades.is_right(step)
-
-    def _through(self, saved: Saved, steps: list[Step]) -> bool:
-        """Grade these steps. Returns False if something new was saved meanwhile."""
-        was_right = {step for step in steps if self._is_right(step)}
-        for step in steps:
-            self.grades.forget(step)
-            self.looked.pop(step.number, None)
-        reported, screen = Reported(self.lesson, self.grades, whole=False), Screen(self.grades, self.told, was_right)
-        standby = self._ready()
-        reported.tests = {test: standby.tests[test] for test in self._in_order(standby, steps)}
-        left = list(steps)
-
-        def begin(done: list[str], seconds: float):
-            return standby.begin(saved.text, [test for test in reported.tests if test not in done], seconds, POLL)
-
-        with _told_if_busy(), contextlib.closing(reports(begin, reported, SECONDS)) as following:
-            for _ in following:
-                screen.failing(left[0])
-                while left and left[0].number < reported.step:
-                    self._is_through(left.pop(0), saved, reported, screen)
-                if self.place.changed():
-                    break
-        if reported.ended:
-            for step in left:
-                self._is_through(step, saved, reported, screen)
-            left = []
-        screen.end()
-        for step in left:  # half of a look is none
-            self.grades.forget(step)
-        self.grades.earlier = {step for step in self.grades.steps if self.looked.get(step.number) != saved.digest}
-        if now := [step for step in self.grades.steps if step not in self.grades.earlier]:
-            self.hand_on(now)
-        return not left
-
-    def _is_through(self, step: Step, saved: Saved, reported: Reported, screen: "Screen") -> None:
-        self.looked[step.number] = saved.digest
-        failed = [test for test in reported.failed if reported.tests[test]["step"] == step.number]
-        self.failed_last[step.number] = failed[0] if failed else ""
-        screen.through(step)
-
-    def _ready(self) -> GraderClient:
-        if not self.standby.lives():
-            self.standby.close()
-            self.standby = GraderClient(self.lesson, self.file)
-        if not self.standby.tests:
-            _wait_for("getting ready (this takes some seconds once) …")
-            self.standby.wait_until_ready()
-        return self.standby
-
-    def _in_order(self, standby: GraderClient, steps: list[Step]) -> list[str]:
-        """Tests by step, and in each first the one that failed last."""
-        return [test for step in steps for test in sorted(
-            (test for test, worth in standby.tests.items() if worth["step"] == step.number),
-            key=lambda test: test != self.failed_last.get(step.number))]
-
-    def _sum_up(self) -> None:
+                say(f"checking {numbered([step.number for step in again])} again, because the file has changed")
+            if again and not self._grade(saved, again):
+                return None
         wrong = next((step for step in self.grades.steps if not self._is_right(step)), None)
         rest = f"; next is step {wrong.number}, {wrong.title}" if wrong else ": full marks"
         if self.grades.left_out:
             rest = f"; {self.grades.left_out}"
-        _say(f"\n{self.grades.score:g} of {self.grades.most:g} points{rest}")
+        say(f"\n{self.grades.score:g} of {self.grades.most:g} points{rest}")
 
+    def _is_right(self, step: Step) -> bool:
+        return step in self.looked and self.grades.is_right(step)
 
-class Screen:
-    """What is said while steps run: the first failure at once, and all of it; of other steps a line, if it is new.
+    def _grade(self, saved: Saved, steps: list[Step]) -> bool:
+        """Grade these steps, and say what is new. Returns False if something else was saved meanwhile, or the machine
+        is too busy."""
+        was_right, left, first, as_before = {*filter(self._is_right, steps)}, list(steps), None, []
+        for step in steps:
+            self.grades.forget(step)
+            self.looked.pop(step, None)
+        if not self.client.is_ready():
+            wait_for("getting ready (this takes some seconds once) …")
+            self.client.wait_until_ready()
+        order = {test: place for place, test in enumerate(self.failed)}
+        tests = [test for step in steps for test in sorted(
+            (test for test, worth in self.client.tests.items() if worth["step"] == step.number),
+            key=lambda test: order.get(test, len(order)))]
+        reported = Reported(self.grades.lesson, self.grades, whole=False)
+        try:
+            with self.client.reports(saved.text, tests, reported, POLL) as reports:
+                for _ in reports:
+                    while left and (reported.ended or left[0].number < reported.step):
+                        step = left.pop(0)
+                        self.looked[step] = saved.digest
+                        if not self._tell(step, first, step in was_right):
+                            as_before.append(step.number)
+                    if left and not first and (message := self.grades.first_failure(left[0])):
+                        first = left[0], message
+                        say(head(left[0], "is not right any more" if left[0] in was_right else "is not right yet"))
+                        tell(message)
+                    if self.place.changed():
+                        break
+                    wait_for(f"looking at step {reported.step} …")
+        except Busy as busy:
+            say(str(busy))
+        self.failed = [*reported.failed, *(test for test in self.failed if test not in reported.done)]
+        if as_before:
+            say(f"{numbered(as_before)} as before")
+        for step in left:  # half of a look is none
+            self.grades.forget(step)
+        self.grades.earlier = {step for step in self.grades.steps if self.looked.get(step) != saved.digest}
+        if now := [step for step in self.grades.steps if step not in self.grades.earlier]:
+            self.hand_on(now)
+        return not left
 
-    told: {step: what was said of it last}, which is brought up to date. was_right: steps of which only what is wrong
-    is worth a word.
-    """
+    def _tell(self, step: Step, first: tuple[Step, str] | None, was_right: bool) -> bool:
+        """All tests of a step have run: say what is new. Returns False if it is as wrong as before, which is not said.
 
-    def __init__(self, grades: Grades, told: dict[int, tuple], was_right: set[Step]):
-        self.grades, self.told, self.was_right = grades, told, was_right
-        self.at_once: tuple[Step, str] | None = None  # the failure that was told before its step was through
-        self.as_before: list[int] = []
-        self.under_way: Step | None = None  # what the last line of a terminal says
-
-    def failing(self, step: Step) -> None:
-        """This step is under way: if it is the first with a failure, say so."""
-        message = self.grades.first_failure(step)
-        if message and not self.at_once and not self.as_before:
-            self.at_once = step, message
-            self._say(head(step, "is not right any more" if step in self.was_right else "is not right yet"))
-            tell(message)
-        if step is not self.under_way:
-            self.under_way = step
-            _wait_for(f"looking at step {step.number} …")
-
-    def through(self, step: Step) -> None:
-        """All tests of a step have run."""
+        first: the failure that was told when it happened, and its step.
+        """
         points, message = self.grades.of(step)
-        before, now = self.told.get(step.number), (points, _words(message))
-        self.told[step.number] = now
-        if self.at_once and self.at_once[0] is step:
-            self._say(f"{INDENT}{points:g} of {step.points:g} points")
-            tell(message.removeprefix(self.at_once[1]).strip("\n"))
-        elif now == before and (message or step in self.was_right):
-            if message:
-                self.as_before.append(step.number)
+        before, self.told[step] = self.told.get(step), (points, words(message))
+        if first and first[0] is step:
+            say(f"{INDENT}{points:g} of {step.points:g} points")
+            tell(message.removeprefix(first[1]).strip("\n"))
+        elif self.told[step] == before and (message or was_right):
+            return not message
         else:
-            self._say(head(step, f"{points:3g} of {step.points:g}"))
-            first = message.partition("\n")[0]
-            same = self.at_once and _words(first) == _words(self.at_once[1]).partition("\n")[0]
-            tell(f"as in step {self.at_once[0].number}" if message and same else first)
-
-    def end(self) -> None:
-        if self.as_before:
-            self._say(f"{numbered(self.as_before)} as before")
-
-    def _say(self, words: str) -> None:
-        self.under_way = None
-        _say(words)
+            say(head(step, f"{points:3g} of {step.points:g}"))
+            line = message.partition("\n")[0]
+            same = first and words(line) == words(first[1].partition("\n")[0])
+            tell(f"as in step {first[0].number}" if same else line)
+        return True
 
 
-@contextlib.contextmanager
-def _told_if_busy() -> Iterator[None]:
-    """Context that ends, and says so, where the machine is too busy to judge."""
-    try:
-        yield
-    except Busy as busy:
-        _say(str(busy))
-
-
-def _words(message: str) -> str:
+def words(message: str) -> str:
     """Without numbers: they are others in each run."""
     return re.sub(r"\d+", "", message)
 
 
-def _say(words: str) -> None:
+def say(words: str) -> None:
     progress.take_back()
     print(words, flush=True)
 
 
-def _wait_for(words: str) -> None:
+def wait_for(words: str) -> None:
     """What is under way, where the next words can take its place."""
     if sys.stderr.isatty():
         progress.announce(words)

@@ -18,9 +18,9 @@ import gc
 import math
 import time
 import zlib
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
+from itertools import chain, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ def simulated_runs(build: Callable, path: str, track: Track, big: bool = True) -
     """The twins and, if `big`, the track itself on simulated ranks. Plain numbers: {"twins", "figures", "lines",
     "fault"}."""
     lines, found, faults = system_watch.Lines(path), [], []
-    around = gathered_only(faults)
+    around = functools.partial(system_watch.gathered_only, faults)
     with lines.followed():
         for twin in twins(track):
             case = replace(twin.case(build=build, name="system"), budget=budget_of(twin))
@@ -78,19 +78,6 @@ def simulated_runs(build: Callable, path: str, track: Track, big: bool = True) -
                           "sent": report["traffic"]["sent_bytes"], "budget": [twin.memory, twin.sent]})
         figures = asdict(simulated(track, build, watch=around)) if big else None
     return {"twins": found, "figures": figures, "lines": lines.listed, "fault": next(iter(faults), "")}
-
-
-def gathered_only(faults: list[str]) -> Callable:
-    """For simulate(around=…): what reads a parameter that was not gathered is added to `faults`, in words."""
-
-    @contextmanager
-    def around(model, zero):
-        gathered = system_watch.Gathered(model, zero)
-        with gathered.watching():
-            yield
-        faults.extend([gathered.fault] if gathered.fault else [])
-
-    return around
 
 
 def real_runs(build: Callable, path: str, track: Track, budgets: list) -> dict:
@@ -120,7 +107,7 @@ def _real_run(build: Callable, mesh, group, budget: Budget) -> dict:
         for number in range(STEPS):
             ledger.reset()
             with (meter := TrafficMeter()):
-                losses += _steps(model, zero, mesh, number, 1)
+                losses += _steps(model, zero, mesh, [number])
             meters.append(meter)
             _settle(ledger)
             states.append([ledger.states()[state] for state in STATES])
@@ -145,23 +132,18 @@ def _settle(ledger: Ledger) -> None:
         time.sleep(0.005)
 
 
-def _steps(model: nn.Module, zero, mesh, first: int = 0, count: int = STEPS) -> list[float]:
+def _steps(model: nn.Module, zero, mesh, steps: Iterable[int] = range(STEPS)) -> list[float]:
     """Training steps on this rank's own data; at the end of each the gradients are still there."""
-    losses = []
-    for number in range(first, first + count):
+    losses, data_rank = [], mesh.data_rank if mesh else dist.get_rank()
+    for number in steps:
         zero.zero_grad()
-        tokens = _tokens(mesh, number)
+        generator = torch.Generator().manual_seed(1000 * number + data_rank)
+        tokens = torch.randint(SMALL.vocabulary, (1, SMALL.sequence), generator=generator)
         loss = model(tokens, tokens.roll(-1, 1))
         loss.backward()
         zero.step()
         losses.append(loss.item())
     return losses
-
-
-def _tokens(mesh, number: int) -> torch.Tensor:
-    data_rank = mesh.data_rank if mesh else dist.get_rank()
-    generator = torch.Generator().manual_seed(1000 * number + data_rank)
-    return torch.randint(SMALL.vocabulary, (1, SMALL.sequence), generator=generator)
 
 
 def twin_model(mesh, meta: bool) -> nn.Module:
@@ -196,19 +178,16 @@ def twin_model(mesh, meta: bool) -> nn.Module:
 
 def fault(track: Track, simulated_ones: dict, real_ones: list[dict]) -> str:
     """Why it is not legal, in one sentence; "" if it is. real_ones: of each rank."""
-    groups = _groups(track, real_ones)
     for number, twin in enumerate(simulated_ones["twins"]):
         runs = [rank["runs"][number] for rank in real_ones]
-        words = (_learns(runs, real_ones) or _is_zero(track, runs) or _conducts(number, groups)
-                 or _stays(runs) or _is_itself(runs[0], twin))
-        if words:
+        for words in faults(track, twin, runs, [rank["losses"] for rank in real_ones]):
             memory, sent = twin["budget"]
             limit = f"memory {size_text(memory)}" if memory is not None else f"traffic {size_text(sent)}"
             return f"with a small model and a budget of {limit}: {words}"
     if simulated_ones["fault"]:
         return simulated_ones["fault"]
     return system_watch.alone(simulated_ones["lines"], [place for rank in real_ones for place in rank["lines"]],
-                         twin_in_words(track, simulated_ones["twins"]))
+                              twin_in_words(track, simulated_ones["twins"]))
 
 
 def twin_in_words(track: Track, twins: list[dict]) -> str:
@@ -218,83 +197,56 @@ def twin_in_words(track: Track, twins: list[dict]) -> str:
     return f"the twin ({SMALL.layers} blocks of width {SMALL.hidden}, bf16, a .{limit} of {sizes} bytes)"
 
 
-def _groups(track: Track, ranks: list[dict]) -> list[list[tuple[int, dict]]]:
-    """The ranks that share a model's states, with their numbers."""
-    numbered, apart = list(enumerate(ranks)), 2 if track.model_parallel > 1 else 1
-    return [numbered[first::apart] for first in range(apart)]
-
-
-def _learns(runs: list[dict], ranks: list[dict]) -> str:
-    for rank, (run, own) in enumerate(zip(runs, ranks, strict=True)):
-        for step, (ours, theirs) in enumerate(zip(run["losses"], own["losses"], strict=True), 1):
+def faults(track: Track, twin: dict, runs: list[dict], losses: list[list[float]]) -> Iterator[str]:
+    """What speaks against the runs of real ranks: of one twin, simulated, and the losses that they have at stage 0."""
+    for rank, (run, plain) in enumerate(zip(runs, losses, strict=True)):  # it learns
+        for step, (ours, theirs) in enumerate(zip(run["losses"], plain, strict=True), 1):
             if ours != theirs:
-                return (f"the loss of step {step} on rank {rank} is {ours!r}, and {theirs!r} at stage 0: they must "
-                        "agree bit for bit")
+                yield (f"the loss of step {step} on rank {rank} is {ours!r}, and {theirs!r} at stage 0: they must "
+                       "agree bit for bit")
         if run["dtypes"] != ["torch.bfloat16"]:
-            return f"the model's parameters are {', '.join(run['dtypes'])}, and were torch.bfloat16"
-    return ""
-
-
-def _is_zero(track: Track, runs: list[dict]) -> str:
-    ranks = 2 if track.model_parallel > 1 else 3
-    for rank, run in enumerate(runs):
-        most = 12 * (run["elements"] / ranks + run["tensors"] * (16 + 16))  # padding: of each tensor, at most
-        if run["states"][-1][2] > most:
-            return (f"rank {rank} keeps {size_text(run['states'][-1][2])} of optimizer state; 12Ψ/N are "
-                    f"{size_text(12 * run['elements'] / ranks)}, with N = {ranks} ranks that share a model")
-    return ""
-
-
-def _conducts(number: int, groups: list) -> str:
-    for group in groups:
-        (first, one), *others = group
+            yield f"the model's parameters are {', '.join(run['dtypes'])}, and were torch.bfloat16"
+    ranks, apart = (2, 2) if track.model_parallel > 1 else (3, 1)  # that share a model; from one to the next
+    for rank, run in enumerate(runs):  # it is ZeRO
+        state, padding = run["states"][-1][2], 16 + 16  # of each tensor, at most
+        if state > 12 * (run["elements"] / ranks + run["tensors"] * padding):
+            yield (f"rank {rank} keeps {size_text(state)} of optimizer state; 12Ψ/N are "
+                   f"{size_text(12 * run['elements'] / ranks)}, with N = {ranks} ranks that share a model")
+    groups = [list(enumerate(runs))[first::apart] for first in range(apart)]
+    for (first, one), *others in groups:  # it conducts
         for rank, other in others:
-            ours, theirs = (each["runs"][number]["log"] for each in (one, other))
-            if ours != theirs:
-                place = next((place for place, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
-                             min(len(ours), len(theirs)))
-                a, b = (_named(log[place]) if place < len(log) else "nothing more" for log in (ours, theirs))
-                return (f"in a step rank {first}'s collective number {place + 1} is {a}, and rank {rank}'s is {b}: all "
-                        "ranks must start the same")
-    for group in groups:
-        for rank, each in group:
-            sent = each["runs"][number]["sent"]
-            if len(set(sent[1:])) > 1:
-                return (f"rank {rank} sends {', '.join(f'{size:,}' for size in sent)} bytes in steps 1 to {STEPS}: a "
-                        "step must send what the second sends")
-    return ""
-
-
-def _named(entry: list) -> str:
-    return f"{entry[0]} of {entry[1]:,} bytes among {entry[2]}"
-
-
-def _stays(runs: list[dict]) -> str:
-    for rank, run in enumerate(runs):
+            for place, (a, b) in enumerate(zip_longest(one["log"], other["log"]), 1):
+                if a != b:
+                    yield (f"in a step rank {first}'s collective number {place} is {_named(a)}, and rank {rank}'s is "
+                           f"{_named(b)}: all ranks must start the same")
+    for rank, run in chain.from_iterable(groups):
+        if len(set(run["sent"][1:])) > 1:
+            yield (f"rank {rank} sends {', '.join(f'{size:,}' for size in run['sent'])} bytes in steps 1 to {STEPS}: a "
+                   "step must send what the second sends")
+    for rank, run in enumerate(runs):  # it stays
+        rest, peaks = run["rest"], run["peaks"]
         for step in range(2, STEPS):
-            if run["rest"][step] > run["rest"][1]:
-                return (f"rank {rank} holds {run['rest'][step]:,} bytes at the end of step {step + 1}, and "
-                        f"{run['rest'][1]:,} at the end of step 2: something of each step stays")
-            if run["peaks"][step] > run["peaks"][1] + _scratch(run):
-                return (f"rank {rank}'s peak is {run['peaks'][step]:,} bytes in step {step + 1}, and "
-                        f"{run['peaks'][1]:,} in step 2: a later step may not be higher")
-    return ""
+            if rest[step] > rest[1]:
+                yield (f"rank {rank} holds {rest[step]:,} bytes at the end of step {step + 1}, and {rest[1]:,} at the "
+                       "end of step 2: something of each step stays")
+            if peaks[step] > peaks[1] + _scratch(run):
+                yield (f"rank {rank}'s peak is {peaks[step]:,} bytes in step {step + 1}, and {peaks[1]:,} in step 2: a "
+                       "later step may not be higher")
+    real, must = runs[0], "a system must be the same in both"  # it is itself
+    for name, ours, theirs in zip(STATES, real["states"][1], twin["states"], strict=True):
+        if ours != theirs:
+            yield f"after step 2 real ranks hold {ours:,} bytes of {name}, and simulated ones {theirs:,}: {must}"
+    sent, peak = real["sent"][1], real["peaks"][1]
+    if sent != twin["sent"]:
+        yield f"real ranks send {sent:,} bytes in step 2, and simulated ones {twin['sent']:,}: {must}"
+    if not 0 <= peak - twin["peak"] <= _scratch(real):
+        yield f"real ranks hold {peak:,} bytes at the peak of step 2, and simulated ones {twin['peak']:,}: {must}"
+
+
+def _named(entry: list | None) -> str:
+    return "nothing more" if entry is None else f"{entry[0]} of {entry[1]:,} bytes among {entry[2]}"
 
 
 def _scratch(run: dict) -> float:
     """Bytes that gloo needs, and simulated ranks do not: parts that arrive, and all of them and their sum in fp32."""
     return 6 * run["largest"]
-
-
-def _is_itself(real: dict, twin: dict) -> str:
-    for name, ours, theirs in zip(STATES, real["states"][1], twin["states"], strict=True):
-        if ours != theirs:
-            return (f"after step 2 real ranks hold {ours:,} bytes of {name}, and simulated ones {theirs:,}: a system "
-                    "must be the same in both")
-    if real["sent"][1] != twin["sent"]:
-        return (f"real ranks send {real['sent'][1]:,} bytes in step 2, and simulated ones {twin['sent']:,}: a system "
-                "must be the same in both")
-    if not 0 <= real["peaks"][1] - twin["peak"] <= _scratch(real):
-        return (f"real ranks hold {real['peaks'][1]:,} bytes at the peak of step 2, and simulated ones "
-                f"{twin['peak']:,}: a system must be the same in both")
-    return ""

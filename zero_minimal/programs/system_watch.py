@@ -9,6 +9,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,25 +25,21 @@ OURS = {"core", "guards", "processes", "extensions", "checkpoint", "offloading",
         "defragmentation", "zero_100b"}  # rooms and files of the course
 # files of the course that may not be imported
 MODULES = {"seams", "host", "host_link", "pinned_link", "offloaded_state", "host_process", "fakes"}
-TELLS = "it could tell simulated ranks from real ones by it"
-UNSEEN = "the ledger does not see what lies there"
-HIDES = "the meter does not see what is sent by it"
-NOT_HERE = {  # a name in the text: why it may not stand there
-    **dict.fromkeys(("get_backend", "get_backend_config", "FakeTensor", "FakeTensorMode", "FakeStore", "is_fake",
-                     "fakes", "fake_tensor", "_subclasses", "fake_mode", "present", "get_debug_level",
-                     "_get_current_dispatch_mode", "_python_dispatch"), TELLS),
-    **dict.fromkeys(("numpy", "from_numpy", "from_file", "frombuffer", "tolist", "from_blob", "tobytes", "bytearray",
-                     "memoryview", "UntypedStorage", "share_memory_", "from_dlpack", "to_dlpack", "__dlpack__",
-                     "saved_tensors_hooks", "save_on_cpu", "announced", "kept_here"), UNSEEN),
-    **dict.fromkeys(("multiprocessing", "TCPStore", "FileStore", "HashStore", "PrefixStore", "_get_default_store",
-                     "distributed_c10d", "rpc", "socket", "new_group", "new_subgroups", "init_process_group",
-                     "split_group"), HIDES),
-    **dict.fromkeys(("eval", "exec", "compile", "__import__", "globals", "vars", "locals", "setattr", "_C",
-                     "__code__", "__globals__", "__builtins__", "__subclasses__",
-                     "settrace", "importlib", "__torch_dispatch__", "__torch_function__", "TorchDispatchMode",
-                     "_disable_current_modes", "disable_current_modes", "DisableTorchFunctionSubclass", "fork"),
-                    "what a line does must be seen in it"),
-}
+NOT_HERE = {name: why for why, names in {  # a name in the text: why it may not stand there
+    "it could tell simulated ranks from real ones by it": """
+        get_backend get_backend_config FakeTensor FakeTensorMode FakeStore is_fake fakes fake_tensor _subclasses
+        fake_mode present get_debug_level _get_current_dispatch_mode _python_dispatch""",
+    "the ledger does not see what lies there": """
+        numpy from_numpy from_file frombuffer tolist from_blob tobytes bytearray memoryview UntypedStorage share_memory_
+        from_dlpack to_dlpack __dlpack__ saved_tensors_hooks save_on_cpu announced kept_here""",
+    "the meter does not see what is sent by it": """
+        multiprocessing TCPStore FileStore HashStore PrefixStore _get_default_store distributed_c10d rpc socket
+        new_group new_subgroups init_process_group split_group""",
+    "what a line does must be seen in it": """
+        eval exec compile __import__ globals vars locals setattr _C __code__ __globals__ __builtins__ __subclasses__
+        settrace importlib __torch_dispatch__ __torch_function__ TorchDispatchMode _disable_current_modes
+        disable_current_modes DisableTorchFunctionSubclass fork""",
+}.items() for name in names.split()}
 
 
 def unwanted(source: str) -> str:
@@ -73,7 +70,7 @@ def unwanted(source: str) -> str:
 
 
 class Lines:
-    """Which instructions of a file run, while this is open. places: (function, its first line) → {offset: line}."""
+    """Which instructions of a file run, while this is open: (function, its first line, offset) → line."""
 
     def __init__(self, path: str):
         self.path, self.places = path, {}
@@ -81,101 +78,99 @@ class Lines:
     @contextmanager
     def followed(self) -> Iterator[None]:
         before = sys.gettrace()
-        sys.settrace(self._call)
+        sys.settrace(self._follow)
         try:
             yield
         finally:
             sys.settrace(before)
 
-    def _call(self, frame, event, argument):
-        if frame.f_code.co_filename != self.path:
+    def _follow(self, frame, event, argument):
+        code = frame.f_code
+        if code.co_filename != self.path:
             return None
-        frame.f_trace_opcodes = True
-        seen = self.places.setdefault((frame.f_code.co_qualname, frame.f_code.co_firstlineno), {})
-
-        def local(frame, event, argument):
-            if event == "opcode":
-                seen.setdefault(frame.f_lasti, frame.f_lineno)
-            return local
-
-        return local
+        if event == "call":
+            frame.f_trace_opcodes = True
+        elif event == "opcode":
+            self.places.setdefault((code.co_qualname, code.co_firstlineno, frame.f_lasti), frame.f_lineno)
+        return self._follow
 
     @property
     def listed(self) -> list[tuple]:
         """(function, its first line, offset, line) of each, to be sent to another process."""
-        return [(*code, offset, line) for code, seen in self.places.items() for offset, line in seen.items()]
+        return [(*place, line) for place, line in self.places.items()]
 
 
 def alone(simulated: list, real: list, twin: str = "the twin") -> str:
     """Which line ran on simulated ranks alone, and what may be the cause; "" if none did. twin: which it was, in
     words."""
     known = {tuple(place[:3]) for place in real}
-    strangers = [place for place in map(tuple, simulated) if place[:3] not in known]
+    strangers = [(line, name) for name, first, offset, line in simulated if (name, first, offset) not in known]
     if not strangers:
         return ""
-    name, _, _, line = min(strangers, key=lambda place: place[3])
+    line, name = min(strangers, key=itemgetter(0))
     return (f"line {line}, in {name}, runs on simulated ranks and not on real ones, or not as there: with {twin} it "
             "never ran. Each line that runs at full size must run there too. Does a condition before it depend on "
             "absolute sizes, or on the number of ranks?")
 
 
-class Gathered(TorchDispatchMode):
-    """On simulated ranks: an operator may read a parameter that a collective has brought since the last step began, and
-    whose memory is there. `fault`: the first that did not, in one sentence."""
+@contextmanager
+def gathered_only(faults: list[str], model: torch.nn.Module, zero) -> Iterator[None]:
+    """Context on simulated ranks: an operator may read a parameter that a collective has brought since the last step
+    began, and whose memory is there. The first that did not is added to `faults`, in one sentence."""
+    seen, step = Gathered(model), zero.step
 
-    def __init__(self, model: torch.nn.Module, zero):
+    def counted(*args, **kwargs):
+        seen.fresh.clear()  # all parameters change
+        seen.steps += 1
+        return step(*args, **kwargs)
+
+    zero.step = counted
+    try:
+        with collectives.heard_by(seen.hear), resizes_reported(seen.resized), seen:
+            yield
+    finally:
+        del zero.step
+    faults.extend([seen.fault] if seen.fault else [])
+
+
+class Gathered(TorchDispatchMode):
+    """What gathered_only() watches: `fresh` are the places of memory that a collective has brought since the last
+    step."""
+
+    def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.names = {id(param): name for name, param in model.named_parameters()}
-        self.fault, self._fresh, self._of = "", set(), {}
-        self._zero, self._steps = zero, 0
+        self.fault, self.steps, self.fresh, self.of = "", 0, set(), {}
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        step = self._zero.step
-
-        def counted(*args, **kwargs):
-            self._fresh.clear()  # all parameters change
-            self._steps += 1
-            return step(*args, **kwargs)
-
-        self._zero.step = counted
-        try:
-            with collectives.heard_by(self._hear), resizes_reported(self._resized), self:
-                yield
-        finally:
-            del self._zero.step
-
-    def _resized(self, handle: torch.UntypedStorage) -> None:
+    def resized(self, handle: torch.UntypedStorage) -> None:
         if not handle.nbytes():
-            self._fresh.discard(handle._cdata)  # what comes back into its place must be gathered again
+            self.fresh.discard(handle._cdata)  # what comes back into its place must be gathered again
 
-    def _hear(self, moment: str, call) -> None:
+    def hear(self, moment: str, call) -> None:
         if moment == "start" and call.name in ("all_gather", "broadcast", "all_reduce"):
-            self._fresh |= {_place(tensor) for tensor in strided_tensors(list(call.tensors))}
+            self.fresh |= _places(list(call.tensors))
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         inputs = list(strided_tensors((list(args), list((kwargs or {}).values()))))
         result = operator(*args, **kwargs or {})
-        made = list(strided_tensors(result))
-        for tensor in inputs:
-            if id(tensor) in self.names:
-                self._of[_place(tensor)] = self.names[id(tensor)]
+        read, made = _places(inputs), _places(result)
+        self.of |= {_place(tensor): self.names[id(tensor)] for tensor in inputs if id(tensor) in self.names}
         if operator.namespace == "c10d":
-            self._fresh |= {_place(tensor) for tensor in inputs}
-        elif not {_place(tensor) for tensor in made} & {_place(tensor) for tensor in inputs}:
+            self.fresh |= read
+        elif not made & read:
             for tensor in inputs:
                 self._check(operator, tensor)
-        elif any(_place(tensor) in self._fresh for tensor in inputs):
-            self._fresh |= {_place(tensor) for tensor in made}  # copied from what was gathered
+        elif read & self.fresh:
+            self.fresh |= made  # copied from what was gathered
         return result
 
     def _check(self, operator, tensor: torch.Tensor) -> None:
-        name = self._of.get(_place(tensor))
-        if name is None or self.fault or self._steps == 0 or operator.overloadpacket.__name__ not in READERS:
+        name = self.of.get(_place(tensor))
+        if name is None or self.fault or self.steps == 0 or operator.overloadpacket.__name__ not in READERS:
             return
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize:
             self.fault = f"{name} is read by {operator} after its memory was freed, before it was gathered again"
-        elif _place(tensor) not in self._fresh:
+        elif _place(tensor) not in self.fresh:
             self.fault = (f"{name} is read by {operator}, and no collective has brought it since the last step: other "
                           "ranks have changed their parts of it")
 
@@ -185,3 +180,7 @@ READERS = ("mm", "addmm", "bmm", "embedding", "native_layer_norm", "native_layer
 
 def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _places(tensors) -> set[int]:
+    return {_place(tensor) for tensor in strided_tensors(tensors)}
