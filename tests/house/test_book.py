@@ -13,8 +13,8 @@ from bs4 import BeautifulSoup
 
 HOUSE = Path(__file__).parents[2]
 SOURCES = [*HOUSE.glob("*.md"), *HOUSE.glob("lessons/**/*.md"), *HOUSE.glob("notebooks/*.ipynb")]
-pytestmark = pytest.mark.skipif(not all(map(importlib.util.find_spec, ("sphinx", "myst_nb", "furo"))),
-                                reason="needs requirements-book.txt")
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(  # several minutes, if another program is at work
+    not all(map(importlib.util.find_spec, ("sphinx", "myst_nb", "furo"))), reason="needs requirements-book.txt")]
 
 
 def build(sources, site, *options):
@@ -26,10 +26,11 @@ def build(sources, site, *options):
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory):
-    """Its pages: {file: what it holds}."""
+    """Its pages: {file: what it holds}. What a page lets you download is a file as it stands."""
     site = tmp_path_factory.mktemp("book")
     assert build(HOUSE, site, "-W", "--keep-going") == (0, "")
-    return {page: BeautifulSoup(page.read_text(), "html.parser") for page in site.rglob("*.html")}
+    pages = [page for page in site.rglob("*.html") if "_downloads" not in page.parts]
+    return {page: BeautifulSoup(page.read_text(), "html.parser") for page in pages}
 
 
 def site_of(book):
