@@ -32,14 +32,16 @@ pygments_dark_style = "monokai"
 
 extensions = ["myst_nb"]
 myst_heading_anchors = 4  # headings have the names that GitHub gives them
-myst_enable_extensions, myst_fence_as_directive = ["dollarmath"], ["math"]  # $formula$, ```math
+myst_enable_extensions = ["dollarmath"]  # $formula$
+myst_fence_as_directive = ["math"]  # ```math
 nb_execution_mode = "off"  # outputs are the stored ones
 nb_ipywidgets_js = {}  # sliders need a kernel
 nb_render_error_lexer = "none"  # messages are no code
 
 html_theme = "furo"
 html_math_renderer = "mathml"
-html_static_path, html_css_files = ["book.css"], ["book.css"]
+html_static_path = ["book.css"]
+html_css_files = ["book.css"]
 html_copy_source = html_use_index = html_show_copyright = False
 
 CONTENTS = {  # page: what stands below it at the left, by caption
