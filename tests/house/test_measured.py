@@ -36,14 +36,39 @@ SAYS = {
         *("| {rows[#][ranks]} | {rows[#][stage]} | {rows[#][optimizer]:.2f MB} | {rows[#][peak]:.1f MB} | "
           "{rows[#][sent]:.2f MB} |".replace("#", str(number)) for number in range(6)),
         "nearest number of bf16 is {small_steps[an fp32 master, rounded to bf16][20]:.4f}"),
+    "03_gradients": (
+        *("| {rows[#][ranks]} | {rows[#][stage]} | {rows[#][gradients]:.2f MB} | {rows[#][peak]:.1f MB} | "
+          "{rows[#][sent]:.2f MB} |".replace("#", str(number)) for number in range(4)),
+        "highest moment of the whole step is {rows[0][peak]:.1f MB}",
+        "the highest moment falls by {falls[0]:.1f MB}, and {saved[0]:.1f MB} are saved. On 4 ranks it falls by "
+        "{falls[1]:.1f MB}, and {saved[1]:.1f MB} are saved",
+        "{rows[0][at peak]:.1f MB} of gradients at stage 1, and {rows[1][at peak]:.1f MB} at stage 2",
+        "with buckets of 1 MiB the highest moment is {by_bucket[1024 KiB]:.1f MB}, with one bucket for all gradients "
+        "{by_bucket[32768 KiB]:.1f MB}",
+        "With 4 micro-batches stage 1 sends {micro[0][sent]:.1f MB}, and stage 2 sends {micro[1][sent]:.1f MB}. Its "
+        "highest moment is {micro[1][peak]:.1f MB} then"),
+    "05_tensor_parallel": (
+        *("| {rows[#][ranks]} | {rows[#][batch]} | {rows[#][parameters]:,.0f} | {rows[#][forward]} | {rows[#][backward]} "
+          "| {rows[#][sent]:.2f MB} |".replace("#", str(number)) for number in range(4)),
+        "How many of the {rows[0][parameters]:,.0f} parameters",
+        "It has {rows[1][parameters]:,.0f}. The {rows[1][replicated]:,.0f} replicated ones are on both ranks",
+        "It sends {rows[1][sent]:.2f MB}", "twice as much: {rows[3][sent]:.2f MB}",
+        "the outputs are off by {mixed:.0f}% of their size. With positive numbers alone the error is {positive:.0f}%",
+        *(f"| {letter} | {{patients[{mistake}][losses][0]:.4f}} | {mistake} |" for letter, mistake in (
+            ("A", "split before GELU"), ("B", "f forgotten"), ("C", "g forgotten"))),
+        "In one process the loss is {loss:.4f}"),
 }
 KNOWN = {
     "01_data_parallel": ("1 MB", "25 MB", "4 GB", "7 GB", "28 GB"),
     "02_optimizer_state": ("28.93 MB", "120 GB", "31.4 GB", "29.5 GB"),
+    "05_tensor_parallel": ("0.26 MB", "19.28 MB", "16.8 MB", "117.4 MB", "176.2 MB", "3.8 GB", "5.6 GB"),
+    "03_gradients": ("19.3 MB", "31.4 GB", "16.6 GB", "14.8 GB", "29.5 GB", "132.9 GB", "0.23 GB", "1 GB", "2.2 GB"),
 }
 ANSWERS = {  # the pictures that answer what the page asks for, so that they are folded
     "01_data_parallel": {"buckets.png"},
     "02_optimizer_state": {"small_steps.png"},
+    "03_gradients": {"gradients.png"},
+    "05_tensor_parallel": set(),
 }
 LESSONS = {name: lesson for name, lesson in found().items() if name in SAYS}
 each_lesson = pytest.mark.parametrize("lesson", LESSONS.values(), ids=LESSONS)

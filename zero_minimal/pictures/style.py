@@ -66,7 +66,7 @@ def faults(picture: Figure) -> list[str]:
     if min(box.x0, box.y0) < -0.02 or box.x1 > width + 0.02 or box.y1 > height + 0.02:
         found.append("cut: something lies outside of it")
     for axis in picture.axes:
-        names = [label for label in axis.get_xticklabels() if label.get_text()]
+        names = [label for label in axis.get_xticklabels() if label.get_text() and not label.get_rotation()]
         boxes = [label.get_window_extent() for label in names]
         found += [f"touches the next one: {name.get_text()}" for name, left, right in zip(names, boxes, boxes[1:])
                   if left.x1 > right.x0]
