@@ -1,6 +1,7 @@
 """The notebooks' cells, and how to run them without Jupyter, on another number of ranks."""
 
 import contextlib
+import functools
 import json
 from pathlib import Path
 
@@ -18,18 +19,20 @@ def cells_of(name):
             for cell in cells if cell["cell_type"] == "code"]
 
 
-def run_notebook(name, monkeypatch, ranks, replacing=("", "")):
-    """Run a notebook's cells here, with another number of ranks; return the names that they leave. Not the timings."""
+def run_notebook(name, monkeypatch, ranks, *replacing):
+    """Run a notebook's cells here, with another number of ranks; return the names that they leave. Not the timings.
+    replacing: pairs of what stands there, and what is run in its place."""
     monkeypatch.setenv("ZERO_RANKS", str(ranks))
     monkeypatch.setenv("ZERO_READING", "1")
     names = {}
     for cell in cells_of(name):
-        first, _, rest = cell["source"].partition("\n")
+        source = functools.reduce(lambda text, pair: text.replace(*pair), replacing, cell["source"])
+        first, _, rest = source.partition("\n")
         if "timing" in first + rest or "world[\"runs\"]" in first:
             continue
         with pytest.raises(notebook.CellError) if "raises-exception" in cell["tags"] else contextlib.nullcontext():
             if first.startswith("%%px"):
-                notebook._px_cell(first.removeprefix("%%px"), rest.replace(*replacing))
+                notebook._px_cell(first.removeprefix("%%px"), rest)
             else:
-                exec(cell["source"], names)
+                exec(source, names)
     return names

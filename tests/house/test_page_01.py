@@ -1,9 +1,7 @@
 """Lesson 01's page: a run gave each figure on it; what the learner is to find is not there."""
 
 import json
-import re
 
-import pages
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +11,7 @@ from submissions import solution
 from zero_minimal.classroom.lessons import found
 from zero_minimal.meters.arrivals import Arrivals, Event, overlapped, waited
 from zero_minimal.notebook import attempt
-from zero_minimal.processes import ranks
-from zero_minimal.programs import lesson01_figures
+from zero_minimal.paper import formulas
 from zero_minimal.stage0 import Stage0
 from zero_minimal.workload.settings import Settings
 
@@ -22,54 +19,19 @@ LESSON = found()["01_data_parallel"]
 PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
 PROSE = " ".join(PAGE.split())  # wherever lines are broken
 MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
-NAMES = {"naive": "naive", "buckets, each waited for at once": "buckets of 4 MiB, waited for at once",
-         "stage 0": "stage 0"}
-ALPHA, BETA, WHOLE = MEASURED["alpha"], MEASURED["beta"], MEASURED["whole"]
 
 
 # -------------------------------------------------------------------------------------------------------- the figures
 
 
-def early(way):
-    """All-reduces, and those of them that start before the last gradient comes."""
-    last = max(place for place, (kind, *_) in enumerate(way) if kind == "gradient")
-    starts = [place for place, (kind, *_) in enumerate(way) if kind == "start"]
-    return len(starts), sum(place < last for place in starts)
-
-
-def test_the_table_on_the_page_is_what_was_measured():
-    assert Settings().bucket_mb == 4 and MEASURED["ranks"] == 2
-    for name, words in NAMES.items():
-        way = MEASURED["ways"][name]
-        meanwhile, count = overlapped(lesson01_figures.events(way))
-        cells = [words, *map(str, early(way)), f"{meanwhile} of {count}"]
-        assert "| " + " | ".join(cells) + " |" in PAGE
-    sent = {name: sum(bytes for kind, _, bytes in way if kind == "start") for name, way in MEASURED["ways"].items()}
-    assert all(bytes == pytest.approx(WHOLE, rel=1e-3) for bytes in sent.values()), "all three send the same"
-
-
-def test_messages_and_alpha():
-    messages = {name: early(way)[0] for name, way in MEASURED["ways"].items()}
-    many, few = messages["naive"], messages["stage 0"]
-    assert f"with α = {ALPHA * 1e6:.0f} µs and β = {BETA * 1e9:.2f} ns a byte" in PROSE
-    assert f"n½ = α/β = {ALPHA / BETA / 1e3:.0f} kB" in PROSE
-    makes = [f"{count * ALPHA * 1e3:.1f} ms" for count in (many, few)]
-    assert f"The α of {many} all-reduces makes {makes[0]}, that of {few} makes {makes[1]}" in PROSE
-    assert f"The bytes take {WHOLE * BETA * 1e3:.1f} ms in both cases" in PROSE
-    factor = max(seconds / (WHOLE / size * ALPHA + WHOLE * BETA) for size, seconds in MEASURED["cut"])
-    assert f"took up to {factor:.1f} times as long as it says" in PROSE
-    cost = lesson01_figures.latency_probe.fit([tuple(point) for point in MEASURED["alone"]])
-    assert (cost.alpha, cost.beta) == pytest.approx((ALPHA, BETA))
-
-
-def test_micro_batches():
+def test_what_was_measured_agrees_with_the_formulas():
+    assert Settings().bucket_mb == 4
+    psi, n = MEASURED["whole"] / 4, 2
+    assert all(sent == pytest.approx(4 * psi, rel=1e-3) for sent in MEASURED["sent_by_way"]), "all three send the same"
     sent = MEASURED["sent"]
-    assert sent["one batch"] == sent["no_sync"] == pytest.approx(2 * WHOLE / 2, rel=1e-3)
-    assert sent["without no_sync"] == MEASURED["micros"] * sent["no_sync"]
-    once, each = (f"{sent[name] / 1e6:.2f} MB" for name in ("no_sync", "without no_sync"))
-    assert f"{each} if each backward sends, {once} with" in PROSE
-    said = {float(figure) for figure in re.findall(r"([\d.]+) MB\b", PAGE)}
-    assert said <= {round(bytes / 1e6, 2) for bytes in sent.values()} | {19.3, 1, 25}, "25 MB is DDP's"
+    assert sent["one batch"] == sent["no_sync"] == pytest.approx(formulas.traffic(0, psi, n, "fp32"), rel=1e-3)
+    assert sent["without no_sync"] == 8 * sent["no_sync"]
+    assert [MEASURED["ways"][name][0] for name in ("naive", "stage 0")] == [76, 5], "it multiplies them with α"
 
 
 def test_the_exam_is_right():
@@ -85,22 +47,6 @@ def test_how_much_there_is_to_write():
     lines = [line for name in LESSON.tasks for line in solution(LESSON, name)]
     assert abs(len(lines) - 45) <= 4 and "some 45 lines" in PROSE
     assert len(LESSON.tasks) == 10 and "ten holes" in PROSE
-
-
-# ------------------------------------------------------------------------------------------------------- the pictures
-
-
-def test_the_pictures_are_drawn_from_these_figures():
-    assert set(lesson01_figures.pictures(MEASURED)) == {"overlap.png", "buckets.png"}
-    told, measured = pages.without_folded(PAGE), dict(pages.folded(PAGE))["What was measured"]
-    assert "](overlap.png)" in told and "](buckets.png)" not in told and "](buckets.png)" in measured
-
-
-@pytest.mark.thorough
-def test_a_run_of_today_has_the_order_that_was_recorded():
-    for name in ("naive", "stage 0"):
-        today = ranks.run(lesson01_figures.watched, 2, lesson01_figures.WAYS[name], Settings(), device="cpu")[0]
-        assert today == MEASURED["ways"][name]
 
 
 def test_what_does_nothing_yet_is_named_as_not_written():

@@ -4,23 +4,20 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import pages
 import pytest
 import texts
 import torch
-from cells import run_notebook
+from cells import cells_of, run_notebook
 from submissions import solution
-from thorough import sample
 
 from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.meters.layer_errors import label
 from zero_minimal.paper import formulas
 from zero_minimal.pictures.batches import draw_sent_by_batch
 from zero_minimal.pictures.layer_error_chart import RIGHT
-from zero_minimal.processes import ranks
-from zero_minimal.programs import lesson05_figures as program
+from zero_minimal.programs import patients
 from zero_minimal.workload.settings import Settings
 
 LESSON = found()["05_tensor_parallel"]
@@ -29,18 +26,11 @@ PROSE, TOLD = (" ".join(text.split()) for text in (PAGE, TEACHER))  # wherever l
 MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
 MB = 1e6
 HOLES, LINES, BATCH = 16, 50, Settings().batch
+PATIENTS = {"split before GELU": "A", "f forgotten": "B", "g forgotten": "C"}  # as the page calls them
 
 
 def row(world_size, batch=BATCH):
     return next(row for row in MEASURED["rows"] if (row["ranks"], row["batch"]) == (world_size, batch))
-
-
-def calls(row, phase):
-    return row["phases"][phase]["collectives"]["all_reduce"]["calls"]
-
-
-def sent(row):
-    return sum(phase["sent_bytes"] for phase in row["phases"].values())
 
 
 def layers(mistake):
@@ -50,51 +40,34 @@ def layers(mistake):
 # -------------------------------------------------------------------------------------------------------- the figures
 
 
-def test_the_table_on_the_page_is_what_was_measured():
-    for one in MEASURED["rows"]:
-        cells = [str(one["ranks"]), str(one["batch"]), f"{one['parameters']:,}", str(calls(one, "forward")),
-                 str(calls(one, "backward")), f"{sent(one) / MB:.2f} MB"]
-        assert "| " + " | ".join(cells) + " |" in PROSE
-    assert len({row["loss"] for row in MEASURED["rows"] if row["batch"] == 4}) == 1, "M changes no loss"
-
-
 def test_what_the_page_says_of_messages():
     settings, two = Settings(), row(2)
+    assert len({row["loss"] for row in MEASURED["rows"] if row["batch"] == 4}) == 1, "M changes no loss"
     assert f"6 blocks, h = {settings.hidden}, b = {settings.batch} and s = {settings.sequence}" in PROSE
     each = 4 * settings.batch * settings.sequence * settings.hidden
-    assert f"b·s·h numbers are {each / MB:.2f} MB" in PROSE
-    assert calls(two, "forward") + calls(two, "backward") == 4 * settings.layers + 4
+    assert f"b·s·h numbers are {each / MB:.2f} MB" in PROSE and f"26 times {each / MB:.2f} MB" in PROSE
+    assert two["forward"] + two["backward"] == 4 * settings.layers + 4
     assert f"There are {4 * settings.layers + 4}. Each block has two in forward and two in backward, 24 in all" in PROSE
-    assert sent(two) == (4 * settings.layers + 2) * each + 3 * 4 * settings.batch * settings.sequence
-    assert f"It sends {sent(two) / MB:.2f} MB: 26 times {each / MB:.2f} MB, and three numbers a token" in PROSE
-    assert sent(row(2, 8)) == 2 * sent(two) and f"twice as much: {sent(row(2, 8)) / MB:.2f} MB" in PROSE
+    assert two["sent"] == (4 * settings.layers + 2) * each + 3 * 4 * settings.batch * settings.sequence
+    assert row(2, 8)["sent"] == 2 * two["sent"]
     data_parallel = formulas.traffic(0, row(1)["parameters"], 2, "fp32")
     assert f"Data parallelism sends {data_parallel / MB:.2f} MB" in PROSE
 
 
 def test_what_the_page_says_of_parameters():
     whole, two = row(1), row(2)
-    assert f"How many of the {whole['parameters']:,} parameters" in PROSE
     assert two["parameters"] == (whole["parameters"] - two["replicated"]) // 2 + two["replicated"]
-    assert f"It has {two['parameters']:,}. The {two['replicated']:,} replicated ones are on both ranks" in PROSE
-
-
-def test_what_the_page_says_of_signs():
-    signs = MEASURED["signs"]
-    assert signs == pytest.approx(program.by_signs(), rel=1e-4, abs=1e-6) and signs["positive"] < 1e-6
-    assert f"the outputs are off by {signs['mixed']:.0%} of their size. With positive numbers alone" in PROSE
-    assert "the error is 0%" in PROSE
 
 
 def test_what_the_page_says_of_the_patients():
     assert MEASURED["loss"] == pytest.approx(MEASURED["patients"]["no mistake"]["losses"][0], rel=1e-6)
-    assert f"In one process the loss is {MEASURED['loss']:.4f}" in PROSE
-    for mistake, letter in program.PATIENTS.items():
+    for mistake in PATIENTS:
         first, second = MEASURED["patients"][mistake]["losses"]
-        assert first == second and f"| {letter} | {first:.4f} | {mistake} |" in PROSE
-    assert f"It is the MLP of block {program.ILL} each time" in PROSE
-    assert program.SMALL.layers == 3 and f"A GPT of three blocks was trained for {program.SMALL.steps} steps" in PROSE
-    ill = f"blocks.{program.ILL}"
+        assert first == second, "loss on both ranks"
+    model = next(cell["source"] for cell in cells_of("05_tensor_parallel.ipynb") if cell["id"] == "model")
+    assert "layers=3" in model and "steps=40" in model and "of three blocks was trained for 40 steps" in PROSE
+    assert f"It is the MLP of block {patients.ILL} each time" in PROSE and MEASURED["positive"] < 1e-4
+    ill = f"blocks.{patients.ILL}"
     b = layers("f forgotten")
     assert f"off by {b[ill + '.mlp_norm']['error']:.0%}, in the layers before by another share each" in PROSE
     assert b[ill + ".mlp"]["error"] < RIGHT < b[ill + ".mlp_norm"]["spread"]
@@ -103,9 +76,9 @@ def test_what_the_page_says_of_the_patients():
 def test_the_patients_are_as_they_are_told():
     """What the diagnosis on the page rests on."""
     names = [one["layer"] for one in MEASURED["patients"]["no mistake"]["layers"]]
-    place = names.index(f"blocks.{program.ILL}.mlp")
+    place = names.index(f"blocks.{patients.ILL}.mlp")
     assert all(one["error"] < RIGHT and (one["spread"] or 0) == 0 for one in layers("no mistake").values())
-    a, b, c = ([layers(mistake)[name] for name in names] for mistake in program.PATIENTS)
+    a, b, c = ([layers(mistake)[name] for name in names] for mistake in PATIENTS)
     assert all(one["error"] > RIGHT for one in (*a, *b[:place], *c))
     assert all(one["error"] < RIGHT for one in b[place:]), "right down to the ill MLP"
     assert not any(one["spread"] for one in a), "its ranks agree"
@@ -118,8 +91,8 @@ def test_the_patients_are_as_they_are_told():
 def test_the_alt_text_of_the_patients():
     (words,) = re.findall(r"!\[(.*?)\]\(patients.png\)", PAGE)
     names = [one["layer"] for one in MEASURED["patients"]["no mistake"]["layers"]]
-    place = names.index(f"blocks.{program.ILL}.mlp")
-    for mistake, letter in program.PATIENTS.items():
+    place = names.index(f"blocks.{patients.ILL}.mlp")
+    for mistake, letter in PATIENTS.items():
         rows = MEASURED["patients"][mistake]["layers"]
         wrong = [round(100 * one["error"]) for one in rows if one["error"] > RIGHT]
         apart = [round(100 * one["spread"]) for one in rows if (one["spread"] or 0) > 0.01]
@@ -136,13 +109,8 @@ def test_the_alt_text_of_the_patients():
     assert {label(name) for name in names} == {"tokens", "positions", "norm", "attention", "MLP"}
 
 
-def test_every_figure_in_bytes_is_a_known_one():
-    """No other ones have crept in: MB and GB on both pages."""
-    known = exam_figures() | {f"{sent(one) / MB:.2f} MB" for one in MEASURED["rows"]}
-    known |= {"0.26 MB", f"{formulas.traffic(0, row(1)['parameters'], 2, 'fp32') / MB:.2f} MB"}
-    said = {figure for text in (PAGE, TEACHER) for figure in re.findall(r"\d[\d.,]* [MG]B\b", text)}
-    assert len(said) >= 8 and not said - known
-    assert exam_figures() <= said
+def test_the_exam_is_right():
+    assert exam_figures() <= set(re.findall(r"\d[\d.,]* [MG]B\b", TEACHER))
 
 
 def exam_figures():
@@ -154,30 +122,6 @@ def exam_figures():
 
 
 # --------------------------------------------------------------------------------------------------- a run of today
-
-
-@pytest.mark.thorough
-def test_patients_of_today():
-    """Other sizes, and a rank more: the same signs."""
-    settings = replace(program.SMALL, layers=2, hidden=24, heads=3, steps=5)
-    weights, gradients, loss, batch = program.trained(settings)
-    found = ranks.run(program.examine, 3, settings, weights, gradients, batch, device="cpu", timeout=100)[0]
-    rows = {name: {one["layer"]: one for one in entry["layers"]} for name, entry in found.items()}
-    ill = f"blocks.{program.ILL}"
-    assert max(one["error"] for one in rows["no mistake"].values()) < RIGHT
-    assert found["f forgotten"]["losses"] == pytest.approx([loss] * 3, rel=1e-5)
-    assert rows["f forgotten"][f"{ill}.mlp"]["error"] < RIGHT < rows["f forgotten"][f"{ill}.mlp_norm"]["error"]
-    assert rows["f forgotten"][f"{ill}.mlp_norm"]["spread"] > RIGHT
-    assert rows["g forgotten"]["norm"]["spread"] > RIGHT and rows["split before GELU"]["norm"]["spread"] == 0
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("world_size", sample((1, 2, 4), [2]))
-def test_counts_of_today(world_size):
-    settings = Settings()
-    today = ranks.run(program.counted, world_size, settings, device="cpu", timeout=100)[0]
-    assert {key: today[key] for key in ("phases", "parameters", "replicated")} == {
-        key: row(world_size)[key] for key in ("phases", "parameters", "replicated")}
 
 
 @pytest.mark.thorough
@@ -218,11 +162,8 @@ def test_no_line_of_the_solution_is_on_the_page(name):
     assert not [line for line in telling if line in PAGE or line in starter]
 
 
-def test_the_pictures_are_shown_where_they_belong():
-    assert set(program.pictures(MEASURED)) == {"region.png", "patients.png"}
-    plain = pages.without_folded(PAGE)
-    assert "](region.png)" in plain and "](patients.png)" in plain
-    assert "f forgotten |" not in plain, "the diagnosis is folded"
+def test_the_diagnosis_is_folded():
+    assert "f forgotten |" not in pages.without_folded(PAGE)
 
 
 def test_the_notebooks_bars_of_batches_are_what_was_sent():
@@ -237,7 +178,7 @@ def test_the_notebook_on_3_ranks(monkeypatch, ranks_of_it=3):
     try:
         assert world["right"] == [True] * ranks_of_it and max(world["positive"]) < 1e-6
         ill = {name: {one["layer"]: one for one in rows} for name, (rows, _) in world["ill"][0].items()}
-        place = f"blocks.{program.ILL}"
+        place = f"blocks.{patients.ILL}"
         assert ill["f forgotten"][f"{place}.mlp"]["error"] < RIGHT < ill["f forgotten"][f"{place}.mlp_norm"]["spread"]
         assert ill["g forgotten"]["norm"]["spread"] > RIGHT and not ill["split before GELU"]["norm"]["spread"]
         each = 4 * 4 * 64 * 96 * 2 * (ranks_of_it - 1) / ranks_of_it

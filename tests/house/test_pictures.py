@@ -12,14 +12,13 @@ from zero_minimal.pictures import style
 from zero_minimal.pictures.benchmark import draw_benchmark
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
 from zero_minimal.pictures.ring_chart import draw_ring, meaning
-from zero_minimal.programs import lesson03_figures, lesson04_figures, lesson05_figures, lesson07_figures
+from zero_minimal.programs import lesson04_figures
 from zero_minimal.programs.compare import agreement
 
 HOUSE = Path(__file__).parents[2]
 LESSONS = HOUSE / "lessons"
 PAGES = [HOUSE / "README.md", *sorted(LESSONS.rglob("*.md"))]
 PAGE = 830  # pixels
-LEGIBLE = 10  # pixels
 NAN = float("nan")
 
 
@@ -39,62 +38,42 @@ def a_ring():
     return draw_ring([start] * 4, [list(range(4))] * 3, "all-gather")
 
 
-def of_gradients(name):
-    return lesson03_figures.pictures(json.loads((LESSONS / "03_gradients/measured.json").read_text()))[name]
-
-
 def of_parameters(name):
     return lesson04_figures.pictures(json.loads((LESSONS / "04_parameters/measured.json").read_text()))[name]
 
 
-def of_buffers(name):
-    return lesson07_figures.pictures(json.loads((LESSONS / "07_constant_buffers/measured.json").read_text()))[name]
-
-
-def of_patients(name):
-    return lesson05_figures.pictures(json.loads((LESSONS / "05_tensor_parallel/measured.json").read_text()))[name]
-
-
 DRAWN = {
     "benchmark": lambda: draw_benchmark(recorded("bench")),
-    "buckets": lambda: of_gradients("buckets.png"),
-    "memory of a step": lambda: of_gradients("gradients.png"),
     "comparison": lambda: draw_comparison(recorded("compare"), agreement(recorded("compare"))),
     "conveyor": lambda: of_parameters("conveyor.png"),
     "blocks kept": lambda: of_parameters("kept.png"),
     "configs": lambda: draw_configs(recorded("configs")),
-    "parallel region": lambda: of_patients("region.png"),
-    "patients": lambda: of_patients("patients.png"),
     "ring": a_ring,
-    "two buffers": lambda: of_buffers("trays.png"),
-    "sizes of buffers": lambda: of_buffers("sizes.png"),
-    "a sum of ones": lambda: of_buffers("ones.png"),
 }
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", DRAWN)
 def test_text_can_be_read_on_a_page_and_nothing_is_cut(name):
+    """Those of a notebook are looked at when they are taken (programs/figures.py)."""
     picture = DRAWN[name]()
-    assert picture.get_figwidth() <= style.PAGE
-    picture.draw_without_rendering()
-    shown = [text for text in picture.findobj(Text) if text.get_visible() and text.get_text().strip()]
-    assert len(shown) > 10
-    scale = PAGE / (72 * style.PAGE)  # pixels a point
-    small = {text.get_text() for text in shown if text.get_fontsize() * scale < LEGIBLE}
-    assert not small
-    box, (width, height) = picture.get_tightbbox(), picture.get_size_inches()  # inches
-    assert -0.02 < min(box.x0, box.y0) and box.x1 < width + 0.02 and box.y1 < height + 0.02
+    assert not style.faults(picture)
+    assert len([text for text in picture.findobj(Text) if text.get_visible() and text.get_text().strip()]) > 10
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", DRAWN)
-def test_names_below_bars_do_not_touch(name):
-    picture = DRAWN[name]()
-    picture.draw_without_rendering()
-    for axis in picture.axes:
-        boxes = [label.get_window_extent() for label in axis.get_xticklabels() if label.get_text()]
-        assert all(left.x1 <= right.x0 for left, right in zip(boxes, boxes[1:], strict=False))
+def broken(what):
+    picture, ((axis,),) = style.figure(1, 1, 12 if what == "wide" else 6, 2)
+    axis.set_title("a title", fontsize=6 if what == "small" else 10)
+    picture.text(1.2 if what == "cut" else 0.5, 0.5, "words")
+    axis.set_xticks([0, 0.01 if what == "touching" else 1], ["one name", "another name"])
+    return picture
+
+
+@pytest.mark.parametrize("what, says", [("small", "too small: a title"), ("wide", "too wide"), ("cut", "cut:"),
+                                        ("touching", "touches the next one: one name"), ("", None)])
+def test_what_cannot_be_read_is_told(what, says):
+    found = style.faults(broken(what))
+    assert len(found) == 1 and found[0].startswith(says) if says else not found
 
 
 def test_a_caption_speaks_of_sums_only_where_there_are_some():

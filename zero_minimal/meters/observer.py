@@ -13,6 +13,9 @@ from dataclasses import asdict
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
 from zero_minimal.paper import formulas
+from zero_minimal.processes import ranks
+from zero_minimal.workload import loop
+from zero_minimal.workload.settings import Settings
 
 MEMORY_STEPS = 2  # the optimizer makes its state in the first; the second is like all that follow, and is reported
 TRAFFIC_STEPS = 5
@@ -124,6 +127,21 @@ class Observer:
             "padding_bytes": formulas.traffic(stage, padding, *rest),
             "wire_bytes": statistics.median(self.wire_bytes) if self.wire_bytes else None,
         }
+
+
+def watched(stage_class, settings: Settings, world_size: int) -> dict:
+    """Train with one class in so many new ranks on the CPU; return rank 0's report. Two steps are enough for all but
+    times. Raises what ranks.run raises."""
+
+    def on_each_rank():
+        with ranks.start() as rank:
+            zero = loop.build(stage_class, settings, rank, bucket_bytes=int(settings.bucket_mb * 2**20))
+            observer = Observer(zero, rank, settings)
+            for _ in loop.steps(zero, loop.training_batches(settings, rank.rank), settings, observers=[observer]):
+                pass
+            return observer.report()
+
+    return ranks.run(on_each_rank, world_size, device="cpu", timeout=300)[0]
 
 
 def _name(zero, stage: int) -> str:

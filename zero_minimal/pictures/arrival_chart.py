@@ -1,5 +1,6 @@
 """Arrivals: what one rank does in backward, in order, and which messages are under way meanwhile."""
 
+import math
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
@@ -72,7 +73,8 @@ def draw_bucket_cost(points: Sequence[tuple[int, float]], whole: int, cost: Cost
     axis.axvline(cost.half, color="#D55E00", linewidth=1.8, linestyle="--",
                  label=f"n½ = {size_text(cost.half, 2)}: half of the time is α")
     axis.set(xscale="log", yscale="log", xlabel="size of a bucket",
-             ylim=(0.5 * whole * cost.beta, 2 * max(seconds for _, seconds in points)),
+             ylim=(10 ** math.floor(math.log10(whole * cost.beta)),
+                   10 ** math.ceil(math.log10(max(seconds for _, seconds in points)))),
              ylabel=f"time to all-reduce {size_text(whole, 3)}")
     axis.xaxis.set_major_formatter(lambda bytes, _: size_text(bytes))
     axis.yaxis.set_major_formatter(lambda seconds, _: time_text(seconds))

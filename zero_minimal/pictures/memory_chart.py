@@ -111,6 +111,8 @@ def draw_memory_of_a_step(timelines: dict[str, list], timed: bool = True) -> Fig
 
 def step_panel(axis: Axes, timeline: list, timed: bool) -> None:
     """One rank's memory through one step, the phases of the step marked by lines. timeline: a ledger's."""
+    began = [number for number, moment in enumerate(timeline) if moment.seconds == 0.0]  # what lived before, one by one
+    timeline = timeline[began[-1] if began else 0 :]
     times = [1000 * moment.seconds if timed else number for number, moment in enumerate(timeline)]
     # the ledger's scalars are left out: a few bytes
     stacked_areas(axis, times, {category: [moment.bytes[category] / 1e6 for moment in timeline] for category in LOOKS})

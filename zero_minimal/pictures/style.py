@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 
 Look = tuple[str, str]  # colour, hatch
 
@@ -33,6 +34,7 @@ FORMULA = {"color": "black", "linewidth": 2.2, "solid_capstyle": "butt"}
 DEVICE = {"color": "#D55E00", "linewidth": 1.8, "linestyle": "--"}  # what a device holds
 PAGE = 10.0  # inches: the widest picture. A page shows it 830 pixels wide, and text of 9 points is 10 pixels high then
 DOTS = 200  # an inch: more than twice these pixels, for screens that have two for each
+LEGIBLE = 8.7  # points: text of 10 pixels there
 GRID = {"color": "#DDDDDD", "linewidth": 0.6}
 
 
@@ -51,6 +53,24 @@ def save(picture: Figure, path: str | Path) -> None:
     """Write a picture, and say where it is; the suffix chooses the format."""
     picture.savefig(path, dpi=DOTS)
     print(f"picture: {path}", file=sys.stderr)
+
+
+def faults(picture: Figure) -> list[str]:
+    """What cannot be read of a picture on a page: too wide, text that is too small, cut, or over its neighbour's."""
+    picture.draw_without_rendering()
+    shown = [text for text in picture.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    found = [f"too small: {text.get_text()}" for text in shown if text.get_fontsize() < LEGIBLE]
+    box, (width, height) = picture.get_tightbbox(), picture.get_size_inches()  # inches
+    if width > PAGE:
+        found.append(f"too wide: {width:g} inches, and a page has {PAGE:g}")
+    if min(box.x0, box.y0) < -0.02 or box.x1 > width + 0.02 or box.y1 > height + 0.02:
+        found.append("cut: something lies outside of it")
+    for axis in picture.axes:
+        names = [label for label in axis.get_xticklabels() if label.get_text() and not label.get_rotation()]
+        boxes = [label.get_window_extent() for label in names]
+        found += [f"touches the next one: {name.get_text()}" for name, left, right in zip(names, boxes, boxes[1:])
+                  if left.x1 > right.x0]
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------- bars

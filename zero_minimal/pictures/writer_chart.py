@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -10,6 +11,17 @@ from zero_minimal.pictures.style import MARKERS, PAGE, figure, legend_outside
 
 NOBODY, MANY = "#EEEEEE", "#000000"
 RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#777777")
+
+
+def writers(masks: list[dict[str, list]]) -> dict[str, list]:
+    """{parameter: [row][column] the rank that wrote it, -1 for nobody, -2 for several}. masks: [rank], {parameter:
+    [row][column] whether it wrote}."""
+    found = {}
+    for name in masks[0]:
+        wrote = np.array([one[name] for one in masks])  # [rank, row, column]
+        count = wrote.sum(0)
+        found[name] = np.where(count == 1, wrote.argmax(0), np.where(count, -2, -1)).tolist()
+    return found
 
 
 def draw_written(maps: dict[str, Sequence[Sequence[int]]], world_size: int, title: str = "") -> Figure:
@@ -29,7 +41,7 @@ def draw_written(maps: dict[str, Sequence[Sequence[int]]], world_size: int, titl
                       if starts(rows, row, column)]:
             rank = rows[place[0]][place[1]]
             axis.text(place[1] + 0.5, place[0] + 0.5, str(rank) if rank >= 0 else "", ha="center", va="center",
-                      fontsize=7, color="white" if rank in (0, 2) else "black")
+                      fontsize=9, color="white" if rank in (0, 2) else "black")
         axis.invert_yaxis()
         axis.set_aspect("equal")
         axis.set_title(name, fontsize=9)

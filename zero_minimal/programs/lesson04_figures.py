@@ -12,12 +12,11 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from zero_minimal.kept_units import Kept3
-from zero_minimal.meters.observer import Observer
+from zero_minimal.meters.observer import Observer, watched
 from zero_minimal.meters.unit_trace import Conveyor
 from zero_minimal.pictures.unit_chart import draw_conveyor, draw_kept
 from zero_minimal.processes import ranks
 from zero_minimal.programs import figures, progress, report
-from zero_minimal.programs.lesson03_figures import STEPS, watched_run
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage2 import Stage2
 from zero_minimal.stage3 import Stage3
@@ -26,6 +25,7 @@ from zero_minimal.workload.settings import Settings
 
 STAGES = {"stage 0": Stage0, "stage 3": Stage3}
 WORLDS = (1, 2, 3, 4)
+KEPT = ("ranks", "stage", "parameters", "memory", "theory", "traffic", "settings")  # of a report: no times
 BELT_RANKS = 4  # of the picture of the conveyor
 KEPT_RANKS = 2  # of the blocks that stay whole
 BELTS = ("the first step", "the second step")  # the order of the units is known from the second on
@@ -95,7 +95,7 @@ def watched_costs(way: str, count: int, settings: Settings) -> dict:
 def measure() -> dict:
     """All that the page and its pictures need, of rank 0: {"rows": reports, "belts": {name: record of the conveyor},
     "kept": what watched_costs() gave}."""
-    settings = Settings(steps=STEPS)
+    settings = Settings(steps=3)
     costs = [(way, count) for way in WAYS for count in range(settings.layers + 1)] + [("stage 2", settings.layers)]
     with progress.bar(name="lesson 04", total=len(STAGES) * len(WORLDS) + 1 + len(costs), unit="run") as bar:
 
@@ -104,9 +104,13 @@ def measure() -> dict:
             bar.update()
             return found
 
+        def report(stage_class, world_size):
+            found = watched(stage_class, settings, world_size)
+            bar.update()
+            return {key: found[key] for key in KEPT}
+
         return {
-            "rows": [first_rank(watched_run, world_size, stage_class, settings)[0] for world_size in WORLDS
-                     for stage_class in STAGES.values()],
+            "rows": [report(stage_class, world_size) for world_size in WORLDS for stage_class in STAGES.values()],
             "belts": first_rank(watched_belts, BELT_RANKS, settings),
             "kept": [first_rank(watched_costs, KEPT_RANKS, *cost, settings) for cost in costs],
         }

@@ -1,0 +1,155 @@
+"""The pages of lessons whose figures are their notebook's: what a page says was measured is in measured.json, which one
+run of the notebook wrote, and nothing else was measured. `python -m zero_minimal.programs.figures` repeats the run.
+
+SAYS has what a page says, a template a sentence or a line of a table: {name} is the value of that name, {name:.1f MB}
+the value in that unit, and {name:.1f in MB} the same without the unit's name. KNOWN has the figures in bytes that are
+of formulas, of exams, or of settings.
+"""
+
+import json
+import re
+
+import nbformat
+import pages
+import pytest
+
+from zero_minimal.classroom.lessons import found
+from zero_minimal.programs import figures
+
+UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "µs": 1e-6, "ms": 1e-3, "ns": 1e-9, "million": 1e6}
+SAYS = {
+    "01_data_parallel": (
+        "| naive | {ways[naive][0]} | {ways[naive][1]} | {ways[naive][2]} of {ways[naive][3]} |",
+        "| buckets of 4 MiB, waited for at once | {ways[buckets, waited for at once][0]} | "
+        "{ways[buckets, waited for at once][1]} | {ways[buckets, waited for at once][2]} of "
+        "{ways[buckets, waited for at once][3]} |",
+        "| stage 0 | {ways[stage 0][0]} | {ways[stage 0][1]} | {ways[stage 0][2]} of {ways[stage 0][3]} |",
+        "so {whole:.2f MB} of gradients", "with α = {alpha:.0f µs} and β = {beta:.2f ns} a byte",
+        "n½ = α/β = {half:.0f kB}",
+        "The α of 76 all-reduces makes {alphas[0]:.1f ms}, that of 5 makes {alphas[1]:.1f ms}",
+        "The bytes take {bytes:.1f ms} in both cases: {together[0]:.1f in ms} and {together[1]:.1f ms} together",
+        "took up to {factor:.1f} times as long as it says", "Time to all-reduce {whole:.1f MB}",
+        "{sent[without no_sync]:.2f MB} if each backward sends, {sent[no_sync]:.2f MB} with `no_sync()`. One batch "
+        "sends {sent[one batch]:.2f MB}, too"),
+    "02_optimizer_state": (
+        "Ψ = {psi:,.0f} parameters", "a rank has {rows[3][optimizer]:,.0f} bytes",
+        *("| {rows[#][ranks]} | {rows[#][stage]} | {rows[#][optimizer]:.2f MB} | {rows[#][peak]:.1f MB} | "
+          "{rows[#][sent]:.2f MB} |".replace("#", str(number)) for number in range(6)),
+        "nearest number of bf16 is {small_steps[an fp32 master, rounded to bf16][20]:.4f}"),
+    "03_gradients": (
+        *("| {rows[#][ranks]} | {rows[#][stage]} | {rows[#][gradients]:.2f MB} | {rows[#][peak]:.1f MB} | "
+          "{rows[#][sent]:.2f MB} |".replace("#", str(number)) for number in range(4)),
+        "highest moment of the whole step is {rows[0][peak]:.1f MB}",
+        "the highest moment falls by {falls[0]:.1f MB}, and {saved[0]:.1f MB} are saved. On 4 ranks it falls by "
+        "{falls[1]:.1f MB}, and {saved[1]:.1f MB} are saved",
+        "{rows[0][at peak]:.1f MB} of gradients at stage 1, and {rows[1][at peak]:.1f MB} at stage 2",
+        "with buckets of 1 MiB the highest moment is {by_bucket[1024 KiB]:.1f MB}, with one bucket for all gradients "
+        "{by_bucket[32768 KiB]:.1f MB}",
+        "With 4 micro-batches stage 1 sends {micro[0][sent]:.1f MB}, and stage 2 sends {micro[1][sent]:.1f MB}. Its "
+        "highest moment is {micro[1][peak]:.1f MB} then"),
+    "05_tensor_parallel": (
+        *("| {rows[#][ranks]} | {rows[#][batch]} | {rows[#][parameters]:,.0f} | {rows[#][forward]} | {rows[#][backward]} "
+          "| {rows[#][sent]:.2f MB} |".replace("#", str(number)) for number in range(4)),
+        "How many of the {rows[0][parameters]:,.0f} parameters",
+        "It has {rows[1][parameters]:,.0f}. The {rows[1][replicated]:,.0f} replicated ones are on both ranks",
+        "It sends {rows[1][sent]:.2f MB}", "twice as much: {rows[3][sent]:.2f MB}",
+        "the outputs are off by {mixed:.0f}% of their size. With positive numbers alone the error is {positive:.0f}%",
+        *(f"| {letter} | {{patients[{mistake}][losses][0]:.4f}} | {mistake} |" for letter, mistake in (
+            ("A", "split before GELU"), ("B", "f forgotten"), ("C", "g forgotten"))),
+        "In one process the loss is {loss:.4f}"),
+}
+KNOWN = {
+    "01_data_parallel": ("1 MB", "25 MB", "4 GB", "7 GB", "28 GB"),
+    "02_optimizer_state": ("28.93 MB", "120 GB", "31.4 GB", "29.5 GB"),
+    "05_tensor_parallel": ("0.26 MB", "19.28 MB", "16.8 MB", "117.4 MB", "176.2 MB", "3.8 GB", "5.6 GB"),
+    "03_gradients": ("19.3 MB", "31.4 GB", "16.6 GB", "14.8 GB", "29.5 GB", "132.9 GB", "0.23 GB", "1 GB", "2.2 GB"),
+}
+ANSWERS = {  # the pictures that answer what the page asks for, so that they are folded
+    "01_data_parallel": {"buckets.png"},
+    "02_optimizer_state": {"small_steps.png"},
+    "03_gradients": {"gradients.png"},
+    "05_tensor_parallel": set(),
+}
+LESSONS = {name: lesson for name, lesson in found().items() if name in SAYS}
+each_lesson = pytest.mark.parametrize("lesson", LESSONS.values(), ids=LESSONS)
+
+
+class Number(float):
+    """A number that can be written in a unit."""
+
+    def __format__(self, how):
+        digits, _, told = how.partition(" ")
+        unit = told.removeprefix("in ")
+        number = format(float(self) / UNITS.get(unit, 1), digits or "g")
+        return f"{number} {unit}" if unit and unit == told else number
+
+
+def measured(lesson):
+    return json.loads((lesson.folder / "measured.json").read_text(), parse_float=Number, parse_int=Number)
+
+
+def said(lesson):
+    """What the page must say, with the figures of the notebook's run."""
+    return [template.format(**measured(lesson)) for template in SAYS[lesson.name]]
+
+
+@each_lesson
+def test_the_page_says_what_its_notebook_measured(lesson):
+    prose = " ".join((lesson.folder / "README.md").read_text().split())  # wherever lines are broken
+    missing = [words for words in said(lesson) if words not in prose]
+    assert not missing, f"measured.json says, and {lesson.folder / 'README.md'} does not:\n" + "\n".join(missing)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_no_other_figure_in_bytes_has_crept_in(name):
+    figure, lesson = re.compile(r"\d[\d.,]* [MG]B\b"), LESSONS[name]
+    known = {*KNOWN[name], *figure.findall(" ".join(said(lesson)))}
+    both = [" ".join((lesson.folder / file).read_text().split()) for file in ("README.md", "teacher.md")]
+    assert set(figure.findall(" ".join(both))) <= known and len(known) > 3
+
+
+@each_lesson
+def test_the_page_takes_what_its_notebook_gives(lesson):
+    """Pictures and values: those of the cells' metadata, no older ones."""
+    cells = nbformat.read(figures.NOTEBOOKS / f"{lesson.name}.ipynb", as_version=4).cells
+    taken = [cell.metadata.page for cell in cells if "page" in cell.metadata]
+    assert {name for page in taken for name in page.get("measured", ())} == set(measured(lesson))
+    pictures = [page.picture for page in taken if "picture" in page]
+    page = (lesson.folder / "README.md").read_text()
+    shown = [file for _, file in pages.IMAGE.findall(page) if "/" not in file]
+    assert sorted(pictures) == sorted(shown)
+    folded = dict(pages.folded(page))["What was measured"]
+    assert {file for _, file in pages.IMAGE.findall(folded)} == ANSWERS[lesson.name]
+
+
+BOOK = nbformat.v4.new_notebook(cells=[
+    nbformat.v4.new_code_cell("x = 21"),
+    nbformat.v4.new_code_cell("from zero_minimal.pictures.style import figure\nfigure(1, 1, 10, 2)[0]",
+                              metadata={"page": {"picture": "x.png", "measured": {"twice": "2 * x", "b": "'a b'"}}}),
+    nbformat.v4.new_markdown_cell("The end"),
+    nbformat.v4.new_code_cell("x = 3", metadata={"page": {"measured": {"later": "[x, 1.5]"}}}),
+], metadata={"own": True})
+
+
+@pytest.mark.thorough
+def test_a_notebook_gives_pictures_and_values_as_they_are_when_a_cell_has_run(tmp_path):
+    book = nbformat.from_dict(BOOK)
+    assert figures.run(book, tmp_path) == {"twice": 42, "b": "a b", "later": [3, 1.5]}
+    assert [file.name for file in tmp_path.iterdir()] == ["x.png"]
+    assert [cell.get("execution_count") for cell in book.cells] == [1, 2, None, 3] and book.metadata == {"own": True}
+    assert [len(cell.outputs) for cell in book.cells if cell.cell_type == "code"] == [0, 1, 0]
+
+
+@pytest.mark.thorough
+def test_a_picture_that_nobody_can_read_is_not_taken(tmp_path):
+    book = nbformat.from_dict(BOOK)
+    book.cells[1].source += "\n_fig = figure(1, 1, 10, 2)[0]\n_fig.axes[0].set_title('small', fontsize=5)\n_fig"
+    with pytest.raises(Exception, match="too small: small"):
+        figures.run(book, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_a_notebook_is_answered_with_what_to_do(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        figures.main([str(tmp_path)])
+    assert "of a lesson with a notebook" in capsys.readouterr().err
