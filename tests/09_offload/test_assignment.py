@@ -375,9 +375,6 @@ def most_held(name, world_size=2):
 @pytest.mark.step(1, points=8, stuck=WAITS)
 def test_a_rank_keeps_no_optimizer_state(assignment):
     for rank, (found, wide) in enumerate(once(handed_over, 2, assignment)):
-        assert wide == "float64", (
-            f"of a model in fp64 what stands for a master on rank {rank} is {wide}: it has the dtype of the host's "
-            "master, fp32 for 16 bits, and the parameters' own for wider ones")
         for name, (size, own, shapes, right) in zip(STAGES, found, strict=True):
             assert len(right) == DEEP and all(right), (
                 f"{name}: of {len(right)} masters on the host of rank {rank} {sum(right)} are what the rank's "
@@ -393,6 +390,9 @@ def test_a_rank_keeps_no_optimizer_state(assignment):
                 f"{name}: what stands for the masters on rank {rank} is {shapes[0]}, …, and {wanted[0]} is right: who "
                 "asks sees what the host has, but for the numbers"
             )
+        assert wide == "float64", (
+            f"of a model in fp64 what stands for a master on rank {rank} is {wide}: it has the dtype of the host's "
+            "master, fp32 for 16 bits, and the parameters' own for wider ones")
 
 
 # ----------------------------------------------------------- step 2: a gradient shard leaves when its bucket is reduced
@@ -908,10 +908,6 @@ def step_in_a_group(assignment):
 
 @pytest.mark.step(4, points=2, stuck=WAITS)
 def test_statistics_are_alike_and_a_late_backward_is_refused(assignment):
-    first, _, second = toys.run(step_in_a_group, 3, assignment)
-    assert torch.equal(first, second), (
-        "in a group of ranks 0 and 2 batch norm's running mean differs after step(): replicas.broadcast_statistics "
-        "gives rank 0's to the group that it is given")
     results = once(after_a_step, 2, assignment)
     for rank, of_rank in enumerate(results):
         for name, ((_, after), refused, _, alone), ((_, first), *_) in zip(STAGES, of_rank, results[0], strict=False):
@@ -928,6 +924,10 @@ def test_statistics_are_alike_and_a_late_backward_is_refused(assignment):
                 f"{name}: rank 0 alone ran a backward before step(), and step() moved nothing on rank {rank}. Who has "
                 "no gradient sends zeros: were all buckets handed over before the hosts update?"
             )
+    first, _, second = toys.run(step_in_a_group, 3, assignment)
+    assert torch.equal(first, second), (
+        "in a group of ranks 0 and 2 batch norm's running mean differs after step(): replicas.broadcast_statistics "
+        "gives rank 0's to the group that it is given")
 
 
 @pytest.mark.step(4, points=1, stuck=WAITS)
