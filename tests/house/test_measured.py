@@ -15,6 +15,7 @@ import pytest
 
 from zero_minimal.classroom.lessons import found
 from zero_minimal.programs import figures
+from zero_minimal.programs.ways import CATEGORIES, LADDER
 
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "µs": 1e-6, "ms": 1e-3, "ns": 1e-9, "million": 1e6}
 SAYS = {
@@ -48,8 +49,8 @@ SAYS = {
         "With 4 micro-batches stage 1 sends {micro[0][sent]:.1f MB}, and stage 2 sends {micro[1][sent]:.1f MB}. Its "
         "highest moment is {micro[1][peak]:.1f MB} then"),
     "05_tensor_parallel": (
-        *("| {rows[#][ranks]} | {rows[#][batch]} | {rows[#][parameters]:,.0f} | {rows[#][forward]} | {rows[#][backward]} "
-          "| {rows[#][sent]:.2f MB} |".replace("#", str(number)) for number in range(4)),
+        *("| {rows[#][ranks]} | {rows[#][batch]} | {rows[#][parameters]:,.0f} | {rows[#][forward]} "
+          "| {rows[#][backward]} | {rows[#][sent]:.2f MB} |".replace("#", str(number)) for number in range(4)),
         "How many of the {rows[0][parameters]:,.0f} parameters",
         "It has {rows[1][parameters]:,.0f}. The {rows[1][replicated]:,.0f} replicated ones are on both ranks",
         "It sends {rows[1][sent]:.2f MB}", "twice as much: {rows[3][sent]:.2f MB}",
@@ -57,18 +58,47 @@ SAYS = {
         *(f"| {letter} | {{patients[{mistake}][losses][0]:.4f}} | {mistake} |" for letter, mistake in (
             ("A", "split before GELU"), ("B", "f forgotten"), ("C", "g forgotten"))),
         "In one process the loss is {loss:.4f}"),
+    "07_constant_buffers": (
+        "constant buffers of 4 MiB ({size:.1f MB}) each", "Two constant ones: {constant:.1f MB}, always",
+        "every model of less than {least:.1f million} parameters",
+        "With {size:.1f MB} it is {prices[4096 KiB][collectives]} collectives, with 16 KiB "
+        "{prices[16 KiB][collectives]}. The {prices[16 KiB][collectives]} took {prices[16 KiB][seconds]:.0f ms}, the "
+        "{prices[4096 KiB][collectives]} took {prices[4096 KiB][seconds]:.0f ms}: {times:.0f} times as long",
+        "{prices[16 KiB][collectives]:,.0f} collectives of 16 KiB take {prices[16 KiB][seconds]:.0f ms}, "
+        "{prices[1024 KiB][collectives]} of 1 MB take {prices[1024 KiB][seconds]:.1f ms}",
+        "Its highest moment is {peaks[4 MiB][0]:.1f MB} on 2 ranks",
+        "{peaks[4 MiB][1]:.2f MB} for {peaks[4 MiB][0]:.2f MB}, and {peaks[32 MiB][1]:.2f MB} for "
+        "{peaks[32 MiB][0]:.2f MB}",
+        *(f"| {size} MB | {{buckets[#]}} | {{peaks[#][0]:.2f MB}} | {{peaks[#][1]:.2f MB}} |".replace("#", f"{mib} MiB")
+          for mib, size in ((1, 1.05), (4, 4.19), (32, 33.55))),
+        "all activations are there, {held[activations]:.2f MB}, and both buffers, {held[buffers]:.2f MB}",
+        *(f"| {words} | {{#[0]}}, {{#[4]}}, {{#[8]}}, {{#[12]}} |".replace("#", f"sums[torch.{name}]")
+          for words, name in (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16")))),
+    "10_whole_system": (
+        *(f"| {way} | " + " | ".join(f"{{ladder[{way}][{name}]:.1f in MB}}" for name in (
+            *(f"peak_by_category][{category}" for category in CATEGORIES), "peak", "sent")) + " |" for way in LADDER),
+        "from {ladder[data parallel][peak]:.0f MB} of data parallelism to {ladder[P_os+g][peak]:.0f in MB} of P_os+g "
+        "and {ladder[P_os+g+p][peak]:.0f in MB} of P_os+g+p on four replicas; on the mesh it is "
+        "{ladder[model parallel][peak]:.0f in MB} without ZeRO, and {ladder[C1][peak]:.0f in MB}, "
+        "{ladder[C2][peak]:.0f in MB}, {ladder[C3][peak]:.0f in MB}, {ladder[C4][peak]:.0f in MB} and "
+        "{ladder[C5][peak]:.0f in MB} in C1 to C5"),
 }
 KNOWN = {
     "01_data_parallel": ("1 MB", "25 MB", "4 GB", "7 GB", "28 GB"),
     "02_optimizer_state": ("28.93 MB", "120 GB", "31.4 GB", "29.5 GB"),
     "05_tensor_parallel": ("0.26 MB", "19.28 MB", "16.8 MB", "117.4 MB", "176.2 MB", "3.8 GB", "5.6 GB"),
+    "07_constant_buffers": ("4 MB", "4.2 MB", "8.4 MB", "1.05 MB", "4.19 MB", "33.55 MB", "19.28 MB", "12000 MB",
+                            "12,000 MB", "1 MB", "20 MB", "200 MB", "100 MB", "12 GB", "6 GB", "2 GB", "11.8 GB",
+                            "5.9 GB"),
     "03_gradients": ("19.3 MB", "31.4 GB", "16.6 GB", "14.8 GB", "29.5 GB", "132.9 GB", "0.23 GB", "1 GB", "2.2 GB"),
 }
 ANSWERS = {  # the pictures that answer what the page asks for, so that they are folded
     "01_data_parallel": {"buckets.png"},
     "02_optimizer_state": {"small_steps.png"},
     "03_gradients": {"gradients.png"},
+    "10_whole_system": {"ladder.png", "worth.png"},
     "05_tensor_parallel": set(),
+    "07_constant_buffers": {"sizes.png"},
 }
 LESSONS = {name: lesson for name, lesson in found().items() if name in SAYS}
 each_lesson = pytest.mark.parametrize("lesson", LESSONS.values(), ids=LESSONS)

@@ -1,29 +1,21 @@
-"""The whole system: the figures and the pictures of lesson 10's page.
-
-    python -m zero_minimal.programs.lesson10_figures lessons/10_whole_system
-
-writes measured.json into that folder, and from it its pictures. Four ranks train on the same 16 sequences, from data
-parallelism to C5. What is counted are bytes, never time: another machine, or a busy one, gives the same.
+"""Ways to train on a mesh, from data parallelism to C5, all of them on the same 16 sequences; and what a rank sees of a
+step. Lesson 10's notebook runs them on four ranks. What is counted are bytes, never time.
 """
 
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 from torch import Tensor, optim
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.core import collectives
-from zero_minimal.core.mesh import Mesh, make_mesh
+from zero_minimal.core.mesh import Mesh
 from zero_minimal.defragmentation import Slab
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.offloading import host
 from zero_minimal.paper.formulas import STATES
-from zero_minimal.pictures.mesh_chart import draw_ladder, draw_mesh, draw_worth
-from zero_minimal.processes import ranks
-from zero_minimal.programs import figures, progress, report
 from zero_minimal.stage0 import Stage0
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
@@ -162,59 +154,3 @@ def seen(way: Way, mesh: Mesh, device: torch.device, bucket_bytes: int = BUCKET,
         collectives.all_reduce(value, op="sum", group=mesh.data_group)
     return {"peak_by_category": peak, "peak": sum(peak.values()), "states": {name: states[name] for name in STATES},
             "host": kept_on_host, "sent": meter.sent_bytes, "losses": [value.item() for value in losses]}
-
-
-def meshes(ways: dict[str, Way]) -> dict[bool, Mesh]:
-    """For ways that share a model, and for those that do not."""
-    world_size = dist.get_world_size()
-    shared = {way.shares_a_model for way in ways.values()}
-    return {share: make_mesh(MESHES.get(world_size, 1) if share else 1) for share in sorted(shared)}
-
-
-def seen_all(ways: dict[str, Way], bucket_bytes: int = BUCKET) -> dict[str, dict]:
-    """{way: seen()}, on ranks of their own."""
-    with ranks.start() as rank:
-        found = meshes(ways)
-        return {name: seen(way, found[way.shares_a_model], rank.device, bucket_bytes) for name, way in ways.items()}
-
-
-# ------------------------------------------------------------------------------------------------------------- figures
-
-RANKS = 4
-
-
-def measure() -> dict:
-    """All that the page and its pictures need, of rank 0 of four."""
-    parts = {"ladder": (LADDER, BUCKET), "worth": (WORTH, BUCKET), "worth_large": (WORTH, LARGE)}
-    with progress.bar(name="lesson 10", total=len(parts), unit="run") as bar:
-        found = {}
-        for name, (ways, bucket_bytes) in parts.items():
-            found[name] = ranks.run(seen_all, RANKS, ways, bucket_bytes, device="cpu", timeout=900)[0]
-            bar.update()
-    return {"sequences": SEQUENCES, "bucket": BUCKET, "large": LARGE, **found}
-
-
-def pictures(measured: dict) -> dict[str, Figure]:
-    """The page's pictures by their names, from what measure() gave."""
-    return {"mesh.png": draw_mesh(2, 2), "ladder.png": draw_ladder(measured["ladder"]),
-            "worth.png": draw_worth({f"buckets of {measured['bucket'] / 2**20:g} MiB": measured["worth"],
-                                     f"buckets of {measured['large'] / 2**20:g} MiB": measured["worth_large"]})}
-
-
-def table(measured: dict) -> str:
-    """What was measured, in MB."""
-    parts = []
-    for part in ("ladder", "worth", "worth_large"):
-        lines = [[part, *CATEGORIES, "peak", "host", "sent", "loss"]]
-        for name, row in measured[part].items():
-            sizes = [row["peak_by_category"][key] for key in CATEGORIES]
-            sizes += [row["peak"], row["host"], row["sent"]]
-            lines.append([name, *(f"{size / 1e6:.2f}" for size in sizes), f"{row['losses'][-1]:.6f}"])
-        parts.append(report.table(lines))
-    return "\n\n".join(parts)
-
-
-main = figures.program("10_whole_system", measure, pictures, table)
-
-if __name__ == "__main__":
-    main()
