@@ -69,12 +69,13 @@ SENT = 'self.host.send(("gradient", bucket.away.number, self.adds), gradient_sha
 def returned(*, scale="self.gradient_scale", options="options_of(self.optimizer)",
              parcel="parcel = self.host.receive()", copied="bucket.parameter_shard.copy_(parcel.tensor)",
              emptied="self.host.emptied(parcel)", known="bucket.away.know(bucket)",
-             told="optimizers.tell_autograd(bucket)", over="yield bucket", first="", turns="self.in_turn()"):
+             told="optimizers.tell_autograd(bucket)", over="yield bucket", first="", turns="self.in_turn()",
+             opt="self.optimizer._opt_called = True"):
     body = [parcel, copied, emptied, known, told, over]
     return {"Offloaded._returned": function(
         RETURNED, f"scale = {scale}",
         "scale = scale.cpu() if isinstance(scale, Tensor) else scale", first,
-        f'self.host.send(("update", {options}, scale))', "self.optimizer._opt_called = True",
+        f'self.host.send(("update", {options}, scale))', opt,
         function(f"for bucket in {turns}:", *body))}
 
 
@@ -115,6 +116,7 @@ NOTHING_HERE, ADDS_UP = "test_a_rank_keeps_no_optimizer_state", "test_micro_batc
 MEAN, CROSS = "test_the_host_has_the_mean_gradient", "test_gradients_cross_as_shards_in_16_bit"
 BESIDE, STAYS = "test_gradients_leave_while_backward_goes_on", "test_no_gradient_shard_stays"
 BACK, TRAINS_3 = "test_parameters_cross_as_shards_in_16_bit", "test_stage_3_trains_as_without_offload"
+TOLD = "test_who_minds_the_update_is_told"
 BUFFER, KERNEL = "test_a_buffer_is_read_before_it_is_given_back", "test_the_kernel_counts_what_left"
 TRAINS, GATHERS = "test_stages_1_and_2_train_as_without_offload", "test_a_bucket_is_gathered_while_the_next_crosses"
 LATE, EDIT = "test_statistics_are_alike_and_a_late_backward_is_refused", "test_an_edit_goes_along"
@@ -353,6 +355,16 @@ WRONG |= {  # what strangers handed in, and had full marks
         1, "test_a_rank_keeps_no_optimizer_state", r"of a model in fp64 what stands for a master on rank 0 is float32",
         edited("09_offload", "Offloaded._hand_over", ("torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype",
                "torch.float32"))),
+    "autograd is not told": Wrong(
+        3, TOLD, r"backward of that forward: rank 0 let it pass", returned(told="")),
+    "autograd is told of the first bucket alone": Wrong(
+        3, TOLD, r"backward of that forward: rank 0 let it pass",
+        returned(told="if bucket is self.in_turn()[0]:\n    optimizers.tell_autograd(bucket)")),
+    "a scheduler is not told": Wrong(
+        3, TOLD, r"torch's scheduler warned on rank 0: Detected call of `lr_scheduler.step\(\)` before", returned(opt="")),
+    "a scheduler is told of the wrong thing": Wrong(
+        3, TOLD, r"torch's scheduler warned on rank 0: Detected call of `lr_scheduler.step\(\)` before",
+        returned(opt="self._opt_called = True")),
 }
 
 RIGHT = {
