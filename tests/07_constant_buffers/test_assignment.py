@@ -243,8 +243,8 @@ def test_one_may_travel_while_the_other_is_taken(lesson):
     for early, events in once(two_pairs, 1, lesson):
         right = [step for number in range(2) for step in (("waited", number), ("read", number), ("end", None))]
         assert not early and events == right, (
-            f"two ConstantBuffers, each of which has sent one buffer: {listed(early)} happened while the other buffers were "
-            f"taken, and with a wait() of each pair {listed(events[len(early):])}. Each pair waits for its own buffers "
+            f"two ConstantBuffers, each of which has sent one buffer: {listed(early)} happened while the other buffers "
+            f"were taken, and with a wait() of each pair {listed(events[len(early):])}. Each pair waits for its own buffers "
             "alone, in its own wait(): is what is under way, or whose turn it is, kept in `self`, and not in the class?"
         )
     for events, *_ in once(trips, 1, lesson):
@@ -463,8 +463,8 @@ def test_numbers_are_rounded_when_they_come_back_and_never_before(lesson):
         for what, found, whole in zip(("fill() put", "unpack() left"), wide, (3, 5), strict=True):
             right = torch.tensor([1.0, 2.0], dtype=torch.float64) / whole
             assert torch.equal(found, right), (
-                f"{what} {found[0].item():.17g} for {right[0].item():.17g}, with pieces and a buffer of float64: it was "
-                "rounded on the way. Numbers are computed in the dtype of the buffers, and go through no other one"
+                f"{what} {found[0].item():.17g} for {right[0].item():.17g}, with pieces and a buffer of float64: it "
+                "was rounded on the way. Numbers are computed in the dtype of the buffers, and go through no other one"
             )
         assert filled.dtype == torch.float32, f"fill() returned numbers of {filled.dtype} for an fp32 buffer"
         worst = int((filled.double() - exact).abs().argmax())
