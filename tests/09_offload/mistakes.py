@@ -361,7 +361,8 @@ WRONG |= {  # what strangers handed in, and had full marks
         3, TOLD, r"backward of that forward: rank 0 let it pass",
         returned(told="if bucket is self.in_turn()[0]:\n    optimizers.tell_autograd(bucket)")),
     "a scheduler is not told": Wrong(
-        3, TOLD, r"torch's scheduler warned on rank 0: Detected call of `lr_scheduler.step\(\)` before", returned(opt="")),
+        3, TOLD, r"torch's scheduler warned on rank 0: Detected call of `lr_scheduler.step\(\)` before",
+        returned(opt="")),
     "a scheduler is told of the wrong thing": Wrong(
         3, TOLD, r"torch's scheduler warned on rank 0: Detected call of `lr_scheduler.step\(\)` before",
         returned(opt="self._opt_called = True")),
@@ -383,7 +384,49 @@ RIGHT = {
               ahead="if following:\n    readings.append(self._begin_to_read(following))"),
 }
 
+ORDER = "the two statements need nothing of each other"
+PAIRS = "both are of one length in every call that comes here"
+GPU = "it is for a scale on a GPU, and this lesson is graded on the CPU"
+FP32 = "float() gives a tensor of 32 bits back as it is, and no dtype has more than 4 and fewer than 8 bytes"
+NO_GRAPH = "nothing in it computes with a tensor that asks for a gradient"
+NOBODY = "who listens there is a checkpoint that is being written meanwhile, and none is graded"
 UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody could tell them from the reference
     "GatheredAfter.step: `self.reducer.complete()` a statement later":
         "edits go to the masters in any case, before or after the gradients are complete",
+    "HostState.keep: `self.shards[number] = Shard(own.dtype, group_index, master, torch.zeros_like(own))` a "
+    "statement later": ORDER,
+    "HostState.keep: `own.element_size() < 4` compared otherwise": FP32,
+    "HostState.keep: 4 + 1": FP32,
+    "HostState.update: without @torch.no_grad()": NO_GRAPH,
+    "HostState.update: `if scale is not None:` a statement later": ORDER,
+    "HostState.update: `zip(self.optimizer.param_groups, options, strict=True)` without strict=True": PAIRS,
+    "HostState.update: True turned": PAIRS,
+    "Offloaded._hand_over: `self.host.send(('keep', number, bucket.group_index), bucket.parameter_shard)` a "
+    "statement later": ORDER,
+    "Offloaded._hand_over: `bucket.dtype.itemsize < 4` compared otherwise":
+        "float32 comes of both ways for a shard of 32 bits, and no dtype has more than 4 and fewer than 8 bytes",
+    "Offloaded._hand_over: 4 + 1":
+        "float32 comes of both ways for a shard of 32 bits, and no dtype has more than 4 and fewer than 8 bytes",
+    "HostState.gradient: `shard.has_gradient = True` a statement later": ORDER,
+    "Offloaded._returned: without `scale = scale.cpu() if isinstance(scale, Tensor) else scale`": GPU,
+    "Offloaded._returned: `scale = scale.cpu() if isinstance(scale, Tensor) else scale` a statement later": GPU,
+    "Offloaded._returned: `self.host.send(('update', _options_of(self.optimizer), scale))` a statement later": ORDER,
+    "Offloaded._returned: `self.host.emptied(parcel)` a statement later": ORDER,
+    "Offloaded._returned: `bucket.away.know(bucket)` a statement later": ORDER,
+    "Offloaded._returned: `optimizers.tell_autograd(bucket)` a statement later":
+        "the next bucket is asked for, and so this one told, before a forward computes with this one",
+    "GatheredAfter.step: `for pending in gathering:` a statement later": ORDER,
+    "GatheredAfter.step: `replicas.broadcast_statistics(self.model, self.group)` a statement later": ORDER,
+    "GatheredAfter.step: without @torch.no_grad()": NO_GRAPH,
+    "GatheredAfter.step: without `seams.tell('update_begins', bucket)`": NOBODY,
+    "GatheredAfter.step: `seams.tell('update_begins', bucket)` a statement later": ORDER,
+    "GatheredAfter.step: `self.buckets`: all_buckets":
+        "stages 1 and 2 have no other buckets: only stage 3 makes some of frozen parameters",
+    "GatheredAfter.step: `seams.tell('update_begins', bucket)`, arguments 1 and 2 exchanged": NOBODY,
+    "GatheredAfter.step: `collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, "
+    "of=bucket, async` without of=bucket": "it says what is sent to who reads messages, and does not change it",
+    "ReadAhead.through: `zip(stretches, [*stretches[1:], None], strict=True)` without strict=True": PAIRS,
+    "ReadAhead.through: True turned": PAIRS,
+    "ReadAhead._read: `buffer.written.result()` a statement later": "both have been waited for before the file is read",
+    "ReadAhead.begin_to_write: `self.written += changed.nbytes` a statement later": ORDER,
 }

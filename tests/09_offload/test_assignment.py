@@ -683,7 +683,7 @@ TO_LOOK_AT = {
     CLIPS: "Does self.gradient_scale, which clipping has made, go along with the update?",
     HALVES: "Does each update take the options of now along, options_of(self.optimizer)? Do both micro-batches count?",
     SCALES: "Does self.gradient_scale go along, in which are 1 / loss scale and what clipping has made?",
-    CROWDED: "Is a buffer given back before it was read? Is a number of 64 bits rounded to 32 somewhere?",
+    CROWDED: "Is a number of 64 bits rounded to 32 somewhere?",
     SLOW: "Does every parcel get waited for, however late it comes?",
 }
 
@@ -738,7 +738,8 @@ def assert_as_the_stage(results, *names):
                      f"and {norms[moved[0] - 1]:.4g} is right" if moved and moved[0] < step else "")
             pytest.fail(
                 f"{told}: other parameters, off by {toys.distance(ours, right):.2g}; the loss is another one from step "
-                f"{step} on{words}. Offload moves where a number is kept, and changes no bit of it. {TO_LOOK_AT[name]}",
+                f"{step} on{words}. Offload moves where a number is kept, and changes no bit of it. {TO_LOOK_AT[name]} "
+                "And is each buffer of the bus given back when it was read, and not before?",
                 pytrace=False)
 
 
@@ -780,8 +781,8 @@ def told_of_a_step(assignment):
 def test_who_minds_the_update_is_told(assignment):
     for rank, (warned, refused) in enumerate(once(told_of_a_step, 2, assignment)):
         assert not warned, (
-            f"forward, backward, step(), scheduler.step(), and torch's scheduler warned on rank {rank}: {warned[0]}. It "
-            "asks zero.optimizer._opt_called, which step() must set: nobody calls the optimizer's own step() here"
+            f"forward, backward, step(), scheduler.step(), and torch's scheduler warned on rank {rank}: {warned[0]}. "
+            "It asks zero.optimizer._opt_called, which step() must set: nobody calls the optimizer's own step() here"
         )
         assert refused, (
             f"forward, step(), zero_grad(), and then backward of that forward: rank {rank} let it pass, with "
