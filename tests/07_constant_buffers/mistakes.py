@@ -279,7 +279,8 @@ WRONG |= {  # what strangers handed in, and had full marks
                    flats="[fused.flat_views([tensor], like.dtype, like.device)[0] for tensor in tensors]")),
     "one tensor twice is seen, and no view of it": Wrong(
         4, "test_what_does_not_fit_is_refused_before_anything_is_sent", r"of a tensor, and a view that begins in its m",
-        all_reduce(before="tensors = list(tensors)\nplaces = [tensor.data_ptr() for tensor in tensors if tensor.numel()]\n"
+        all_reduce(before="tensors = list(tensors)\n"
+                          "places = [tensor.data_ptr() for tensor in tensors if tensor.numel()]\n"
                           "if len(set(places)) < len(places):\n    raise ValueError",
                    flats="[fused.flat_views([tensor], like.dtype, like.device)[0] for tensor in tensors]")),
 }

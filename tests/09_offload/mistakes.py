@@ -357,9 +357,9 @@ WRONG |= {  # what strangers handed in, and had full marks
                "torch.float32"))),
     "autograd is not told": Wrong(
         3, TOLD, r"backward of that forward: rank 0 let it pass", returned(told="")),
-    "autograd is told of the first bucket alone": Wrong(
+    "autograd is told of what stands for the master": Wrong(
         3, TOLD, r"backward of that forward: rank 0 let it pass",
-        returned(told="if bucket is self.in_turn()[0]:\n    optimizers.tell_autograd(bucket)")),
+        returned(told="torch.autograd.graph.increment_version(bucket.master)")),
     "a scheduler is not told": Wrong(
         3, TOLD, r"torch's scheduler warned on rank 0: Detected call of `lr_scheduler.step\(\)` before",
         returned(opt="")),
