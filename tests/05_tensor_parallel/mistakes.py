@@ -362,6 +362,16 @@ WRONG |= {  # what strangers handed in, and had full marks
         4, "test_a_loss_in_sixteen_bits", r"of logits in fp64 the loss on rank 0 is torch.float64",
         edited("05_tensor_parallel", "VocabularyParallelEmbedding.cross_entropy", ("logits = logits.float()",
                "logits = logits if logits.dtype == torch.float64 else logits.float()"))),
+    "one rank's g gives x itself": Wrong(
+        1, "test_values_pass_f_and_g", r"rank 0 of 1: the result of g lies in the memory of its x: who changes it",
+        g("if dist.get_world_size(group) == 1:\n    return x.view_as(x)" + SUM), 1),
+    "one rank's g gives x itself where that is contiguous": Wrong(
+        1, "test_values_pass_f_and_g", r"rank 0 of 1: the result of g lies in the memory of its x \(here x is contig",
+        g("if dist.get_world_size(group) == 1:\n    return x.contiguous().view_as(x)" + SUM), 1),
+    "g copies only what wants a gradient": Wrong(
+        1, "test_values_pass_f_and_g", r"g changed the x that it was given on rank 0, a contiguous one that wants no g",
+        g(SUM.replace("memory_format=torch.contiguous_format)",
+                      "memory_format=torch.contiguous_format) if x.requires_grad or not x.is_contiguous() else x"))),
 }
 
 RIGHT = {

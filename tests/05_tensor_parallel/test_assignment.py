@@ -194,6 +194,11 @@ def _end(end, rank, group):
                  gradient_kept=torch.equal(gradient, drawn(rank, 2, 5, 3, 7)))
     y.detach().zero_()
     found["apart"] = torch.equal(x.detach(), drawn(rank, 1, *SHAPE))
+    x = drawn(rank, 1, *SHAPE)  # as in an evaluation, and its rows lie in order
+    y = end(x, group)
+    found["plain_kept"] = torch.equal(x, drawn(rank, 1, *SHAPE))
+    y.detach().zero_()
+    found["plain_apart"] = torch.equal(x, drawn(rank, 1, *SHAPE))
     return found
 
 
@@ -204,6 +209,9 @@ def assert_end_forward(name, rank, found, parts, where):
     assert found["kept"], (
         f"{name} changed the x that it was given on rank {rank}: a collective that works in place needs a copy to work "
         "on")
+    assert found["plain_kept"], (
+        f"{name} changed the x that it was given on rank {rank}, a contiguous one that wants no gradient, as in an "
+        "evaluation: it needs a copy to work on there, too")
     wanted = own if name == "f" else total
     if near(value, wanted):
         return
@@ -228,7 +236,8 @@ def assert_end_backward(name, rank, found, weights, where):
         "and the loss must say what its gradient is (torch.autograd.Function)")
     assert found["gradient_kept"], (
         f"{where}: the gradient that came in has been changed in place. Autograd may give the same tensor to others, "
-        "too: work on a copy")
+        "too: work on a copy. (If backward calls the other one of f and g: the gradient wants no gradient itself. Does "
+        "that one change such an x?)")
     if near(gradient, wanted):
         return
     assert name != "f" or not near(gradient, own), (
@@ -248,7 +257,7 @@ def own_numbers(ranks, number, *shape):
 
 
 @pytest.mark.step(1, points=7, stuck=SAME)
-@worlds
+@pytest.mark.parametrize("world_size", (2, 3, 1))
 def test_values_pass_f_and_g(assignment, world_size):
     parts = [part.transpose(0, 1) for part in own_numbers(range(world_size), 1, *SHAPE)]
     ranks = once(ends, world_size, assignment)
@@ -256,8 +265,10 @@ def test_values_pass_f_and_g(assignment, world_size):
         for rank, found in enumerate(ranks):
             assert_end_forward(name, rank, found[name], parts, world_size)
     for rank, found in enumerate(ranks):
-        assert found["g"]["apart"], (
-            f"rank {rank}: the result of g lies in the memory of its x: who changes it changes x")
+        for kept, words in (("apart", ""), ("plain_apart", " (here x is contiguous, and wants no gradient)")):
+            assert found["g"][kept], (
+                f"rank {rank} of {world_size}: the result of g lies in the memory of its x{words}: who changes it "
+                "changes x. It is in memory of its own at every M, also at 1")
 
 
 @pytest.mark.step(1, points=10, stuck=SAME)

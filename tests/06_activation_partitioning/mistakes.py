@@ -265,6 +265,21 @@ WRONG = {
         r"takes tensors of bfloat16, int64, bool had copies of float32, float32, float32 announced.*made with dtype=",
         to_host(copy='copy = torch.empty(tensor.shape, device="cpu")\ncopy.copy_(tensor)')),
 }
+
+
+def beside_the_saved(which):
+    """Tensors for which this is true become an attribute of ctx; the others are saved as they are in the reference."""
+    return edited("06_activation_partitioning", "_Checkpoint.forward", (
+        "    ctx.save_for_backward(*(keeper.keep(tensor) for tensor in tensors))", f"""
+    kept = [keeper.keep(tensor) for tensor in tensors]
+    ctx.beside = {{place: kept[place] for place in range(len(kept)) if {which}}}
+    ctx.save_for_backward(*(one for place, one in enumerate(kept) if place not in ctx.beside))""")) | edited(
+        "06_activation_partitioning", "_Checkpoint.backward", ("    inputs = []", """
+    saved = iter(ctx.saved_tensors)
+    whole = [ctx.beside[place] if place in ctx.beside else next(saved) for place in range(len(ctx.before))]
+    inputs = []"""), ("zip(ctx.saved_tensors,", "zip(whole,"))
+
+
 WRONG |= {  # what strangers handed in, and had full marks
     "arguments known by their address": Wrong(
         2, "test_any_arguments", r"a function of a tensor and of its first row",
@@ -272,6 +287,12 @@ WRONG |= {  # what strangers handed in, and had full marks
                ("*(keeper.keep(tensor) for tensor in tensors)",
                 "*({one.data_ptr(): keeper.keep(one) for one in reversed(tensors)}[tensor.data_ptr()] "
                 "for tensor in tensors)"))),
+    "integers and masks are attributes": Wrong(
+        2, "test_any_arguments", r"also takes a tensor of torch.int64, which was changed in place between forward and",
+        beside_the_saved("not tensors[place].is_floating_point()")),
+    "masks are attributes": Wrong(
+        2, "test_any_arguments", r"also takes a tensor of torch.bool, which was changed in place between forward and",
+        beside_the_saved("tensors[place].dtype == torch.bool")),
 }
 
 RIGHT = {

@@ -330,7 +330,8 @@ def test_one_block_at_a_time(assignment):
 def odd_backwards(assignment):
     call, rank = assignment.checkpoint, dist.get_rank()
     return (odd_call(call, rank, backward=True), frozen_and_twice(call, rank), once_more(call, rank),
-            changed_between(call, rank), of_one_memory(call, rank))
+            changed_between(call, rank), of_one_memory(call, rank), [
+                changed_beside(call, rank, dtype) for dtype in (torch.int64, torch.bool)])
 
 
 def of_one_memory(call, rank):
@@ -350,6 +351,20 @@ def changed_between(call, rank):
     except RuntimeError:
         return None
     return gradients_of(block)
+
+
+def changed_beside(call, rank, dtype):
+    """Gradients of a layer whose function also takes integers or a mask, which were changed in place between forward
+    and backward; None from who refuses."""
+    layer, x = toys.build(lambda: nn.Linear(5, 5), rank), numbers_of(rank, 3, 5)
+    beside = torch.arange(5).remainder(2).to(dtype)
+    loss = call(lambda x, beside: layer(x) * (1 + 2 * beside), x, beside).square().sum()
+    beside.copy_(beside == 0)
+    try:
+        loss.backward()
+    except RuntimeError:
+        return None
+    return gradients_of(layer)
 
 
 def once_more(call, rank):
@@ -377,7 +392,7 @@ def frozen_and_twice(call, rank):
                                       "argument may want none; and where nothing inside wants one, there is nothing to "
                                       "go back through")
 def test_any_arguments(assignment):
-    for rank, (odd, other, more, changed, shared) in enumerate(once(odd_backwards, 2, assignment)):
+    for rank, (odd, other, more, changed, shared, beside) in enumerate(once(odd_backwards, 2, assignment)):
         assert_gradients(shared, of_one_memory(plainly, rank),
                          f"rank {rank}, a function of a tensor and of its first row",
                          "Both begin at one address, and are two arguments: what do you know a tensor by?")
@@ -395,6 +410,13 @@ def test_any_arguments(assignment):
                          "The second run began with what it is now, and nobody was told. Without a checkpoint autograd "
                          "refuses that backward: it knows the version of each tensor that was saved by "
                          "ctx.save_for_backward")
+        for dtype, of_it in zip((torch.int64, torch.bool), beside, strict=True):
+            assert_gradients(of_it or {}, changed_beside(lambda run, x, beside: run(x, beside.clone()), rank, dtype)
+                             if of_it else {},
+                             f"rank {rank}, a function that also takes a tensor of {dtype}, which was changed "
+                             "in place between forward and backward",
+                             "The second run took it as it is now, and nobody was told. Autograd knows the version of "
+                             "each tensor that was saved by ctx.save_for_backward, and of no attribute of ctx")
 
 
 def gradient_of_one(assignment):

@@ -15,10 +15,10 @@ TWO = "[torch.zeros(self.elements, dtype=dtype, device=device) for _ in range(2)
 
 
 def init(world_size="dist.get_world_size(group)", elements=SHARED, refuse="if self.elements < 1:\n    raise ValueError",
-         buffers=TWO, group="group"):
+         buffers=TWO, group="group", under_way="self._under_way, self._turn = [None, None], 0"):
     return {"ConstantBuffers.__init__": function(
         INIT, f"self.group = {group}", f"world_size = {world_size}", f"self.elements = {elements}", refuse,
-        f"self.buffers = {buffers}", "self._under_way, self._turn = [None, None], 0")}
+        f"self.buffers = {buffers}", under_way)}
 
 
 def take(turn="self._turn = 1 - self._turn", finish="self._finish(self._turn)", result="self.buffers[self._turn]"):
@@ -257,6 +257,32 @@ WRONG |= {  # what strangers handed in, and had full marks
         {"all_reduce": edited("07_constant_buffers", "all_reduce")["all_reduce"].replace(
             "    pieces",
             "    if torch.distributed.get_world_size(buffers.group) == 1:\n        return\n    pieces", 1)}),
+    "elements for all ranks, not for the group's": Wrong(
+        1, "test_buffers_of_a_group", r"of ranks 0 and 2 of 3 holds 1023 elements on rank 0, and 1024 are right",
+        init(world_size="dist.get_world_size()")),
+    "what is under way belongs to the class": Wrong(
+        1, "test_one_may_travel_while_the_other_is_taken", r"two ConstantBuffers, each of which has sent one buffer",
+        {"ConstantBuffers._under_way": "_under_way = [None, None]"} | init(under_way="self._turn = 0")),
+    "whose turn it is belongs to the class": Wrong(
+        1, "test_one_may_travel_while_the_other_is_taken", r"two ConstantBuffers, each of which has sent one buffer",
+        take(turn="ConstantBuffers._turn = 1 - ConstantBuffers._turn") | {"ConstantBuffers._turn": "_turn = 0"}
+        | init(under_way="self._under_way = [None, None]")),
+    "fills through fp32": Wrong(
+        3, "test_numbers_are_rounded_when_they_come_back_and_never_before", r"fill\(\) put 0.3333333\d+ for 0.33333333",
+        fill(copy="place.copy_(piece.float())")),
+    "unpacks through fp32": Wrong(
+        3, "test_numbers_are_rounded_when_they_come_back_and_never_before", r"unpack\(\) left 0.2\d+ for 0.2\d+, with",
+        unpack(copy="piece.copy_(place.float())")),
+    "tensors are looked at one by one": Wrong(
+        4, "test_what_does_not_fit_is_refused_before_anything_is_sent", r"of one tensor twice all_reduce\(\) on rank 0",
+        all_reduce(before="tensors = list(tensors)",
+                   flats="[fused.flat_views([tensor], like.dtype, like.device)[0] for tensor in tensors]")),
+    "one tensor twice is seen, and no view of it": Wrong(
+        4, "test_what_does_not_fit_is_refused_before_anything_is_sent", r"of a tensor, and a view that begins in its m",
+        all_reduce(before="tensors = list(tensors)\n"
+                          "places = [tensor.data_ptr() for tensor in tensors if tensor.numel()]\n"
+                          "if len(set(places)) < len(places):\n    raise ValueError",
+                   flats="[fused.flat_views([tensor], like.dtype, like.device)[0] for tensor in tensors]")),
 }
 
 RIGHT = {

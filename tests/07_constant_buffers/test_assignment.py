@@ -57,7 +57,7 @@ def made(lesson):
     return found, standard, refused
 
 
-@pytest.mark.step(1, points=7)
+@pytest.mark.step(1, points=6)
 def test_two_buffers_of_the_size(lesson):
     world_size = 3
     for found, standard, _ in once(made, world_size, lesson):
@@ -87,6 +87,26 @@ def test_two_buffers_of_the_size(lesson):
                 "for, down to a multiple of the number of ranks"
             )
         assert standard == "torch.float32", f"without dtype= the buffers are of {standard}, and fp32 is the default"
+
+
+def made_in_a_group(lesson):
+    """`elements` of buffers of a group of ranks 0 and 2, by SIZES."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return None
+    return [lesson.ConstantBuffers(size, dtype=dtype, group=group).elements for size, dtype in SIZES]
+
+
+@pytest.mark.step(1, points=1)
+def test_buffers_of_a_group(lesson):
+    for rank, found in zip((0, 2), once(made_in_a_group, 3, lesson)[::2], strict=True):
+        for (size, dtype), elements in zip(SIZES, found, strict=True):
+            right = int(size) // dtype.itemsize // 2 * 2
+            assert elements == right, (
+                f"ConstantBuffers({size}, dtype={dtype}, group=…) of ranks 0 and 2 of 3 holds {elements} elements on "
+                f"rank {rank}, and {right} are right: the ranks that share a buffer are those of its group. Does "
+                "get_world_size() know the group?"
+            )
 
 
 @pytest.mark.step(1, points=1)
@@ -157,6 +177,29 @@ def taken_twice(lesson):
     return ("waited", 0) in events
 
 
+def listed(events):
+    """What happened to which trip, in words."""
+    words = [f"{what} {'' if number is None else number + 1}".strip() for what, number in events]
+    return ", ".join(words) if words else "nothing"
+
+
+def two_pairs(lesson):
+    """Two pairs of buffers, each of which sends one after the other: what happened, as in trips(), trip 0 in the first
+    pair and 1 in the second, when both had been taken again; and when all was over."""
+    pairs, events = [lesson.ConstantBuffers(48) for _ in range(2)], []
+    for number, buffers in enumerate(pairs):
+        buffers.take()
+        trip = Trip(number, events)
+        buffers.send(trip, trip.read)
+    for buffers in pairs:
+        buffers.take()  # the other one, which nobody has sent
+    early = list(events)
+    for buffers in pairs:
+        buffers.wait()
+        events.append(("end", None))
+    return early, events
+
+
 def place(events, *event):
     """Where an event first stands; beyond the end if it does not."""
     return events.index(event) if event in events else len(events)
@@ -197,6 +240,13 @@ def test_one_may_travel_while_the_other_is_taken(lesson):
         "take(), take(), send(), take(): the buffer that was taken last is on its way, the second one. The third take() "
         "returns the first, and waited for the second"
     )
+    for early, events in once(two_pairs, 1, lesson):
+        right = [step for number in range(2) for step in (("waited", number), ("read", number), ("end", None))]
+        assert not early and events == right, (
+            f"two ConstantBuffers, each of which has sent one buffer: {listed(early)} happened while the other buffers "
+            f"were taken, and with a wait() of each pair {listed(events[len(early):])}. Each pair waits for its own buffers "
+            "alone, in its own wait(): is what is under way, or whose turn it is, kept in `self`, and not in the class?"
+        )
     for events, *_ in once(trips, 1, lesson):
         for number in range(TRIPS):
             early = place(events, "waited", number)
@@ -394,12 +444,28 @@ def rounded(lesson):
     filled = lesson.fill(buffer, load).clone()
     thirds = torch.full((9,), 1 / 3)
     lesson.unpack(thirds, load)
-    return filled, exact, load
+    return filled, exact, load, through_wide(lesson)
+
+
+def through_wide(lesson):
+    """1/3 and 2/3 in a load of float64: what fill() put into a buffer of float64, and what unpack() of a fifth and two
+    made of the load."""
+    load = [torch.tensor([part], dtype=torch.float64) / 3 for part in (1.0, 2.0)]
+    buffer = torch.zeros(3, dtype=torch.float64)
+    filled = lesson.fill(buffer, load).clone()
+    lesson.unpack(torch.tensor([1.0, 2.0], dtype=torch.float64) / 5, load)
+    return filled, torch.cat(load)
 
 
 @pytest.mark.step(3, points=5)
 def test_numbers_are_rounded_when_they_come_back_and_never_before(lesson):
-    for filled, exact, thirds in once(rounded, 1, lesson):
+    for filled, exact, thirds, wide in once(rounded, 1, lesson):
+        for what, found, whole in zip(("fill() put", "unpack() left"), wide, (3, 5), strict=True):
+            right = torch.tensor([1.0, 2.0], dtype=torch.float64) / whole
+            assert torch.equal(found, right), (
+                f"{what} {found[0].item():.17g} for {right[0].item():.17g}, with pieces and a buffer of float64: it "
+                "was rounded on the way. Numbers are computed in the dtype of the buffers, and go through no other one"
+            )
         assert filled.dtype == torch.float32, f"fill() returned numbers of {filled.dtype} for an fp32 buffer"
         worst = int((filled.double() - exact).abs().argmax())
         assert torch.equal(filled.double(), exact), (
@@ -617,6 +683,21 @@ def probed(lesson):
     return found
 
 
+def refused_twins(lesson):
+    """The same for two views of one tensor: it again, and one that begins in its middle."""
+    found = []
+    for words, begin in (("one tensor twice", 0), ("a tensor, and a view that begins in its middle", 3)):
+        buffers, tensor = lesson.ConstantBuffers(48), torch.full((9,), 1.0 + dist.get_rank())
+        try:
+            lesson.all_reduce([tensor, torch.ones(3), tensor[begin:]], buffers)
+            raised = None
+        except Exception as error:
+            raised = type(error).__name__
+        buffers.wait()
+        found.append((words, raised, bool((tensor == 1 + dist.get_rank()).all())))
+    return found
+
+
 def refused(lesson):
     """What all_reduce() raises for tensors of which the last does not fit, and whether the others are as they were."""
     found = []
@@ -646,6 +727,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(lesson):
             assert untouched, (
                 f"{what} it was refused when the tensors before it had been reduced. All of them must be looked at "
                 "first: give fused.flat_views all at once"
+            )
+    for rank, found in enumerate(once(refused_twins, 2, lesson)):
+        for words, raised, untouched in found:
+            assert raised == "ValueError" and untouched, (
+                f"of {words} all_reduce() on rank {rank} {'raised ' + raised if raised else 'wrote the result twice'}"
+                f"{'' if untouched else ', and has changed it'}. It must be a ValueError, before anything is sent: "
+                "fused.flat_views sees it if it gets all tensors in one call"
             )
 
 

@@ -69,12 +69,13 @@ SENT = 'self.host.send(("gradient", bucket.away.number, self.adds), gradient_sha
 def returned(*, scale="self.gradient_scale", options="options_of(self.optimizer)",
              parcel="parcel = self.host.receive()", copied="bucket.parameter_shard.copy_(parcel.tensor)",
              emptied="self.host.emptied(parcel)", known="bucket.away.know(bucket)",
-             told="optimizers.tell_autograd(bucket)", over="yield bucket", first="", turns="self.in_turn()"):
+             told="optimizers.tell_autograd(bucket)", over="yield bucket", first="", turns="self.in_turn()",
+             opt="self.optimizer._opt_called = True"):
     body = [parcel, copied, emptied, known, told, over]
     return {"Offloaded._returned": function(
         RETURNED, f"scale = {scale}",
         "scale = scale.cpu() if isinstance(scale, Tensor) else scale", first,
-        f'self.host.send(("update", {options}, scale))', "self.optimizer._opt_called = True",
+        f'self.host.send(("update", {options}, scale))', opt,
         function(f"for bucket in {turns}:", *body))}
 
 
@@ -115,6 +116,7 @@ NOTHING_HERE, ADDS_UP = "test_a_rank_keeps_no_optimizer_state", "test_micro_batc
 MEAN, CROSS = "test_the_host_has_the_mean_gradient", "test_gradients_cross_as_shards_in_16_bit"
 BESIDE, STAYS = "test_gradients_leave_while_backward_goes_on", "test_no_gradient_shard_stays"
 BACK, TRAINS_3 = "test_parameters_cross_as_shards_in_16_bit", "test_stage_3_trains_as_without_offload"
+TOLD = "test_who_minds_the_update_is_told"
 BUFFER, KERNEL = "test_a_buffer_is_read_before_it_is_given_back", "test_the_kernel_counts_what_left"
 TRAINS, GATHERS = "test_stages_1_and_2_train_as_without_offload", "test_a_bucket_is_gathered_while_the_next_crosses"
 LATE, EDIT = "test_statistics_are_alike_and_a_late_backward_is_refused", "test_an_edit_goes_along"
@@ -353,6 +355,17 @@ WRONG |= {  # what strangers handed in, and had full marks
         1, "test_a_rank_keeps_no_optimizer_state", r"of a model in fp64 what stands for a master on rank 0 is float32",
         edited("09_offload", "Offloaded._hand_over", ("torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype",
                "torch.float32"))),
+    "autograd is not told": Wrong(
+        3, TOLD, r"backward of that forward: rank 0 let it pass", returned(told="")),
+    "autograd is told of what stands for the master": Wrong(
+        3, TOLD, r"backward of that forward: rank 0 let it pass",
+        returned(told="torch.autograd.graph.increment_version(bucket.master)")),
+    "a scheduler is not told": Wrong(
+        3, TOLD, r"torch's scheduler warned on rank 0: Detected call of `lr_scheduler.step\(\)` before",
+        returned(opt="")),
+    "a scheduler is told of the wrong thing": Wrong(
+        3, TOLD, r"torch's scheduler warned on rank 0: Detected call of `lr_scheduler.step\(\)` before",
+        returned(opt="self._opt_called = True")),
 }
 
 RIGHT = {
@@ -371,7 +384,49 @@ RIGHT = {
               ahead="if following:\n    readings.append(self._begin_to_read(following))"),
 }
 
+ORDER = "the two statements need nothing of each other"
+PAIRS = "both are of one length in every call that comes here"
+GPU = "it is for a scale on a GPU, and this lesson is graded on the CPU"
+FP32 = "float() gives a tensor of 32 bits back as it is, and no dtype has more than 4 and fewer than 8 bytes"
+NO_GRAPH = "nothing in it computes with a tensor that asks for a gradient"
+NOBODY = "who listens there is a checkpoint that is being written meanwhile, and none is graded"
 UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody could tell them from the reference
     "GatheredAfter.step: `self.reducer.complete()` a statement later":
         "edits go to the masters in any case, before or after the gradients are complete",
+    "HostState.keep: `self.shards[number] = Shard(own.dtype, group_index, master, torch.zeros_like(own))` a "
+    "statement later": ORDER,
+    "HostState.keep: `own.element_size() < 4` compared otherwise": FP32,
+    "HostState.keep: 4 + 1": FP32,
+    "HostState.update: without @torch.no_grad()": NO_GRAPH,
+    "HostState.update: `if scale is not None:` a statement later": ORDER,
+    "HostState.update: `zip(self.optimizer.param_groups, options, strict=True)` without strict=True": PAIRS,
+    "HostState.update: True turned": PAIRS,
+    "Offloaded._hand_over: `self.host.send(('keep', number, bucket.group_index), bucket.parameter_shard)` a "
+    "statement later": ORDER,
+    "Offloaded._hand_over: `bucket.dtype.itemsize < 4` compared otherwise":
+        "float32 comes of both ways for a shard of 32 bits, and no dtype has more than 4 and fewer than 8 bytes",
+    "Offloaded._hand_over: 4 + 1":
+        "float32 comes of both ways for a shard of 32 bits, and no dtype has more than 4 and fewer than 8 bytes",
+    "HostState.gradient: `shard.has_gradient = True` a statement later": ORDER,
+    "Offloaded._returned: without `scale = scale.cpu() if isinstance(scale, Tensor) else scale`": GPU,
+    "Offloaded._returned: `scale = scale.cpu() if isinstance(scale, Tensor) else scale` a statement later": GPU,
+    "Offloaded._returned: `self.host.send(('update', _options_of(self.optimizer), scale))` a statement later": ORDER,
+    "Offloaded._returned: `self.host.emptied(parcel)` a statement later": ORDER,
+    "Offloaded._returned: `bucket.away.know(bucket)` a statement later": ORDER,
+    "Offloaded._returned: `optimizers.tell_autograd(bucket)` a statement later":
+        "the next bucket is asked for, and so this one told, before a forward computes with this one",
+    "GatheredAfter.step: `for pending in gathering:` a statement later": ORDER,
+    "GatheredAfter.step: `replicas.broadcast_statistics(self.model, self.group)` a statement later": ORDER,
+    "GatheredAfter.step: without @torch.no_grad()": NO_GRAPH,
+    "GatheredAfter.step: without `seams.tell('update_begins', bucket)`": NOBODY,
+    "GatheredAfter.step: `seams.tell('update_begins', bucket)` a statement later": ORDER,
+    "GatheredAfter.step: `self.buckets`: all_buckets":
+        "stages 1 and 2 have no other buckets: only stage 3 makes some of frozen parameters",
+    "GatheredAfter.step: `seams.tell('update_begins', bucket)`, arguments 1 and 2 exchanged": NOBODY,
+    "GatheredAfter.step: `collectives.all_gather(bucket.parameters, bucket.parameter_shard, group=self.group, "
+    "of=bucket, async` without of=bucket": "it says what is sent to who reads messages, and does not change it",
+    "ReadAhead.through: `zip(stretches, [*stretches[1:], None], strict=True)` without strict=True": PAIRS,
+    "ReadAhead.through: True turned": PAIRS,
+    "ReadAhead._read: `buffer.written.result()` a statement later": "both have been waited for before the file is read",
+    "ReadAhead.begin_to_write: `self.written += changed.nbytes` a statement later": ORDER,
 }
