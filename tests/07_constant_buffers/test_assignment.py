@@ -244,8 +244,9 @@ def test_one_may_travel_while_the_other_is_taken(lesson):
         right = [step for number in range(2) for step in (("waited", number), ("read", number), ("end", None))]
         assert not early and events == right, (
             f"two ConstantBuffers, each of which has sent one buffer: {listed(early)} happened while the other buffers "
-            f"were taken, and with a wait() of each pair {listed(events[len(early):])}. Each pair waits for its own buffers "
-            "alone, in its own wait(): is what is under way, or whose turn it is, kept in `self`, and not in the class?"
+            f"were taken, and with a wait() of each pair {listed(events[len(early):])}. Each pair waits for its own "
+            "buffers alone, in its own wait(): is what is under way, or whose turn it is, kept in `self`, and not in the "
+            "class?"
         )
     for events, *_ in once(trips, 1, lesson):
         for number in range(TRIPS):

@@ -60,6 +60,11 @@ def all_reduce(tensors, buffers, op="avg"):
     dtype, tensors = buffers.buffers[0].dtype, list(tensors)
     if any(torch.promote_types(tensor.dtype, dtype) != dtype for tensor in tensors):
         raise ValueError("the buffers would round this")
+    end = 0  # of the memory before
+    for tensor in sorted(filter(torch.Tensor.numel, tensors), key=torch.Tensor.data_ptr):
+        if tensor.data_ptr() < end:
+            raise ValueError("two of the tensors share memory")
+        end = tensor.data_ptr() + tensor.nbytes
     ranks = dist.get_world_size(buffers.group) if op == "avg" else 1
 
     def read(filled, load):
