@@ -245,8 +245,8 @@ def test_one_may_travel_while_the_other_is_taken(lesson):
         assert not early and events == right, (
             f"two ConstantBuffers, each of which has sent one buffer: {listed(early)} happened while the other buffers "
             f"were taken, and with a wait() of each pair {listed(events[len(early):])}. Each pair waits for its own "
-            "buffers alone, in its own wait(): is what is under way, or whose turn it is, kept in `self`, and not in the "
-            "class?"
+            "buffers alone, in its own wait(): is what is under way, or whose turn it is, kept in `self`, and not in "
+            "the class?"
         )
     for events, *_ in once(trips, 1, lesson):
         for number in range(TRIPS):
