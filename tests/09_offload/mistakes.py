@@ -410,7 +410,7 @@ UNTOLD = {  # mutants (tests/mutants.py) that keep full marks, since nobody coul
     "HostState.gradient: `shard.has_gradient = True` a statement later": ORDER,
     "Offloaded._returned: without `scale = scale.cpu() if isinstance(scale, Tensor) else scale`": GPU,
     "Offloaded._returned: `scale = scale.cpu() if isinstance(scale, Tensor) else scale` a statement later": GPU,
-    "Offloaded._returned: `self.host.send(('update', _options_of(self.optimizer), scale))` a statement later": ORDER,
+    "Offloaded._returned: `self.host.send(('update', options_of(self.optimizer), scale))` a statement later": ORDER,
     "Offloaded._returned: `self.host.emptied(parcel)` a statement later": ORDER,
     "Offloaded._returned: `bucket.away.know(bucket)` a statement later": ORDER,
     "Offloaded._returned: `optimizers.tell_autograd(bucket)` a statement later":
