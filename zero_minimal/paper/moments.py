@@ -190,5 +190,5 @@ def _units(stage: int, work: Work, ranks: int) -> dict[str, float]:
 
 
 def _in_fp32(elements: float, dtype: str) -> float:
-    """Bytes for the update of so many 16-bit elements: two copies in fp32, and which of them were edited."""
-    return 0 if dtype == "fp32" else 9 * elements
+    """Bytes for the update of so many 16-bit elements: a copy in fp32, and which of them were edited."""
+    return 0 if dtype == "fp32" else 5 * elements
