@@ -98,7 +98,9 @@ def trained(stage, case):
     """"" if three steps end well, else what was said; and what forward is said to have changed."""
     rank = dist.get_rank()
     torch.manual_seed(0)
-    zero = stage(Model(case), optim.AdamW, lr=1e-2)
+    model = Model(case)
+    model.embedding.requires_grad_("frozen" not in case)
+    zero = stage(model, optim.AdamW, lr=1e-2)
     batches = torch.Generator().manual_seed(rank)
     try:
         for step in range(3):
@@ -114,7 +116,7 @@ def trained(stage, case):
                 zero.clip_grad_norm_(0.01 if rank else 0.02)
             zero.step()
             zero.zero_grad()
-            if case == "edited" or case == "edited on a rank" and rank:
+            if case == "edited" or "edited on a rank" in case and rank:
                 edit(zero.model, rank)
             if case == "edited alike":
                 edit(zero.model, 0)
@@ -137,6 +139,7 @@ SAID = {
     "edited": "edited, or loaded, on some ranks only.*all ranks",
     "edited before step": "edited, or loaded, on some ranks only.*all ranks",
     "edited on a rank": "edited, or loaded, on some ranks only.*all ranks",
+    "frozen, edited on a rank": "edited, or loaded, on some ranks only.*all ranks",
     "clipped": r"the last step\(\) scaled the gradients differently.*\(0\.0.*the same max_norm",
     "loaded": r"load_state_dict\(\) was not called equally often.*states loaded: 1",
 }

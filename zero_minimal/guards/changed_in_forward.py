@@ -5,7 +5,8 @@ them by what a rank sees. Shards would then be put together from different value
 each rank would train a model of its own. So what a forward has changed is summed up, and travels in
 the fingerprint of the bucket: ranks that differ are told before step().
 
-Seams: wrapped, followed, gradients_asked, gradients_dropped, update_ends, parameters_edited.
+Seams: wrapped, followed, backward_begins, gradients_asked, gradients_dropped, update_ends,
+parameters_edited.
 """
 
 from collections.abc import Iterable
@@ -22,7 +23,7 @@ class Frozen:
     """Parameters of a module that are not trained: they stand in no bucket that backward sends."""
 
     def __init__(self, params: list):
-        self.params, self.changed = params, ""
+        self.params = params
 
 
 class ChangedInForward:
@@ -56,7 +57,7 @@ class ChangedInForward:
         return sum(map(_edits, bucket.params)), _sum(bucket) if looks else None
 
 
-def edited_by_hand(bucket: Bucket) -> str:
+def edited_by_hand(bucket: Bucket | Frozen) -> str:
     """In words, what became of its parameters, if somebody has edited them in place since the last
     note, and not under gather_parameters(), which compares them itself."""
     if not any(map(_edits, bucket.params)):
@@ -96,18 +97,19 @@ def follow(reducer) -> None:
         reducer.watched.append(ChangedInForward(module, [*trained, frozen]))
 
 
-@seams.at("gradients_asked")
+@seams.at("backward_begins", "gradients_asked")
 def look_for_edits(reducer) -> None:
     if not reducer.by_turns:  # step() mixes shards
-        for bucket in reducer.stage.buckets:
+        for bucket in (*reducer.stage.buckets, *reducer.frozen):
             bucket.edited = bucket.edited or edited_by_hand(bucket)
 
 
 def changes_of(reducer, bucket: Bucket) -> str:
     """In words, what forward or somebody's hand has changed."""
     changed = bucket.changed or "".join(frozen.changed for frozen in reducer.frozen)
-    edited = "" if reducer.by_turns else bucket.edited or edited_by_hand(bucket)
-    bucket.edited = ""
+    edited = bucket.edited or "".join(frozen.edited for frozen in reducer.frozen)
+    for each in (bucket, *reducer.frozen):
+        each.edited = ""
     return changed + edited
 
 
