@@ -287,15 +287,17 @@ def test_a_rank_outside_the_group(stage):
     assert "this rank, 0 of the world, is not in group=" in refused(outside_the_group, stage, world_size=3)
 
 
-def rates_that_differ(stage, scheduled):
+def rates_that_differ(stage, how):
     zero = wrap(stage)
+    if how == "in a tensor":
+        zero.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     plateau = optim.lr_scheduler.ReduceLROnPlateau(zero.optimizer, patience=0, factor=0.5)
     for step in range(3):
         loss = loss_of(zero, step)
         loss.backward()
         zero.step()
         zero.zero_grad()
-        if scheduled:
+        if how != "by hand":
             plateau.step(step if dist.get_rank() else -step)
         else:
             zero.optimizer.param_groups[0]["lr"] = 0.1 / (1 + dist.get_rank())
@@ -303,8 +305,8 @@ def rates_that_differ(stage, scheduled):
 
 @by_stage_and_world
 def test_learning_rates_that_differ(stage, world_size):
-    for scheduled in (True, False):
-        words = refused(rates_that_differ, stage, scheduled, world_size=world_size)
+    for how in ("scheduled", "in a tensor", "by hand"):
+        words = refused(rates_that_differ, stage, how, world_size=world_size)
         assert "the learning rates differ" in words and "collectives.all_reduce(loss)" in words
 
 
