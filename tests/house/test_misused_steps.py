@@ -15,6 +15,9 @@ from torch import nn, optim
 from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.extensions.averages import Average
 from zero_minimal.extensions.join import together
+from zero_minimal.kept_units import Kept3
+from zero_minimal.late_gather import Late2
+from zero_minimal.offload import Offloaded2
 
 SHARDED = pytest.mark.parametrize("stage", (1, 2, 3))
 
@@ -235,6 +238,42 @@ def test_data_that_is_replaced_before_the_step(stage):
 
 
 # ------------------------------------------------------------------------------------------------------- what is given
+
+
+CALLS = {
+    "step(lambda: 1)": "call loss.backward() before it",
+    "zero_grad(1, 2)": "takes nothing, and drops all gradients",
+    "clip_grad_norm_(1.0, norm_type=1)": "clips by their Euclidean norm",
+    "clip_grad_norm_(1.0, error_if_nonfinite=True)": "if not norm.isfinite()",
+    "clip_grad_norm_(zero.model.parameters(), 1.0)": "zero.clip_grad_norm_(max_norm) knows the parameters",
+    "optimizer.load_state_dict(plain.state_dict())": "give it to zero.load_state_dict() there",
+    "optimizer.step(lambda: 1)": "call zero.step()",
+    "clip_grad_norm_(max_norm=1.0, norm_type=2.0, error_if_nonfinite=False, foreach=True)": "",
+    "step(closure=None)": "",
+    "zero_grad(set_to_none=True)": "",
+}
+
+
+def calls_as_in_torch(kind):
+    torch.manual_seed(0)
+    zero, said = kind(Coder(), optim.Adam, lr=0.1, bucket_bytes=600), []
+    names = {"zero": zero, "plain": optim.Adam(zero.model.parameters(), lr=0.1)}
+    before = weights(zero)
+    loss_of(zero).backward()
+    for call in CALLS:
+        try:
+            eval(f"zero.{call}", names)
+            said.append("")
+        except (TypeError, ValueError, RuntimeError) as error:
+            said.append(str(error))
+    assert not torch.equal(weights(zero), before)
+    return said
+
+
+@pytest.mark.parametrize("kind", sample([*toys.STAGES, Late2, Offloaded2, Kept3], [toys.STAGES[2]]))
+def test_calls_as_torch_takes_them_are_answered(kind):
+    for call, words, said in zip(CALLS, CALLS.values(), toys.run(calls_as_in_torch, 2, kind)[0], strict=True):
+        assert words in said and bool(words) == bool(said), (call, said)
 
 
 class Trust(optim.SGD):
