@@ -10,6 +10,8 @@ from misuse import Coder, by_stage, by_stage_and_world, by_world, draw, refused
 from thorough import sample
 from torch import nn, optim
 
+from zero_minimal.offload import Offloaded2
+
 sharded = pytest.mark.parametrize("stage", (1, 2, 3))
 
 
@@ -99,7 +101,21 @@ def use_and_go_on(stage, use, go_on):
 def test_a_gradient_that_is_replaced(stage, use, go_on):
     words = refused(use_and_go_on, stage, use, go_on, world_size=1 + stage % 2)
     assert "the gradient of parameter 'head.weight' was replaced after backward" in words
-    assert "param.register_hook(lambda gradient: …)" in words
+    assert "param.register_hook(lambda gradient: …)" in words and "in zero.reduced_gradients()" in words
+
+
+def replace_under_offload():
+    torch.manual_seed(0)
+    zero = Offloaded2(Coder(), optim.SGD, lr=0.1)
+    loss(zero, 0).backward()
+    replace_where_it_cannot_be_read(zero)
+    zero.step()
+
+
+@by_world
+def test_a_gradient_that_is_replaced_under_offload(world_size):
+    words = refused(replace_under_offload, world_size=world_size)
+    assert "was replaced after backward" in words and "reduced_gradients" not in words
 
 
 # ----------------------------------------------------------------------------------------------------- dropping a batch
