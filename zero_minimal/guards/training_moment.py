@@ -42,6 +42,7 @@ def date_bucket(reducer, bucket) -> None:
     loaded = f"{LOADED}{reducer.loads}" if reducer.loads else ""
     bucket.moment = (f"backward {reducer.passes + 1} of step {reducer.steps + 1}"
                      f"{reducer.scaled}{rate}{loaded}{changes_of(reducer, bucket)}")
+    bucket.values = reducer.values
 
 
 @seams.at("unit_turn")
