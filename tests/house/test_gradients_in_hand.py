@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
-from misuse import by_stage, by_stage_and_world, by_world, draw, refused, what_is_said
+from misuse import Coder, by_stage, by_stage_and_world, by_world, draw, refused, what_is_said
 from thorough import sample
-from torch import nn
+from torch import nn, optim
+
+from zero_minimal.offload import Offloaded2
 
 sharded = pytest.mark.parametrize("stage", (1, 2, 3))
 
@@ -96,7 +98,21 @@ def test_a_gradient_that_is_replaced(stage):
     for said in toys.run(what_is_said, 1 + stage % 2, uses, stage):
         for name, words in said.items():
             assert "the gradient of parameter 'head.weight' was replaced after backward" in words, name
-            assert "param.register_hook(lambda gradient: …)" in words, name
+            assert "param.register_hook(lambda gradient: …)" in words and "in zero.reduced_gradients()" in words, name
+
+
+def replace_under_offload():
+    torch.manual_seed(0)
+    zero = Offloaded2(Coder(), optim.SGD, lr=0.1)
+    loss(zero, 0).backward()
+    REPLACING["replaced"](zero)
+    zero.step()
+
+
+@by_world
+def test_a_gradient_that_is_replaced_under_offload(world_size):
+    words = refused(replace_under_offload, world_size=world_size)
+    assert "was replaced after backward" in words and "reduced_gradients" not in words
 
 
 # ----------------------------------------------------------------------------------------------------- dropping a batch

@@ -21,6 +21,9 @@ from torch import nn, optim
 from zero_minimal.core.loss_scaler import LossScaler
 from zero_minimal.extensions.averages import Average
 from zero_minimal.extensions.join import together
+from zero_minimal.kept_units import Kept3
+from zero_minimal.late_gather import Late2
+from zero_minimal.offload import Offloaded2
 
 
 def weights(zero):
@@ -234,24 +237,62 @@ def test_what_is_used_otherwise(stage, name):
     assert bool(said) == bool(words) and all(words in each for each in said), said
 
 
+CALLS = {
+    "step(lambda: 1)": "call loss.backward() before it",
+    "zero_grad(1, 2)": "takes nothing, and drops all gradients",
+    "clip_grad_norm_(1.0, norm_type=1)": "clips by their Euclidean norm",
+    "clip_grad_norm_(1.0, error_if_nonfinite=True)": "if not norm.isfinite()",
+    "clip_grad_norm_(zero.model.parameters(), 1.0)": "zero.clip_grad_norm_(max_norm) knows the parameters",
+    "optimizer.load_state_dict(plain.state_dict())": "give it to zero.load_state_dict() there",
+    "optimizer.step(lambda: 1)": "call zero.step()",
+    "clip_grad_norm_(max_norm=1.0, norm_type=2.0, error_if_nonfinite=False, foreach=True)": "",
+    "step(closure=None)": "",
+    "zero_grad(set_to_none=True)": "",
+}
+
+
+def calls_as_in_torch(kind):
+    torch.manual_seed(0)
+    zero, said = kind(Coder(), optim.Adam, lr=0.1, bucket_bytes=600), []
+    names = {"zero": zero, "plain": optim.Adam(zero.model.parameters(), lr=0.1)}
+    before = weights(zero)
+    loss_of(zero).backward()
+    for call in CALLS:
+        try:
+            eval(f"zero.{call}", names)
+            said.append("")
+        except (TypeError, ValueError, RuntimeError) as error:
+            said.append(str(error))
+    assert not torch.equal(weights(zero), before)
+    return said
+
+
+@pytest.mark.parametrize("kind", sample([*toys.STAGES, Late2, Offloaded2, Kept3], [toys.STAGES[2]]))
+def test_calls_as_torch_takes_them_are_answered(kind):
+    for call, words, said in zip(CALLS, CALLS.values(), toys.run(calls_as_in_torch, 2, kind)[0], strict=True):
+        assert words in said and bool(words) == bool(said), (call, said)
+
+
 # --------------------------------------------------------------------------------- what the next note tells the others
 
 
-def rates_that_differ(scheduled, stage):
+def rates_that_differ(how, stage):
     zero = wrap(stage)
+    if how == "in a tensor":
+        zero.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     plateau = optim.lr_scheduler.ReduceLROnPlateau(zero.optimizer, patience=0, factor=0.5)
     for step in range(3):
         toys.learn(zero, loss_of(zero, step))
-        if scheduled:
+        if how != "by hand":
             plateau.step(step if dist.get_rank() else -step)
         else:
             zero.optimizer.param_groups[0]["lr"] = 0.1 / (1 + dist.get_rank())
 
 
 @by_stage_and_world
-@pytest.mark.parametrize("scheduled", (True, False))
-def test_learning_rates_that_differ(stage, world_size, scheduled):
-    words = refused(rates_that_differ, scheduled, stage, world_size=world_size)
+@pytest.mark.parametrize("how", ("scheduled", "in a tensor", "by hand"))
+def test_learning_rates_that_differ(stage, world_size, how):
+    words = refused(rates_that_differ, how, stage, world_size=world_size)
     assert "the learning rates differ" in words and "collectives.all_reduce(loss)" in words
 
 

@@ -116,22 +116,29 @@ def check_moment(stage) -> None:
 @seams.at("wrapped")
 def refuse_other_shards(stage) -> None:
     """Let stage.optimizer.state_dict() say whose it is, and load_state_dict() refuse another
-    rank's: it would fit, and momentum would go on with what belongs to other elements."""
-    shards = [bucket.parameter_shard for bucket in stage.buckets]
-    if all(shard is bucket.parameters for shard, bucket in zip(shards, stage.buckets, strict=True)):
-        return  # stage 0: they are alike on all ranks
+    rank's: it would fit, and momentum would go on with what belongs to other elements. It refuses
+    that of an optimizer of whole parameters, too."""
     own = f"rank {stage.rank} of {stage.world_size}"
 
     def say(optimizer, state):
         state["shards_of"] = own
 
     def look(optimizer, state):
-        if (whose := state.get("shards_of", own)) != own:
+        if "shards_of" not in state:
+            try:
+                _compare_optimizers(state, optimizer)
+            except ValueError:
+                raise ValueError("zero.optimizer holds a shard of each bucket, and this is the "
+                                 "state of an optimizer that holds something else, whole "
+                                 "parameters say: save zero.state_dict() on every rank, and give "
+                                 "it to zero.load_state_dict() there") from None
+        elif (whose := state.get("shards_of", own)) != own:
             raise ValueError(f"this optimizer state belongs to the shards of {whose}, and is "
                              f"loaded on {own}: on every rank save its own zero.state_dict(), and "
                              "give it to zero.load_state_dict() there")
 
-    stage.optimizer.register_state_dict_post_hook(say)
+    if any(bucket.parameter_shard is not bucket.parameters for bucket in stage.buckets):
+        stage.optimizer.register_state_dict_post_hook(say)  # at stage 0 all ranks have it alike
     stage.optimizer.register_load_state_dict_pre_hook(look)
 
 

@@ -2,12 +2,19 @@
 (register_post_accumulate_grad_hook) runs before the stage's own, as one from before wrapping does.
 
 Torch calls such hooks in the order in which they were registered, and the stage's own hands the
-gradient over: what a later hook changed in .grad would travel or not, by chance.
+gradient over: what a later hook changed in .grad would travel or not, by chance. A hook that takes
+.grad away is refused; and, at stages 2 and 3, one that changes it in a second pass, where it finds
+the gradient of that pass alone, and in plain torch the sum.
 
 Seams: followed, backward_begins.
 """
 
+from functools import partial
+
+import torch
+
 from zero_minimal.core import seams
+from zero_minimal.core.weak_hooks import WeakHook
 
 
 @seams.at("followed")
@@ -15,6 +22,8 @@ def remember(reducer) -> None:
     hooks = {param: param._post_accumulate_grad_hooks for param in reducer.buckets_of}
     # the newest one is the reducer's (None: a learner's, which has none yet)
     reducer.own_hooks = {param: next(reversed(own)) for param, own in hooks.items() if own}
+    for param in reducer.own_hooks:
+        watch(reducer, hooks[param])
 
 
 @seams.at("backward_begins")
@@ -24,6 +33,43 @@ def come_last(reducer) -> None:
         newest = next(reversed(hooks), own)
         if newest == own or own not in hooks:
             continue
-        # our instruments look on, after the stage
-        if not str(hooks[newest].__module__).startswith("zero_minimal."):
+        if not is_ours(hooks[newest]):  # our instruments look on, after the stage
             hooks[own] = hooks.pop(own)  # not move_to_end(), which torch's C++ does not see
+            watch(reducer, hooks)
+
+
+def is_ours(hook) -> bool:
+    return str(hook.__module__).startswith("zero_minimal.")
+
+
+def watch(reducer, hooks: dict) -> None:
+    """Look at what each hook of the user's does to .grad."""
+    for key, hook in hooks.items():
+        if not is_ours(hook):
+            hooks[key] = WeakHook(partial(call, hook), reducer, left=hook)
+
+
+def call(hook, reducer, param: torch.nn.Parameter):
+    """Raises: RuntimeError for what the stage could not go on with."""
+    name = getattr(param, "_zero_name", "")
+    flat, before = reducer.buckets_of[param][0].flat, param.grad
+    own_pass_alone = reducer.passes and getattr(flat, "gradients", None) is None
+    version, values = before._version, before.clone() if own_pass_alone else None
+    returned = hook(param)
+    if param.grad is None:
+        raise RuntimeError(
+            f"a hook has set .grad of parameter {name!r} to None before the stage has seen it: "
+            "leave it there. zero.step() updates after backward, and zero.zero_grad() drops "
+            "gradients, so an optimizer that steps in backward has no place here"
+        )
+    # what .data changes has no version
+    if own_pass_alone and not (
+            param.grad is before and before._version == version and torch.allclose(
+                before.to_dense(), values.to_dense(), rtol=0, atol=0, equal_nan=True)):
+        raise RuntimeError(
+            "a hook (register_post_accumulate_grad_hook) has changed .grad of parameter "
+            f"{name!r} in a second backward pass before step(). Here it finds the gradient of that "
+            "pass alone, and not the sum: call backward() once, on the sum of the losses; or "
+            "change the gradient of each pass, param.register_hook(lambda gradient: …)"
+        )
+    return returned  # torch refuses whatever is not None

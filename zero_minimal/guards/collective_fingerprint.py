@@ -34,6 +34,7 @@ CHECKPOINT = "a checkpoint to "  # save, load, …: saving.meet
 LOADED = ", states loaded: "
 CHANGED = ", changed in forward"
 EDITED = ", edited by hand"
+VALUES = ", parameters "  # and their checksum: a note ends with it, and no message shows it
 SCALED = ", after a clipped or unscaled one"  # of a step: at stage 0 clipping alone sends nothing
 SCALE = SCALED + r"( \([^)]*\))?"  # with its number
 SIZE = r", [\d,]+ bytes of \w+$"
@@ -55,7 +56,8 @@ def give_notes(moment: str, call: Call) -> None:
     if sends and dist.get_backend(call.group) == "gloo":
         what = f"{call.name} of {in_words(call.of)}" if call.of else call.name
         dtype = str(call.tensors[0].dtype)[6:]
-        call.channel = FingerprintChannel(f"{what}, {call.bytes:,} bytes of {dtype}", call.group)
+        words = f"{what}, {call.bytes:,} bytes of {dtype}{getattr(call.of, 'values', '')}"
+        call.channel = FingerprintChannel(words, call.group)
 
 
 class FingerprintChannel(Channel):
@@ -67,7 +69,7 @@ class FingerprintChannel(Channel):
 
     def __init__(self, words: str, group: dist.ProcessGroup):
         self.written = words.encode()[:LENGTH]
-        self.words, self.group = self.written.decode(errors="replace"), group
+        self.words, self.group = _read(self.written), group
         self.tag = zlib.crc32(self.written) % TAG  # of the data; not hash(): salted in each process
         self.own: torch.Tensor | None = None  # [LENGTH], from opens() on
         self.arriving, self.leaving, self.has_left = {}, [], False
@@ -112,7 +114,7 @@ class FingerprintChannel(Channel):
                 raise
             if not torch.equal(note, self.own):
                 _last_notes.append(self)  # gloo sends none whose work is gone
-                raise Mismatch(self._explained(other, _read(note)))
+                raise Mismatch(self._explained(other, _read(bytes(note.tolist()))))
         for work in self.leaving:
             work.wait()
         self.arriving, self.leaving = {}, []
@@ -122,12 +124,13 @@ class FingerprintChannel(Channel):
         if words == FINISHED:
             return (f"{there} has finished, and rank {here} waits for it in {self.words}: give all "
                     "ranks the same number of batches (uneven.together stops them together)")
-        if _but(RATE, words) == _but(RATE, self.words):
+        alike = words == self.words  # but for the checksum
+        if not alike and _but(RATE, words) == _but(RATE, self.words):
             return ("the learning rates differ, or other options of the optimizer: rank "
                     f"{here} is in {self.words}; {there} is in {words}. Set the same on all ranks: "
                     "a scheduler that looks at the loss needs its mean over the ranks, "
                     "collectives.all_reduce(loss)")
-        if EDITED in words + self.words:
+        if alike or EDITED in words + self.words:
             return (f"parameters were edited, or loaded, on some ranks only or not alike: rank "
                     f"{here} is in {self.words}; {there} is in {words}. Edit under `with "
                     "zero.gather_parameters():`, on all ranks, which compares them at its end")
@@ -181,6 +184,6 @@ def _as_tensor(words: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(words.ljust(LENGTH)), dtype=torch.uint8)
 
 
-def _read(note: torch.Tensor) -> str:
-    return bytes(note.tolist()).decode(errors="replace").rstrip()
+def _read(note: bytes) -> str:
+    return _but(VALUES + r"\d+$", note.decode(errors="replace").rstrip())
 

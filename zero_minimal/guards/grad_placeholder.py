@@ -35,8 +35,8 @@ class GradPlaceholder(torch.Tensor):
             "a rank holds no whole gradient after backward, only its shards of the average, so "
             ".grad cannot be read or changed. Clip with zero.clip_grad_norm_(max_norm), which "
             "returns the norm; drop a batch with zero.zero_grad(); read, or change in place, what "
-            "zero.reduced_gradients() returns; or change a parameter's gradient on its way: "
-            "param.register_hook(lambda gradient: …)"
+            "zero.reduced_gradients() returns (not with offload); or change a parameter's gradient "
+            "on its way: param.register_hook(lambda gradient: …)"
         )
 
     def __repr__(self, *, tensor_contents=None) -> str:
@@ -86,13 +86,15 @@ class Left:
         if self._grads and all(param.grad is None for param in self._grads):
             self.stage.zero_grad()
             self._grads.clear()
+        away = getattr(self.stage.buckets[0], "away", None) is not None  # offloaded
+        in_hand = "" if away else "change them in place, in zero.reduced_gradients(); "
         for param, left in self._grads.items():
             if param.grad is not left:
                 raise RuntimeError(
                     f"the gradient of {name_of(param)} was replaced after backward, and "
                     "the one that is reduced is elsewhere. Drop all gradients with "
-                    "zero.zero_grad(); change them in place, in zero.reduced_gradients(); or "
-                    "change one on its way: param.register_hook(lambda gradient: …)"
+                    f"zero.zero_grad(); {in_hand}or change one on its way: "
+                    "param.register_hook(lambda gradient: …)"
                 )
 
     def before_forward(self, *_) -> None:

@@ -10,6 +10,7 @@ step(), or when an evaluation ends.
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
 from zero_minimal.core.freed_parameter import is_released
@@ -40,16 +41,17 @@ class FreedParameter(nn.Parameter):
         if function in ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        given = [*args, *(kwargs or {}).values()]
+        given = tree_leaves((args, kwargs))
         found = next((value for value in given if isinstance(value, FreedParameter)), None)
         words = "a parameter" if found is None else f"parameter {found.name!r}"
         if found is not None and trained_by(found) is None:
             raise RuntimeError(f"{words} is released: {LEFT_BEHIND}")
         raise RuntimeError(
             f"{words} is released: at stage 3 a rank holds it only while its unit works. Read or "
-            "change it under `with zero.gather_parameters():`, on all ranks. If a module uses a "
-            "parameter of another one, name a module around both in units=. What differentiates "
-            "by parameters itself (torch.func, torch.autograd.grad) trains at stages 0 to 2"
+            "change it under `with zero.gather_parameters():`, on all ranks. For a gradient, use "
+            "it in the forward of the module that holds it. If a module uses a parameter of "
+            "another one, name a module around both in units=. What differentiates by parameters "
+            "itself (torch.func, torch.autograd.grad) trains at stages 0 to 2"
         )
 
     @property

@@ -2,8 +2,8 @@
 refused.
 
 Seams: optimizer_given, wrapped.
-Mistakes: Muon, LBFGS or Adafactor, which look at whole matrices; optimizer.step()
-and add_param_group(), of which the stage would not know.
+Mistakes: Muon, LBFGS or Adafactor, which look at whole matrices; an optimizer that counts its own
+steps; optimizer.step() and add_param_group(), of which the stage would not know.
 """
 
 import weakref
@@ -11,9 +11,11 @@ import weakref
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
 from zero_minimal.core.optimizers import update
+from zero_minimal.guards.same_on_all_ranks import in_numbers
 
 STEPS = 32  # of the trial: some optimizers begin like SGD, and look at whole matrices later
 
@@ -27,8 +29,8 @@ def check_element_wise(
     must agree. `group`: options of a single group of parameters.
 
     Raises: TypeError for an optimizer that is not a class, or options it does not take; ValueError
-        if the halves go another way than the whole, or if it cannot step without a closure or on a
-        flat tensor.
+        if the halves go another way than the whole, or if it counts its steps in itself, or cannot
+        step without a closure or on a flat tensor.
     """
     if not isinstance(optimizer_class, type):
         raise TypeError("give the optimizer's class and its options: "
@@ -55,6 +57,7 @@ def check_element_wise(
     try:
         on_whole = optimizer_class([group | {"params": [whole]}], **visible)
         on_halves = optimizer_class([group | {"params": halves}], **visible)
+        begun = [_kept(each) for each in (on_whole, on_halves)]
         for gradient in gradients:
             whole.grad = gradient.clone()
             on_whole.step()
@@ -67,7 +70,20 @@ def check_element_wise(
     in_halves = torch.cat([half.detach() for half in halves]).view(4, 8) - start
     if not torch.allclose(moved, in_halves, rtol=1e-3, atol=1e-3 * moved.abs().max().item()):
         raise ValueError(refusal)
+    ended = [_kept(each) for each in (on_whole, on_halves)]
+    for kept in ended[0] | ended[1]:
+        if begun[0].get(kept) == begun[1].get(kept) and ended[0].get(kept) != ended[1].get(kept):
+            raise ValueError(f"{name} goes by what it keeps of its steps in {kept!r}, for all "
+                             "parameters, and here its step() is called once for each bucket: let "
+                             "it keep that in self.state[param], as Adam does")
     _passed.add(trial)
+
+
+def _kept(optimizer: Optimizer) -> dict[str, list]:
+    """The numbers and words in what an optimizer has as attributes, and as options of its group."""
+    kept = vars(optimizer) | optimizer.param_groups[0]
+    return {name: [leaf for leaf in map(in_numbers, tree_leaves(value)) if leaf is not None]
+            for name, value in kept.items() if name not in ("state", "param_groups", "params")}
 
 
 @seams.at("optimizer_given")

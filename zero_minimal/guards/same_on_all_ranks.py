@@ -26,9 +26,8 @@ def compare_plans(stage, parts: list, optimizer_class: type, options: list[dict]
     facts += [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in model.named_buffers()]
     facts += [(bucket.name, bucket.group_index, bucket.start, bucket.padded, bucket.numel)
               for bucket in stage.all_buckets]
-    simple = (int, float, str, tuple, type(None))  # others may be written with their address
     chosen = [optimizer_class.__name__] + [
-        sorted((name, repr(value)) for name, value in each.items() if isinstance(value, simple))
+        sorted((name, repr(in_numbers(value))) for name, value in each.items())
         for each in options]
     # not hash(), which differs from process to process
     own = [zlib.crc32(repr(each).encode()) for each in ((type(stage).__name__, facts), chosen)]
@@ -42,6 +41,17 @@ def compare_plans(stage, parts: list, optimizer_class: type, options: list[dict]
         raise RuntimeError(f"the model of rank {odd[0]} differs from rank 0's in names, shapes or "
                            "dtypes, or its stage, param_groups, units or bucket_bytes do: build "
                            "the same on every rank")
+
+
+def in_numbers(option):
+    """An optimizer's option, a tensor in it as a number. None for what has none, or only after a
+    wait for a GPU."""
+    if isinstance(option, torch.Tensor):
+        return option.item() if option.is_cpu and option.numel() == 1 else None
+    if isinstance(option, (tuple, list)):
+        parts = tuple(map(in_numbers, option))
+        return None if None in parts else parts
+    return option if isinstance(option, (int, float, str)) else None
 
 
 @seams.at("parameters_edited")

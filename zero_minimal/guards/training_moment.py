@@ -6,11 +6,11 @@ Mistakes: a scheduler, clip_grad_norm_() or a load_state_dict() on one rank alon
 """
 
 import torch
-from torch import Tensor
 
 from zero_minimal.core import seams
 from zero_minimal.guards.changed_in_forward import changes_of
 from zero_minimal.guards.collective_fingerprint import LOADED, SCALED
+from zero_minimal.guards.same_on_all_ranks import in_numbers
 
 
 @seams.at("wrapped")
@@ -42,6 +42,7 @@ def date_bucket(reducer, bucket) -> None:
     loaded = f"{LOADED}{reducer.loads}" if reducer.loads else ""
     bucket.moment = (f"backward {reducer.passes + 1} of step {reducer.steps + 1}"
                      f"{reducer.scaled}{rate}{loaded}{changes_of(reducer, bucket)}")
+    bucket.values = reducer.values
 
 
 @seams.at("unit_turn")
@@ -65,20 +66,16 @@ def _scale_in_words(scale) -> str:
 
 def rate_of(stage, bucket) -> str:
     """In words, with which learning rate a bucket will be updated, and with which other options, if
-    they were changed after wrapping. Nothing of tensors: to read one may take a wait for a GPU."""
-    group = stage.optimizer.param_groups[bucket.group_index]
-    rate, given = group.get("lr"), getattr(stage.optimizer, "_zero_given", ())
+    they were changed after wrapping."""
+    options = _simple(stage.optimizer.param_groups[bucket.group_index])
+    rate, given = options.pop("lr", None), getattr(stage.optimizer, "_zero_given", ())
     words = [f"lr {rate}"] if isinstance(rate, (int, float)) else []
     if given:  # none in an assignment
-        words += [f"{name}={value!r}".replace(" ", "") for name, value in _simple(group).items()
+        words += [f"{name}={value!r}".replace(" ", "") for name, value in options.items()
                   if given[bucket.group_index].get(name, value) != value]
     return f" with {' '.join(words)}" if words else ""
 
 
 def _simple(group: dict) -> dict:
-    def of_tensors(value):
-        return isinstance(value, tuple) and any(isinstance(part, Tensor) for part in value)
-
-    return {name: value for name, value in group.items()
-            if name != "lr" and isinstance(value, (int, float, tuple, str))
-            and not of_tensors(value)}
+    plain = {name: in_numbers(value) for name, value in group.items() if name != "params"}
+    return {name: value for name, value in plain.items() if value is not None}

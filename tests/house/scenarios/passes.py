@@ -8,7 +8,7 @@ from collections import OrderedDict, namedtuple
 
 import torch
 import torch.nn.functional as F
-from house.scenarios.pieces import MOMENTUM, WIDTH, Chain, Layer, Writer, next_word, train
+from house.scenarios.pieces import MOMENTUM, WIDTH, Chain, Layer, Writer, next_word, squares, train
 from house.scenarios.stand import scenario
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -486,7 +486,7 @@ def a_gradient_penalty_in_one_unit(me):
     train(me, Chain(), loss=loss, units=[])
 
 
-@scenario(or_refused="autograd.grad|is released|reduced_gradients")
+@scenario(or_refused=r"parameter '\S+' is released")
 def autograd_grad_of_the_parameters(me):
     """As meta-learning code does: the result is used, not .grad."""
     def loss(model, me, step):
@@ -495,6 +495,13 @@ def autograd_grad_of_the_parameters(me):
         return model(me.x(step)).square().mean()
 
     train(me, Chain(), loss=loss)
+
+
+@scenario(refused={"stage3": "parameter 'spread' is released.*use it in the forward of the module that holds it"})
+def a_parameter_used_before_any_forward(me):
+    model = Chain()
+    model.spread = nn.Parameter(torch.tensor(0.5))
+    train(me, model, loss=lambda model, me, step: model.spread.exp() * squares(model, me, step))
 
 
 @scenario(or_refused="is released")

@@ -63,6 +63,32 @@ def _late(me):
     train(me, Chain(), Late, steps=6, lr=0.1)
 
 
+class Counts(SGD):
+    """SGD that goes slower from its hundredth step on, which it counts itself."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        if self.steps == 100:
+            for group in self.param_groups:
+                group["lr"] /= 10
+        return super().step(closure)
+
+
+class CountsInItsGroup(SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        return super().step(closure)
+
+
+for kind in (Counts, CountsInItsGroup):
+    scenario(f"optimizer of the user's own, {kind.__name__}", naive=False, worlds=(2,),
+             refused="keeps of its steps in 'steps'.*let it keep that in self.state")(
+        lambda me, kind=kind: train(me, Chain(), kind, lr=0.1))
+
+
 @scenario("optimizer with a learning rate in a tensor")
 def _tensor_rate(me):
     train(me, Chain(), AdamW, lr=torch.tensor(0.01), foreach=False)
@@ -712,6 +738,36 @@ def scaled_by_a_hook(me, before: bool):
 
 scenario("a hook after accumulation from before wrapping", naive=False)(lambda me: scaled_by_a_hook(me, True))
 scenario("a hook after accumulation from after wrapping", naive=False)(lambda me: scaled_by_a_hook(me, False))
+
+
+CHANGES = {"reads": lambda grad: grad, "changes": lambda grad: grad.mul_(0.5),
+           "changes .data of": lambda grad: (grad.data.mul_(0.5), grad)[1], "replaces": lambda grad: grad / 2}
+
+
+def two_passes_with_a_hook(me, change):
+    model = Chain()
+
+    def hook(param):
+        param.grad = change(param.grad)
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+    zero = me.wrap(model, SGD, lr=0.1)
+    for step in range(2):
+        for half in range(2):
+            squares(model, me, 2 * step + half).backward()
+        zero.step()
+        zero.zero_grad()
+
+
+ONCE = r"finds the gradient of that pass alone.*backward\(\) once.*param\.register_hook"
+for what, change in CHANGES.items():
+    scenario(f"a hook after accumulation that {what} .grad, in two passes", naive=False, worlds=(2, 3),
+             refused=None if what == "reads" else dict.fromkeys(("stage2", "stage3"), ONCE))(
+        lambda me, change=change: two_passes_with_a_hook(me, change))
+scenario("a hook after accumulation that takes .grad away", naive=False, learns=False,
+         refused=r"has set \.grad of parameter .* to None.*zero\.step\(\) updates after backward")(
+    lambda me: two_passes_with_a_hook(me, lambda grad: None))
 
 
 def changed_after_wrapping(me, change):

@@ -1,0 +1,56 @@
+"""Calls as in torch: what torch.optim and torch.nn.utils take, and a stage does not. What would
+change nothing is left out; to the rest the answer is what to write instead.
+
+Seam: wrapped.
+Mistakes: zero.step(closure), zero.clip_grad_norm_(zero.model.parameters(), 1.0), …
+"""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+
+from zero_minimal.core import seams
+
+CHANGES_NOTHING = {  # without a gradient, as with one of zeros, a parameter goes on by its momentum
+    "set_to_none": (True, False), "foreach": (None, True, False), "closure": (None,),
+    "norm_type": (2,), "error_if_nonfinite": (False,),
+}
+INSTEAD = {
+    "step": "zero.step() takes no closure: call loss.backward() before it. An optimizer that needs "
+            "the loss again and again, LBFGS say, is not element-wise",
+    "zero_grad": "zero.zero_grad() takes nothing, and drops all gradients",
+    "clip_grad_norm_": "zero.clip_grad_norm_(max_norm) knows the parameters, and clips by their "
+                       "Euclidean norm. Look at what it returns: if not norm.isfinite(), raise, or "
+                       "drop the batch with zero.zero_grad()",
+}
+
+_answer = weakref.WeakSet()  # classes
+
+
+@seams.at("wrapped")
+def answer(stage) -> None:
+    """Once for each class of ours: a learner's or a user's own takes what it takes."""
+    for kind in set(type(stage).__mro__).difference(_answer):
+        if kind.__module__.startswith("zero_minimal."):
+            _answer.add(kind)
+            for name in INSTEAD.keys() & vars(kind).keys():
+                setattr(kind, name, answering(vars(kind)[name]))
+
+
+def answering(method: Callable) -> Callable:
+    """Raises: TypeError if the method does not take what it is given."""
+    takes = inspect.signature(method)
+
+    @functools.wraps(method)
+    def call(*given, **options):
+        unknown = {name for name in options if name not in takes.parameters
+                   and options[name] in CHANGES_NOTHING.get(name, ())}
+        options = {name: options[name] for name in options.keys() - unknown}
+        try:
+            takes.bind(*given, **options)
+        except TypeError as error:
+            raise TypeError(f"{error}: {INSTEAD[method.__name__]}") from None
+        return method(*given, **options)
+
+    return call
