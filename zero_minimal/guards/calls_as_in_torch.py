@@ -25,20 +25,18 @@ INSTEAD = {
                        "drop the batch with zero.zero_grad()",
 }
 
-_answer = weakref.WeakSet()  # classes
-
 
 @seams.at("wrapped")
 def answer(stage) -> None:
-    """Once for each class of ours: a learner's or a user's own takes what it takes."""
-    for kind in set(type(stage).__mro__).difference(_answer):
-        if kind.__module__.startswith("zero_minimal."):
-            _answer.add(kind)
-            for name in INSTEAD.keys() & vars(kind).keys():
-                setattr(kind, name, answering(vars(kind)[name]))
+    """What is written in a class of ours: a learner's or a user's own takes what it takes. Not in
+    the class itself, which stays as it is."""
+    for name in INSTEAD:
+        method = getattr(type(stage), name, None)
+        if method is not None and method.__module__.startswith("zero_minimal."):
+            setattr(stage, name, answering(method, weakref.ref(stage)))
 
 
-def answering(method: Callable) -> Callable:
+def answering(method: Callable, owner: weakref.ref) -> Callable:
     """Raises: TypeError if the method does not take what it is given."""
     takes = inspect.signature(method)
 
@@ -48,9 +46,9 @@ def answering(method: Callable) -> Callable:
                    and options[name] in CHANGES_NOTHING.get(name, ())}
         options = {name: options[name] for name in options.keys() - unknown}
         try:
-            takes.bind(*given, **options)
+            takes.bind(owner(), *given, **options)
         except TypeError as error:
             raise TypeError(f"{error}: {INSTEAD[method.__name__]}") from None
-        return method(*given, **options)
+        return method(owner(), *given, **options)
 
     return call
