@@ -200,11 +200,11 @@ WRONG = {
 
     "the mean of all ranks": Wrong(
         3, "test_a_step_is_the_mean_of_the_replicas",
-        r"ranks 0 and 1 and 2 and 3 hold the same numbers .* a mean over all ranks, and",
+        r"or the ranks of group= hold other models: rank",
         over_replicas(group="None")),
     "the ranks of a model average": Wrong(
         3, "test_a_step_is_the_mean_of_the_replicas",
-        r"ranks 0 and 1 hold the same numbers .* a mean over the ranks of one model",
+        r"or the ranks of group= hold other models: rank",
         over_replicas(group="self.mesh.model_group")),
     "N for D": Wrong(
         3, "test_a_step_is_the_mean_of_the_replicas",
@@ -232,7 +232,8 @@ WRONG = {
         4, "test_each_element_counts_once", r"(is the norm of this rank's part of the model|hold the norm)",
         clip(counted="", together="")),
     "norms add up": Wrong(
-        4, "test_each_element_counts_once", r"norms do not add up, their squares do",
+        4, "test_each_element_counts_once",  # where both are about equal, their sum is √2 of the norm
+        r"norms do not add up, their squares do|squares were counted for each of D = 2 replicas",
         clip(together="collectives.all_reduce(norm, op='sum', group=self.mesh.model_group)")),
     "all ranks, after the replicas": Wrong(
         4, "test_each_element_counts_once", r"squares were counted for each of D = 2 replicas",

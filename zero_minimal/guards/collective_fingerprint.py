@@ -130,7 +130,11 @@ class FingerprintChannel(Channel):
                     f"{here} is in {self.words}; {there} is in {words}. Set the same on all ranks: "
                     "a scheduler that looks at the loss needs its mean over the ranks, "
                     "collectives.all_reduce(loss)")
-        if alike or EDITED in words + self.words:
+        if alike:
+            return ("parameters were edited, or loaded, on some ranks only or not alike, or the "
+                    f"ranks of group= hold other models: rank {here} and {there} differ in "
+                    f"{self.words}. Edit under `with zero.gather_parameters():`, on all ranks")
+        if EDITED in words + self.words:
             return (f"parameters were edited, or loaded, on some ranks only or not alike: rank "
                     f"{here} is in {self.words}; {there} is in {words}. Edit under `with "
                     "zero.gather_parameters():`, on all ranks, which compares them at its end")
