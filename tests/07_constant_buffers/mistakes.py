@@ -117,7 +117,7 @@ WRONG = {
         r"take\(\) number 3 returned a buffer that is still on its way: nobody has waited", take(finish="")),
     "waits for the one that was sent last": Wrong(
         1, "test_one_may_travel_while_the_other_is_taken",
-        r"take\(\) number 2 waited for the collective that was sent last, in the other buffer",
+        r"The third take\(\) returns the first, and waited for the second",
         take(finish="self.wait()")),
     "reads a result again and again": Wrong(
         1, "test_a_result_is_read_once_and_in_time", r"the result of send\(\) number \d of 5 was read 3 times",
