@@ -81,7 +81,7 @@ def test_the_last_words_of_one_that_fails(program, code, why):
 
 
 @pytest.mark.parametrize(("ended", "said", "row"), (
-    (None, "after 5 s rank 0 of 1 had not finished", {"status": "failed", "why": "not done after 50 s"}),
+    (None, "after 5 s rank 0 of 1 had not finished", {"status": "failed", "why": "not done after 75 s"}),
     (1, "Traceback\nRuntimeError: NCCL\n  more", {"status": "failed", "why": "RuntimeError: NCCL"}),
     (0, "", {"status": "failed", "why": "ended with 0"}),
 ))

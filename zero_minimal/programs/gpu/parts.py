@@ -27,15 +27,15 @@ class Part:
 
 
 PARTS = {  # in the order in which they run; their limits are 8 minutes together
-    "machine": Part("what is here", "machine", limit=40),
-    "nccl": Part("all stages on NCCL, a rank a GPU", "agreement", "nccl", 60),
-    "shared": Part("all stages, ranks that share a GPU", "agreement", "shared", 80),
-    "memory": Part("the ledger beside the allocator", "ledger_check", limit=50),
+    "machine": Part("what is here", "machine", limit=20),
+    "nccl": Part("all stages on NCCL, a rank a GPU", "agreement", "nccl", 50),
+    "shared": Part("all stages, ranks that share a GPU", "agreement", "shared", 70),
+    "memory": Part("the ledger beside the allocator", "ledger_check", limit=75),
     "offload": Part("offload: copies beside computation", "copies", "offload", 60),
     "checkpoints": Part("P_a+cpu: copies beside computation", "copies", "checkpoints", 40),
-    "fragments": Part("M_D beside the allocator's statistics", "fragments", limit=35),
+    "fragments": Part("M_D beside the allocator's statistics", "fragments", limit=30),
     "overlap": Part("NCCL beside computation", "copies", "overlap", 40, gpus=2),
-    "throughput": Part("speed beside DDP and FSDP2", "throughput", limit=75),
+    "throughput": Part("speed beside DDP and FSDP2", "throughput", limit=95),
 }
 
 
