@@ -152,7 +152,7 @@ WRONG = {
         1, "test_each_rank_optimizes_its_part",
         r"rank 0 was given all \d+ elements of the model: .*so no loss will tell", UNSHARDED, 2),
     "one parameter group for all": Wrong(
-        1, "test_groups_stay_groups", r"the user's optimizer has 3 parameter groups, and zero.optimizer has 1 on",
+        1, "test_groups_stay_groups", r"the user's optimizer has 4 parameter groups, and zero.optimizer has 1 on",
         over_shards(end="return optimizer_class([bucket.master for bucket in buckets], **options)")),
     "groups lose what the user set": Wrong(
         1, "test_groups_stay_groups", r"on rank 0 group 0 of zero.optimizer has weight_decay=0.1, and the user gave "

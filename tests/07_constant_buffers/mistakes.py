@@ -254,9 +254,8 @@ WRONG |= {  # what strangers handed in, and had full marks
                 "    self._under_way[self._sent]"))),
     "one rank looks at nothing": Wrong(
         4, "test_what_does_not_fit_is_refused_before_anything_is_sent", r"on rank 0, which is alone, all_reduce",
-        {"all_reduce": edited("07_constant_buffers", "all_reduce")["all_reduce"].replace(
-            "    pieces",
-            "    if torch.distributed.get_world_size(buffers.group) == 1:\n        return\n    pieces", 1)}),
+        edited("07_constant_buffers", "all_reduce", (
+            "flats = ", "if torch.distributed.get_world_size(buffers.group) == 1:\n        return\n    flats = "))),
     "elements for all ranks, not for the group's": Wrong(
         1, "test_buffers_of_a_group", r"of ranks 0 and 2 of 3 holds 1023 elements on rank 0, and 1024 are right",
         init(world_size="dist.get_world_size()")),
