@@ -66,12 +66,20 @@ class Naive:
 
     def start_alike(self) -> None:
         """Every rank begins with rank 0's model, whatever values its own had."""
-        # step 1: all of this rank's model is as on rank 0 of the group.
+        # step 1: all of this rank's model is as on rank 0 of the group, also what is not trained.
+        # - collectives.broadcast(tensor, group=…): the numbers of the group's rank 0, to all its
+        #   ranks, in place. Any shape
+        # - tensor.data: the same memory, and autograd does not notice what is written there
+        # - self.model
         raise NotImplementedError("step 1: start_alike")
 
     def average(self) -> None:
         """Each .grad becomes its mean over the ranks."""
-        # step 1: each of self.params has the ranks' mean gradient in .grad, on every rank.
+        # step 1: each of self.params has the ranks' mean gradient in .grad, on every rank. A
+        # gradient that did not come counts as zero.
+        # - collectives.all_reduce(tensor, op="avg" or "sum", group=…): of all ranks, in place. Any
+        #   shape
+        # - param.grad: None where no gradient has come on this rank
         raise NotImplementedError("step 1: average")
 
     def no_sync(self) -> nullcontext:
@@ -172,15 +180,23 @@ class Reducer:
 
     def _listen(self) -> None:
         """Let autograd call _gradient(param) in every pass, as soon as param.grad is there."""
-        # step 3: autograd calls self._gradient, through a WeakHook, for each parameter of
-        # self.buckets_of.
+        # step 3: autograd calls self._gradient(param) as soon as param.grad is there, in every
+        # pass, for each parameter of self.buckets_of.
+        # - WeakHook(Reducer._gradient, self): a function that calls self._gradient(…), and does not
+        #   keep self alive
+        # - param.register_hook(f): f(gradient) is called before the gradient is added to .grad
+        # - param.register_post_accumulate_grad_hook(f): f(param) is called after that
         ...  # until step 3 nothing happens here
 
     def _gradient(self, param: nn.Parameter) -> None:
         """A parameter's gradient has come."""
-        # step 3: the stage was told (self._arrived); under accumulate() that is all. Else the
-        # parameter's buckets no longer wait for it, those that wait for nothing are in
-        # self._completed, and self._hand_over_complete was called.
+        # step 3: the stage was told; under accumulate() that is all. Else the parameter's buckets
+        # no longer wait for it, those that wait for nothing are in self._completed, and
+        # self._hand_over_complete was called.
+        # - self._arrived(param): tells the stage, and who listens
+        # - self.accumulating: True under accumulate()
+        # - self.buckets_of[param]: the buckets in which it lies
+        # - self._completed: a list of buckets, in the order in which they became complete
         raise NotImplementedError("step 3: _gradient")
 
     def _arrived(self, param: nn.Parameter) -> None:
@@ -191,8 +207,10 @@ class Reducer:
 
     def _hand_over_complete(self) -> None:
         """Hand over the buckets whose turn has come."""
-        # step 3: no bucket that could go is left; on every rank they went in the order of
-        # self.waits_for.
+        # step 3: no bucket that could go is left. On every rank they went in the order of
+        # self.waits_for: a bucket goes when it waits for nothing, and all before it have gone.
+        # - self.hand_over(bucket)
+        # - self.by_turns: False here. Stage 3 needs it; leave it aside
         raise NotImplementedError("step 3: _hand_over_complete")
 
     def hand_over(self, bucket: Bucket) -> None:
@@ -220,9 +238,16 @@ class Reducer:
 
     def _hand_over_rest(self) -> None:
         """Hand over all buckets that are left, in order."""
-        # step 2: every bucket of self.waits_for was handed over. Before each, the stage was told
-        # (gradient_arrived) of every gradient of the bucket that is in .grad and was not counted:
-        # self.waits_for still has its parameter. (Step 3 counts: before it none is counted.)
+        # step 2: every bucket of self.waits_for was handed over, in the order of self.waits_for.
+        # Before each, the stage was told of every gradient of the bucket that is in .grad and was
+        # not counted: self.waits_for still has its parameter. (Step 3 counts. Before it none is
+        # counted.)
+        # - self.waits_for: {bucket: set of the parameters it waits for}, in the order that all
+        #   ranks have
+        # - self.stage.gradient_arrived(param, flat): tells the stage, which puts .grad into its
+        #   place; flat is bucket.flat
+        # - self.hand_over(bucket): gives it to the stage's bucket_complete, and takes it out of
+        #   self.waits_for
         raise NotImplementedError("step 2: _hand_over_rest")
 
     def _agree_on_order(self) -> None:
@@ -245,8 +270,10 @@ class Reducer:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Context in which backward passes hand over nothing: gradients add up in .grad."""
-        # step 5: a context: inside of it self.accumulating is True, after it, whatever happens,
+        # step 5: a context. Inside it self.accumulating is True; after it, whatever happened,
         # False.
+        # - @contextmanager, which stands above: what comes before the one `yield` is done at the
+        #   start of the context, what comes after it at the end
         raise NotImplementedError("step 5: accumulate")
 
     def forget(self) -> None:
@@ -296,14 +323,21 @@ class Stage0(Hooks):
         flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
 
     def bucket_complete(self, bucket, done):
-        # step 2: a gradient that did not come counts as zero; bucket.gradients are their mean over
-        # the ranks, or on their way to it: then self.reducing says so. (Step 4 asks that they are
-        # on their way.)
+        # step 2: bucket.gradients are their mean over the ranks, or on their way to it; in the
+        # second case self.reducing is the Work of it. (Step 4 asks for the second.) A gradient that
+        # did not come counts as zero. (`done` is for later lessons.)
+        # - bucket.gradients [padded]: this rank's gradients of the bucket, side by side
+        # - bucket.zero_missing(): writes zeros there for each parameter whose .grad is None
+        # - collectives.all_reduce(tensor, op="avg" or "sum", group=…, async_op=…): in place. With
+        #   async_op=True it only starts, and returns a Work
         raise NotImplementedError("step 2: bucket_complete")
 
     def _wait(self):
-        # step 4: what is under way, if anything, has arrived: self.reducing is None. (And
-        # bucket_complete uses it.)
+        # step 4: what was under way, if anything, has arrived, and self.reducing is None.
+        # bucket_complete uses it from now on, and lets autograd go on while its own bucket travels.
+        # - self.reducing: None, or the Work that bucket_complete has put there
+        # - work.wait(): returns when the collective has ended. On gloo it also sends the second
+        #   half of an all-reduce, behind all that was started before
         ...  # until step 4 nothing happens here
 
     def backward_ends(self):
@@ -343,7 +377,10 @@ class Stage0(Hooks):
     def zero_grad(self) -> None:
         """Forget the gradients."""
         # step 5: nothing is under way, no .grad is left, self.gradient_scale is None, and
-        # self.reducer starts afresh (forget).
+        # self.reducer starts afresh.
+        # - self.reducer.forget(): forgets what was counted
+        # - self.model.parameters()
+        # - self.gradient_scale: after clipping, the factor that step() multiplies gradients with
         raise NotImplementedError("step 5: zero_grad")
 
     @contextmanager

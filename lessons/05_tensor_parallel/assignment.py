@@ -50,9 +50,14 @@ def parallel_random(group: Group = None) -> Iterator[None]:
     on nothing but the outside state: checkpointing that restores torch's own random state before it
     recomputes gets the same masks again.
     """
-    # step 5: inside the context this rank draws numbers of its own, which follow from nothing but
+    # step 5: a context. Inside, this rank draws numbers of its own, which follow from nothing but
     # the outside state and the rank in the group. Afterwards, also if an error ended it, all ranks
-    # draw the same again, and not what they drew before.
+    # draw the same again, and not what they drew before. ParallelAttention.forward enters it where
+    # something is dropped.
+    # - torch.random.fork_rng(devices=[]): a context after which the state is as before. [] on the
+    #   CPU, else a list of GPUs
+    # - torch.randint(2**31, ()): draws a number; torch.manual_seed(seed): sets the state
+    # - nullcontext(): a context that does nothing
     raise NotImplementedError("step 5: parallel_random")
 
 
@@ -61,12 +66,16 @@ class CopyToModelParallelRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        # step 1: x, as it is; ctx knows what backward needs. Nothing was sent.
+        # step 1: returns x, as it is. Nothing was sent.
+        # - ctx: what forward writes on it (ctx.name = …) backward can read
         raise NotImplementedError("step 1: forward")
 
     @staticmethod
     def backward(ctx, gradient):
-        # step 1: the gradient of what all ranks made of x, and None for group.
+        # step 1: returns the gradient of x, which all ranks have used, and None for group.
+        # `gradient` [as x] stays as it was: autograd may give the same tensor to others, too.
+        # - collectives.all_reduce(tensor, op="sum", "avg" or "max", group=…): of all ranks, in
+        #   place. Any shape
         raise NotImplementedError("step 1: backward")
 
 
@@ -75,12 +84,16 @@ class ReduceFromModelParallelRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        # step 1: the sum of all ranks' x, in memory of its own.
+        # step 1: returns the sum of all ranks' x, in memory of its own, also on one rank. x stays
+        # as it was.
+        # - collectives.all_reduce(…), as above
+        # - tensor.clone(): a copy
         raise NotImplementedError("step 1: forward")
 
     @staticmethod
     def backward(ctx, gradient):
-        # step 1: the gradient of this rank's x, and None for group.
+        # step 1: returns the gradient of this rank's x, and None for group. `gradient` is that of
+        # the sum, and stays as it was.
         raise NotImplementedError("step 1: backward")
 
 
@@ -101,9 +114,14 @@ def shard(whole: Tensor, dim: int, group: Group = None, blocks: int = 1) -> Tens
     blocks: the dimension is made of so many equal blocks, and a rank gets a part of each.
     Raises: ValueError if it cannot be cut in equal parts.
     """
-    # step 2: of each of the equal `blocks` of dimension `dim`, this rank's part, in rank order; one
-    # after the other, in memory of their own. (Until step 3 blocks is 1.) ValueError if they cannot
-    # be cut in equal parts.
+    # step 2: returns this rank's part of each of the `blocks` equal blocks of dimension `dim`, one
+    # after the other, in memory of their own. Rank r gets the r-th of M equal parts. (Until step 3
+    # blocks is 1.) ValueError if a block cannot be cut into M equal parts.
+    # - dist.get_rank(group), dist.get_world_size(group): this rank's number in the group, r; how
+    #   many it has, M
+    # - tensor.unflatten(dim, sizes), tensor.flatten(first, last): one dimension becomes several, or
+    #   several one
+    # - tensor.chunk(n, dim), tensor.select(dim, index): parts of a tensor, as views
     raise NotImplementedError("step 2: shard")
 
 
@@ -126,12 +144,16 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(self.cut("bias", torch.zeros(outputs)))
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        # step 2: this rank's part of `whole`, which has the size of the uncut weight, or bias
-        # (`name`).
+        # step 2: returns this rank's part of `whole`: of the uncut weight [outputs, inputs], or of
+        # the bias [outputs] (`name`).
+        # - shard(whole, dim, group, blocks), self.blocks
         raise NotImplementedError("step 2: cut")
 
     def forward(self, x: Tensor) -> Tensor:
-        # step 2: this rank's outputs. The gradient of x is that of all ranks' outputs.
+        # step 2: returns this rank's outputs […, outputs / M]. The gradient of x is that of all
+        # ranks' outputs.
+        # - F.linear(x, weight, bias): x times the transposed weight, and the bias added
+        # - f(x, self.group), g(x, self.group)
         raise NotImplementedError("step 2: forward")
 
 
@@ -146,11 +168,15 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs))  # whole on every rank
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        # step 2: this rank's part of `whole`, or all of it, if each rank has all.
+        # step 2: returns this rank's part of `whole`, weight [outputs, inputs] or bias [outputs]:
+        # or all of it, if each rank has all.
+        # - shard(whole, dim, group)
         raise NotImplementedError("step 2: cut")
 
     def forward(self, x: Tensor) -> Tensor:
-        # step 2: what one linear layer with the whole weight and the bias gives, on every rank.
+        # step 2: returns what one linear layer with the whole weight and the bias gives, […,
+        # outputs], on every rank.
+        # - F.linear, f and g, as above
         raise NotImplementedError("step 2: forward")
 
 
@@ -172,18 +198,25 @@ class VocabularyParallelEmbedding(nn.Module):
         return shard(F.pad(whole, (0, 0, 0, padding)), 0, self.group)
 
     def forward(self, tokens: Tensor) -> Tensor:  # [batch, sequence] → [batch, sequence, hidden]
-        # step 4: the rows of the whole weight, one for each token, on every rank.
+        # step 4: returns the rows of the whole weight, one for each token, on every rank.
+        # - self.find(tokens)
+        # - F.embedding(rows, weight): these rows of a weight
+        # - f(x, self.group), g(x, self.group)
         raise NotImplementedError("step 4: forward")
 
     def logits(self, x: Tensor) -> Tensor:  # [batch, sequence, hidden] → [batch, sequence, part]
-        # step 4: x times the transposed rows of this rank, one logit for each; -inf for rows of the
-        # padding, whose number is self.vocabulary or above.
+        # step 4: returns x times the transposed rows of this rank, one logit for each. It is -inf
+        # for rows of the padding, whose number among all ranks' rows is self.vocabulary or above.
+        # - f(x, self.group), g(x, self.group); F.linear(x, weight)
+        # - tensor.masked_fill(mask, value), torch.arange(first, end)
         raise NotImplementedError("step 4: logits")
 
     def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Whether this rank has a token, and its row of the weight (0 for those of others)."""
-        # step 4: for each token: is self.first <= token < self.first + self.part; and token -
-        # self.first if so, else 0.
+        # step 4: returns for each token whether its row is here: those of self.first up to
+        # self.first + self.part, without the last. And its row, which is token minus self.first, or
+        # 0 where it is not here.
+        # - torch.where(mask, this, that)
         raise NotImplementedError("step 4: find")
 
     def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -192,8 +225,14 @@ class VocabularyParallelEmbedding(nn.Module):
         Args: logits of this rank, [batch, sequence, part]; targets [batch, sequence].
         Sent: three numbers a token.
         """
-        # step 4: the mean over all tokens of: log of the sum of exp(logit) over the whole
-        # vocabulary, minus the target's logit.
+        # step 4: returns the mean over all tokens of: log of the sum of exp(logit) over the whole
+        # vocabulary, minus the target's logit. It is computed in fp32.
+        # - collectives.all_reduce(tensor, op="max", group=…): in place. It has no gradient, so give
+        #   it a detached tensor
+        # - g(x, self.group): a sum over the ranks that has a gradient. torch.stack([a, b]): two
+        #   tensors in one
+        # - self.find(targets); tensor.gather(-1, index): one number of each last dimension
+        # - tensor.amax(-1); torch.where(mask, this, that)
         raise NotImplementedError("step 4: cross_entropy")
 
 
@@ -232,8 +271,13 @@ class ParallelAttention(nn.Module):
         self.projection = RowParallelLinear(width, width, group, std)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, sequence, hidden] → the same
-        # step 3: what Attention of zero_minimal/workload/model.py computes; this rank has computed
-        # its own heads alone. (Until step 5 self.dropout is 0.)
+        # step 3: returns what Attention of zero_minimal/workload/model.py computes. This rank has
+        # computed its own heads alone. (Until step 5 self.dropout is 0.)
+        # - self.query_key_value(x), self.projection(x): your layers, one by columns, one by rows
+        # - self.heads: how many of the heads are on this rank
+        # - F.scaled_dot_product_attention(query, key, value, dropout_p=…, is_causal=True): each
+        #   [batch, heads, sequence, head]
+        # - self.dropout, self.training: the rate; False in an evaluation, where nothing is dropped
         raise NotImplementedError("step 3: forward")
 
 
@@ -247,7 +291,9 @@ class ParallelMLP(nn.Module):
         self.projection = RowParallelLinear(4 * width, width, group, std)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, sequence, hidden] → the same
-        # step 2: what MLP of zero_minimal/workload/model.py computes.
+        # step 2: returns what MLP of zero_minimal/workload/model.py computes.
+        # - self.expansion(x), self.projection(x): your two layers
+        # - F.gelu(x, approximate="tanh"): GPT-2's GELU
         raise NotImplementedError("step 2: forward")
 
 
