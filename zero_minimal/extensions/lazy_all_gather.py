@@ -1,7 +1,7 @@
 """Lazy all-gather: parameters that are still being gathered when step() has returned
 (late_gather.py).
 
-    step()      update, send ──► bucket 3, 2, 1, 0
+    step()      update, start ─► bucket 3, 2, 1, 0
     forward     a module uses its parameters: are they here? Wait for their buckets, then compute
 
 Whoever reads a parameter before its bucket is here would get some ranks' new values and others' old
@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from zero_minimal.core import seams
+from zero_minimal.core import collectives, seams
 from zero_minimal.core.layout import Bucket, same_storage
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards import reads_of_freed_parameters
@@ -104,14 +104,12 @@ class LazyAllGather:
     """What a stage's step() has sent, and nobody has needed yet."""
 
     def __init__(self, stage):
+        self._model, self._group = stage.model, stage.group
         self._pending: dict = {}  # bucket: its all-gather, in the order in which they were sent
         self._params: dict[nn.Parameter, torch.Tensor] = {}  # each that is late: its own memory
         # Awaited all the same, since a neighbour is late (in a list they would be compared)
         self._here: dict[nn.Parameter, None] = {}
-        self._buckets_of: dict[nn.Parameter, list[Bucket]] = {}
-        for bucket in stage.buckets:
-            for param in bucket.params:
-                self._buckets_of.setdefault(param, []).append(bucket)
+        self._buckets_of: dict[nn.Parameter, list[Bucket]] = stage.reducer.buckets_of
         self._seen: set = set()  # flats of which somebody has a view
         self._traced = False  # TorchScript has been made of the model, and somebody may keep it
         self._lost: BaseException | None = None  # what went wrong while it was waited for
@@ -119,13 +117,12 @@ class LazyAllGather:
         self._lock = threading.RLock()  # an evaluation may run on a thread of its own
         self._flats = {bucket.flat: bucket.parameters for bucket in stage.buckets}
         self._holders = {flat: _holders(whole) for flat, whole in self._flats.items()}
-        self._model = stage.model
         before = _Before(WeakHook(LazyAllGather._before_model, self),
                          WeakHook(LazyAllGather._before_compiled, self))
         stage.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
-    def send(self, bucket: Bucket, start) -> None:
-        """start() begins to gather the bucket; from here on its parameters are late."""
+    def start(self, bucket: Bucket) -> None:
+        """Start to gather the bucket; from here on its parameters are late."""
         if not self._pending:  # what is being sent would be counted, too
             self._seen = {flat for flat, whole in self._flats.items()
                           if _holders(whole) > self._holders[flat]}
@@ -138,7 +135,9 @@ class LazyAllGather:
                 self._params[param] = param.data
                 param.data = bucket.flat.placeholder(param)
                 param.__class__, param._zero_late = Awaited, self
-        self._pending[bucket] = start()
+        self._pending[bucket] = collectives.all_gather(
+            bucket.parameters, bucket.parameter_shard, group=self._group, of=bucket, async_op=True
+        )
         _under_way.add(self)
         if not hidden:  # somebody has a view, or a parameter a class of the user's
             self._arrive([bucket])
