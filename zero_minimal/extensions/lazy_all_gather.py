@@ -79,18 +79,23 @@ class Awaited(nn.Parameter):
                 return function(*args, **kwargs)
         late = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, Awaited)]
         for param in late:
-            _wait_for(param, and_neighbours=function in MOVABLE)
+            Awaited.arrive(param, and_neighbours=function in MOVABLE)  # it may be plain by now
         if not late:  # it lies where one cannot look
             wait_for_all()
         with _as_plain(late):
             return function(*args, **kwargs)
 
+    def arrive(self, and_neighbours: bool) -> None:
+        """Wait until it is here."""
+        if late := vars(self).get("_zero_late"):
+            late.wait(None if and_neighbours else self)
+
     def __deepcopy__(self, memo):
-        _wait_for(self, and_neighbours=True)
+        Awaited.arrive(self, and_neighbours=True)
         return self.__deepcopy__(memo)  # now of nn.Parameter
 
     def __reduce_ex__(self, protocol):
-        _wait_for(self, and_neighbours=True)
+        Awaited.arrive(self, and_neighbours=True)
         return self.__reduce_ex__(protocol)
 
 
@@ -116,7 +121,7 @@ class LazyAllGather:
         self._process = os.getpid()
         self._lock = threading.RLock()  # an evaluation may run on a thread of its own
         self._flats = {bucket.flat: bucket.parameters for bucket in stage.buckets}
-        self._holders = {flat: _holders(whole) for flat, whole in self._flats.items()}
+        self._holders = {flat: _holders(vector) for flat, vector in self._flats.items()}
         before = _Before(WeakHook(LazyAllGather._before_model, self),
                          WeakHook(LazyAllGather._before_compiled, self))
         stage.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -124,8 +129,8 @@ class LazyAllGather:
     def start(self, bucket: Bucket) -> None:
         """Start to gather the bucket; from here on its parameters are late."""
         if not self._pending:  # what is being sent would be counted, too
-            self._seen = {flat for flat, whole in self._flats.items()
-                          if _holders(whole) > self._holders[flat]}
+            self._seen = {flat for flat, vector in self._flats.items()
+                          if _holders(vector) > self._holders[flat]}
             if self._traced or _is_scripted(self._model):
                 self._seen = set(self._flats)
         hidden = bucket.flat not in self._seen and all(
@@ -142,13 +147,9 @@ class LazyAllGather:
         if not hidden:  # somebody has a view, or a parameter a class of the user's
             self._arrive([bucket])
 
-    def wait(self) -> None:
-        """Until all of it is here."""
-        self._arrive(list(self._pending))
-
-    def wait_for(self, param: nn.Parameter) -> None:
-        """Until this parameter is here."""
-        self._arrive(self._buckets_of.get(param, list(self._pending)))  # of another: it was swapped
+    def wait(self, param: nn.Parameter | None = None) -> None:
+        """Until this parameter is here; None, or one that was swapped for another: until all is."""
+        self._arrive(self._buckets_of.get(param, list(self._pending)))
 
     def _arrive(self, buckets: list[Bucket]) -> None:
         with self._lock:
@@ -245,14 +246,6 @@ def wait_for_all() -> None:
 
 
 joining.before_the_end(wait_for_all)  # the other ranks still need what this one sends
-
-
-def _wait_for(param: Awaited, and_neighbours: bool) -> None:
-    late = vars(param).get("_zero_late")
-    if late is not None and and_neighbours:
-        late.wait()
-    elif late is not None:
-        late.wait_for(param)
 
 
 @contextlib.contextmanager
