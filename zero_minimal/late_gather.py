@@ -14,7 +14,7 @@ PyTorch, C++ extensions and CUDA graphs say, needs `zero.gathering.wait()` befor
 
 import torch
 
-from zero_minimal.core import collectives, optimizers, replicas
+from zero_minimal.core import optimizers, replicas
 from zero_minimal.extensions.lazy_all_gather import LazyAllGather
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
@@ -32,28 +32,16 @@ class Late:
     def step(self) -> None:
         """Update this rank's shards, and start to gather everybody's: what forward needs first
         leaves first."""
+        self.gathering.wait()  # what no forward has used since the last step
         self.reduced_gradients()
         # before the parameters: messages to a rank arrive in the order in which they were sent
         replicas.broadcast_statistics(self.model, self.group)
         for bucket in reversed(self.buckets):  # backward completes the last layers first
             optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)
-            self.gathering.send(bucket, lambda bucket=bucket: collectives.all_gather(
-                bucket.parameters, bucket.parameter_shard, group=self.group, of=bucket,
-                async_op=True,
-            ))
+            self.gathering.start(bucket)
         self.reducer.spent = True
 
     # whoever uses more than a module at a time waits for all
-
-    def reduced_gradients(self) -> list[torch.Tensor]:
-        """What the update reads: this rank's shard of each bucket's average, [padded / N]."""
-        self.gathering.wait()  # what no forward has used since the last step
-        return super().reduced_gradients()
-
-    def state_dict(self) -> dict:
-        """This rank's training state, for a restart with the same number of ranks."""
-        self.gathering.wait()
-        return super().state_dict()
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""

@@ -563,7 +563,7 @@ class Starts:
             """Torch's own collectives, where the learner calls them."""
 
             def hear(self, function, args):
-                if not collectives.inside_collective() and function.namespace == "c10d":
+                if not collectives.at_work() and function.namespace == "c10d":
                     for tensor in tensors_in(args[:2]):
                         if tensor.numel():
                             starts.note(tensor, function.__name__.split(".")[0].strip("_"))

@@ -12,6 +12,7 @@ from torch import nn
 
 from zero_minimal.core import layout, optimizers, precision, units
 from zero_minimal.core.loss_scaler import LossScaler
+from zero_minimal.guards import refused_models
 from zero_minimal.guards.outputs import tensors_in
 
 # ------------------------------------------------------------------------------------------------------------ layout
@@ -89,7 +90,7 @@ def test_a_size_that_cannot_be_cut_is_refused():
 def test_bucket_bytes_makes_sense():
     for wrong in (0, -1):
         with pytest.raises(ValueError, match="bucket_bytes"):
-            layout.pack(some_parameters(), [], 2, wrong)
+            refused_models.refuse_bucket_bytes(nn.Linear(2, 2), None, None, wrong)
 
 
 # --------------------------------------------------------------------------------------------------------- precision

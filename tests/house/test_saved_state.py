@@ -117,7 +117,7 @@ def slow(folder):
     """The file system takes its time: what is written must be the state of the moment of the call all the same."""
     from zero_minimal.checkpoint import resharding
 
-    gate, write = threading.Event(), resharding.PieceSaver.resolve_data
+    gate, write = threading.Event(), resharding.ChunkSaver.resolve_data
     order = []
 
     def late(self, item):
@@ -125,7 +125,7 @@ def slow(folder):
         order.append(item.index.fqn)
         return write(self, item)
 
-    resharding.PieceSaver.resolve_data = late
+    resharding.ChunkSaver.resolve_data = late
     run = Training(2, torch.float32, 0)
     run.step()
     before = toys.whole_parameters(run.zero)

@@ -165,7 +165,7 @@ def after_failures(folder):
 
     from zero_minimal.checkpoint import resharding
 
-    zero, begin, read, found = wrapped(), dcp.async_save, resharding.PieceSaver.resolve_data, []
+    zero, begin, read, found = wrapped(), dcp.async_save, resharding.ChunkSaver.resolve_data, []
 
     def no_thread(*_, **__):
         raise RuntimeError("can't start new thread")
@@ -178,11 +178,11 @@ def after_failures(folder):
     dcp.async_save = begin
     toys.step_of(zero, 0)  # does not wait for it
     for call in (saved_state.save, saved_state.load):
-        resharding.PieceSaver.resolve_data = full
+        resharding.ChunkSaver.resolve_data = full
         failed = saved_state.async_save(zero, folder, step=1 if call is saved_state.save else None)
         while not failed.done:
             pass
-        resharding.PieceSaver.resolve_data = read
+        resharding.ChunkSaver.resolve_data = read
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             call(zero, folder)

@@ -190,7 +190,7 @@ def test_leaves_the_collectives_as_they_were():
     with pytest.raises(ZeroDivisionError), TrafficMeter(), collectives.heard_by(lambda *word: heard.append(word)):
         with pytest.raises(ValueError, match="36 elements are not"):
             collectives.reduce_scatter(torch.ones(5), torch.ones(36))
-        assert not collectives.inside_collective()
+        assert not collectives.at_work()
         assert [moment for moment, _ in heard] == ["start"]
         raise ZeroDivisionError
     collectives.all_reduce(torch.ones(2))

@@ -64,10 +64,10 @@ def newest_good(folder: Path, group: dist.ProcessGroup | None = None) -> Content
 
 
 def read_alone(contents: Contents, wanted: list[LocalChunk]) -> None:
-    """Fill the pieces, in one process without ranks."""
-    from zero_minimal.checkpoint.resharding import PieceLoader, Reader
+    """Fill the chunks, in one process without ranks."""
+    from zero_minimal.checkpoint.resharding import ChunkLoader, Reader
 
-    reader, planner = Reader(contents), PieceLoader(wanted)
+    reader, planner = Reader(contents), ChunkLoader(wanted)
     planner.set_up_planner({}, reader.read_metadata())
     reader.read_data(planner.create_local_plan(), planner)
 
@@ -150,7 +150,7 @@ def in_short(names: list[str]) -> str:
 
 
 def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[LocalChunk]]:
-    """A state for stage.load_state_dict(), in new memory, and the pieces of it that are to be
+    """A state for stage.load_state_dict(), in new memory, and the chunks of it that are to be
     read."""
     stage, wanted = holding.stage, []
     state = stage.state_dict()
@@ -174,7 +174,7 @@ def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[LocalChunk
     whole = state["frozen"] | {name: state["buffers"][here[buffer]] for name, buffer in buffers}
     for name, own in whole.items():
         kind, place = _kind(name, contents), holding.places.get(name)
-        wanted += local_chunks.whole_piece(kind, name, own, place)
+        wanted += local_chunks.chunks_of_whole(kind, name, own, place)
     state["optimizer"] = optimizer_state(
         {number: own for number, own in of_number.items() if own}, contents, state["optimizer"])
     return state, wanted
@@ -240,7 +240,7 @@ def plain_to_fill(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, contents: Contents
 ) -> tuple[dict | None, dict[str, torch.Tensor], list[LocalChunk]]:
     """For a model and an optimizer without a stage: what optimizer.load_state_dict() takes, new
-    buffers, and the pieces of both and of the parameters that are to be read."""
+    buffers, and the chunks of both and of the parameters that are to be read."""
     named = dict(model.named_parameters())
     tensors = [("model", name, param.data) for name, param in named.items()]
     buffers = {name: in_own_memory(buffer)
@@ -261,7 +261,7 @@ def plain_to_fill(
             if own:
                 of_number[number] = own
         state = optimizer_state(of_number, contents, optimizer.state_dict())
-    wanted = [piece for entry in tensors for piece in local_chunks.whole_piece(*entry)]
+    wanted = [local for entry in tensors for local in local_chunks.chunks_of_whole(*entry)]
     return state, buffers, wanted
 
 

@@ -35,11 +35,11 @@ class LocalChunk:
 
 class FetchedChunk:
     """A chunk that is on the rank's host (offloaded_state.py), and comes when it is to be written.
-    Used like a LocalChunk. `fetched`: the pieces of its bucket and kind, here()."""
+    Used like a LocalChunk. `fetched`: the chunks of its bucket and kind, here()."""
 
-    def __init__(self, piece: LocalChunk, number: int, fetched: "Fetched"):
+    def __init__(self, local: LocalChunk, number: int, fetched: "Fetched"):
         self.name, self.shape, self.chunk, self.bucket = (
-            piece.name, piece.shape, piece.chunk, piece.bucket)
+            local.name, local.shape, local.chunk, local.bucket)
         self.number, self.fetched = number, fetched
 
     @property
@@ -48,20 +48,20 @@ class FetchedChunk:
 
 
 class Fetched:
-    """What a bucket's host has of a kind, cut into pieces. `latest` are the ones that are here, two
-    at most: pieces are written one after the other, so no more of the state is ever on the rank."""
+    """What a bucket's host has of a kind, cut into chunks. `latest` are the ones that are here, two
+    at most: chunks are written one after the other, so no more of the state is ever on the rank."""
 
     def __init__(self, bucket: Bucket, name: str | None, cut: Callable, latest: deque["Fetched"]):
         self.bucket, self.name, self.cut, self.latest = bucket, name, cut, latest
-        self._pieces: list[LocalChunk] | None = None
+        self._chunks: list[LocalChunk] | None = None
 
     def here(self) -> list[LocalChunk]:
-        if self._pieces is None:
+        if self._chunks is None:
             if len(self.latest) == 2:
-                self.latest.popleft()._pieces = None
-            self._pieces = self.cut(self.bucket.away.fetch(self.name))
+                self.latest.popleft()._chunks = None
+            self._chunks = self.cut(self.bucket.away.fetch(self.name))
             self.latest.append(self)
-        return self._pieces
+        return self._chunks
 
 
 @dataclass
@@ -100,11 +100,11 @@ def holding_of(zero) -> Holding:
     return Holding(zero, group=zero.group, data_rank=zero.rank)
 
 
-def pieces_of(
+def chunks_of_stretch(
     kind: str, name: str, shape: tuple[int, ...], begin: int, stretch: torch.Tensor,
     place: Place | None = None, bucket: Bucket | None = None,
 ) -> Iterator[LocalChunk]:
-    """The pieces of a tensor of which this rank has `stretch`: flat, from element `begin` on."""
+    """The chunks of a tensor of which this rank has `stretch`: flat, from element `begin` on."""
     for chunk in chunks(shape, begin, begin + stretch.numel()):
         own, stretch = stretch[: chunk.numel].view(chunk.sizes), stretch[chunk.numel :]
         if place is None:
@@ -115,10 +115,10 @@ def pieces_of(
             yield LocalChunk(f"{kind}/{name}", place.shape, whole, own.narrow(*rows), bucket)
 
 
-def whole_piece(
+def chunks_of_whole(
     kind: str, name: str, tensor: torch.Tensor, place: Place | None = None
 ) -> Iterator[LocalChunk]:
-    """The pieces of a tensor that this rank has whole, or of its part of one that is cut."""
+    """The chunks of a tensor that this rank has whole, or of its part of one that is cut."""
     if tensor.numel():
         tensor = tensor.detach() if tensor.ndim else tensor.detach().view(1)
         chunk = Chunk(tuple(0 for _ in tensor.shape), tuple(tensor.shape))
@@ -130,14 +130,14 @@ def whole_piece(
 
 
 def parameter_of(name: str) -> str:
-    """Whose piece it is: "optimizer/exp_avg/norm.weight" → "norm.weight"."""
+    """Whose chunk it is: "optimizer/exp_avg/norm.weight" → "norm.weight"."""
     return name.split("/", 2)[2] if name.startswith("optimizer/") else name.split("/", 1)[1]
 
 
 def in_bucket(
     holding: Holding, bucket: Bucket, kind: str, held: torch.Tensor
 ) -> Iterator[LocalChunk]:
-    """The pieces in `held`: a bucket, [padded], or this rank's shard of one, [padded / N]."""
+    """The chunks in `held`: a bucket, [padded], or this rank's shard of one, [padded / N]."""
     is_shard = held.numel() < bucket.padded
     start = bucket.start + (holding.stage.rank * held.numel() if is_shard else 0)  # in the flat
     for param in bucket.params:
@@ -146,7 +146,7 @@ def in_bucket(
         high = min(start + held.numel(), offset + param.numel())
         if low < high:
             name = holding.names[param]
-            yield from pieces_of(
+            yield from chunks_of_stretch(
                 kind, name, tuple(param.shape), low - offset, held[low - start : high - start],
                 holding.places.get(name), bucket if bucket.trained else None,
             )
@@ -155,7 +155,7 @@ def in_bucket(
 def to_save(holding: Holding) -> list[LocalChunk]:
     """All that this rank writes, in the order in which step() updates it. Views of the state, so
     nothing is copied; but buffers are, which a forward pass may change."""
-    stage, pieces, latest = holding.stage, [], deque()
+    stage, found, latest = holding.stage, [], deque()
     for bucket in stage.all_buckets:
         own = bucket.master.data if bucket.trained else bucket.parameter_shard
         tensors = {"model": own, **_of_elements(stage, bucket)}
@@ -164,18 +164,18 @@ def to_save(holding: Holding) -> list[LocalChunk]:
             if bucket.away is not None:
                 name = kind.split("/")[1] if "/" in kind else None
                 fetched = Fetched(bucket, name, cut, latest)
-                pieces += [FetchedChunk(piece, number, fetched)
-                           for number, piece in enumerate(cut(tensor))]
+                found += [FetchedChunk(local, number, fetched)
+                          for number, local in enumerate(cut(tensor))]
                 continue
             if tensor.numel() == bucket.padded:  # stage 0 has all of it: each rank writes a part
                 tensor = bucket.shard(tensor, stage.rank)
-            pieces += cut(tensor)
+            found += cut(tensor)
     whole = [("model", name, param.data) for name, param in in_no_bucket(stage).items()]
     whole += [("buffer", name, buffer.clone()) for name, buffer in persistent_buffers(stage.model)]
     for number, (kind, name, tensor) in enumerate(whole):
         if number % stage.world_size == stage.rank:  # alike on all ranks: they take turns
-            pieces += whole_piece(kind, name, tensor, holding.places.get(name))
-    return [piece for piece in pieces if holding.saves(parameter_of(piece.name))]
+            found += chunks_of_whole(kind, name, tensor, holding.places.get(name))
+    return [local for local in found if holding.saves(parameter_of(local.name))]
 
 
 def _cut(holding: Holding, bucket: Bucket, kind: str, held: torch.Tensor) -> list[LocalChunk]:

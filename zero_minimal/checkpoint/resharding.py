@@ -1,4 +1,4 @@
-"""Resharding: pieces go to files and come back, through torch.distributed.checkpoint (DCP).
+"""Resharding: chunks go to files and come back, through torch.distributed.checkpoint (DCP).
 
     to save     each rank says which chunks it has, rank 0 sees that together they are whole, each
                 rank writes its own, and rank 0 writes down where each of them lies
@@ -32,23 +32,23 @@ from zero_minimal.checkpoint.state_folder import Contents
 from zero_minimal.core.layout import same_storage
 
 
-class PieceSaver(planner.SavePlanner):
-    """What of a rank's pieces to write: all of them.
+class ChunkSaver(planner.SavePlanner):
+    """What of a rank's chunks to write: all of them.
 
     own: what of the facts differs from rank to rank; the facts of the checkpoint will have it in a
         list, "ranks_own".
     """
 
-    def __init__(self, pieces: list[LocalChunk], own: dict):
-        self.pieces, self.own = pieces, own
-        self.last_of = {piece.bucket: number for number, piece in enumerate(pieces)}
+    def __init__(self, chunks: list[LocalChunk], own: dict):
+        self.chunks, self.own = chunks, own
+        self.last_of = {local.bucket: number for number, local in enumerate(chunks)}
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
         pass
 
     def create_local_plan(self) -> planner.SavePlan:
-        # to rank 0 go a few numbers a piece: DCP's own items take longer to send than to write
-        sizes = [(piece.name, piece.shape, piece.chunk.numel) for piece in self.pieces]
+        # to rank 0 go a few numbers a chunk: DCP's own items take longer to send than to write
+        sizes = [(local.name, local.shape, local.chunk.numel) for local in self.chunks]
         return planner.SavePlan([], planner_data=(sizes, self.own))
 
     def create_global_plan(self, all_plans):  # on rank 0
@@ -63,26 +63,26 @@ class PieceSaver(planner.SavePlanner):
         return [planner.SavePlan([]) for _ in all_plans], metadata.Metadata({}, ranks_own)
 
     def finish_plan(self, new_plan):
-        """With an item for each piece again: its number stands in the index."""
+        """With an item for each chunk again: its number stands in the index."""
         kind = planner.WriteItemType.SHARD
-        items = [planner.WriteItem(metadata.MetadataIndex(piece.name, index=number), kind)
-                 for number, piece in enumerate(self.pieces)]
+        items = [planner.WriteItem(metadata.MetadataIndex(local.name, index=number), kind)
+                 for number, local in enumerate(self.chunks)]
         return planner.SavePlan(items, new_plan.storage_data)
 
     def resolve_data(self, write_item) -> torch.Tensor:
-        return self.pieces[write_item.index.index].tensor
+        return self.chunks[write_item.index.index].tensor
 
     def written(self, write_item) -> LocalChunk:
-        """Its bytes have left. After the last piece of a bucket step() may change the bucket."""
+        """Its bytes have left. After the last chunk of a bucket step() may change the bucket."""
         number = write_item.index.index
-        piece = self.pieces[number]
-        if piece.bucket is not None and self.last_of[piece.bucket] == number:
-            piece.bucket.leaving.set()
-        return piece
+        local = self.chunks[number]
+        if local.bucket is not None and self.last_of[local.bucket] == number:
+            local.bucket.leaving.set()
+        return local
 
 
 class Writer(storage.StorageWriter, AsyncStager):
-    """Writes pieces into a file of each rank, one after the other, and the contents on rank 0.
+    """Writes chunks into a file of each rank, one after the other, and the contents on rank 0.
 
     Args:
         folder: of all checkpoints. facts: for the contents; its step may be None, which is one
@@ -125,11 +125,11 @@ class Writer(storage.StorageWriter, AsyncStager):
                     block = held[start : start + state_folder.BLOCK]
                     checksums.append((len(block), zlib.crc32(block)))
                     stream.write(block)
-                for piece in map(planner.written, items):
-                    described = piece.name, piece.shape, as_json.name_of(piece.tensor.dtype)
-                    chunk = piece.chunk
+                for local in map(planner.written, items):
+                    described = local.name, local.shape, as_json.name_of(local.tensor.dtype)
+                    chunk = local.chunk
                     chunks.append((described, chunk.offsets, chunk.sizes, file.name, place))
-                    place += piece.tensor.nbytes
+                    place += local.tensor.nbytes
             state_folder.sync(stream)
         done = Future()
         done.set_result((file.name, checksums, chunks))
@@ -152,7 +152,7 @@ class Writer(storage.StorageWriter, AsyncStager):
         return True
 
 
-def _side_by_side(items: list, planner: PieceSaver) -> Iterator[tuple[list, torch.Tensor]]:
+def _side_by_side(items: list, planner: ChunkSaver) -> Iterator[tuple[list, torch.Tensor]]:
     """Items that follow each other in memory, too, and all they hold, flat: to write them at once
     takes less of the time that training needs."""
     together, first, elements = [], None, 0
@@ -175,11 +175,11 @@ def _follows(tensor: torch.Tensor, first: torch.Tensor, elements: int) -> bool:
     return is_next and tensor.dtype == first.dtype and same_storage(tensor, first)
 
 
-class PieceLoader(planner.LoadPlanner):
-    """What to read for a rank's pieces: the chunks that overlap with them."""
+class ChunkLoader(planner.LoadPlanner):
+    """What to read for a rank's chunks: the saved ones that overlap with them."""
 
-    def __init__(self, pieces: list[LocalChunk]):
-        self.pieces = {_index(piece): piece for piece in pieces}
+    def __init__(self, chunks: list[LocalChunk]):
+        self.chunks = {_index(local): local for local in chunks}
         self.described = None
 
     def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
@@ -187,14 +187,14 @@ class PieceLoader(planner.LoadPlanner):
 
     def create_local_plan(self) -> planner.LoadPlan:
         items = []
-        for index, piece in self.pieces.items():
+        for index, local in self.chunks.items():
             overlaps = create_read_items_for_chunk_list(
-                index.fqn, self.described[index.fqn], [_chunk(piece)]
+                index.fqn, self.described[index.fqn], [_chunk(local)]
             )
             found = sum(item.lengths.numel() for item in overlaps)
-            if found != piece.chunk.numel:
+            if found != local.chunk.numel:
                 raise ValueError(f"{index.fqn} is not whole in this checkpoint: of a chunk of "
-                                 f"{piece.chunk.numel} elements it has {found}")
+                                 f"{local.chunk.numel} elements it has {found}")
             items += overlaps
         return planner.LoadPlan(items)
 
@@ -208,8 +208,8 @@ class PieceLoader(planner.LoadPlanner):
         raise NotImplementedError("a checkpoint holds tensors, and JSON")
 
     def resolve_tensor(self, read_item) -> torch.Tensor:
-        """Where an overlap is to go: a view of a piece."""
-        tensor = self.pieces[read_item.dest_index].tensor
+        """Where an overlap is to go: a view of a chunk."""
+        tensor = self.chunks[read_item.dest_index].tensor
         for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths,
                                                 strict=True)):
             tensor = tensor.narrow(dim, start, size)
@@ -280,11 +280,11 @@ def _read(file: Path, offset: int, sizes: list, dtype: torch.dtype, item) -> tor
     return part
 
 
-def _index(piece: LocalChunk) -> metadata.MetadataIndex:
-    return metadata.MetadataIndex(piece.name, piece.chunk.offsets)
+def _index(local: LocalChunk) -> metadata.MetadataIndex:
+    return metadata.MetadataIndex(local.name, local.chunk.offsets)
 
 
-def _chunk(piece: LocalChunk) -> metadata.ChunkStorageMetadata:
+def _chunk(local: LocalChunk) -> metadata.ChunkStorageMetadata:
     """What DCP calls a chunk."""
-    offsets, sizes = torch.Size(piece.chunk.offsets), torch.Size(piece.chunk.sizes)
+    offsets, sizes = torch.Size(local.chunk.offsets), torch.Size(local.chunk.sizes)
     return metadata.ChunkStorageMetadata(offsets, sizes)

@@ -81,7 +81,7 @@ def load(zero, folder: str | Path):
     """
     from torch.distributed import checkpoint as dcp
 
-    from zero_minimal.checkpoint.resharding import PieceLoader, Reader
+    from zero_minimal.checkpoint.resharding import ChunkLoader, Reader
 
     saving.finish_earlier()
     holding = local_chunks.holding_of(zero)
@@ -90,7 +90,7 @@ def load(zero, folder: str | Path):
     contents = loading.newest_good(Path(folder).absolute(), group)
     loading.check(contents.facts, local_chunks.facts_of(holding))
     state, wanted = loading.to_fill(holding, contents)
-    asked = dict(storage_reader=Reader(contents), planner=PieceLoader(wanted), process_group=group)
+    asked = dict(storage_reader=Reader(contents), planner=ChunkLoader(wanted), process_group=group)
     try:
         dcp.load({}, **asked)
     except dcp.CheckpointException as error:  # no Exception: `except Exception` would miss it

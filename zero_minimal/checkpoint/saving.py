@@ -70,7 +70,7 @@ def first_of(error: BaseException) -> tuple[int, BaseException]:
 def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: bool) -> Saving:
     """Begin to write a checkpoint; all ranks must call it. Unless `meanwhile`, it is done when this
     returns, or has failed. One that is still being written is waited for first."""
-    from zero_minimal.checkpoint.resharding import PieceSaver, Writer
+    from zero_minimal.checkpoint.resharding import ChunkSaver, Writer
 
     _check_numbers(step, keep)
     holding = local_chunks.holding_of(zero)
@@ -88,9 +88,9 @@ def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: boo
            "random": as_json.encoded(random_state.random_state())}
     to_save = local_chunks.to_save(holding)
     writer = Writer(folder.absolute(), facts, keep)  # the current directory may change
-    asked = dict(storage_writer=writer, planner=PieceSaver(to_save, own),
+    asked = dict(storage_writer=writer, planner=ChunkSaver(to_save, own),
                  process_group=group_to_save(holding.group))
-    leaving = {piece.bucket for piece in to_save}  # of others nothing but padding lies here
+    leaving = {local.bucket for local in to_save}  # of others nothing but padding lies here
     future = _begin(asked, [bucket for bucket in buckets if bucket in leaving], meanwhile)
     _under_way.append(saving := Saving(future, writer))
     return saving
@@ -152,10 +152,10 @@ def meet(to_do: str, group: dist.ProcessGroup | None, number: int = 0) -> list[i
 def write_alone(
     folder: Path, facts: dict, to_save: list[local_chunks.LocalChunk], keep: int
 ) -> Path:
-    """A checkpoint of these pieces, written by one process without ranks. Returns its path."""
-    from zero_minimal.checkpoint.resharding import PieceSaver, Writer
+    """A checkpoint of these chunks, written by one process without ranks. Returns its path."""
+    from zero_minimal.checkpoint.resharding import ChunkSaver, Writer
 
-    saver, writer = PieceSaver(to_save, {}), Writer(folder, facts, keep)
+    saver, writer = ChunkSaver(to_save, {}), Writer(folder, facts, keep)
     plans, contents = saver.create_global_plan([saver.create_local_plan()])
     plan = saver.finish_plan(*writer.prepare_global_plan(plans))
     try:

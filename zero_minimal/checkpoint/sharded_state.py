@@ -67,8 +67,8 @@ def load_state_dict(stage, state: dict) -> None:
         param.copy_(state["frozen"][name])
     stage.reducer.loads += 1  # by which ranks that have not loaded are told
     for bucket in stage.buckets:
-        whole = bucket.parameters.untyped_storage().nbytes() and bucket.parameters.numel()
-        if whole > bucket.parameter_shard.numel():
+        held = bucket.parameters.untyped_storage().nbytes() and bucket.parameters.numel()
+        if held > bucket.parameter_shard.numel():
             collectives.all_gather(
                 bucket.parameters, bucket.parameter_shard, group=stage.group, of=bucket.name
             )

@@ -33,21 +33,13 @@ import time
 import torch
 import torch.distributed as dist
 
+from zero_minimal.core.seams import tell
 from zero_minimal.core.sums import sum_in_rank_order
-from zero_minimal.core.work import (
-    Call,
-    Channel,
-    Work,
-    channel,
-    collective,
-    heard_by,
-    inside_collective,
-    other_ranks,
-)
+from zero_minimal.core.work import Call, Work, at_work, collective, heard_by, other_ranks
 
 __all__ = [
-    "Call", "Channel", "Work", "all_gather", "all_reduce", "broadcast", "free", "heard_by",
-    "inside_collective", "other_ranks", "reduce_scatter",
+    "Call", "Work", "all_gather", "all_reduce", "at_work", "broadcast", "free", "heard_by",
+    "other_ranks", "reduce_scatter",
 ]
 
 # torch 2.13 renamed both
@@ -120,7 +112,8 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Work:
     if dist.get_backend(group) != "gloo":
         return Work([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)])
     if op == "max":
-        channel().check()  # gloo's own would take a message of any other collective
+        # gloo's own would take a message of any other collective
+        tell("messages", "read", at_work())
         host = _on_host(tensor, group)
         work = dist.all_reduce(host, op=_OPS[op], group=group, async_op=True)
         return Work([work], lambda: tensor.copy_(host))
@@ -145,7 +138,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Work:
     host = _on_host(tensor, group).contiguous()
     as_bytes = host.view(-1).view(torch.uint8)
     source = dist.get_global_rank(group, root)
-    channel().check()
+    tell("messages", "read", at_work())
     work = dist.broadcast(as_bytes, source, group=group, async_op=True)
 
     def finish():
@@ -176,12 +169,13 @@ def _exchange(leaving: list, arriving: list, group) -> list:
     Receives are posted before sends, so that a message is written to its place as it comes.
     """
     # the group's own methods: what dist.isend and dist.irecv check besides costs time
-    tag, others = channel().opens(), other_ranks(group)
-    works = [group.recv([arriving[other]], other, tag) for other in reversed(others)]
+    call, others = at_work(), other_ranks(group)
+    tell("messages", "open", call)
+    works = [group.recv([arriving[other]], other, call.tag) for other in reversed(others)]
     if others and leaving[others[0]].nbytes >= LONG:
         time.sleep(NAP)
-    works += [group.send([leaving[other]], other, tag) for other in others]
-    channel().sent()
+    works += [group.send([leaving[other]], other, call.tag) for other in others]
+    tell("messages", "sent", call)
     return works
 
 

@@ -202,12 +202,8 @@ def pack(
         groups: the optimizer's. A parameter of no group is not trained: its bucket has
             group_index -1.
         padded_size: how long flats and buckets are.
-    Raises: ValueError if bucket_bytes is less than 1, TypeError if it is no number.
+    Raises: ValueError if padded_size gives too few, or what N shards cannot be cut from.
     """
-    if not isinstance(bucket_bytes, (int, float, type(None))):
-        raise TypeError(f"bucket_bytes is {bucket_bytes!r}: give a number of bytes, or None")
-    if bucket_bytes is not None and not 1 <= bucket_bytes < float("inf"):
-        raise ValueError(f"bucket_bytes is {bucket_bytes}: at least one byte is needed")
     group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
     position = {param: number for number, param in enumerate(reversed(list(params)))}
     alike: dict = {}
@@ -230,14 +226,14 @@ def flatten(buckets: list[Bucket]) -> None:
     """Move the parameters into their flats, which frees their own memory, and set `parameters` of
     each bucket to its stretch of that."""
     for flat in dict.fromkeys(bucket.flat for bucket in buckets):
-        whole = flat.zeros()
+        vector = flat.zeros()  # [size]
         for param in flat.offsets:
-            view = flat.view(whole, param)
+            view = flat.view(vector, param)
             view.copy_(param.data)
             param.data = view
         for bucket in buckets:
             if bucket.flat is flat:
-                bucket.parameters = whole[bucket.start : bucket.start + bucket.padded]
+                bucket.parameters = vector[bucket.start : bucket.start + bucket.padded]
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

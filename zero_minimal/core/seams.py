@@ -11,7 +11,7 @@ does, and knows nobody who listens:
     stage 3     units_followed, unit_called, unit_begins, unit_turn, unit_turned, unit_is_whole,
                 part_returned, unit_ends, unit_returned, backward_at_unit, left_behind,
                 parameter_released, parameter_restored
-    messages    collective
+    messages    collective, messages
 
 Who listens is named in zero_minimal/__init__.py, and imported before the first moment is told.
 """

@@ -45,15 +45,15 @@ def set_up(
             optimizers do. Stage 1, which introduces them, names them.
     Raises: what layout.pack raises, and whatever zero_minimal/guards refuses.
     """
-    tell("model_given", model, group, units)
+    tell("model_given", model, group, units, bucket_bytes)
     groups = parameter_groups(model, param_groups)
     tell("optimizer_given", optimizer_class, optimizer_options, groups)
     stage.model, stage.group = model, group
     stage.rank, stage.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     # without units= the whole model is a single one, which bucket_bytes cuts into buckets
-    whole = SimpleNamespace(name="", module=model, params=trained(model, groups), buckets=[])
-    parts = units or [whole]
+    single = SimpleNamespace(name="", module=model, params=trained(model, groups), buckets=[])
+    parts = units or [single]
     _plan_buckets(stage, parts, groups, None if units else bucket_bytes, padded_size)
     tell("buckets_planned", stage, parts, optimizer_class, [optimizer_options, *groups])
     try:

@@ -40,11 +40,5 @@ class WeakHook:
             return self.left(*given)
         return self.function(*owners, *given)
 
-    @property
-    def __name__(self):  # torch.jit.script asks a hook for it
-        raise AttributeError("torch.jit.script cannot compile the hooks that tie a model to its "
-                             "stage: build the model anew, let it load_state_dict() the weights "
-                             "(at stage 3 under `with zero.gather_parameters():`), and script that")
-
     def __reduce__(self):  # for copies, and for pickle
         return WeakHook, ()

@@ -11,27 +11,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from zero_minimal.core import seams
-
-
-class Channel:
-    """What goes along with the data of a collective: nothing, unless a listener gives the Call
-    another one."""
-
-    def opens(self) -> int:
-        """Before messages can arrive. Returns their tag."""
-        return 0
-
-    def sent(self) -> None:
-        """This rank's data has left."""
-
-    def check(self) -> None:
-        """Before the others' data is read."""
 
 
 @dataclass(eq=False)
@@ -43,7 +28,8 @@ class Call:
     group: dist.ProcessGroup
     of: object  # names what is sent
     travels: bool = True  # a listener may say that nothing is sent: in a simulation
-    channel: Channel = field(default_factory=Channel)
+    tag: int = 0  # of its messages; a listener may choose another
+    note: object = None  # what a listener sends along
 
     @property
     def bytes(self) -> int:
@@ -80,7 +66,7 @@ class Work:
             self._wait_for_earlier_ones()
         seams.tell("collective", "wait", self.call)
         with _AtWorkIn(self.call):
-            self.call.channel.check()
+            seams.tell("messages", "read", self.call)
             self._finish()
         seams.tell("collective", "end", self.call)
         self.call = None
@@ -170,14 +156,10 @@ class _AtWorkIn:
         _thread.call = self.before
 
 
-def inside_collective() -> bool:
-    """Whether this thread is at work in a collective, or in the wait() of one."""
-    return _thread.call is not None
-
-
-def channel() -> Channel:
-    """That of the collective at work, also for what it is made of."""
-    return _thread.call.channel
+def at_work() -> Call | None:
+    """The collective that this thread starts, or waits for; of one that is made of others the
+    outer one."""
+    return _thread.call
 
 
 def other_ranks(group: dist.ProcessGroup) -> list[int]:

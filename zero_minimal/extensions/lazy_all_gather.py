@@ -1,7 +1,7 @@
 """Lazy all-gather: parameters that are still being gathered when step() has returned
 (late_gather.py).
 
-    step()      update, send ──► bucket 3, 2, 1, 0
+    step()      update, start ─► bucket 3, 2, 1, 0
     forward     a module uses its parameters: are they here? Wait for their buckets, then compute
 
 Whoever reads a parameter before its bucket is here would get some ranks' new values and others' old
@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from zero_minimal.core import seams
+from zero_minimal.core import collectives, seams
 from zero_minimal.core.layout import Bucket, same_storage
 from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards import reads_of_freed_parameters
@@ -79,18 +79,23 @@ class Awaited(nn.Parameter):
                 return function(*args, **kwargs)
         late = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, Awaited)]
         for param in late:
-            _wait_for(param, and_neighbours=function in MOVABLE)
+            Awaited.arrive(param, and_neighbours=function in MOVABLE)  # it may be plain by now
         if not late:  # it lies where one cannot look
             wait_for_all()
         with _as_plain(late):
             return function(*args, **kwargs)
 
+    def arrive(self, and_neighbours: bool) -> None:
+        """Wait until it is here."""
+        if late := vars(self).get("_zero_late"):
+            late.wait(None if and_neighbours else self)
+
     def __deepcopy__(self, memo):
-        _wait_for(self, and_neighbours=True)
+        Awaited.arrive(self, and_neighbours=True)
         return self.__deepcopy__(memo)  # now of nn.Parameter
 
     def __reduce_ex__(self, protocol):
-        _wait_for(self, and_neighbours=True)
+        Awaited.arrive(self, and_neighbours=True)
         return self.__reduce_ex__(protocol)
 
 
@@ -104,31 +109,28 @@ class LazyAllGather:
     """What a stage's step() has sent, and nobody has needed yet."""
 
     def __init__(self, stage):
+        self._model, self._group = stage.model, stage.group
         self._pending: dict = {}  # bucket: its all-gather, in the order in which they were sent
         self._params: dict[nn.Parameter, torch.Tensor] = {}  # each that is late: its own memory
         # Awaited all the same, since a neighbour is late (in a list they would be compared)
         self._here: dict[nn.Parameter, None] = {}
-        self._buckets_of: dict[nn.Parameter, list[Bucket]] = {}
-        for bucket in stage.buckets:
-            for param in bucket.params:
-                self._buckets_of.setdefault(param, []).append(bucket)
+        self._buckets_of: dict[nn.Parameter, list[Bucket]] = stage.reducer.buckets_of
         self._seen: set = set()  # flats of which somebody has a view
         self._traced = False  # TorchScript has been made of the model, and somebody may keep it
         self._lost: BaseException | None = None  # what went wrong while it was waited for
         self._process = os.getpid()
         self._lock = threading.RLock()  # an evaluation may run on a thread of its own
         self._flats = {bucket.flat: bucket.parameters for bucket in stage.buckets}
-        self._holders = {flat: _holders(whole) for flat, whole in self._flats.items()}
-        self._model = stage.model
+        self._holders = {flat: _holders(vector) for flat, vector in self._flats.items()}
         before = _Before(WeakHook(LazyAllGather._before_model, self),
                          WeakHook(LazyAllGather._before_compiled, self))
         stage.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
-    def send(self, bucket: Bucket, start) -> None:
-        """start() begins to gather the bucket; from here on its parameters are late."""
+    def start(self, bucket: Bucket) -> None:
+        """Start to gather the bucket; from here on its parameters are late."""
         if not self._pending:  # what is being sent would be counted, too
-            self._seen = {flat for flat, whole in self._flats.items()
-                          if _holders(whole) > self._holders[flat]}
+            self._seen = {flat for flat, vector in self._flats.items()
+                          if _holders(vector) > self._holders[flat]}
             if self._traced or _is_scripted(self._model):
                 self._seen = set(self._flats)
         hidden = bucket.flat not in self._seen and all(
@@ -138,18 +140,16 @@ class LazyAllGather:
                 self._params[param] = param.data
                 param.data = bucket.flat.placeholder(param)
                 param.__class__, param._zero_late = Awaited, self
-        self._pending[bucket] = start()
+        self._pending[bucket] = collectives.all_gather(
+            bucket.parameters, bucket.parameter_shard, group=self._group, of=bucket, async_op=True
+        )
         _under_way.add(self)
         if not hidden:  # somebody has a view, or a parameter a class of the user's
             self._arrive([bucket])
 
-    def wait(self) -> None:
-        """Until all of it is here."""
-        self._arrive(list(self._pending))
-
-    def wait_for(self, param: nn.Parameter) -> None:
-        """Until this parameter is here."""
-        self._arrive(self._buckets_of.get(param, list(self._pending)))  # of another: it was swapped
+    def wait(self, param: nn.Parameter | None = None) -> None:
+        """Until this parameter is here; None, or one that was swapped for another: until all is."""
+        self._arrive(self._buckets_of.get(param, list(self._pending)))
 
     def _arrive(self, buckets: list[Bucket]) -> None:
         with self._lock:
@@ -246,14 +246,6 @@ def wait_for_all() -> None:
 
 
 joining.before_the_end(wait_for_all)  # the other ranks still need what this one sends
-
-
-def _wait_for(param: Awaited, and_neighbours: bool) -> None:
-    late = vars(param).get("_zero_late")
-    if late is not None and and_neighbours:
-        late.wait()
-    elif late is not None:
-        late.wait_for(param)
 
 
 @contextlib.contextmanager

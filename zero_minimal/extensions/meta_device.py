@@ -61,7 +61,7 @@ ADVICE = ("give it one that draws all it has, or the model a method initialise(m
 
 
 @seams.at("model_given")
-def check(model: nn.Module, group, units: list[Unit] | None) -> None:
+def check(model: nn.Module, group, units: list[Unit] | None, *_) -> None:
     """Raise ValueError for a model on the meta device if no stage 3 gathers it by units, or if one
     of its modules has values that nobody draws."""
     draw = drawers(model)

@@ -20,10 +20,10 @@ def take_over(model: nn.Module, group) -> None:
     if hasattr(stage, "units"):  # stage 3 has copied them
         return
     for bucket in getattr(stage, "buckets", ()):
-        whole = bucket.parameters.as_strided((bucket.flat.size,), (1,), 0)
+        vector = bucket.parameters.as_strided((bucket.flat.size,), (1,), 0)
         for param in bucket.params:
-            view = bucket.flat.view(whole, param)
+            view = bucket.flat.view(vector, param)
             alike = param.shape == view.shape and param.dtype == view.dtype
-            if alike and not same_storage(param, whole):
+            if alike and not same_storage(param, vector):
                 view.copy_(param.data)
                 param.data = view

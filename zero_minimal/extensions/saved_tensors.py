@@ -23,16 +23,16 @@ CHECKPOINT = "torch.utils.checkpoint"
 
 
 class SavedTensors:
-    """Calls whole(unit) before a saved tensor is read that lies in the memory of this unit, which
+    """Calls needed(unit) before a saved tensor is read that lies in the memory of this unit, which
     must hold the values then.
 
     units: with their buckets, whose memory stays the same during a forward, whatever its size is.
     """
 
-    def __init__(self, units: list, whole: Callable):
+    def __init__(self, units: list, needed: Callable):
         self._units = [weakref.ref(unit) for unit in units]  # a graph keeps no stage alive
         self._unit_at: dict[int, weakref.ref] = {}  # by the place of the storage
-        self._whole = whole
+        self._needed = needed
         self._begun: list[tuple] = []  # (depth of the call, the hooks that it runs under)
 
     def begin(self, depth: int) -> None:
@@ -81,7 +81,7 @@ class SavedTensors:
         if unit is not None:
             if unit() is None:
                 raise RuntimeError(f"backward() comes too late: {LEFT_BEHIND}")
-            self._whole(unit())
+            self._needed(unit())
         return tensor
 
 

@@ -1,7 +1,7 @@
 """Fingerprints: every collective says what it is, so that ranks that are not in the same one find
 out.
 
-Seam: collective, whose Call gets a channel of its own.
+Seams: collective, whose Call gets a tag and a note; messages; rank_ends.
 
 Messages between two ranks arrive in the order in which they were sent, whatever they mean. If one
 rank ran a batch more than the other, gradients would arrive as parameters, and training would go on
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.core import seams
-from zero_minimal.core.work import Call, Channel, other_ranks
+from zero_minimal.core.work import Call, other_ranks
 from zero_minimal.guards.bucket_names import in_words
 
 LENGTH = 256  # bytes of a note
@@ -57,10 +57,18 @@ def give_notes(moment: str, call: Call) -> None:
         what = f"{call.name} of {in_words(call.of)}" if call.of else call.name
         dtype = str(call.tensors[0].dtype)[6:]
         words = f"{what}, {call.bytes:,} bytes of {dtype}{getattr(call.of, 'values', '')}"
-        call.channel = FingerprintChannel(words, call.group)
+        call.note = Fingerprint(words, call.group)
+        call.tag = call.note.tag
 
 
-class FingerprintChannel(Channel):
+@seams.at("messages")
+def go_along(moment: str, call: Call) -> None:
+    """With the data of a collective its note opens, is sent, and is read."""
+    if call.note is not None:
+        getattr(call.note, moment)()
+
+
+class Fingerprint:
     """The notes of one collective: this rank's, and those of the others, which are awaited.
 
     They go out with the first data, not before: a collective that is refused for its arguments has
@@ -71,18 +79,17 @@ class FingerprintChannel(Channel):
         self.written = words.encode()[:LENGTH]
         self.words, self.group = _read(self.written), group
         self.tag = zlib.crc32(self.written) % TAG  # of the data; not hash(): salted in each process
-        self.own: torch.Tensor | None = None  # [LENGTH], from opens() on
+        self.own: torch.Tensor | None = None  # [LENGTH], from open() on
         self.arriving, self.leaving, self.has_left = {}, [], False
 
-    def opens(self) -> int:
-        """From here on the others' notes can arrive. Returns the tag of the data."""
+    def open(self) -> None:
+        """From here on the others' notes can arrive."""
         if self.own is None:
             self.own = _as_tensor(self.written)
             _open.setdefault(self.group, []).append(self)
             for other in other_ranks(self.group):
                 note = torch.empty_like(self.own)
                 self.arriving[other] = note, self.group.recv([note], other, TAG)
-        return self.tag
 
     def sent(self) -> None:
         """This rank's note goes out."""
@@ -92,14 +99,14 @@ class FingerprintChannel(Channel):
             self.leaving = [self.group.send([self.own], other, TAG)
                             for other in other_ranks(self.group)]
 
-    def check(self) -> None:
+    def read(self) -> None:
         """Wait for the others' notes. Raises: Mismatch if one says something else. A second call
         does nothing.
 
         Those of earlier collectives come first, waited for or not: a rank that disagreed in one of
         them has left, and never comes to this one.
         """
-        self.opens()
+        self.open()
         self.sent()
         line = _open[self.group]
         while self in line:

@@ -1,9 +1,10 @@
-"""A stage cannot be copied or pickled.
+"""A stage cannot be copied or pickled, nor its hooks be made TorchScript.
 
-Seam: the base class of the stages.
+Seams: the base class of the stages, and their hooks' class.
 """
 
 from zero_minimal.core.reducer import Hooks
+from zero_minimal.core.weak_hooks import WeakHook
 
 
 def refuse_copies(stage):
@@ -12,4 +13,14 @@ def refuse_copies(stage):
                     "`with zero.gather_parameters():`")
 
 
+def refuse_script(hook, attribute: str):
+    """Called for what a hook does not have. torch.jit.script asks for its name."""
+    if attribute != "__name__":
+        raise AttributeError(attribute)
+    raise AttributeError("torch.jit.script cannot compile the hooks that tie a model to its "
+                         "stage: build the model anew, let it load_state_dict() the weights "
+                         "(at stage 3 under `with zero.gather_parameters():`), and script that")
+
+
 Hooks.__reduce__ = refuse_copies
+WeakHook.__getattr__ = refuse_script

@@ -16,7 +16,7 @@ from zero_minimal.guards.trained_by import LEFT_BEHIND, Mark, trained_by
 
 
 @seams.at("model_given")
-def refuse_taken(model: nn.Module, group, units) -> None:
+def refuse_taken(model: nn.Module, group, *_) -> None:
     """Raises: TypeError if it is not a module; RuntimeError if there are no ranks, or this rank is
     none of the group's; ValueError for a model that has a stage already, or had one that took its
     parameters along."""

@@ -2,7 +2,8 @@
 
 Seams: model_given, groups_given, units_given, wrapped.
 Mistakes: two parameters over the same memory, a parameter that has no shape yet, one of another
-model, a wrapper that sends gradients itself, a model whose forward changes its parameters, …
+model, a wrapper that sends gradients itself, a model whose forward changes its parameters, a
+bucket_bytes that is no number of bytes, …
 """
 
 import itertools
@@ -29,6 +30,17 @@ def refuse_model(model: nn.Module, *_) -> None:
         _refuse_odd("buffer", name, buffer)
     _refuse_shared_memory(model)
     _refuse_max_norm(model)
+
+
+@seams.at("model_given")
+def refuse_bucket_bytes(model: nn.Module, group, units, bucket_bytes: int | None) -> None:
+    """Raises: ValueError if it is less than 1, TypeError if it is no number."""
+    if units or bucket_bytes is None:
+        return
+    if not isinstance(bucket_bytes, (int, float)):
+        raise TypeError(f"bucket_bytes is {bucket_bytes!r}: give a number of bytes, or None")
+    if not 1 <= bucket_bytes < float("inf"):
+        raise ValueError(f"bucket_bytes is {bucket_bytes}: at least one byte is needed")
 
 
 @seams.at("groups_given")

@@ -200,7 +200,7 @@ class Ledger(TorchDispatchMode):
             storage = self._look_at(tensor, str(operator))
             if isinstance(tensor, nn.Parameter):
                 self._meet(tensor, storage)
-        is_peers = operator.namespace in ("c10d", "fsdp") and not collectives.inside_collective()
+        is_peers = operator.namespace in ("c10d", "fsdp") and not collectives.at_work()
         if is_peers and not self._owners.buckets():
             self._claim([args, kwargs], "buffers", replacing=UNOWNED)  # flat copies that a peer communicates
         return result
@@ -255,7 +255,7 @@ class Ledger(TorchDispatchMode):
         storage.bytes = size
 
     def _phase(self) -> str:
-        if collectives.inside_collective():
+        if collectives.at_work():
             return "collective"
         if torch._C._current_graph_task_id() != -1:  # the autograd engine is at work, in this thread
             return "backward"

@@ -109,7 +109,7 @@ class TrafficMeter(TorchDispatchMode):
             return NotImplemented  # a DTensor: torch takes it apart, and comes back with the local tensors
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        if operator.namespace in ("c10d", "_c10d_functional") and not collectives.inside_collective():
+        if operator.namespace in ("c10d", "_c10d_functional") and not collectives.at_work():
             name = OPERATORS.get(operator.overloadpacket.__name__)
             if name:
                 payload = max(map(_bytes, [*args, *kwargs.values(), result]))  # the whole vector is the largest

@@ -120,8 +120,8 @@ def _words(frame: FrameType) -> str:
     code = frame.f_code
     if code.co_filename == work.__file__ and code.co_name == "wait":
         call = frame.f_locals["self"].call
-        return getattr(call.channel, "words", "") if call else ""
-    if code.co_filename == collective_fingerprint.__file__ and code.co_name == "check":
+        return getattr(call.note, "words", "") if call else ""
+    if code.co_filename == collective_fingerprint.__file__ and code.co_name == "read":
         return frame.f_locals["self"].words
     if code.co_filename not in SPEAKING:
         return ""

@@ -40,8 +40,8 @@ def weights(contents: Contents) -> dict[str, torch.Tensor]:
     for kind, described in (("model", facts["parameters"]), ("buffer", facts["buffers"])):
         for name, one in described.items():
             made[kind, name] = torch.zeros(one["shape"], dtype=as_json.dtype_of(one["dtype"]))
-    loading.read_alone(contents, [piece for (kind, name), tensor in made.items()
-                                  for piece in local_chunks.whole_piece(kind, name, tensor)])
+    loading.read_alone(contents, [local for (kind, name), tensor in made.items()
+                                  for local in local_chunks.chunks_of_whole(kind, name, tensor)])
     found = {name: tensor for (_, name), tensor in made.items()}
     return found | {name: found[first].clone() for name, first in facts["also"].items() if first in found}
 

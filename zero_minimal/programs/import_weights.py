@@ -80,7 +80,7 @@ def renamed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def described(tensor: torch.Tensor) -> dict:
-    """As pieces.facts_of() has it; and a checksum, which tells if two names are those of one weight."""
+    """As local_chunks.facts_of() has it; and a checksum, which tells if two names are those of one weight."""
     return {"shape": list(tensor.shape), "dtype": as_json.name_of(tensor.dtype), "group": None,
             "crc32": zlib.crc32(as_json.bytes_of(tensor))}
 
@@ -121,7 +121,8 @@ def take_over(path: Path, folder: Path, of_a_model: bool = False) -> dict[str, t
         "parameters": {name: described(tensor) for name, tensor in weights.items()},
         "also": {}, "buffers": {}, "optimizer": None, "groups": [], "numbers": {},
     }
-    to_save = [piece for name, tensor in weights.items() for piece in local_chunks.whole_piece("model", name, tensor)]
+    to_save = [local for name, tensor in weights.items()
+               for local in local_chunks.chunks_of_whole("model", name, tensor)]
     saving.write_alone(folder, facts, to_save, keep=1)
     return weights
 
