@@ -19,14 +19,14 @@ from types import CodeType, FrameType
 
 import torch
 
-from zero_minimal.core import collectives, work
+from zero_minimal.core import collectives, seams, work
 from zero_minimal.guards import collective_fingerprint
 from zero_minimal.notebook import attempt
 
 PROJECT = Path(collectives.__file__).parent.parent
 TORCH = Path(torch.__file__).parent
 # where these stand tells nobody anything
-PLUMBING = {collectives.__file__, work.__file__, collective_fingerprint.__file__}
+PLUMBING = {module.__file__ for module in (collectives, work, seams, collective_fingerprint)}
 # what stands here and does not compute, waits: for a store, a message, a collective
 SPEAKING = {str(TORCH / file) for file in ("distributed/distributed_c10d.py", "distributed/utils.py",
                                            "nn/parallel/distributed.py")}
