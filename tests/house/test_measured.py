@@ -48,6 +48,26 @@ SAYS = {
         "{by_bucket[32768 KiB]:.1f MB}",
         "With 4 micro-batches stage 1 sends {micro[0][sent]:.1f MB}, and stage 2 sends {micro[1][sent]:.1f MB}. Its "
         "highest moment is {micro[1][peak]:.1f MB} then"),
+    "04_parameters": (
+        *("| {rows[#][ranks]} | 3 | {rows[#][parameters]:.2f MB} | {rows[#][peak]:.1f MB} | {rows[#][sent]:.2f MB} |"
+          .replace("#", str(number)) for number in range(4)),
+        "6 blocks of {block:.2f MB} each, and a root of {root:.2f MB}. At stage 2 on 2 ranks its highest moment is "
+        "{stage_2[peak]:.1f MB}",
+        "{rows[1][at peak]:.2f MB}: the shards, {rows[1][parameters]:.2f MB}, and the root, the unit at work and the "
+        "next one: {whole:.2f MB}. In the first step it is less",
+        "It sends {rows[1][sent]:.2f MB}. When backward begins",
+        "There are {rows[1][gathers]}: two for each unit, but",
+        "By {falls:.1f MB}. At the highest moment there are {rows[1][at peak]:.2f MB} of parameters, only "
+        "{less:.2f MB} less than at stage 2", "memory rises from {kept[as one unit, by units=][0][peak]:.0f in MB} to "
+        "{kept[as one unit, by units=][6][peak]:.0f MB} while what is sent falls from "
+        "{kept[as one unit, by units=][0][sent]:.1f in MB} to {kept[as one unit, by units=][6][sent]:.1f MB}",
+        "Stage 2 is a point at {stage_2[sent]:.1f in MB} and {stage_2[peak]:.1f MB}",
+        "two blocks cost nothing: {kept[each a unit of its own][2][sent]:.2f MB} are sent, and the highest moment is "
+        "{kept[each a unit of its own][2][peak]:.1f MB} as before. With all six it is "
+        "{kept[each a unit of its own][6][peak]:.1f MB}",
+        "As one unit they need {kept[as one unit, by units=][6][peak]:.1f MB} then",
+        "on 4 ranks a rank keeps {rows[3][parameters]:.2f MB} of {rows[0][parameters]:.2f MB} of parameters, has "
+        "{whole:.2f MB} whole at most, and sends {rows[3][sent]:.2f MB}"),
     "05_tensor_parallel": (
         *("| {rows[#][ranks]} | {rows[#][batch]} | {rows[#][parameters]:,.0f} | {rows[#][forward]} "
           "| {rows[#][backward]} | {rows[#][sent]:.2f MB} |".replace("#", str(number)) for number in range(4)),
@@ -86,6 +106,7 @@ SAYS = {
 KNOWN = {
     "01_data_parallel": ("1 MB", "25 MB", "4 GB", "7 GB", "28 GB"),
     "02_optimizer_state": ("28.93 MB", "120 GB", "31.4 GB", "29.5 GB"),
+    "04_parameters": ("9.64 MB", "66 MB", "3.5 GB", "17.5 GB", "413.4 GB", "1.7 GB", "411.7 GB", "275.6 GB"),
     "05_tensor_parallel": ("0.26 MB", "19.28 MB", "16.8 MB", "117.4 MB", "176.2 MB", "3.8 GB", "5.6 GB"),
     "07_constant_buffers": ("4 MB", "4.2 MB", "8.4 MB", "1.05 MB", "4.19 MB", "33.55 MB", "19.28 MB", "12000 MB",
                             "12,000 MB", "1 MB", "20 MB", "200 MB", "100 MB", "12 GB", "6 GB", "2 GB", "11.8 GB",
@@ -96,6 +117,7 @@ ANSWERS = {  # the pictures that answer what the page asks for, so that they are
     "01_data_parallel": {"buckets.png"},
     "02_optimizer_state": {"small_steps.png"},
     "03_gradients": {"gradients.png"},
+    "04_parameters": {"kept.png"},
     "10_whole_system": {"ladder.png", "worth.png"},
     "05_tensor_parallel": set(),
     "07_constant_buffers": {"sizes.png"},
