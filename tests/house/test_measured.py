@@ -15,6 +15,7 @@ import pytest
 
 from zero_minimal.classroom.lessons import found
 from zero_minimal.programs import figures
+from zero_minimal.programs.lesson06_program import MODES
 from zero_minimal.programs.ways import CATEGORIES, LADDER
 
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "µs": 1e-6, "ms": 1e-3, "ns": 1e-9, "million": 1e6}
@@ -78,6 +79,17 @@ SAYS = {
         *(f"| {letter} | {{patients[{mistake}][losses][0]:.4f}} | {mistake} |" for letter, mistake in (
             ("A", "split before GELU"), ("B", "f forgotten"), ("C", "g forgotten"))),
         "In one process the loss is {loss:.4f}"),
+    "06_activation_partitioning": (
+        *(f"| {count} | {mode} | " + " | ".join(f"{{{name}[{mode}][{size}]:.1f MB}}" for size in (
+            "kept", "on_host", "highest", "sent")) + " |"
+          for count, name in ((2, "two"), (4, "four")) for mode in MODES),
+        "`no checkpoints`: {two[no checkpoints][kept]:.1f MB} are kept", "numbers, {input:.2f MB}. Two ranks share it",
+        "| together | {units[1 ranks]:.2f} | {units[2 ranks]:.2f} |",
+        "Six times {units[2 ranks]:.2f} · {input:.2f MB} are",
+        "Without checkpoints they rise to {two[no checkpoints][kept]:.1f MB} in forward", "six small steps to "
+        "{two[checkpoints][kept]:.1f MB}", "steps half as high: {two[P_a][kept]:.1f MB}",
+        "Without checkpoints 4 of forward and 4 of backward, {counts[no checkpoints]}",
+        "4 of backward, {counts[checkpoints]}. With P_a", "the input is gathered, {counts[P_a]}."),
     "07_constant_buffers": (
         "constant buffers of 4 MiB ({size:.1f MB}) each", "Two constant ones: {constant:.1f MB}, always",
         "every model of less than {least:.1f million} parameters",
@@ -108,6 +120,9 @@ KNOWN = {
     "02_optimizer_state": ("28.93 MB", "120 GB", "31.4 GB", "29.5 GB"),
     "04_parameters": ("9.64 MB", "66 MB", "3.5 GB", "17.5 GB", "413.4 GB", "1.7 GB", "411.7 GB", "275.6 GB"),
     "05_tensor_parallel": ("0.26 MB", "19.28 MB", "16.8 MB", "117.4 MB", "176.2 MB", "3.8 GB", "5.6 GB"),
+    "06_activation_partitioning": (
+        "1.97 MB", "118.5 MB", "11.8 MB", "6 MB", "5.9 MB", "3.9 MB", "70.8 MB", "134.2 MB", "100.7 MB", "2.568 GB",
+        "1.193 GB", "1.092 GB", "20.54 GB", "22.05 GB", "537 MB", "67.1 GB", "4.2 GB", "62.9 GB", "33 GB", "2 GB"),
     "07_constant_buffers": ("4 MB", "4.2 MB", "8.4 MB", "1.05 MB", "4.19 MB", "33.55 MB", "19.28 MB", "12000 MB",
                             "12,000 MB", "1 MB", "20 MB", "200 MB", "100 MB", "12 GB", "6 GB", "2 GB", "11.8 GB",
                             "5.9 GB"),
@@ -120,6 +135,7 @@ ANSWERS = {  # the pictures that answer what the page asks for, so that they are
     "04_parameters": {"kept.png"},
     "10_whole_system": {"ladder.png", "worth.png"},
     "05_tensor_parallel": set(),
+    "06_activation_partitioning": {"staircase.png", "messages.png"},
     "07_constant_buffers": {"sizes.png"},
 }
 LESSONS = {name: lesson for name, lesson in found().items() if name in SAYS}

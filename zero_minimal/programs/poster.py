@@ -53,8 +53,7 @@ def conveyor() -> Panel:
 
 def staircase() -> Panel:
     """Activations, with checkpoints and with P_a."""
-    stairs = {mode: one for mode, one in measured("06_activation_partitioning/measured.json")["stairs"].items()
-              if mode in STEPS}
+    stairs = measured("06_activation_partitioning/measured.json")["stairs"]
     kept = [stairs[mode]["activations"][stairs[mode]["backward"] - 1] / 1e6 for mode in STEPS]
     return Panel("lesson 06", "P_a: nobody keeps what another rank has", (
         f"When backward begins, a rank of two that share a model keeps {kept[0]:.1f} MB of activations; "
