@@ -106,6 +106,15 @@ SAYS = {
         "all activations are there, {held[activations]:.2f MB}, and both buffers, {held[buffers]:.2f MB}",
         *(f"| {words} | {{#[0]}}, {{#[4]}}, {{#[8]}}, {{#[12]}} |".replace("#", f"sums[torch.{name}]")
           for words, name in (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16")))),
+    "09_offload": (
+        *("| {ladder[#][name]} | {ladder[#][each][0]:.2f} | {ladder[#][each][1]:.2f} | {ladder[#][each][2]:.2f} and "
+          "{ladder[#][each][3]:.2f} |".replace("#", str(rung)) for rung in range(4)),
+        "has {psi:,.0f} parameters", "with {ladder[0][parameters]:.1f million} parameters in bf16",
+        "The device holds {ladder[3][ledger][parameters]:.1f MB}, the parameters. The host holds "
+        "{ladder[3][host]:.0f MB}", "in a step {ladder[3][bus][to_host]:.1f MB} of gradients go to the host, and "
+        "{ladder[3][bus][to_device]:.1f MB} of parameters come back",
+        "on one rank the device keeps {ladder[3][each][0]:.2f} of {ladder[0][each][0]:.2f} bytes a parameter, and "
+        "{ladder[3][each][2]:.2f} cross the bus each way"),
     "10_whole_system": (
         *(f"| {way} | " + " | ".join(f"{{ladder[{way}][{name}]:.1f in MB}}" for name in (
             *(f"peak_by_category][{category}" for category in CATEGORIES), "peak", "sent")) + " |" for way in LADDER),
@@ -133,6 +142,7 @@ ANSWERS = {  # the pictures that answer what the page asks for, so that they are
     "02_optimizer_state": {"small_steps.png"},
     "03_gradients": {"gradients.png"},
     "04_parameters": {"kept.png"},
+    "09_offload": set(),
     "10_whole_system": {"ladder.png", "worth.png"},
     "05_tensor_parallel": set(),
     "06_activation_partitioning": {"staircase.png", "messages.png"},
