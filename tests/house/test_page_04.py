@@ -4,9 +4,6 @@ figures are looked at in test_measured.py."""
 import json
 import re
 
-import pytest
-from submissions import solution
-
 from zero_minimal.classroom.lessons import found
 from zero_minimal.paper import formulas
 
@@ -27,26 +24,6 @@ def exam_figures():
 
 def test_the_exam_is_right():
     assert exam_figures() <= set(re.findall(r"\d[\d.,]* GB\b", TEACHER))
-
-
-def test_how_much_there_is_to_write():
-    assert len(LESSON.tasks) == 13 and "is stage 3 with thirteen holes" in PROSE
-    lines = sum(len(solution(LESSON, name)) for name in LESSON.tasks)
-    assert abs(lines - 70) <= 5 and "about 70 short lines" in PROSE and "these 70 lines" in TEACHER
-
-
-GIVEN = {"self.shown = True", "param.grad = None"}  # by the list of what is at hand, and by zero_grad in the starter
-
-
-@pytest.mark.parametrize("name", LESSON.tasks)
-def test_no_line_of_the_solution_is_on_the_page(name):
-    """Nor in the starter. What sets or keeps something, that is: loops are in the hints, and calls in their list."""
-    starter = LESSON.starter.read_text().split("# step 1", 1)[1].split("# state\n")[0]
-    lines = [line.partition("  #")[0] for line in solution(LESSON, name)]
-    telling = [line for line in lines if "= " in line and line[-1] not in "([" and line not in GIVEN]
-    loops_and_calls = ("_gather", "_free", "_prefetch", "evaluation_done", "gather_parameters")
-    assert telling or name.split(".")[1] in loops_and_calls
-    assert not [line for line in telling if line in PAGE or line in starter]
 
 
 # ------------------------------------------------------------------------------------------------------- the pictures

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from submissions import solution
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.classroom.lessons import found
@@ -162,15 +161,3 @@ def test_the_simulators_table(config, kept):
     cells = [config, kept.format(whole=whole / MB, parts=parts / MB), f"{memory['activations'] / 1e9:.3f} GB",
              f"{host / MB:.1f} MB" * bool(host), f"{sent / 1e9:.2f} GB"]
     assert "| " + " | ".join(cells).replace("|  |", "| |") + " |" in PAGE
-
-
-# ------------------------------------------------------------------------------------------ what is not on the page
-
-
-def test_the_page_does_not_print_what_is_to_be_written():
-    """One line of code alone may be there, if it is short; two in a row are found in test_pages.py."""
-    code = {line for name in LESSON.tasks for line in solution(LESSON, name)}
-    telling = {line for line in code if len(line) > 28}
-    assert len(telling) > 15
-    starter = LESSON.starter.read_text()
-    assert not [line for line in telling if line in PAGE or line in starter]
