@@ -1,6 +1,7 @@
 """Lessons are found by their folders, and a folder more is a lesson more; starters are cut from the reference."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,48 @@ def test_found_by_their_folders(tmp_path):
 def test_its_title_is_that_of_its_page(lesson):
     page = (lesson.folder / "README.md").read_text()
     assert page.splitlines()[0] == f"# {lesson.name[:2]} {lesson.title}"
+
+
+NUMBERS = "no one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
+GIVEN = {  # lines of a solution that may be read: in hints, or since the starter does the same at another place
+    "00_collectives": {"exchange(outgoing, incoming, group)"},
+    "01_data_parallel": {"self.accumulating = False", "self.reducing = None"},
+    "02_optimizer_state": {"self.reducing = None"},
+    "03_gradients": {"self.reducing = None"},
+    "04_parameters": {"self.reducing = None", "param.grad = None", "self.shown = False"},
+    "05_tensor_parallel": {"batch, sequence, _ = x.shape", "own, row = self.find(targets)"},
+    "08_defragmentation": {"self.pool = self._empty_pool()", "block.used = False", "self.used = 0"},
+    "09_offload": {"precision.keep_changes(bucket)", "replicas.broadcast_statistics(self.model, self.group)",
+                   'seams.tell("update_begins", bucket)', "self.reducer.spent = True",
+                   "optimizers.tell_autograd(bucket)"},
+    "10_whole_system": {"self.zero.reduced_gradients()"},
+}
+
+
+def solutions(lesson):
+    """The lines that a learner writes, without comments."""
+    lines = [line.partition("  #")[0].strip() for name in lesson.tasks for line in submissions.solution(lesson, name)]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@each_lesson
+def test_no_line_of_the_solution_is_on_the_page_or_in_the_starter(lesson):
+    """What sets or keeps something, and what is long; loops are in the hints, and names of calls in their list."""
+    telling = {line for line in solutions(lesson) if line[-1] not in ":([" and ("= " in line or len(line) >= 28)}
+    read = {line for line in telling for text in ((lesson.folder / "README.md").read_text(), lesson.starter.read_text())
+            if line in text}
+    assert read == GIVEN.get(lesson.name, set()) and len(telling) > 10
+
+
+@each_lesson
+def test_how_much_there_is_to_write(lesson):
+    page, teacher = (" ".join((lesson.folder / name).read_text().split()) for name in ("README.md", "teacher.md"))
+    said = re.findall(r"(?:about|some|these) (\d+) (?:short )?lines", f"{page} {teacher}")
+    assert len(set(said)) == 1 or lesson.name == "11_reading_critically"  # whose notes are the work
+    for number in said:
+        assert abs(len(solutions(lesson)) - int(number)) <= int(number) / 5
+    for word in re.findall(r"(\w+) (?:short )?holes", page):
+        assert word not in NUMBERS or NUMBERS.index(word) == len(lesson.tasks)
 
 
 def test_what_a_submission_may_import():

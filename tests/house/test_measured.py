@@ -15,6 +15,7 @@ import pytest
 
 from zero_minimal.classroom.lessons import found
 from zero_minimal.programs import figures
+from zero_minimal.programs.lesson06_program import MODES
 from zero_minimal.programs.ways import CATEGORIES, LADDER
 
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "µs": 1e-6, "ms": 1e-3, "ns": 1e-9, "million": 1e6}
@@ -48,6 +49,26 @@ SAYS = {
         "{by_bucket[32768 KiB]:.1f MB}",
         "With 4 micro-batches stage 1 sends {micro[0][sent]:.1f MB}, and stage 2 sends {micro[1][sent]:.1f MB}. Its "
         "highest moment is {micro[1][peak]:.1f MB} then"),
+    "04_parameters": (
+        *("| {rows[#][ranks]} | 3 | {rows[#][parameters]:.2f MB} | {rows[#][peak]:.1f MB} | {rows[#][sent]:.2f MB} |"
+          .replace("#", str(number)) for number in range(4)),
+        "6 blocks of {block:.2f MB} each, and a root of {root:.2f MB}. At stage 2 on 2 ranks its highest moment is "
+        "{stage_2[peak]:.1f MB}",
+        "{rows[1][at peak]:.2f MB}: the shards, {rows[1][parameters]:.2f MB}, and the root, the unit at work and the "
+        "next one: {whole:.2f MB}. In the first step it is less",
+        "It sends {rows[1][sent]:.2f MB}. When backward begins",
+        "There are {rows[1][gathers]}: two for each unit, but",
+        "By {falls:.1f MB}. At the highest moment there are {rows[1][at peak]:.2f MB} of parameters, only "
+        "{less:.2f MB} less than at stage 2", "memory rises from {kept[as one unit, by units=][0][peak]:.0f in MB} to "
+        "{kept[as one unit, by units=][6][peak]:.0f MB} while what is sent falls from "
+        "{kept[as one unit, by units=][0][sent]:.1f in MB} to {kept[as one unit, by units=][6][sent]:.1f MB}",
+        "Stage 2 is a point at {stage_2[sent]:.1f in MB} and {stage_2[peak]:.1f MB}",
+        "two blocks cost nothing: {kept[each a unit of its own][2][sent]:.2f MB} are sent, and the highest moment is "
+        "{kept[each a unit of its own][2][peak]:.1f MB} as before. With all six it is "
+        "{kept[each a unit of its own][6][peak]:.1f MB}",
+        "As one unit they need {kept[as one unit, by units=][6][peak]:.1f MB} then",
+        "on 4 ranks a rank keeps {rows[3][parameters]:.2f MB} of {rows[0][parameters]:.2f MB} of parameters, has "
+        "{whole:.2f MB} whole at most, and sends {rows[3][sent]:.2f MB}"),
     "05_tensor_parallel": (
         *("| {rows[#][ranks]} | {rows[#][batch]} | {rows[#][parameters]:,.0f} | {rows[#][forward]} "
           "| {rows[#][backward]} | {rows[#][sent]:.2f MB} |".replace("#", str(number)) for number in range(4)),
@@ -58,6 +79,17 @@ SAYS = {
         *(f"| {letter} | {{patients[{mistake}][losses][0]:.4f}} | {mistake} |" for letter, mistake in (
             ("A", "split before GELU"), ("B", "f forgotten"), ("C", "g forgotten"))),
         "In one process the loss is {loss:.4f}"),
+    "06_activation_partitioning": (
+        *(f"| {count} | {mode} | " + " | ".join(f"{{{name}[{mode}][{size}]:.1f MB}}" for size in (
+            "kept", "on_host", "highest", "sent")) + " |"
+          for count, name in ((2, "two"), (4, "four")) for mode in MODES),
+        "`no checkpoints`: {two[no checkpoints][kept]:.1f MB} are kept", "numbers, {input:.2f MB}. Two ranks share it",
+        "| together | {units[1 ranks]:.2f} | {units[2 ranks]:.2f} |",
+        "Six times {units[2 ranks]:.2f} · {input:.2f MB} are",
+        "Without checkpoints they rise to {two[no checkpoints][kept]:.1f MB} in forward", "six small steps to "
+        "{two[checkpoints][kept]:.1f MB}", "steps half as high: {two[P_a][kept]:.1f MB}",
+        "Without checkpoints 4 of forward and 4 of backward, {counts[no checkpoints]}",
+        "4 of backward, {counts[checkpoints]}. With P_a", "the input is gathered, {counts[P_a]}."),
     "07_constant_buffers": (
         "constant buffers of 4 MiB ({size:.1f MB}) each", "Two constant ones: {constant:.1f MB}, always",
         "every model of less than {least:.1f million} parameters",
@@ -74,6 +106,15 @@ SAYS = {
         "all activations are there, {held[activations]:.2f MB}, and both buffers, {held[buffers]:.2f MB}",
         *(f"| {words} | {{#[0]}}, {{#[4]}}, {{#[8]}}, {{#[12]}} |".replace("#", f"sums[torch.{name}]")
           for words, name in (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16")))),
+    "09_offload": (
+        *("| {ladder[#][name]} | {ladder[#][each][0]:.2f} | {ladder[#][each][1]:.2f} | {ladder[#][each][2]:.2f} and "
+          "{ladder[#][each][3]:.2f} |".replace("#", str(rung)) for rung in range(4)),
+        "has {psi:,.0f} parameters", "with {ladder[0][parameters]:.1f million} parameters in bf16",
+        "The device holds {ladder[3][ledger][parameters]:.1f MB}, the parameters. The host holds "
+        "{ladder[3][host]:.0f MB}", "in a step {ladder[3][bus][to_host]:.1f MB} of gradients go to the host, and "
+        "{ladder[3][bus][to_device]:.1f MB} of parameters come back",
+        "on one rank the device keeps {ladder[3][each][0]:.2f} of {ladder[0][each][0]:.2f} bytes a parameter, and "
+        "{ladder[3][each][2]:.2f} cross the bus each way"),
     "10_whole_system": (
         *(f"| {way} | " + " | ".join(f"{{ladder[{way}][{name}]:.1f in MB}}" for name in (
             *(f"peak_by_category][{category}" for category in CATEGORIES), "peak", "sent")) + " |" for way in LADDER),
@@ -86,7 +127,11 @@ SAYS = {
 KNOWN = {
     "01_data_parallel": ("1 MB", "25 MB", "4 GB", "7 GB", "28 GB"),
     "02_optimizer_state": ("28.93 MB", "120 GB", "31.4 GB", "29.5 GB"),
+    "04_parameters": ("9.64 MB", "66 MB", "3.5 GB", "17.5 GB", "413.4 GB", "1.7 GB", "411.7 GB", "275.6 GB"),
     "05_tensor_parallel": ("0.26 MB", "19.28 MB", "16.8 MB", "117.4 MB", "176.2 MB", "3.8 GB", "5.6 GB"),
+    "06_activation_partitioning": (
+        "1.97 MB", "118.5 MB", "11.8 MB", "6 MB", "5.9 MB", "3.9 MB", "70.8 MB", "134.2 MB", "100.7 MB", "2.568 GB",
+        "1.193 GB", "1.092 GB", "20.54 GB", "22.05 GB", "537 MB", "67.1 GB", "4.2 GB", "62.9 GB", "33 GB", "2 GB"),
     "07_constant_buffers": ("4 MB", "4.2 MB", "8.4 MB", "1.05 MB", "4.19 MB", "33.55 MB", "19.28 MB", "12000 MB",
                             "12,000 MB", "1 MB", "20 MB", "200 MB", "100 MB", "12 GB", "6 GB", "2 GB", "11.8 GB",
                             "5.9 GB"),
@@ -96,8 +141,11 @@ ANSWERS = {  # the pictures that answer what the page asks for, so that they are
     "01_data_parallel": {"buckets.png"},
     "02_optimizer_state": {"small_steps.png"},
     "03_gradients": {"gradients.png"},
+    "04_parameters": {"kept.png"},
+    "09_offload": set(),
     "10_whole_system": {"ladder.png", "worth.png"},
     "05_tensor_parallel": set(),
+    "06_activation_partitioning": {"staircase.png", "messages.png"},
     "07_constant_buffers": {"sizes.png"},
 }
 LESSONS = {name: lesson for name, lesson in found().items() if name in SAYS}

@@ -3,17 +3,14 @@
 import json
 import re
 
-import pages
 import pytest
 import toys
 from cells import run_notebook
-from submissions import solution
 
 from zero_minimal.classroom.lessons import found
 from zero_minimal.meters.turns_of_buffers import watched_turns
 from zero_minimal.offloading.read_ahead import BUFFERS, ReadAhead
 from zero_minimal.paper import formulas
-from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.paper.shapes import parameter_count
 from zero_minimal.pictures.crossing_chart import draw_crossings, draw_elsewhere, draw_slowed, draw_turns
@@ -69,15 +66,9 @@ def test_what_the_page_says_of_a_gpu():
     assert f"equal for t = {tokens:,.0f} tokens" in PROSE
 
 
-def test_the_ladder_on_the_page_is_what_was_measured():
-    assert f"with {LADDER[0]['parameters'] / 1e6:.1f} million parameters in bf16" in PROSE
-    for rung in LADDER:
-        sizes = [sum(rung["ledger"].values()), rung["host"], rung["bus"]["to_host"], rung["bus"]["to_device"]]
-        device, host, there, back = (f"{size / rung['parameters']:.2f}" for size in sizes)
-        assert f"| {rung['name']} | {device} | {host} | {there} and {back} |" in PAGE
+def test_what_the_page_says_of_the_ladder():
     fallen = LADDER[0]["resident"]["device"] - LADDER[-1]["resident"]["device"]
-    said = (16 - 2) * LADDER[0]["parameters"]
-    assert fallen > 0.9 * said and "by more than 90% of the bytes that left" in PROSE
+    assert fallen > 0.9 * (16 - 2) * LADDER[0]["parameters"] and "by more than 90% of the bytes that left" in PROSE
     assert len({rung["loss"] for rung in LADDER}) == 1, "offload changes nothing that is computed"
 
 
@@ -91,29 +82,16 @@ def test_what_the_alt_texts_say():
         assert size_text(size) in words_of("boxes.png")
     tensors = ", ".join(f"{sum(rung['ledger'].values()) / rung['parameters']:.2g}" for rung in LADDER)
     assert f"tensors on the device: {tensors}, with" in words_of("ladder.png")
-    told = pages.without_folded(PAGE)
     assert f"](boxes.png) ({lowest['parameters'] / 1e6:.1f} million parameters, bf16, N = 1)" in PROSE
-    assert "](boxes.png)" in told and "](ladder.png)" in told
 
 
-def test_the_picture_of_the_bus():
+def test_what_the_page_says_of_the_bus():
     """Relations alone: the page has no number of them, and the next machine has others."""
-    assert "](bus.png)" in pages.without_folded(PAGE)
-    bus = MEASURED["bus"]
-    flops = GPUS[bus["gpu"]].rate(bus["dtype"]) * bus["utilisation"]
-    assert bus["operations_a_byte"] == pytest.approx(flops / bus["bus"])
-    for run, stage in zip(bus["runs"], (2, 3), strict=True):
-        shard = 2 * bus["parameters"] / bus["ranks"]
-        assert run["stage"] == stage
-        assert all(size == pytest.approx(shard, rel=1e-3) for size in run["bytes"].values())  # and padding
-        slowest, *_, fastest = sorted(run["speeds"], key=lambda each: each["bus"])
-        for each in run["speeds"]:
-            assert each["transfer"] == pytest.approx(sum(run["bytes"].values()) / each["bus"])
-        assert sum(slowest["waited"].values()) > sum(fastest["waited"].values()), "what is not hidden is waited for"
-        waits_in = max(slowest["waited"], key=slowest["waited"].get)
-        assert waits_in == {2: "step", 3: "forward"}[stage], "stage 3 has its parameters come beside the next forward"
-    second, third = (run["hidden_by_waits"] for run in bus["runs"])
-    assert third > second, "where parameters come beside forward, too, more is hidden"
+    few, *_, many = MEASURED["slowed"].values()
+    assert list(MEASURED["slowed"]) == ["64", "256", "1024"] and [bus for bus, _ in few] == [12, 25, 64, 900]
+    assert few[0][1] > many[0][1] > 1 and few[0][1] > 2 and few[0][1] > few[-1][1]
+    second, third = MEASURED["waited"].values()
+    assert second[0] < 1e-3 < third[0], "at stage 2 a rank waits in the update, at stage 3 in forward, too"
 
 
 def test_the_exam_and_the_discussion():
@@ -139,28 +117,10 @@ def test_every_figure_in_bytes_is_a_known_one():
     assert not said - known - exam
 
 
-def test_how_much_there_is_to_write():
-    assert len(LESSON.tasks) == 12 and "has twelve holes" in PROSE
-    lines = sum(len(solution(LESSON, name)) for name in LESSON.tasks)
-    (said,) = re.findall(r"to write about (\d+) short lines", PROSE)
-    assert abs(lines - int(said)) <= 5
-
-
 def test_the_page_tells_the_truth_about_a_gpu_and_about_delay():
     assert "at stage 2 the copies did not run beside computation" in PROSE
     assert "**It is not exact**: it is another algorithm." in PROSE and "A delayed update is called exact" in PROSE
     assert "With N = 1 ZeRO saves nothing" in PROSE
-
-
-GIVEN: set[str] = set()
-
-
-@pytest.mark.parametrize("name", LESSON.tasks)
-def test_no_line_of_the_solution_is_on_the_page(name):
-    """What sets or keeps something, that is: loops are in the hints, and calls in their list."""
-    lines = [line.partition("  #")[0].strip() for line in solution(LESSON, name)]
-    telling = [line for line in lines if "= " in line and line[-1] not in "([" and line not in GIVEN]
-    assert not [line for line in telling if line in PAGE]
 
 
 # ------------------------------------------------------------------------------------------------------- the pictures

@@ -12,7 +12,6 @@ from zero_minimal.pictures import style
 from zero_minimal.pictures.benchmark import draw_benchmark
 from zero_minimal.pictures.comparison import draw_comparison, draw_configs
 from zero_minimal.pictures.ring_chart import draw_ring, meaning
-from zero_minimal.programs import lesson04_figures
 from zero_minimal.programs.compare import agreement
 
 HOUSE = Path(__file__).parents[2]
@@ -38,15 +37,9 @@ def a_ring():
     return draw_ring([start] * 4, [list(range(4))] * 3, "all-gather")
 
 
-def of_parameters(name):
-    return lesson04_figures.pictures(json.loads((LESSONS / "04_parameters/measured.json").read_text()))[name]
-
-
 DRAWN = {
     "benchmark": lambda: draw_benchmark(recorded("bench")),
     "comparison": lambda: draw_comparison(recorded("compare"), agreement(recorded("compare"))),
-    "conveyor": lambda: of_parameters("conveyor.png"),
-    "blocks kept": lambda: of_parameters("kept.png"),
     "configs": lambda: draw_configs(recorded("configs")),
     "ring": a_ring,
 }

@@ -36,7 +36,7 @@ def test_its_words_say_what_was_measured():
         assert f"{row['memory']['peak'] / 1e6:.0f}" in panel.words
         assert f"{row['traffic']['sent_bytes'] / 1e6:.1f} MB" in panel.words
     assert len({row["traffic"]["sent_bytes"] for row in rows[:3]}) == 1, "it says that stages 0 to 2 send the same"
-    kept = json.loads((LESSONS / "06_activation_partitioning/measured.json").read_text())["steps"]["2"]
+    kept = json.loads((LESSONS / "06_activation_partitioning/measured.json").read_text())["two"]
     words = poster.staircase().words
     for mode in poster.STEPS:
         assert f"{kept[mode]['kept'] / 1e6:.1f} MB" in words

@@ -85,8 +85,7 @@ class Observer:
         stage = zero.theory_stage if is_peer else stage_in(type(zero).__name__)
         offloaded = hasattr(zero, "host")
         rest = (rank.world_size, settings.dtype, offloaded)
-        # the first steps were slowed down, but a short run has no others
-        step_seconds = statistics.median(self.seconds[self.traffic_to :] or self.seconds)
+        step_seconds = self.step_seconds()
         return {
             "name": _name(zero, stage),
             "stage": None if is_peer else stage,
@@ -105,6 +104,14 @@ class Observer:
             "settings": asdict(settings),
         }
 
+    def step_seconds(self) -> float:
+        """The median. The first steps were slowed down, but a short run has no others."""
+        return statistics.median(self.seconds[self.traffic_to :] or self.seconds)
+
+    def sent(self) -> dict:
+        """Of a step: what TrafficMeter.per_step() says."""
+        return self.meter.per_step(self.traffic_to - self.traffic_from)
+
     def _memory(self) -> dict:
         peak, highest = self.ledger.peak, self.ledger.highest()
         return {
@@ -118,10 +125,9 @@ class Observer:
         }
 
     def _traffic(self, stage: int, parameters: int, padding: int) -> dict:
-        steps = self.traffic_to - self.traffic_from
         accumulate = self.settings.accumulate
         rest = (self.rank.world_size, self.settings.dtype, accumulate)
-        return self.meter.per_step(steps) | {
+        return self.sent() | {
             "theory_bytes": formulas.traffic(stage, parameters, *rest),
             "theory_volume": formulas.volume(stage, accumulate),
             "padding_bytes": formulas.traffic(stage, padding, *rest),

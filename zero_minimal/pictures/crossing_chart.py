@@ -87,7 +87,7 @@ def draw_slowed(slowed: dict[int, Sequence]) -> Figure:
 
     Args: slowed, {tokens of a rank: [(GB/s, step time as a multiple of that over an endless bus)]}.
     """
-    result, axes = figure(1, 1, 7.5, 3.8)
+    result, axes = figure(1, 1, PAGE, 4.3)
     axis = axes[0][0]
     for (tokens, line), marker, colour in zip(slowed.items(), MARKERS, STAGE_COLOURS[1:], strict=False):
         speeds, times = zip(*line, strict=True)

@@ -3,16 +3,12 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrow, Rectangle
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.pictures.style import (
-    DEVICE,
-    FORMULA,
     LOOKS,
     PAGE,
     PLAIN,
-    STAGE_COLOURS,
     bars,
     figure,
     formula_marks,
@@ -22,74 +18,8 @@ from zero_minimal.pictures.style import (
     words_above,
 )
 
-WANTED = 0.7  # of the transfer, at PCIe-like speeds
 HOST = ("#999999", "..")
 
-
-
-# --------------------------------------------------------------------------------------------------- time over the bus
-
-
-def draw_bus(bus: dict) -> Figure:
-    """Over the speed of the bus: a step's time, a panel for each stage, and the share of the transfer that is hidden.
-    bus: the entry of measured.json that programs/lesson09_figures.py describes."""
-    runs = bus["runs"]
-    result, axes = figure(1, len(runs) + 1, PAGE, 4.3)
-    for run, axis in zip(runs, axes[0], strict=False):
-        time_panel(axis, run)
-    top = max(axis.get_ylim()[1] for axis in axes[0][:-1])
-    for axis in axes[0][:-1]:
-        axis.set_ylim(0, top)
-    axes[0][0].set_ylabel("seconds a step")
-    hidden_panel(axes[0][-1], runs)
-    for axis in axes[0]:
-        log_speeds(axis, runs)
-    entries = {label: handle for axis in axes[0][::-1] for handle, label
-               in zip(*axis.get_legend_handles_labels(), strict=True)}
-    legend_outside(result, entries, columns=3)
-    return result
-
-
-def time_panel(axis: Axes, run: dict) -> None:
-    """A step's time over the speed of the bus, between "all is hidden" and "nothing is"."""
-    speeds = sorted(run["speeds"], key=lambda each: each["bus"])
-    where, unlimited = [each["bus"] for each in speeds], run["seconds"]["unlimited"]
-    fine = [where[0] * (where[-1] / where[0]) ** (place / 100) for place in range(101)]
-    both = sum(run["bytes"].values())
-    colour = STAGE_COLOURS[run["stage"]]
-    axis.plot(fine, [unlimited + both / speed for speed in fine], label="if nothing were hidden", color="black",
-              linewidth=1.2, linestyle=":")
-    axis.plot(where, [each["seconds"] for each in speeds], marker="o", markersize=6, color=colour,
-              label=f"stage {run['stage']}, offloaded")
-    axis.axhline(unlimited, label="a bus that takes no time", **{**FORMULA, "linewidth": 1.2})
-    axis.axvline(run["suits"], label="PCIe-like", **DEVICE)
-    axis.set_title(f"stage {run['stage']}, offloaded", fontsize=11)
-
-
-def hidden_panel(axis: Axes, runs: list[dict]) -> None:
-    """The share of the transfer that is hidden; a share below nothing, which a busy machine may show, at the edge."""
-    for run in runs:
-        speeds = sorted(run["speeds"], key=lambda each: each["bus"])
-        for by, words, look in (("hidden", f"stage {run['stage']}, offloaded", {"marker": "o"}),
-                                ("hidden_by_waits", "by what the rank waited", {"marker": "s", "linestyle": "--",
-                                                                               "markerfacecolor": "white"})):
-            shares = [100 * min(max(each[by], -0.02), 1.02) for each in speeds]
-            axis.plot([each["bus"] for each in speeds], shares, markersize=6, color=STAGE_COLOURS[run["stage"]],
-                      label=words, **look)
-        axis.axvline(run["suits"], label="PCIe-like", **DEVICE)
-    axis.axhline(100 * WANTED, color=PLAIN[0], linewidth=1)
-    axis.set_ylim(-4, 104)
-    axis.set_title("% of the transfer that is hidden", fontsize=11)
-
-
-def log_speeds(axis: Axes, runs: list[dict]) -> None:
-    """Speeds of the bus, along powers of ten."""
-    axis.set_xscale("log")
-    axis.set_xlabel("bus, each way, a second")
-    axis.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 3)))
-    axis.xaxis.set_major_formatter(lambda speed, _: size_text(speed, 1))
-    axis.xaxis.set_minor_formatter(NullFormatter())
-    axis.tick_params(axis="x", labelsize=9)
 
 
 # ----------------------------------------------------------------------------------------------------------- the ladder

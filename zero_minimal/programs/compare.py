@@ -114,14 +114,10 @@ def on_device(row: dict) -> int:
 
 def by_formula(row: dict) -> dict[str, float]:
     """Bytes that the formulas say, padding included: {"device", "host", "to_host", "to_device"}."""
-    stage, size, dtype = row["theory_stage"], formulas.BYTES[row["dtype"]][0], row["dtype"]
-    cut = row["ranks"] if stage >= formulas.SHARDED_FROM["parameters"] else 1
-    elements = row["parameters"] + round(row["padding"]["parameters"] * cut / size)
     device = sum(row["theory"].values()) + sum(row["padding"].values())
-    if "bus" not in row:
-        return {"device": device, "host": 0, "to_host": 0, "to_device": 0}
-    crosses = formulas.bus_bytes(stage, elements, row["ranks"], dtype, row["settings"]["accumulate"])
-    return {"device": device, "host": formulas.host_bytes(elements, row["ranks"], dtype)} | crosses
+    parts = report.of_host(row, row["parameters"], row["ranks"]) if "bus" in row else [(0,) * 5] * 3
+    host, there, back = (formula + padding for _, _, formula, _, padding in parts)
+    return {"device": device, "host": host, "to_host": there, "to_device": back}
 
 
 def describe_offloaded(rows: list[dict]) -> str:

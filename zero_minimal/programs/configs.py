@@ -5,17 +5,13 @@
 
 import functools
 import os
-import statistics
 import sys
-import time
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 
 from zero_minimal.core.mesh import Mesh, divisors, make_mesh
-from zero_minimal.meters.memory import Ledger
-from zero_minimal.meters.traffic import TrafficMeter
+from zero_minimal.meters.observer import MEMORY_STEPS, Observer
 from zero_minimal.paper import formulas
 from zero_minimal.processes import interrupts, ranks
 from zero_minimal.programs import deepspeed, report
@@ -36,8 +32,6 @@ from zero_minimal.workload.settings import (
 )
 from zero_minimal.zero_100b import CONFIGS, System
 
-WATCHED = 2  # steps under the ledger and the meter; the others are timed
-
 
 def train(
     name: str, settings: Settings, model_parallel: int, rank: ranks.Rank, flags: Flags = NO_CHECKPOINTS,
@@ -50,17 +44,14 @@ def train(
     """
     mesh = make_mesh(model_parallel)
     batches = loop.training_batches(settings, mesh.data_rank)
-    ledger = Ledger(rank.device.type)
-    with ledger:
-        system = build(name, settings, mesh, rank, system_class)
-        ledger.watch(system)
+    system = build(name, settings, mesh, rank, system_class)
     scaler = settings.loss_scaler(system.groups)
     checkpoints = Checkpoints(flags, system, batches, scaler, settings, rank)
     first = checkpoints.resume()
     if first >= settings.steps:
         return None
     left = replace(settings, steps=settings.steps - first)
-    watch = Watch(ledger, left.steps)
+    watch = Observer(system, rank, left)
     steps = loop.steps(system, batches, settings, scaler=scaler, observers=[watch], first=first)
     losses = []
     for step, parts in enumerate(bar := bar_over(steps, left, name, rank), first):
@@ -68,7 +59,7 @@ def train(
         bar.note(f"{own_loss(rank)} {losses[-1]:.3f}")
         checkpoints.after(step)
     finished = checkpoints.finish()
-    step_seconds = statistics.median(watch.seconds[WATCHED:] or watch.seconds)
+    step_seconds = watch.step_seconds()
     return describe_run(name, settings, model_parallel, rank) | {
         "parameters_of_rank": sum(param.numel() for param in system.model.parameters()),
         "losses": loop.mean_over_ranks(losses, rank),
@@ -76,32 +67,8 @@ def train(
         "tokens_per_second": settings.tokens_per_step(rank.world_size // model_parallel) / step_seconds,
         "memory": {state: watch.states[state] for state in formulas.STATES}
         | {"peak": watch.ledger.peak.total, "peak_by_category": watch.ledger.peak.bytes},
-        "traffic": watch.meter.per_step(1),
+        "traffic": watch.sent(),
     } | finished | ({"resumed_after": first} if first else {})
-
-
-class Watch:
-    """Looks at memory in the first steps, at traffic in the last of these, and at the clock in all."""
-
-    def __init__(self, ledger: Ledger, steps: int):
-        self.ledger, self.meter = ledger, TrafficMeter()
-        self.metered = min(WATCHED, steps) - 1
-        self.seconds: list[float] = []
-        self.states: dict[str, int] = {}
-
-    @contextmanager
-    def step(self):
-        """Around one optimizer step."""
-        number = len(self.seconds)
-        is_watched = number < WATCHED
-        with self.ledger if is_watched else nullcontext(), self.meter if number == self.metered else nullcontext():
-            if is_watched:
-                self.ledger.reset()
-            start = time.perf_counter()
-            yield
-            self.seconds.append(time.perf_counter() - start)
-            if is_watched:
-                self.states = self.ledger.states()
 
 
 def build(name: str, settings: Settings, mesh: Mesh, rank: ranks.Rank, system_class: type = System) -> System:
@@ -146,7 +113,7 @@ def largest_model(name, settings: Settings, world_size: int, model_parallel: int
 
     @functools.cache  # each is a run
     def peak(layers: int) -> int:
-        short = replace(settings, layers=layers, steps=WATCHED)
+        short = replace(settings, layers=layers, steps=MEMORY_STEPS)
         return run(name, short, world_size, model_parallel, device)["memory"]["peak"]
 
     low, high = peak(1), peak(3)

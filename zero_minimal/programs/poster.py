@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from zero_minimal.paper.formulas import STATES, formula, volume
 from zero_minimal.pictures.activation_chart import draw_staircase
 from zero_minimal.pictures.poster_page import Panel, draw_ladder, draw_poster, image_of
-from zero_minimal.programs import lesson04_figures, lesson08_figures
+from zero_minimal.programs import lesson08_figures
 from zero_minimal.programs.planning import NAMES
 from zero_minimal.workload.settings import Parser
 
@@ -43,19 +43,17 @@ def ladder() -> Panel:
 
 def conveyor() -> Panel:
     """Units of stage 3, turn by turn."""
-    found = measured("04_parameters/measured.json")
-    belt = found["belts"][lesson04_figures.BELTS[-1]]
+    belt = measured("04_parameters/measured.json")["belt"]
     whole = sum(belt["whole"]) / 1e6
     return Panel("lesson 04", "Stage 3 is a conveyor", (
         f"A block is whole when its turn comes, and gone after it. Of {whole:.1f} MB of parameters a rank of "
         f"{belt['ranks']} has {max(belt['bytes']) / 1e6:.2f} MB whole at a time, at most. Its shards stay."),
-        image_of(lesson04_figures.pictures(found)["conveyor.png"]))
+        imread(LESSONS / "04_parameters/conveyor.png"))
 
 
 def staircase() -> Panel:
     """Activations, with checkpoints and with P_a."""
-    stairs = {mode: one for mode, one in measured("06_activation_partitioning/measured.json")["stairs"].items()
-              if mode in STEPS}
+    stairs = measured("06_activation_partitioning/measured.json")["stairs"]
     kept = [stairs[mode]["activations"][stairs[mode]["backward"] - 1] / 1e6 for mode in STEPS]
     return Panel("lesson 06", "P_a: nobody keeps what another rank has", (
         f"When backward begins, a rank of two that share a model keeps {kept[0]:.1f} MB of activations; "

@@ -45,31 +45,30 @@ def describe(report: dict) -> str:
 
 def offloaded(report: dict) -> str:
     """What the rank's host keeps, and what crosses the bus between them, beside the formulas."""
-    ranks, dtype, stage = report["ranks"], report["dtype"], report["theory_stage"]
-    size = formulas.BYTES[dtype][0]
-    padding = padding_of_all(report, stage, ranks)
-    kept = formulas.host_bytes(1, 1, dtype)
-    times = report["settings"]["accumulate"] if stage >= formulas.SHARDED_FROM["gradients"] else 1
     rows = [["the host of rank 0, bytes", "measured", "formula", "", "padding", "unexplained"]]
-    disk, settings = report.get("disk", {}), report["settings"]
-    # what reads the gradients: an update, the micro-batches that add to them, clipping, and a search for an overflow
-    looks = times - 1 + (settings["clip"] > 0) + (dtype == "fp16")
-    for words, measured, each in (
-        ("masters, gradients, state", disk.get("kept", report["host_memory"]), kept),
-        ("over the bus, a step, to it", report["bus"]["to_host"], times * size),
-        ("and back", report["bus"]["to_device"], size),
-        *([("from the disk, a step", disk["read"], kept + looks * size),
-           ("to the disk", disk["written"], times * size + kept - size)] if disk else ()),
-    ):
-        cells = each * report["parameters"] / ranks, f"{each}Ψ/N", each * padding / ranks
-        rows.append([f"  {words}", *explained(measured, *cells)])
-    return "\n".join([table(rows), *([in_memory(report)] if disk else [])])
+    rows += [[f"  {words}", *explained(*cells)] for words, *cells in of_host(report, report["parameters"],
+                                                                             report["ranks"])]
+    return "\n".join([table(rows), *([in_memory(report)] if "disk" in report else [])])
 
 
-def padding_of_all(report: dict, stage: int, ranks: int) -> float:
-    """Elements of padding in the shards of all ranks that share a model's states."""
-    own = report["padding"]["parameters"] / formulas.BYTES[report["dtype"]][0]
-    return own * ranks if stage >= formulas.SHARDED_FROM["parameters"] else own
+def of_host(report: dict, elements: int, ranks: int) -> list[tuple[str, float, float, str, float]]:
+    """What a rank's host keeps and what crosses in a step: (in words, measured, by the formula, the formula itself,
+    padding), in bytes. elements: parameters whose states the `ranks` share."""
+    dtype, stage, settings, disk = (report.get(name) for name in ("dtype", "theory_stage", "settings", "disk"))
+    size, kept = formulas.BYTES[dtype][0], formulas.host_bytes(1, 1, dtype)
+    padding = report["padding"]["parameters"] / size  # elements, in the shards of all ranks that share the states
+    padding *= ranks if stage >= formulas.SHARDED_FROM["parameters"] else 1
+    times = settings["accumulate"] if stage >= formulas.SHARDED_FROM["gradients"] else 1
+    parts = [("masters, gradients, state", disk["kept"] if disk else report["host_memory"], kept),
+             ("over the bus, a step, to it", report["bus"]["to_host"], times * size),
+             ("and back", report["bus"]["to_device"], size)]
+    if disk:
+        # gradients are read for the update, by micro-batches that add to them, clipping, a search for an overflow
+        looks = times - 1 + (settings["clip"] > 0) + (dtype == "fp16")
+        parts += [("from the disk, a step", disk["read"], kept + looks * size),
+                  ("to the disk", disk["written"], times * size + kept - size)]
+    return [(words, measured, each * elements / ranks, f"{each}Ψ/N", each * padding / ranks)
+            for words, measured, each in parts]
 
 
 def in_memory(report: dict) -> str:

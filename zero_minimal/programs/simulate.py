@@ -112,21 +112,11 @@ def _state_rows(result: dict) -> list[list[str]]:
 
 def _host_rows(result: dict) -> list[list[str]]:
     """What an offloaded rank's host keeps, and what crosses the bus to it and back."""
-    stage, dtype, ranks = result["stage"], result["dtype"], result["ranks"] // result["model_parallel"]
-    size, times = formulas.BYTES[dtype][0], result["settings"]["accumulate"]
-    padding = round(report.padding_of_all(result, stage, ranks))
-    by_formula, explained = ({"kept": formulas.host_bytes(elements, ranks, dtype),
-                              **formulas.bus_bytes(stage, elements, ranks, dtype, times)}
-                             for elements in (result["parameters_of_rank"], padding))
-    counted = {"kept": result["host_memory"], **result["bus"]}
-    unit, scale = size_unit(max(counted.values()))
-    rows = [[f"{unit} of its host", "counted", "formula", "", "padding, B", "unexplained, B"]]
-    for words, name, each in (("masters, gradients, state", "kept", formulas.host_bytes(1, 1, dtype)),
-                              ("over the bus, a step, to it", "to_host", size * (times if stage > 1 else 1)),
-                              ("and back", "to_device", size)):
-        rows.append([f"  {words}", f"{counted[name] / scale:,.3f}", f"{by_formula[name] / scale:,.3f}", f"{each}Ψ/N",
-                     number(explained[name]), number(counted[name] - by_formula[name] - explained[name])])
-    return rows
+    parts = report.of_host(result, result["parameters_of_rank"], result["ranks"] // result["model_parallel"])
+    unit, scale = size_unit(max(measured for _, measured, *_ in parts))
+    return [[f"{unit} of its host", "counted", "formula", "", "padding, B", "unexplained, B"]] + [
+        [f"  {words}", f"{measured / scale:,.3f}", f"{formula / scale:,.3f}", itself, number(padding),
+         number(measured - formula - padding)] for words, measured, formula, itself, padding in parts]
 
 
 def _living_lines(groups: list[Living], most: int = 6) -> list[str]:
