@@ -53,7 +53,7 @@ CONTENTS = {  # page: what stands below it at the left, by caption
     },
     "lessons/bug-hunts/README": {"Hunts": ["[01]*"]},
     "lessons/10_whole_system/README": {"Further": ["budget"]},
-    "lessons/11_reading_critically/README": {"Further": ["replication"]},
+    "lessons/11_reading_critically/README": {"Further": ["cards", "replication"]},
 }
 
 
