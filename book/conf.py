@@ -52,7 +52,8 @@ CONTENTS = {  # page: what stands below it at the left, by caption
         "For teachers and authors": ["lessons/how-to-write-a-lesson", "lessons/*/teacher"],
     },
     "lessons/bug-hunts/README": {"Hunts": ["[01]*"]},
-    "lessons/11_reading_critically/README": {"Further": ["replication"]},
+    "lessons/10_whole_system/README": {"Further": ["budget"]},
+    "lessons/11_reading_critically/README": {"Further": ["cards", "replication"]},
 }
 
 

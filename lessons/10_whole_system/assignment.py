@@ -57,13 +57,19 @@ class ConstantMemory(GradientMemory):
     def __init__(self, buckets: list[Bucket], group=None):
         """Makes `constant_buffers`, the two buffers, and `slab`, where all shards lie."""
         # step 1: `constant_buffers` are two buffers, each of which holds any of the buckets and no
-        # more; `slab` is one allocation, of zeros, with a place for this rank's shard of each
-        # bucket. They are made once. ValueError for buckets of several dtypes or devices (kind_of).
+        # more. `slab` is one allocation, of zeros, with a place for this rank's shard of each
+        # bucket. All is made here, once. ValueError for buckets of several dtypes or devices.
+        # - kind_of(buckets): (dtype, device) of them all, or ValueError
+        # - ConstantBuffers(size, dtype=…, device=…, group=…): lesson 07's two buffers. size: bytes
+        #   of each
+        # - bucket.padded: elements of the bucket
+        # - bucket.parameter_shard [padded / D]: this rank's shard of its parameters
         raise NotImplementedError("step 1: __init__")
 
     def whole(self, bucket: Bucket) -> torch.Tensor:
         """Zeros [padded], into which the bucket's gradients are copied."""
-        # step 1: zeros [padded], in the buffer whose turn it is.
+        # step 1: return zeros [padded], in the buffer whose turn it is.
+        # - self.constant_buffers.take(): all of the buffer whose turn it is, with what was in it
         raise NotImplementedError("step 1: whole")
 
     def give_back(self, whole: torch.Tensor) -> None:
@@ -72,8 +78,9 @@ class ConstantMemory(GradientMemory):
     def shard(self, bucket: Bucket) -> torch.Tensor:
         """Memory for this rank's shard of the average, [padded / D]. It becomes
         bucket.gradient_shard, or is added to it where there is one already."""
-        # step 1: the bucket's place in the slab [padded / D]; memory beside it where
-        # bucket.gradient_shard, from an earlier micro-batch, lies there already.
+        # step 1: return the bucket's place in the slab, [padded / D]. Where an earlier micro-batch
+        # lies there already, return memory beside it, as long.
+        # - bucket.gradient_shard [padded / D]: None before the first micro-batch of a step
         raise NotImplementedError("step 1: shard")
 
 
@@ -157,10 +164,19 @@ class System:
     def keep_checkpoints(self, config: Config, batch: int) -> None:
         """Let each block keep its input alone, for `batch` sequences: as config.partition and
         config.to_host say, in `slab` if it stays on the device."""
-        # step 2: in forward each block of the model keeps its input alone. With config.partition
-        # each rank keeps its part, over the ranks that have copies. With config.to_host it goes to
-        # host memory; else into self.slab, which has room for what one forward pass keeps, no more,
-        # and is used anew in each (begin_forward).
+        # step 2: in forward each block of the model keeps its input alone, [b, s, h]. With
+        # config.partition each rank keeps its part, over the ranks that have copies. With
+        # config.to_host it goes to host memory; else into self.slab, a Slab that has room for what
+        # one forward pass keeps, no more, and is used anew in each (begin_forward).
+        # - checkpoint_blocks(model, group=…, to_host=…, place=…): lesson 06's. Over `group` an
+        #   input is cut, into parts of b·s·h/M numbers, rounded up; None: it is not cut. `place`
+        #   copies a tensor to where it is kept; None: each gets memory of its own.
+        # - Slab(elements, dtype=…, device=…), slab.keep(tensor): lesson 08's
+        # - self.mesh.model_group, self.mesh.data_group: the ranks that share this model; those with
+        #   the same part of it
+        # - self.model.config: has .layers, .sequence and .hidden
+        # - self.model.register_forward_pre_hook(function): torch's. The function is called before
+        #   each forward pass.
         raise NotImplementedError("step 2: keep_checkpoints")
 
     def begin_forward(self, *_) -> None:
@@ -170,10 +186,13 @@ class System:
 
     def over_replicas(self, config: Config, optimizer_class: type, **options):
         """The model wrapped by config.stage, with its config.options, and `options`."""
-        # step 3: returns a config.stage, made with config.options and `options`, over the ranks
-        # that hold the same part of the model. Of each of its buckets it can be told whether it
-        # holds parameters that are cut, or that all ranks of a model hold whole: two param_groups
-        # do that.
+        # step 3: return a config.stage, made with config.options and `options`, over the ranks that
+        # hold the same part of the model. Of each of its buckets it can be told whether it holds
+        # parameters that are cut, or parameters that all ranks of a model hold whole: two
+        # param_groups do that.
+        # - config.stage(model, optimizer_class, group=…, param_groups=…, **options): Stage1 or
+        #   Stage2, over the ranks of `group`. param_groups as torch.optim takes them.
+        # - self.model.replicated(): a list of the parameters that all ranks of a model hold whole
         ...  # until step 3 nothing happens here
 
     @torch.no_grad()
@@ -181,10 +200,20 @@ class System:
         """Let step() scale the gradients down to this norm of the whole model's, if theirs is
         larger. Returns theirs, a 0-dim tensor, alike on all ranks of the mesh. Only gradient_scale
         changes."""
-        # step 4: returns the norm of the gradient of the model that all ranks of the mesh train,
-        # times self.gradient_scale; each of its elements counts once. self.gradient_scale, which
+        # step 4: return the norm of the gradient of the model that all ranks of the mesh train,
+        # times self.gradient_scale. Each of its elements counts once. self.gradient_scale, which
         # step() multiplies with, has become smaller where the norm is larger than max_norm. The
         # gradients are as they were.
+        # - self.zero.reduced_gradients(): ends what is left of backward, for which all ranks of the
+        #   data_group must come. Then each bucket of self.zero.buckets has its shard.
+        # - bucket.gradient_shard [padded / D], bucket.group_index: the number of its param_group,
+        #   from 0
+        # - self.mesh.model_rank, self.mesh.data_rank: this rank's number in its two groups
+        # - precision.global_norm(gradients, scale, group=…): 0-dim, the root of the sum of squares
+        #   over the group, times scale. group=None are all ranks.
+        # - collectives.all_reduce(tensor, op="sum", group=…): in place
+        # - precision.clip(scale, norm, max_norm): the new scale: the old one (None: 1), or a
+        #   smaller one
         raise NotImplementedError("step 4: clip_grad_norm_")
 
     # all else is the stage's

@@ -1,4 +1,4 @@
-"""The budget: a system of your own. Lesson 10's page says what its three tracks ask for.
+"""The budget: a system of your own. budget.md, beside this file, says what its three tracks ask for.
 
     python -m zero_minimal grade lessons/10_whole_system/system.py
     python -m zero_minimal simulate --stage lessons/10_whole_system/system.py --layers 4 --hidden 512 --dtype bf16 \

@@ -41,6 +41,9 @@ def card_01(lab) -> tuple[str, float]:
     """
     # step 1: for three seeds: a run without ZeRO, one with ZeRO and a new model, and one with ZeRO
     # that goes on with the model of the first. All with one batch.
+    # - lab.train(stage, seed=…, model=…): a Run. model=None: a new model; model=run.model: it goes
+    #   on with that one
+    # - run.validation: loss on text that was held out, in nats, mean of the ranks
     raise NotImplementedError("step 1: card_01")
 
 
@@ -54,6 +57,9 @@ def card_02(lab) -> tuple[str, float]:
     """
     # step 2: two runs, with arguments whose configuration came late, and with arguments that were
     # made with it.
+    # - lab.arguments(zero=…): arguments, with a configuration such as {"stage": 2}.
+    #   lab.train(arguments=…) does what they plan.
+    # - run.stage: the stage that it really was. run.states: bytes of all model states on this rank
     raise NotImplementedError("step 2: card_02")
 
 
@@ -66,6 +72,8 @@ def card_03(lab) -> tuple[str, float]:
     Number, in MB: by how much the peak of stage 3 is below that of stage 0 (negative where it is above).
     """
     # step 3: stages 0 and 3 ran with new models, and the meter began at zero before each.
+    # - lab.reset_peak(): the meter begins at zero
+    # - run.peak: bytes that the meter shows when this run has ended
     raise NotImplementedError("step 3: card_03")
 
 
@@ -77,6 +85,9 @@ def card_04(lab) -> tuple[str, float]:
     Number, in MB: the most that model states on the device shrink in one of these ways.
     """
     # step 4: one rank by itself ran without ZeRO, with it, and with it and a host; all in bf16.
+    # - lab.train(stage, ranks=1, dtype="bf16", offload=…): each rank by itself. offload=True:
+    #   optimizer state and update are on the host
+    # - run.states: bytes of model states on the device
     raise NotImplementedError("step 4: card_04")
 
 
@@ -88,6 +99,8 @@ def card_05(lab) -> tuple[str, float]:
     Number, in nats: by how much the larger batch alone lowers the validation loss; mean of the seeds.
     """
     # step 5: for three seeds: both batches without ZeRO, and the larger one with ZeRO.
+    # - lab.train(stage, seed=…, batch=…): a Run of a new model
+    # - run.validation: loss on text that was held out, in nats, mean of the ranks
     raise NotImplementedError("step 5: card_05")
 
 
@@ -99,6 +112,9 @@ def card_06(lab) -> tuple[str, float]:
     Number: by which factor model states are smaller at stage 1.
     """
     # step 6: one rank of lab.devices was simulated at stages 0 and 1.
+    # - lab.simulate(stage, steps=1): a Run of one rank of lab.devices, without values: its bytes
+    #   are exact
+    # - run.states: bytes of all model states
     raise NotImplementedError("step 6: card_06")
 
 
@@ -111,6 +127,10 @@ def card_07(lab) -> tuple[str, float]:
     Number, in billions: of numbers in the model states of the device.
     """
     # step 7: stage 0 was simulated with lab.parameters, in fp16.
+    # - lab.simulate(stage, parameters=…, layers=12, sequence=8, steps=1): a Run of one rank of
+    #   lab.devices, in fp16
+    # - run.memory: {"parameters": …, "gradients": …, "optimizer": …}, bytes
+    # - run.parameters: elements of the model, a count
     raise NotImplementedError("step 7: card_07")
 
 
@@ -122,6 +142,8 @@ def card_08(lab) -> tuple[str, float]:
     Number: by which factor model states are smaller at stage 2, on lab.devices.
     """
     # step 8: stages 0 and 2 were simulated on lab.devices, and on many more.
+    # - lab.simulate(stage, ranks=…, steps=1): a Run of one rank of so many; None: of lab.devices
+    # - run.states: bytes of all model states
     raise NotImplementedError("step 8: card_08")
 
 
@@ -133,6 +155,8 @@ def card_09(lab) -> tuple[str, float]:
     Number, in MB: what the optimizer holds in the run with bf16.
     """
     # step 9: stage 0 ran in fp32 and in bf16.
+    # - lab.train(stage, dtype=…): a Run of a new model
+    # - run.memory["optimizer"]: bytes on this rank. run.parameters: elements of the model, a count
     raise NotImplementedError("step 9: card_09")
 
 
@@ -145,6 +169,9 @@ def card_10(lab) -> tuple[str, float]:
     """
     # step 10: stage 0 ran on one rank by itself and stage 3 on all; the meter began at zero before
     # each.
+    # - lab.train(stage, ranks=1): each rank by itself; ranks=None: all together
+    # - lab.reset_peak(): the meter begins at zero
+    # - run.peak: bytes that the meter shows. run.states: bytes of all model states on this rank
     raise NotImplementedError("step 10: card_10")
 
 
@@ -156,6 +183,8 @@ def card_11(lab) -> tuple[str, float]:
     Number, in MB: what a rank of "ZeroRedundancy" sends in a step beyond one of "DDP", on a ring.
     """
     # step 11: data parallelism ran, and a stage 1 on top of it.
+    # - lab.train("DDP"), lab.train("ZeroRedundancy"): Runs of torch's own
+    # - run.sent: bytes that a rank of a ring sends in a step
     raise NotImplementedError("step 11: card_11")
 
 
@@ -167,6 +196,9 @@ def card_12(lab) -> tuple[str, float]:
     Number, in MB: the payload of all that is gathered in a step.
     """
     # step 12: stage 1 ran in bf16.
+    # - run.collectives: of a step, such as {"all_gather": {"calls": 1, "bytes": 1447296}, …}. Its
+    #   bytes are the payload
+    # - run.memory["optimizer"]: bytes of this rank's shards
     raise NotImplementedError("step 12: card_12")
 
 
@@ -178,6 +210,9 @@ def card_13(lab) -> tuple[str, float]:
     Number, in MB: the payload of all that stage 2 gathers in a step.
     """
     # step 13: stage 2 ran, and stage 3 beside it.
+    # - run.when: payload by phase, such as {"forward": {}, "backward": {"reduce_scatter": 1447296},
+    #   "update": {…}}
+    # - run.collectives["all_gather"]["bytes"]: the payload of a step
     raise NotImplementedError("step 13: card_13")
 
 
@@ -191,6 +226,10 @@ def card_14(lab) -> tuple[str, float]:
     Number, in MB: what this rank really sent for the reduce-scatter of torch.distributed.
     """
     # step 14: an all-reduce and two reduce-scatters of one payload were watched, each by itself.
+    # - with lab.watch() as seen: measures what runs inside. Afterwards seen.wire are the bytes that
+    #   this process wrote, and seen.sent those that a ring sends
+    # - dist.all_reduce(tensor): in place. dist.reduce_scatter(output [s], a list of N tensors [s])
+    # - collectives.reduce_scatter(output [s], input [N·s], op="sum")
     raise NotImplementedError("step 14: card_14")
 
 
@@ -202,6 +241,8 @@ def card_15(lab) -> tuple[str, float]:
     Number, in MB: what a rank sends in a step of stage 3 beyond one of stage 0, on a ring.
     """
     # step 15: all four stages ran.
+    # - lab.train(stage): a Run of a new model
+    # - run.sent: bytes that a rank of a ring sends in a step
     raise NotImplementedError("step 15: card_15")
 
 
@@ -213,6 +254,8 @@ def card_16(lab) -> tuple[str, float]:
     Number, in MB: the payload of all reduce-scatters of a step.
     """
     # step 16: stage 2 ran with two batches.
+    # - lab.train(stage, batch=…): a Run of a new model
+    # - run.collectives["reduce_scatter"]["bytes"]: the payload of a step
     raise NotImplementedError("step 16: card_16")
 
 
@@ -224,6 +267,9 @@ def card_17(lab) -> tuple[str, float]:
     Number, in MB: by how much the peak of stage 3 is lower.
     """
     # step 17: stages 2 and 3 ran, and the meter began at zero before each.
+    # - lab.reset_peak(): the meter begins at zero
+    # - run.peak: bytes that the meter shows
+    # - run.collectives["reduce_scatter"]["bytes"]: the payload of a step
     raise NotImplementedError("step 17: card_17")
 
 
@@ -236,6 +282,9 @@ def card_18(lab) -> tuple[str, float]:
     Number, in kB: the payload of what f sends in the two passes.
     """
     # step 18: both passes of the layer were watched.
+    # - with lab.watch() as seen: afterwards seen.collectives has what ran inside, as {name:
+    #   {"calls": …, "bytes": …}}; its bytes are the payload
+    # - layer.weight [outputs of this rank, inputs]
     raise NotImplementedError("step 18: card_18")
 
 
@@ -250,6 +299,9 @@ def card_19(lab) -> tuple[str, float]:
     """
     # step 19: partial results of both signs, and positive ones, were added over the ranks while the
     # lab watched.
+    # - lab.rank.rank: the number of this rank
+    # - g(tensor): the sum over the ranks
+    # - with lab.watch(): the journal notes what runs inside
     raise NotImplementedError("step 19: card_19")
 
 
@@ -264,6 +316,9 @@ def card_20(lab) -> tuple[str, float]:
     """
     # step 20: C1 and C2 were simulated, with lab.model_parallel and with lab.devices model-parallel
     # ranks.
+    # - lab.simulate(config=…, model_parallel=…, hidden=192, sequence=…, batch=1, steps=1): a Run of
+    #   one rank of lab.devices, in fp16
+    # - run.kept: bytes of activations that live from forward to backward
     raise NotImplementedError("step 20: card_20")
 
 
@@ -276,6 +331,9 @@ def card_21(lab) -> tuple[str, float]:
     Number, in GB: by how much the large buckets raise the peak.
     """
     # step 21: stage 2 was simulated with buckets of two sizes, and all else alike.
+    # - lab.simulate(2, ranks=…, bucket_bytes=…, parameters=…, …): a Run. bucket_bytes are bytes,
+    #   and an element of fp16 has two
+    # - run.peak: bytes, of this run alone
     raise NotImplementedError("step 21: card_21")
 
 
@@ -289,6 +347,9 @@ def card_22(lab) -> tuple[str, float]:
     Number, in GB: what 32 blocks keep without recomputation, for lab.sequences of lab.tokens tokens.
     """
     # step 22: models with two numbers of blocks were simulated, with and without recomputation.
+    # - lab.simulate(stage, layers=…, hidden=…, recompute=…, batch=…, sequence=…, steps=1): a Run,
+    #   in fp16
+    # - run.at_peak["activations"]: bytes at its highest moment
     raise NotImplementedError("step 22: card_22")
 
 
@@ -301,6 +362,11 @@ def card_23(lab) -> tuple[str, float]:
     Number, in GB: of all blocks' checkpoints, partitioned over lab.row ranks.
     """
     # step 23: the shape was looked up, and C2 simulated with two numbers of blocks.
+    # - lab.published("figure 7")["100B"]: (its Shape, the bars). A Shape has .layers, .hidden,
+    #   .heads, .batch
+    # - lab.simulate(config="C2", ranks=…, model_parallel=…, layers=…, hidden=…, heads=…, batch=…,
+    #   sequence=1024, steps=1): a Run, in fp16
+    # - run.at_peak["activations"]: bytes at its highest moment
     raise NotImplementedError("step 23: card_23")
 
 
@@ -312,6 +378,7 @@ def card_24(lab) -> tuple[str, float]:
     Number, in TFLOP/s: by how much the model of lab.without billions is above that mean (negative: below it).
     """
     # step 24: the figure was looked up.
+    # - lab.published("figure 4"): {billions: TFLOP/s a GPU}
     raise NotImplementedError("step 24: card_24")
 
 
@@ -323,6 +390,7 @@ def card_25(lab) -> tuple[str, float]:
     Number: how many times faster all 400 together are than lab.gpus of them, over how many times more GPUs that is.
     """
     # step 25: the figure was looked up.
+    # - lab.published("figure 3"): {64: 25.7, …}, TFLOP/s a GPU by GPUs
     raise NotImplementedError("step 25: card_25")
 
 
@@ -334,6 +402,8 @@ def card_26(lab) -> tuple[str, float]:
     Number, in billions of parameters: how much the measured model of stage 1 lacks, in the row of lab.row.
     """
     # step 26: the table was looked up.
+    # - lab.published("table 2"): {M: (theory for stages 0 to 3, measured for stages 0 and 1)},
+    #   billions, as texts
     raise NotImplementedError("step 26: card_26")
 
 
@@ -346,6 +416,8 @@ def card_27(lab) -> tuple[str, float]:
     Number: how many times as large the model of lab.largest billions is as the larger one of these.
     """
     # step 27: models and baselines were looked up.
+    # - lab.published("figure 2"): {billions: …}. lab.published("baselines"): {where it stands:
+    #   billions}
     raise NotImplementedError("step 27: card_27")
 
 
@@ -357,4 +429,9 @@ def card_28(lab) -> tuple[str, float]:
     Number, in GB: by how much the paper's bar is higher than what the code takes.
     """
     # step 28: the bar was looked up, and its configuration simulated with the allocator.
+    # - lab.published("figure 7")["40B"]: (its Shape, {configuration: GB}). A Shape has .layers,
+    #   .hidden, .heads, .batch, .model_parallel
+    # - lab.simulate(config=…, ranks=400, model_parallel=…, layers=…, hidden=…, heads=…, batch=…,
+    #   sequence=1024, vocabulary=50257, cached=True): a Run
+    # - run.cached: bytes that CUDA's allocator takes from the device
     raise NotImplementedError("step 28: card_28")

@@ -38,6 +38,7 @@ def test_without_a_name_nothing_is_drawn(text):
     (only,) = drawn.as_drawn(LESSON, text).steps
     assert only.number == 0 and only.points == LESSON.points
     assert "NAME at the top of the file is empty" in drawn.nameless(LESSON, text)
+    assert drawn.nameless(drawn.as_drawn(LESSON, text), text) == drawn.nameless(LESSON, text)
     assert drawn.name_of(text) == ""
 
 

@@ -1,4 +1,5 @@
-"""Lesson 10's page: a run or a formula gave each figure on it, and today's run gives the same."""
+"""Lesson 10's pages, and what the manual has of its system: a run or a formula gave each figure, and today's run gives
+the same."""
 
 import json
 
@@ -16,8 +17,9 @@ from zero_minimal.programs.simulation import Case, simulate
 from zero_minimal.workload.model import GPTConfig
 
 LESSON = found()["10_whole_system"]
-PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
-PROSE = " ".join(PAGE.split())  # wherever lines are broken
+PAGE, BUDGET, TEACHER, MANUAL = ((LESSON.folder / name).read_text() for name in (
+    "README.md", "budget.md", "teacher.md", "../manual/zero-r.md"))
+PROSE, BUDGETS, MANUALS = (" ".join(page.split()) for page in (PAGE, BUDGET, MANUAL))  # wherever lines are broken
 MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
 LADDER, WORTH, LARGE = (MEASURED[name] for name in ("ladder", "worth", "worth_large"))
 CONFIGS = ("C1", "C2", "C3", "C4", "C5")
@@ -46,6 +48,22 @@ def test_the_model_of_the_page():
     assert f"read {program.SEQUENCES} sequences of {sizes.sequence} tokens" in PROSE
     assert f"b·s·h are {INPUT // 4:,} numbers, {INPUT / MB:.2f} MB" in PROSE
     assert f"Buckets have {MEASURED['bucket'] / 2**20:g} MiB" in PROSE
+
+
+def test_what_the_first_command_shows():
+    """A simulated rank has the bytes of a real one."""
+    shape = GPTConfig(sequence=64, dropout=0.0)
+    case = Case(shape, ranks=4, model_parallel=2, dtype="fp32", batch=4, config="C4", bucket_bytes=4 * 2**20)
+    held = simulate(case).report["memory"]
+    assert f"rank 0 holds {held['parameters'] / MB:.2f} MB of parameters, {held['gradients'] / MB:.2f} of gradients " \
+           f"and {held['optimizer'] / MB:.2f} of Adam's state" in PROSE
+    assert f"The whole model has {4 * case.parameters / MB:.2f} MB of parameters" in PROSE
+
+
+def test_the_rule_is_of_the_run():
+    told = f"C4 takes {LADDER['C4']['peak'] / MB:.1f} MB at its highest moment where model parallelism alone takes " \
+           f"{LADDER['model parallel']['peak'] / MB:.1f}"
+    assert told in PROSE
 
 
 def test_model_states_are_those_of_the_formula():
@@ -111,7 +129,7 @@ def test_losses_and_speed():
     assert losses["data parallel"] == pytest.approx(losses["C1"], rel=2.5e-7)
     recorded = json.loads((HOUSE / "lessons/pictures/configs.json").read_text())["rows"]
     speeds = [row["tokens_per_second"] for row in recorded]
-    assert f"C1 to C5 did {min(speeds):,.0f} to {max(speeds):,.0f} tokens in a second, all within 2%" in PROSE
+    assert f"C1 to C5 did {min(speeds):,.0f} to {max(speeds):,.0f} tokens in a second, all within 2%" in MANUALS
     assert max(speeds) / min(speeds) < 1.02
 
 
@@ -124,26 +142,37 @@ def test_the_table_of_part_b():
             cells.append(f"{figures.peak / GB:.2f} GB, {figures.sent / GB:.2f} GB")
         what = "sent" if track.memory is not None else "held"
         row = [f"track {track.number}", *cells, f"{least / GB:.2f} GB {what}"]
-        assert "| " + " | ".join(row) + " |" in PAGE
-        assert f"| track {track.number}, {track.name} |" in PAGE
-    assert f".sent`: 2Ψ elements, {budget.TRACKS[1].sent / GB:.2f} GB" in PROSE
+        assert "| " + " | ".join(row) + " |" in BUDGET
+        assert f"| track {track.number}, {track.name} |" in BUDGET
+    assert f".sent`: 2Ψ elements, {budget.TRACKS[1].sent / GB:.2f} GB" in BUDGETS
     for shape, words in ((budget.SMALL, "7.5B has {} blocks of width {:,} and {} heads"),
                          (budget.LARGE, "40B has {} of width {:,} and {} heads")):
-        assert words.format(shape.layers, shape.hidden, shape.heads) in PROSE
-        assert f"a vocabulary of {shape.vocabulary:,}" in PROSE
-        assert f"one sequence of {shape.sequence:,} tokens" in PROSE
+        assert words.format(shape.layers, shape.hidden, shape.heads) in BUDGETS
+        assert f"a vocabulary of {shape.vocabulary:,}" in BUDGETS
+        assert f"one sequence of {shape.sequence:,} tokens" in BUDGETS
     for medal, points in budget.POINTS.items():
-        assert not medal or f"**{medal.title()}**, {points} points" in PAGE
-    assert f"within {budget.GOLD - 1:.0%} of the bound" in PROSE
+        assert not medal or f"**{medal.title()}**, {points} points" in BUDGET
+    assert f"within {budget.GOLD - 1:.0%} of the bound" in BUDGETS
 
 
 def test_the_twin_of_part_b():
     small, large = system_rules.twins(budget.TRACKS[0])
     sizes = system_rules.SMALL
     told = f"has {sizes.layers} blocks of width {sizes.hidden}, in bf16: {small.case().parameters:,}"
-    assert told in PROSE
-    assert f"trained with {small.memory:,} bytes" in PROSE and f"and with {large.memory:,}, where" in PROSE
+    assert told in BUDGETS
+    assert f"trained with {small.memory:,} bytes" in BUDGETS and f"and with {large.memory:,}, where" in BUDGETS
     assert small.memory < budget.bound(small).need < large.memory
+
+
+def test_what_a_class_gets_wrong():
+    told = " ".join(TEACHER.split())
+    assert "C_B adds {C_B:.1f} MB, M_D for gradients {M_D, gradients:.1f} and M_D for checkpoints " \
+           "{M_D, checkpoints:.1f}".format_map({name: more(WORTH, name) for name in WORTH}) in told
+    halves = program.SIZES.layers * INPUT / 2 / MB
+    assert f"P_a alone takes {-more(WORTH, 'P_a'):.1f} off, where six half inputs are {halves:.1f}" in told
+    three, alone = LADDER["C3"], LADDER["P_os+g"]
+    assert f"it takes {three['peak'] / MB:.1f} MB to {alone['peak'] / MB:.1f}, and sends " \
+           f"{three['sent'] / MB:.1f} MB to {alone['sent'] / MB:.1f}" in told
 
 
 def test_the_exam():
@@ -190,12 +219,14 @@ def test_the_simulators_table():
         report = simulated(config)
         memory, peaks[config] = report["memory"], report["memory"]["peak"] / GB
         cells = [f"{size / GB:.2f}" for size in (*(memory[name] for name in columns), report["traffic"]["sent_bytes"])]
-        assert "| " + " | ".join([config, *cells]) + " |" in PAGE
+        assert "| " + " | ".join([config, *cells]) + " |" in MANUAL
     assert f"P_a spares {peaks['C1'] - peaks['C2']:.2f} GB, and P_os+g in place of P_os " \
-           f"{peaks['C1'] - peaks['C3']:.2f}. P_a+cpu spares {peaks['C4'] - peaks['C5']:.2f} more" in PROSE
+           f"{peaks['C1'] - peaks['C3']:.2f}. P_a+cpu spares {peaks['C4'] - peaks['C5']:.2f} more" in MANUALS
     parameters = memory["parameters"] / 2
-    assert f"A fused fp32 buffer would take {4 * parameters / GB:.2f} GB" in PROSE
-    assert f"C_B's two take {2 * 64 * 2**20 / GB:.2f}" in PROSE
+    assert f"A fused fp32 buffer would take {4 * parameters / GB:.2f} GB" in MANUALS
+    assert f"C_B's two take {2 * 64 * 2**20 / GB:.2f}" in MANUALS
+    assert f"such a buffer takes {4 * parameters / GB:.2f} GB, C_B takes {2 * 64 * 2**20 / GB:.2f}, and P_a spares " \
+           f"{peaks['C1'] - peaks['C2']:.2f}" in PROSE
 
 
 # ------------------------------------------------------------------------------------------ what is not on the page
@@ -209,7 +240,7 @@ def test_the_page_does_not_print_what_is_to_be_written():
     starter = LESSON.starter.read_text()
     given = {"self.zero.reduced_gradients()"}  # a method of System calls it, too
     assert not [line for line in telling - given if line in starter]
-    assert not [line for line in telling if line in PAGE]
+    assert not [line for line in telling if line in PAGE + BUDGET]
 
 
 # ------------------------------------------------------------------------------------------------------- the pictures

@@ -14,8 +14,8 @@ import unicodedata
 
 from zero_minimal.classroom.lessons import Lesson, Step
 
-NAMELESS = ("NAME at the top of the file is empty: write your own name between the quotes. It draws the {draw} of "
-            "{all} that you are graded on, and the numbers that they are run with")
+NAMELESS = ("NAME at the top of the file is empty: write your own name between the quotes. It draws the {draw} "
+            "that you are graded on, and the numbers that they are run with")
 ENOUGH = 40  # words of an answer that is an answer
 
 
@@ -36,7 +36,7 @@ def nameless(lesson: Lesson, source: str) -> str:
     """What a learner is told whose file has no name, though it needs one; "" if all is well."""
     if not lesson.draw or name_of(source):
         return ""
-    return NAMELESS.format(draw=lesson.draw, all=len(lesson.steps))
+    return NAMELESS.format(draw=lesson.draw)
 
 
 def name_of(source: str) -> str:
