@@ -30,8 +30,7 @@ RULE = "A rule to leave with"
 KEEP_TO = "What every solution must keep to"
 HINTS = ("A question", "A smaller example", "A picture of the moment")
 # lessons that are still to be cut to a quarter of an hour: they have their contract on the page, and older hints
-LONG = {"01_data_parallel", "05_tensor_parallel", "07_constant_buffers", "08_defragmentation",
-        "10_whole_system", "11_reading_critically"}
+LONG = {"01_data_parallel", "05_tensor_parallel", "08_defragmentation", "10_whole_system", "11_reading_critically"}
 LONG_HINTS = ("A question", "A direction", "The shape of the code")
 BEFORE, IN_ALL = 1500, 2800  # words: before the assignment, and with all that is folded
 TEACHER = ("Discussion", "Exam", "Stumbles", "Rubric", "AI assistants")
