@@ -49,12 +49,15 @@ class ConstantBuffers:
         # step 1: self.group, self.elements and self.buffers are as the docstring says, and nothing
         # is on its way. (A multiple of the number of ranks: then each of them sums an equal part,
         # and nothing has to be padded.)
+        # - dist.get_world_size(group): how many ranks share the buffers
+        # - dtype.itemsize: bytes of an element
+        # - torch.zeros(elements, dtype=…, device=…): new memory [elements]
         raise NotImplementedError("step 1: __init__")
 
     def take(self) -> Tensor:
         """The buffer whose turn it is [elements], once it may be filled again."""
-        # step 1: the other buffer than the last time is returned. What it carried is back, and its
-        # result was read. The one that was sent last may still be on its way.
+        # step 1: the other buffer than the last time is returned. It is not on its way any more,
+        # and its result was read. The one that was sent last may still be on its way.
         raise NotImplementedError("step 1: take")
 
     def send(self, pending: collectives.Work, then: Callable[[], object]) -> None:
@@ -71,8 +74,10 @@ class ConstantBuffers:
 
     def _finish(self, turn: int) -> None:
         """Until buffer 0 or 1 is back, and its result read."""
-        # step 1: buffer 0 or 1 is not on its way any more. If it was, its result was read. (A
-        # helper: take() and wait() need it.)
+        # step 1: buffer 0 or 1 is not on its way any more. If it was, its result was read, and what
+        # it waited for is forgotten. (A helper: take() and wait() need it.)
+        # - pending.wait(): returns when the collective has ended
+        # - then(): reads the result
         raise NotImplementedError("step 1: _finish")
 
 
@@ -84,6 +89,8 @@ def loads(flats: Iterable[Tensor], elements: int) -> Iterator[list[Tensor]]:
     """
     # step 2: every element is in one load, in order, and every load but the last has `elements` of
     # them.
+    # - flat[start : end]: a view of these elements, or of fewer where the tensor ends before
+    # - tensor.numel(): how many elements it has
     raise NotImplementedError("step 2: loads")
 
 
@@ -94,12 +101,16 @@ def fill(buffer: Tensor, load: list[Tensor]) -> Tensor:
     """
     # step 3: the pieces' numbers stand in the buffer, one piece behind the other; what is behind
     # them is untouched.
+    # - tensor.split([3, 1, 4]): views of 3, 1 and 4 elements, one behind the other
+    # - place.copy_(piece): writes the numbers of piece into the memory of place, in the dtype of
+    #   place
     raise NotImplementedError("step 3: fill")
 
 
 def unpack(filled: Tensor, load: list[Tensor]) -> None:
     """Copy what was filled back to where the pieces lie, each in its own dtype."""
-    # step 3: each piece holds its part of `filled`, in the memory in which it lies.
+    # step 3: each piece holds its part of `filled`, in the memory in which it lies. (The calls are
+    # those of fill.)
     raise NotImplementedError("step 3: unpack")
 
 
@@ -113,6 +124,13 @@ def all_reduce(tensors: Iterable[Tensor], buffers: ConstantBuffers, op: str = "a
     """
     # step 4: each tensor holds the mean (or the sum) over the ranks, rounded once; nothing is on
     # its way. The buffers took turns: one was filled while the other travelled.
+    # - fused.flat_views(tensors, dtype, device): a list with a flat view of each tensor. It raises,
+    #   while all are as they were, if one of them does not fit into buffers of this dtype on this
+    #   device
+    # - collectives.all_reduce(tensor, op="avg" or "sum", group=…, async_op=True): in place. Returns
+    #   a Work at once: a `pending`
+    # - functools.partial(f, a, b): a function without arguments. It calls f(a, b), with what a and
+    #   b are now
     raise NotImplementedError("step 4: all_reduce")
 
 

@@ -40,6 +40,7 @@ def test_what_the_page_says_of_sizes():
     assert [row["fused"] / 1e6 for row in MEASURED["rows"]] == [4, 40]
     assert {row["constant"] for row in MEASURED["rows"]} == {MEASURED["constant"]} == {2 * MEASURED["size"]}
     assert "4, 40, 4000 and 12000 MB (the last two are calculated)" in PROSE
+    assert f"grows from 4.0 to {4 * 30:.1f} MB, and the two constant buffers stay at {2 * 2**20 / 1e6:.1f} MB" in PROSE
 
 
 def test_what_the_page_says_of_prices():
@@ -117,6 +118,7 @@ def test_the_trays_are_those_that_are_told():
     assert_turns(record, SIZES)
     assert len(record["loads"]) == 5 and record["ranks"] == 4 and "rank 0 of four, as it was recorded" in PROSE
     assert sum(any(number == 3 for number, _ in load) for load in record["loads"]) == 3, "g3 is in three of them"
+    assert f"makes {sum(SIZES):,} loads, so each is used {sum(SIZES) // 2:,} times" in PROSE
 
 
 def at_once(tensors, buffers):

@@ -30,7 +30,7 @@ RULE = "A rule to leave with"
 KEEP_TO = "What every solution must keep to"
 HINTS = ("A question", "A smaller example", "A picture of the moment")
 # lessons that are still to be cut to a quarter of an hour: they have their contract on the page, and older hints
-LONG = {"07_constant_buffers", "08_defragmentation"}
+LONG = {"08_defragmentation"}
 LONG_HINTS = ("A question", "A direction", "The shape of the code")
 BEFORE, IN_ALL = 1500, 2800  # words: before the assignment, and with all that is folded
 TEACHER = ("Discussion", "Exam", "Stumbles", "Rubric", "AI assistants")
