@@ -183,7 +183,7 @@ def test_the_host_keeps_its_own_copy(assignment):
 HOST_GROUPS = [dict(lr=0.1, weight_decay=0.1, betas=(0.9, 0.99), warmth=0.8),
                dict(lr=0.02, weight_decay=0.05, betas=(0.8, 0.9), warmth=1.0)]
 UPDATES = ((1.0, None), (0.5, 0.3), (0.5, "a tensor"), (0.5, 0.0))  # factors of lr, scales of gradients
-UPDATED_DTYPES = (torch.float32, torch.bfloat16)
+UPDATED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def updated(assignment):
