@@ -751,9 +751,31 @@ def test_stage_3_trains_as_without_offload(assignment):
     assert_as_the_stage(once(beside_the_stage, 2, assignment, STAGE_3), CLIPS, HALVES, SCALES)
 
 
+def given_back(assignment):
+    """How many parcels came after a step of Offloaded3, and how many were given back, when a forward has read all."""
+    zero, rank, counts = blocks_of(assignment.Offloaded3), dist.get_rank(), {"receive": 0, "emptied": 0}
+    zero.model(*wide(rank, 0)).backward()
+    for name in counts:
+        def counted(*given, name=name, call=getattr(zero.host.bus, name)):
+            counts[name] += 1
+            return call(*given)
+
+        setattr(zero.host.bus, name, counted)
+    zero.step()
+    zero.zero_grad()
+    zero.model(*wide(rank, 1))
+    seen = dict(counts)
+    zero.host.end()
+    return seen["receive"], seen["emptied"]
+
+
 @pytest.mark.step(3, points=3, stuck=WAITS)
 def test_a_buffer_is_read_before_it_is_given_back(assignment):
     assert_as_the_stage(once(beside_the_stage, 2, assignment, STAGE_3), CROWDED)
+    for rank, (came, given) in enumerate(toys.run(given_back, 2, assignment)):
+        assert given == came, (
+            f"in a step of Offloaded3, and in the forward after it, {came} parcels came to rank {rank}. All of them were "
+            f"read, and {given} were given back: the host waits for each of its buffers. Give it back before the yield")
 
 
 def told_of_a_step(assignment):
