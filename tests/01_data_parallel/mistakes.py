@@ -355,8 +355,8 @@ WRONG |= {  # what strangers handed in, and had full marks
     "one order, until it was agreed on": Wrong(
         3, "test_ranks_hand_over_in_one_order", r"(?s)backward 2.*each rank goes through the branches in another order",
         edited("01_data_parallel", "Reducer._hand_over_complete", (
-            "    while", "    for bucket in [bucket for bucket, left in self.waits_for.items() if self._ordered and not "
-            "left]:\n        self.hand_over(bucket)\n    while")), 3),
+            "    while", "    for bucket in [bucket for bucket, left in self.waits_for.items() if self._ordered and "
+            "not left]:\n        self.hand_over(bucket)\n    while")), 3),
     "one rank alone keeps its gradients as they are": Wrong(
         1, "test_afterwards_each_gradient_is_the_mean", r"is None after backward and reduced_gradients\(\)",
         edited("01_data_parallel", "Naive.average", ("    for param", """

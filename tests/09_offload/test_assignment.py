@@ -774,8 +774,8 @@ def test_a_buffer_is_read_before_it_is_given_back(assignment):
     assert_as_the_stage(once(beside_the_stage, 2, assignment, STAGE_3), CROWDED)
     for rank, (came, given) in enumerate(toys.run(given_back, 2, assignment)):
         assert given == came, (
-            f"in a step of Offloaded3, and in the forward after it, {came} parcels came to rank {rank}. All of them were "
-            f"read, and {given} were given back: the host waits for each of its buffers. Give it back before the yield")
+            f"in a step of Offloaded3, and in the forward after it, {came} parcels came to rank {rank}. All of them "
+            f"were read, and {given} were given back: the host waits for each of its buffers. Give it back before the yield")
 
 
 def told_of_a_step(assignment):
