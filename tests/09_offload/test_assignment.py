@@ -666,13 +666,13 @@ def small():
 
 ADAM = dict(make=small, options=dict(lr=1e-2, weight_decay=0.1), steps=2)
 CLIPS, HALVES, SCALES, CROWDED, SLOW = (
-    "fp32, with clipping", "bf16, two micro-batches, and a learning rate that falls",
+    "fp32, two micro-batches, with clipping", "bf16, two micro-batches, and a learning rate that falls",
     "fp16, a loss scale, and clipping", "float64, and buffers of the bus that are filled again at once", "a slow bus",
 )
 RECIPES = {
-    CLIPS: toys.Recipe(**ADAM, clip=0.5),
+    CLIPS: toys.Recipe(**ADAM, clip=0.5, accumulate=2),  # under no_sync()
     HALVES: toys.Recipe(**ADAM | {"optimizer": checks.Warm}, groups=checks.matrices_decay, dtype=torch.bfloat16,
-                        accumulate=2, schedule=checks.AllFall),
+                        accumulate=2, no_sync=False, schedule=checks.AllFall),
     SCALES: toys.Recipe(**ADAM, dtype=torch.float16, scale=2.0**10, clip=0.5),
     CROWDED: toys.Recipe(**ADAM, dtype=torch.float64),
     SLOW: toys.Recipe(**ADAM, dtype=torch.bfloat16),
@@ -680,8 +680,9 @@ RECIPES = {
 
 
 TO_LOOK_AT = {
-    CLIPS: "Does self.gradient_scale, which clipping has made, go along with the update?",
-    HALVES: "Does each update take the options of now along, options_of(self.optimizer)? Do both micro-batches count?",
+    CLIPS: "Does self.gradient_scale, which clipping has made, go along with the update? Do both micro-batches count?",
+    HALVES: "Does each update take the options of now along, options_of(self.optimizer)? Do both micro-batches count, "
+            "once?",
     SCALES: "Does self.gradient_scale go along, in which are 1 / loss scale and what clipping has made?",
     CROWDED: "Is a number of 64 bits rounded to 32 somewhere?",
     SLOW: "Does every parcel get waited for, however late it comes?",
@@ -775,7 +776,8 @@ def test_a_buffer_is_read_before_it_is_given_back(assignment):
     for rank, (came, given) in enumerate(toys.run(given_back, 2, assignment)):
         assert given == came, (
             f"in a step of Offloaded3, and in the forward after it, {came} parcels came to rank {rank}. All of them "
-            f"were read, and {given} were given back: the host waits for each of its buffers. Give it back before the yield")
+            f"were read, and {given} were given back: the host waits for each of its buffers. Give it back before the "
+            "yield")
 
 
 def told_of_a_step(assignment):
