@@ -352,6 +352,11 @@ WRONG |= {  # what strangers handed in, and had full marks
         5, "test_nothing_stays_of_a_step", r"entries of lists and dicts after the second step, and \d+ after",
         edited("01_data_parallel", "Stage0.bucket_complete", ("self._wait()", "self._wait()\n"
                "    self.log = [*getattr(self, 'log', ()), bucket.numel]"))),
+    "one order, until it was agreed on": Wrong(
+        3, "test_ranks_hand_over_in_one_order", r"(?s)backward 2.*each rank goes through the branches in another order",
+        edited("01_data_parallel", "Reducer._hand_over_complete", (
+            "    while", "    for bucket in [bucket for bucket, left in self.waits_for.items() if self._ordered and "
+            "not left]:\n        self.hand_over(bucket)\n    while")), 3),
     "one rank alone keeps its gradients as they are": Wrong(
         1, "test_afterwards_each_gradient_is_the_mean", r"is None after backward and reduced_gradients\(\)",
         edited("01_data_parallel", "Naive.average", ("    for param", """

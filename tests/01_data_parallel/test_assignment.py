@@ -495,7 +495,7 @@ def test_gradients_that_leave_early_are_the_mean(stage_class, world_size):
 
 
 def crossroads(stage_class):
-    return watched(stage_class, Crossroads, crossroads_batch, ROAD)[0]
+    return watched(stage_class, Crossroads, crossroads_batch, ROAD, (0, 1))
 
 
 OTHER_ORDER = ("here each rank goes through the branches in another order, so that buckets become complete in another "
@@ -506,9 +506,10 @@ OTHER_ORDER = ("here each rank goes through the branches in another order, so th
 @worlds
 def test_ranks_hand_over_in_one_order(stage_class, world_size):
     results = once(crossroads, world_size, stage_class)
-    assert_mean(list(range(world_size)), [found for found, *_ in results], Crossroads, crossroads_batch,
-                hint=f".\n    To look at: {OTHER_ORDER}")
-    early = [size for _, messages, came in results for size, at in messages if at < max(came)]
+    for number, seen in enumerate(zip(*results, strict=True), 1):
+        assert_mean(list(range(world_size)), [found for found, *_ in seen], Crossroads, crossroads_batch, range(number),
+                    hint=f", in backward {number}.\n    To look at: {OTHER_ORDER}")
+    early = [size for (_, messages, came), _ in results for size, at in messages if at < max(came)]
     assert early, ("no rank sent anything before its last gradient had come, not even the bucket of the last layer, "
                    "which is complete first on all of them")
 

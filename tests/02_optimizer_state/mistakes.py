@@ -386,6 +386,10 @@ WRONG = {
     "the norm in the gradients' own 16 bits": Wrong(
         5, "test_clips_by_the_global_norm", r"and rank 0 returned inf. A dtype of 16 bits has no room for it",
         global_norm(squares="squares = torch.stack([each.norm() for each in gradients]).float().square().sum()"), 2),
+    "the scale goes into 16 bits before the norm": Wrong(
+        5, "test_clips_by_the_global_norm", r"a gradient_scale of 1e-12 .* rank 0 returned 0\. torch.float16 loses",
+        global_norm(squares="if gradient_scale:\n    gradients = [each * gradient_scale for each in gradients]\n"
+                    f"{SQUARES}", end="return norm"), 2),
     "the norm of the own shards": Wrong(
         5, "test_clips_by_the_global_norm", r"it is the norm of this rank's shards alone", global_norm(sum_=""), 2),
     "norms are added": Wrong(

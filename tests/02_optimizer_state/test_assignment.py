@@ -557,10 +557,12 @@ def test_the_scale_is_applied_in_fp32(stage_class):
 
 
 def large_gradients(stage_class, dtype):
-    """The norm of 60 gradients of 12,416 in 16 bits: fp16 reaches to 65,504, and bf16 would round it."""
+    """The norm of 60 gradients of 12,416 in 16 bits: fp16 reaches to 65,504, and bf16 would round it. And that of 1e-12
+    times these, which is 0 in fp16."""
     zero = stage_class(Given().to(dtype), optim.SGD, lr=1e-3)
     zero.model(torch.full((60,), 12_416.0, dtype=dtype)).backward()
-    return zero.clip_grad_norm_(1.0).item()
+    norm, zero.gradient_scale = zero.clip_grad_norm_(1e9).item(), 1e-12
+    return norm, zero.clip_grad_norm_(1.0).item()
 
 
 def norm_without_shards(stage_class):
@@ -575,10 +577,13 @@ def norm_without_shards(stage_class):
 def test_clips_by_the_global_norm(stage_class, world_size):
     assert_clips_by_the_global_norm(stage_class, world_size)
     for dtype in (torch.float16, torch.bfloat16):
-        for rank, norm in enumerate(once(large_gradients, 2, stage_class, dtype)):
+        for rank, (norm, scaled) in enumerate(once(large_gradients, 2, stage_class, dtype)):
             assert norm == pytest.approx(12_416 * 60**0.5, rel=1e-4), (
                 f"60 gradients are 12,416 each, in {dtype}: their norm is {12_416 * 60**0.5:,.0f}, and rank {rank} "
                 f"returned {norm:,.0f}. A dtype of 16 bits has no room for it, or rounds it: compute the norm in fp32")
+            assert scaled == pytest.approx(12_416 * 60**0.5 * 1e-12, rel=1e-4), (
+                f"with a gradient_scale of 1e-12 the norm is {12_416 * 60**0.5 * 1e-12:.4g}, and rank {rank} returned "
+                f"{scaled:.4g}. {dtype} loses what is multiplied with it: make gradients fp32 first")
 
 
 @pytest.mark.thorough

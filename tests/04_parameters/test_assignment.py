@@ -582,7 +582,7 @@ def frozen_in_part():
 @torch.no_grad()
 def change(module):
     for param in module.parameters():
-        param.add_(0.05)
+        param.data.add_(0.05)  # .data: no version counter of the parameter's counts it
 
 
 def changed(stage_class, passes):

@@ -269,6 +269,10 @@ WRONG = {
     "rows that fill up are tokens": Wrong(
         4, "test_the_loss_is_that_of_whole_logits", r"2 of the logits on rank 2 of 3, with 31 tokens, belong to rows",
         logits(result="logits")),
+    "rows of the last rank alone fill up": Wrong(
+        4, "test_the_loss_is_that_of_whole_logits", r"1 of the logits on rank 2 of 4, with 2 tokens, belong to rows",
+        logits(result="logits if self.first + self.part < self.part * dist.get_world_size(self.group) else "
+               "logits.masked_fill(none, -math.inf)"), world_size=4),
     "the head forgets f": Wrong(
         4, "test_the_loss_is_that_of_whole_logits",
         r"The gradient of x, of which the logits are made, is not: it is only a part: those of the 3 ranks",

@@ -308,6 +308,11 @@ WRONG |= {  # what strangers handed in, and had full marks
                 "            place.data.copy_(param.grad)\n"
                 "            slab.used = max(slab.used, begin + param.numel())\n"
                 "            param.grad = place\n            return"))),
+    "a tied weight has room twice": Wrong(
+        4, "test_gradients_lie_in_one_slab", r"the gradient slab has room for \d+ elements; the parameters",
+        edited("08_defragmentation", "gradients_in_slab", (
+            "for param in model.parameters()", "for module in model.modules() for param in module._parameters.values()"
+            " if param is not None"), (" if param is not None if", " if param is not None and"))),
     "found by its start": Wrong(
         4, "test_a_reset_while_gradients_are_in_use_is_refused", r"a gradient lies at 6 to 15, and the slab was",
         edited("08_defragmentation", "gradients_in_slab",

@@ -655,8 +655,8 @@ class Late:
 
 def gradients_kept(assignment):
     """Three steps of SGD with gradients in a slab and without: where they lie, and what they are."""
-    plain, model = (toys.build(make_transformer, 0) for _ in range(2))
-    frozen = [next(iter(each.parameters())).requires_grad_(False) for each in (plain, model)]
+    plain, model = (toys.build(lambda: toys.Transformer(**SIZES, tied=True), 0) for _ in range(2))
+    frozen = [list(each.parameters())[1].requires_grad_(False) for each in (plain, model)]
     slab = assignment.gradients_in_slab(model)
     wanted = [param for param in model.parameters() if param.requires_grad]
     order, late = [], Late(model, slab)

@@ -183,7 +183,7 @@ def test_the_host_keeps_its_own_copy(assignment):
 HOST_GROUPS = [dict(lr=0.1, weight_decay=0.1, betas=(0.9, 0.99), warmth=0.8),
                dict(lr=0.02, weight_decay=0.05, betas=(0.8, 0.9), warmth=1.0)]
 UPDATES = ((1.0, None), (0.5, 0.3), (0.5, "a tensor"), (0.5, 0.0))  # factors of lr, scales of gradients
-UPDATED_DTYPES = (torch.float32, torch.bfloat16)
+UPDATED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def updated(assignment):
@@ -666,13 +666,13 @@ def small():
 
 ADAM = dict(make=small, options=dict(lr=1e-2, weight_decay=0.1), steps=2)
 CLIPS, HALVES, SCALES, CROWDED, SLOW = (
-    "fp32, with clipping", "bf16, two micro-batches, and a learning rate that falls",
+    "fp32, two micro-batches, with clipping", "bf16, two micro-batches, and a learning rate that falls",
     "fp16, a loss scale, and clipping", "float64, and buffers of the bus that are filled again at once", "a slow bus",
 )
 RECIPES = {
-    CLIPS: toys.Recipe(**ADAM, clip=0.5),
+    CLIPS: toys.Recipe(**ADAM, clip=0.5, accumulate=2),  # under no_sync()
     HALVES: toys.Recipe(**ADAM | {"optimizer": checks.Warm}, groups=checks.matrices_decay, dtype=torch.bfloat16,
-                        accumulate=2, schedule=checks.AllFall),
+                        accumulate=2, no_sync=False, schedule=checks.AllFall),
     SCALES: toys.Recipe(**ADAM, dtype=torch.float16, scale=2.0**10, clip=0.5),
     CROWDED: toys.Recipe(**ADAM, dtype=torch.float64),
     SLOW: toys.Recipe(**ADAM, dtype=torch.bfloat16),
@@ -680,8 +680,9 @@ RECIPES = {
 
 
 TO_LOOK_AT = {
-    CLIPS: "Does self.gradient_scale, which clipping has made, go along with the update?",
-    HALVES: "Does each update take the options of now along, options_of(self.optimizer)? Do both micro-batches count?",
+    CLIPS: "Does self.gradient_scale, which clipping has made, go along with the update? Do both micro-batches count?",
+    HALVES: "Does each update take the options of now along, options_of(self.optimizer)? Do both micro-batches count, "
+            "once?",
     SCALES: "Does self.gradient_scale go along, in which are 1 / loss scale and what clipping has made?",
     CROWDED: "Is a number of 64 bits rounded to 32 somewhere?",
     SLOW: "Does every parcel get waited for, however late it comes?",
@@ -751,9 +752,32 @@ def test_stage_3_trains_as_without_offload(assignment):
     assert_as_the_stage(once(beside_the_stage, 2, assignment, STAGE_3), CLIPS, HALVES, SCALES)
 
 
+def given_back(assignment):
+    """How many parcels came after a step of Offloaded3, and how many were given back, when a forward has read all."""
+    zero, rank, counts = blocks_of(assignment.Offloaded3), dist.get_rank(), {"receive": 0, "emptied": 0}
+    zero.model(*wide(rank, 0)).backward()
+    for name in counts:
+        def counted(*given, name=name, call=getattr(zero.host.bus, name)):
+            counts[name] += 1
+            return call(*given)
+
+        setattr(zero.host.bus, name, counted)
+    zero.step()
+    zero.zero_grad()
+    zero.model(*wide(rank, 1))
+    seen = dict(counts)
+    zero.host.end()
+    return seen["receive"], seen["emptied"]
+
+
 @pytest.mark.step(3, points=3, stuck=WAITS)
 def test_a_buffer_is_read_before_it_is_given_back(assignment):
     assert_as_the_stage(once(beside_the_stage, 2, assignment, STAGE_3), CROWDED)
+    for rank, (came, given) in enumerate(toys.run(given_back, 2, assignment)):
+        assert given == came, (
+            f"in a step of Offloaded3, and in the forward after it, {came} parcels came to rank {rank}. All of them "
+            f"were read, and {given} were given back: the host waits for each of its buffers. Give it back before the "
+            "yield")
 
 
 def told_of_a_step(assignment):

@@ -49,13 +49,17 @@ def watch(reducer, hooks: dict) -> None:
             hooks[key] = WeakHook(partial(call, hook), reducer, left=hook)
 
 
-def call(hook, reducer, param: torch.nn.Parameter):
+def call(hook, reducer, param: torch.nn.Parameter) -> None:
     """Raises: RuntimeError for what the stage could not go on with."""
     name = getattr(param, "_zero_name", "")
     flat, before = reducer.buckets_of[param][0].flat, param.grad
     own_pass_alone = reducer.passes and getattr(flat, "gradients", None) is None
     version, values = before._version, before.clone() if own_pass_alone else None
-    returned = hook(param)
+    if hook(param) is not None:  # the next hook would get it in the place of the parameter
+        raise RuntimeError(
+            f"a hook (register_post_accumulate_grad_hook) of parameter {name!r} returned something, "
+            "and must return None: change param.grad in place"
+        )
     if param.grad is None:
         raise RuntimeError(
             f"a hook has set .grad of parameter {name!r} to None before the stage has seen it: "
@@ -72,4 +76,3 @@ def call(hook, reducer, param: torch.nn.Parameter):
             "pass alone, and not the sum: call backward() once, on the sum of the losses; or "
             "change the gradient of each pass, param.register_hook(lambda gradient: …)"
         )
-    return returned  # torch refuses whatever is not None

@@ -83,9 +83,21 @@ class CountsInItsGroup(SGD):
         return super().step(closure)
 
 
-for kind in (Counts, CountsInItsGroup):
+class WarmsUp(SGD):
+    """Which is another one on halves of a parameter from its first step on, and for that reason alone."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.01 * self.steps
+        return super().step(closure)
+
+
+for kind in (Counts, CountsInItsGroup, WarmsUp):
     scenario(f"optimizer of the user's own, {kind.__name__}", naive=False, worlds=(2,),
-             refused="keeps of its steps in 'steps'.*let it keep that in self.state")(
+             refused="keeps of its steps in '(steps|lr)'.*let it keep that in self.state")(
         lambda me, kind=kind: train(me, Chain(), kind, lr=0.1))
 
 
@@ -740,6 +752,14 @@ scenario("a hook after accumulation from before wrapping", naive=False)(lambda m
 scenario("a hook after accumulation from after wrapping", naive=False)(lambda me: scaled_by_a_hook(me, False))
 
 
+def go_on_with_a_hook(me, hook):
+    model = Chain()
+    zero = me.wrap(model, SGD, lr=0.1)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+    go_on(zero, model, me, range(2))
+
+
 CHANGES = {"reads": lambda grad: grad, "changes": lambda grad: grad.mul_(0.5),
            "changes .data of": lambda grad: (grad.data.mul_(0.5), grad)[1], "replaces": lambda grad: grad / 2}
 
@@ -765,6 +785,9 @@ for what, change in CHANGES.items():
     scenario(f"a hook after accumulation that {what} .grad, in two passes", naive=False, worlds=(2, 3),
              refused=None if what == "reads" else dict.fromkeys(("stage2", "stage3"), ONCE))(
         lambda me, change=change: two_passes_with_a_hook(me, change))
+scenario("a hook after accumulation that returns something", naive=False, learns=False,
+         refused=r"hook .* of parameter .* returned something, and must return None")(
+    lambda me: go_on_with_a_hook(me, lambda param: param.grad.mul_(0.5)))
 scenario("a hook after accumulation that takes .grad away", naive=False, learns=False,
          refused=r"has set \.grad of parameter .* to None.*zero\.step\(\) updates after backward")(
     lambda me: two_passes_with_a_hook(me, lambda grad: None))
