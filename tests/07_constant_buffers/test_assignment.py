@@ -237,8 +237,8 @@ def test_a_buffer_is_taken_when_it_is_back(lesson):
 def test_one_may_travel_while_the_other_is_taken(lesson):
     [waited] = once(taken_twice, 1, lesson)
     assert not waited, (
-        "take(), take(), send(), take(): the buffer that was taken last is on its way, the second one. The third take() "
-        "returns the first, and waited for the second"
+        "take(), take(), send(), take(): the buffer that was taken last is on its way, the second one. The third "
+        "take() returns the first, and waited for the second"
     )
     for early, events in once(two_pairs, 1, lesson):
         right = [step for number in range(2) for step in (("waited", number), ("read", number), ("end", None))]

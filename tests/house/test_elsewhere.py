@@ -1,5 +1,5 @@
-"""What else torch can do with a model around a stage: another wrapper, thread, transform, or a graph of before. It works,
-or is refused with the line to write."""
+"""What else torch can do with a model around a stage: another wrapper, thread, transform, or a graph of before. It
+works, or is refused with the line to write."""
 
 import copy
 import threading
