@@ -718,8 +718,8 @@ def suspect(loss, whole, targets, world_size):
                     "overflows, and log(0) is -inf. What is subtracted before exp(), and is it the highest of all?")
         alone = ", and no others, so that its highest is -inf, too" if size * (world_size - 1) >= tokens else ""
         return (f"Not a number. The last rank has logits of -inf, of rows that fill up{alone}. Where does -inf meet "
-                "other numbers? A mean or a sum with it is -inf; -inf - -inf is nan, and so is 0 · -inf: a number to be "
-                "dropped is replaced (torch.where, masked_fill), not multiplied with 0")
+                "other numbers? A mean or a sum with it is -inf; -inf - -inf is nan, and so is 0 · -inf: a number to "
+                "be dropped is replaced (torch.where, masked_fill), not multiplied with 0")
     if loss.isinf():
         happened = "exp() of a logit has overflowed" if loss > 0 else "exp() of every logit was 0, and log(0) is -inf"
         return f"{happened}. What is subtracted from the logits before exp(), and is it the highest of all ranks?"
