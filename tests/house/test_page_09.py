@@ -152,7 +152,8 @@ def test_the_notebooks_other_drawings():
 @pytest.mark.thorough
 @pytest.mark.timeout(240)  # 50 to 60 s where nothing else runs: each rank starts host processes, again and again
 def test_the_notebook_on_3_ranks(monkeypatch, ranks=3):
-    names = run_notebook("09_offload.ipynb", monkeypatch, ranks, ("(12, 25, 64, 900), (1, 4, 16)", "(900,), (1,)"))
+    names = run_notebook("09_offload.ipynb", monkeypatch, ranks, ("(12, 25, 64, 900), (1, 4, 16)", "(900,), (1,)"),
+                         ("RUNGS[:2]", "()"), ("RUNGS[2:]", "RUNGS[3:]"), ("speed = 12e9", "speed = 900e9"))
     world = names["world"]
     try:
         psi = world["psi"][0]

@@ -127,16 +127,3 @@ def fit(points: Sequence[tuple[int, float]]) -> Cost:
 
 def _distance(line: Cost, points: Sequence[tuple[int, float]]) -> float:
     return sum(abs(math.log(line.seconds(bytes) / seconds)) for bytes, seconds in points)
-
-
-def ring_all_reduce(cost: Cost, bytes: float, world_size: int) -> float:
-    """Seconds of 2(N−1) messages, one after the other, each of an N-th of the bytes."""
-    return 2 * (world_size - 1) * cost.seconds(bytes / world_size)
-
-
-def tree_all_reduce(cost: Cost, bytes: float, world_size: int) -> float:
-    """Seconds, if sums run up a tree and the total runs down: 2·log₂N messages, one after the other, each of all bytes.
-
-    In the first step every second rank sends to its neighbour, then half of those that are left, and so on.
-    """
-    return 2 * math.ceil(math.log2(world_size)) * cost.seconds(bytes)
