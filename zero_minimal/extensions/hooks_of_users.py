@@ -57,8 +57,8 @@ def call(hook, reducer, param: torch.nn.Parameter) -> None:
     version, values = before._version, before.clone() if own_pass_alone else None
     if hook(param) is not None:  # the next hook would get it in the place of the parameter
         raise RuntimeError(
-            f"a hook (register_post_accumulate_grad_hook) of parameter {name!r} returned something, "
-            "and must return None: change param.grad in place"
+            f"a hook (register_post_accumulate_grad_hook) of parameter {name!r} returned "
+            "something, and must return None: change param.grad in place"
         )
     if param.grad is None:
         raise RuntimeError(

@@ -75,8 +75,8 @@ def check_element_wise(
                              "parameters, and here its step() is called once for each bucket: let "
                              "it keep that in self.state[param], as Adam does")
     if not torch.allclose(moved, in_halves, rtol=1e-3, atol=1e-3 * moved.abs().max().item()):
-        raise ValueError(f"{refusal}: what it makes of a flat part of a parameter is what it makes of "
-                         "the whole, and nothing goes by a shape, a norm or a mean")
+        raise ValueError(f"{refusal}: what it makes of a flat part of a parameter is what it makes "
+                         "of the whole, and nothing goes by a shape, a norm or a mean")
     _passed.add(trial)
 
 
