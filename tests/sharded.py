@@ -320,6 +320,25 @@ def first_step(stage_class):
     return (before, after), backward.sent() + step.sent(), backward.made + step.made
 
 
+def left_of_a_step(stage_class, groups=None):
+    """How many collectives of ours nobody has waited for when forward, backward and step are over."""
+    mine, rank = toys.build(model, dist.get_rank()), dist.get_rank()
+    zero = stage_class(mine, optim.SGD, lr=1.0, bucket_bytes=BUCKET, param_groups=groups and groups(mine))
+    with checks.Watch() as watch:
+        zero.model(*toys.tokens(rank, 0)).backward()
+        zero.step()
+    kinds = [event.kind for event in watch.events]
+    return kinds.count("start") - kinds.count("wait")
+
+
+def assert_nothing_is_left(stage_class, groups=None):
+    for rank, left in enumerate(toys.run(left_of_a_step, 2, stage_class, groups)):
+        assert left <= 0, (
+            f"when step() returned on rank {rank}, {left} collectives had begun that nobody waited for: they need not "
+            "end in the order in which they began, so wait for each"
+        )
+
+
 UPDATED = "are all buckets updated, and gathered after the update?"
 
 

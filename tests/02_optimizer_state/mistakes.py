@@ -281,6 +281,9 @@ WRONG = {
     "does not wait for the last gather": Wrong(
         3, "test_every_rank_has_all_updated_parameters", r"differ from rank 0's|NaN|nobody waited for",
         step(end=""), 2, True),
+    "waits for the last gather alone": Wrong(
+        3, "test_every_rank_has_all_updated_parameters", r"\d+ collectives had begun that nobody waited",
+        step(end="gathering[-1].wait()"), 2),
     "all momentum and variance, beside the shard's": Wrong(
         3, "test_optimizer_state_is_a_shard", r"after the first step of AdamW rank 0 of 4 holds 1\d\.\d bytes a .*10",
         IN_DISGUISE),

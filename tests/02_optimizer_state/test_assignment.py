@@ -33,6 +33,7 @@ from sharded import (
     alike,
     assert_added_in_32,
     assert_kernel_agrees,
+    assert_nothing_is_left,
     assert_sent,
     assert_shards_hold,
     assert_statistics_are_of_rank_0,
@@ -307,6 +308,7 @@ def test_micro_batches_add_up(stage_class):
 def test_every_rank_has_all_updated_parameters(stage_class, world_size):
     results = [result for result, *_ in once(first_step, world_size, stage_class)]
     assert_stepped(results, sum(gradients_of(world_size)) / world_size, world_size)
+    assert_nothing_is_left(stage_class)
 
 
 def state_of_steps(stage_class, dtype):

@@ -326,6 +326,9 @@ WRONG = {
     "does not wait for the others' shards": Wrong(
         2, "test_every_rank_has_all_updated_parameters", r"differ from rank 0's|did not move|NaN|it raised",
         step(end=""), 3),
+    "waits for the last gather alone": Wrong(
+        2, "test_every_rank_has_all_updated_parameters", r"\d+ collectives had begun that nobody waited",
+        step(end="gathering[-1].wait()"), 3),
     "everybody takes rank 0's parameters": Wrong(
         2, "test_every_rank_has_all_updated_parameters", r"\d+ of 54876 parameters did not move in step\(\)",
         step(gather="collectives.broadcast(bucket.parameters, group=self.group)"), 2),

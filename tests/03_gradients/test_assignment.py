@@ -38,6 +38,7 @@ from sharded import (
     alike,
     assert_added_in_32,
     assert_kernel_agrees,
+    assert_nothing_is_left,
     assert_overflow_is_shared,
     assert_sent,
     assert_shards_hold,
@@ -188,6 +189,7 @@ def test_backward_in_a_group(stage_class):
 def test_every_rank_has_all_updated_parameters(stage_class, world_size):
     results = [result for result, *_ in once(first_step, world_size, stage_class)]
     assert_stepped(results, sum(gradients_of(world_size)) / world_size, world_size)
+    assert_nothing_is_left(stage_class)
 
 
 @pytest.mark.step(2, points=2, stuck=FRESH, left=FRESH, raised=FRESH)

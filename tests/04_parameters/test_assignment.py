@@ -22,6 +22,7 @@ from sharded import (
     assert_accounts,
     assert_added_in_32,
     assert_no_barrier,
+    assert_nothing_is_left,
     assert_nothing_moved,
     assert_shards_hold,
     assert_statistics_are_of_rank_0,
@@ -903,6 +904,7 @@ def why_still(still):
 def test_every_shard_is_updated(stage_class, world_size):
     results = [result for result, *_ in once(first_step, world_size, stage_class)]
     assert_stepped(results, sum(gradients_of(world_size)) / world_size, world_size, why_still=why_still)
+    assert_nothing_is_left(stage_class, checks.matrices_decay)  # units of two buckets
 
 
 @pytest.mark.step(5, points=1, stuck=GROUP, left=GROUP, raised=GROUP)

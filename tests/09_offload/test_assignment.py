@@ -182,18 +182,19 @@ def test_the_host_keeps_its_own_copy(assignment):
 
 HOST_GROUPS = [dict(lr=0.1, weight_decay=0.1, betas=(0.9, 0.99), warmth=0.8),
                dict(lr=0.02, weight_decay=0.05, betas=(0.8, 0.9), warmth=1.0)]
-UPDATES = ((1.0, None), (0.5, 0.3), (0.5, "a tensor"), (0.5, 0.0))  # factors of lr, scales of gradients
+# factors of lr, scales of gradients; the last update has the gradients of the one before
+UPDATES = ((1.0, None), (0.5, 0.3), (0.5, "a tensor"), (0.5, 0.0), (0.5, None))
 UPDATED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def updated(assignment):
-    """Of each dtype: after each of four updates of AdamW, the parcels that came (words, and what was in them), the
+    """Of each dtype: after each of the updates of AdamW, the parcels that came (words, and what was in them), the
     masters, and the bytes that the host keeps."""
     found = []
     for dtype in UPDATED_DTYPES:
         host, parts = a_host(assignment, checks.Warm, {"lr": 1.0}, HOST_GROUPS, dtype), []
         for times, (factor, scale) in enumerate(UPDATES, 1):
-            for number in sorted(SIZES):
+            for number in sorted(SIZES) if times < len(UPDATES) else ():
                 host.send(("given", number), values(number, dtype, times))
             options = [checks.fallen(group, factor) for group in HOST_GROUPS]
             host.send(("update", options, torch.tensor(0.15) if scale == "a tensor" else scale))
@@ -220,7 +221,7 @@ def updated_plainly(dtype, scales=True, stale=(), of=()):
                           if name not in stale or index not in of})
         scale = {"a tensor": 0.15, None: 1.0}.get(scale, scale)
         for number, master in zip(sorted(SIZES), masters, strict=True):
-            master.grad = values(number, dtype, times).float() * (scale if scales else 1)
+            master.grad = values(number, dtype, min(times, len(UPDATES) - 1)).float() * (scale if scales else 1)
         optimizer.step()
         found.append([master.detach().clone() for master in masters])
     return found
@@ -262,7 +263,8 @@ def test_the_host_updates_its_masters(assignment):
                 + (f"{still} of 3 masters are as they were before" if still else
                    f"the host's masters are off by {off:.2g} at most")
                 + (f": {words}" if words else ": each master is updated with its own gradient, times scale "
-                   "if there is one, in fp32, by the optimizer's group that it belongs to (optimizers.update)"),
+                   "if there is one, in fp32, by the optimizer's group that it belongs to (optimizers.update). The "
+                   "gradient itself stays as it is"),
                 pytrace=False)
 
 
