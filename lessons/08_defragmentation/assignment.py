@@ -70,6 +70,12 @@ class Pool:
         # step 1: the smallest free block that is large enough is used, of several the one at the
         # lowest address. If it has more than `slack` too much, the rest behind it is a free block
         # of its own. None, and nothing has changed, if no free block is large enough.
+        # - self._free: the free blocks, (size, address, block), sorted
+        # - bisect.bisect_left(entries, (size,)): the place of the first entry that does not begin
+        #   with less than `size`
+        # - Block(address, size, before=…, after=…): a free block, with its neighbours in the range
+        # - block.address, .size, .used, .before, .after: yours to read and to set
+        # - self._insert(block): it is among the free blocks from now on
         raise NotImplementedError("step 1: take")
 
     def give(self, block: Block) -> None:
@@ -77,6 +83,8 @@ class Pool:
         # step 2: the block is free, and one with those free blocks of its range that touched it. No
         # two free blocks of a range touch. ValueError, and nothing has changed, if it was free
         # already.
+        # - self._take_out(size, address): this block is no longer among the free ones
+        # - self._insert(block): it is among them from now on
         raise NotImplementedError("step 2: give")
 
     def _insert(self, block: Block) -> None:
@@ -125,6 +133,9 @@ class Slab:
         # step 3: the result is a copy of the tensor, in its shape, right behind what was kept
         # before it in this round. What was kept before is as it was, for autograd too. `used`
         # counts it. (While the slab measures, memory is None: then the copy has memory of its own.)
+        # - self._end_of(tensor): what `used` will be; raises if the tensor may not be kept
+        # - self.memory [elements], self._kept [elements]: the same memory, with two version
+        #   counters
         raise NotImplementedError("step 3: keep")
 
     def _end_of(self, tensor: Tensor) -> int:
@@ -154,6 +165,8 @@ class Slab:
         # step 3: nothing is kept any more, and the next tensor goes to the front; no memory was
         # given back. A backward that still needs what was kept fails. (After the round that
         # measured, memory is allocated for as much as was kept in it.)
+        # - tensor[:0].zero_(): changes no number, and counts as a change
+        # - self._allocate(elements): makes memory and _kept
         raise NotImplementedError("step 3: reset")
 
 
@@ -170,6 +183,10 @@ def gradients_in_slab(model: nn.Module) -> Slab:
     # soon as a gradient is complete, it lies there, and nowhere else. A second backward adds to
     # what lies there. RuntimeError in backward, if the slab was reset while gradients were in use.
     # (`_kind_of` finds dtype and device.)
+    # - param.register_post_accumulate_grad_hook(hook): hook(param) runs in backward, whenever
+    #   param.grad is complete
+    # - slab.holds(tensor): whether it lies in the slab's memory
+    # - tensor.storage_offset(): in elements, from the front of its storage
     raise NotImplementedError("step 4: gradients_in_slab")
 
 
@@ -283,6 +300,10 @@ class Arena:
         # step 5: all tensors lie at the front, in the order in which they lay, with the values that
         # they had: the same tensor objects, of the same shapes and strides. What is free is one
         # block.
+        # - self.lent: {id: (tensor, block)}, what the arena has handed out
+        # - self._empty_pool(): a pool in which all of the arena is one free block
+        # - self._lend(tensor, block, shape, stride): the tensor lies in this block from now on, and
+        #   autograd counts that as a change
         raise NotImplementedError("step 5: compact")
 
     def _move(self, source: int, target: int, size: int, piece: int = 2**18) -> None:
