@@ -105,8 +105,8 @@ class Stage3(Hooks):
         # unit.gathering. Nothing has been waited for, and nothing was sent if they were here or on
         # their way before.
         # - unit.buckets: one bucket, or several
-        # - unit.whole, unit.gathering: whether its parameters can be read; a list of Work. You set
-        #   both.
+        # - unit.whole, unit.gathering: whether its parameters can be read, False at first; a list
+        #   of Work, [] at first. You set both.
         # - tensor.untyped_storage().resize_(bytes): gives a storage that many bytes, with nothing
         #   in them
         # - bucket.padded, bucket.dtype.itemsize: elements of the bucket, and bytes of each
@@ -162,7 +162,7 @@ class Stage3(Hooks):
 
     def _gather_needed(self, unit):
         # step 2: this unit can compute, and so can the units around it: they are at work, too.
-        # - unit.around: the units that enclose this one
+        # - unit.around: the units that enclose this one, the root among them
         raise NotImplementedError("step 2: _gather_needed")
 
     def _prefetch(self, following):
@@ -259,11 +259,12 @@ class Stage3(Hooks):
         backward() inside. Edits are kept: make them alike on all ranks, else RuntimeError. An
         error inside undoes them."""
         # step 5: inside, every parameter is whole, and self.shown is True, so that no unit has
-        # turns. Afterwards none is whole, and self.shown is False. Edits are kept if all ranks made
-        # them alike, else it is a RuntimeError; an error inside undoes them.
+        # turns, and no evaluation ends. Afterwards none is whole, and self.shown is False. Edits
+        # are kept if all ranks made them alike, else it is a RuntimeError; an error inside undoes
+        # them.
         # - whole_parameters(self.all_buckets, self.rank, self.group): a context in which all
         #   parameters are whole, in new memory. At its end they go into the shards, unless an error
-        #   ended it.
+        #   ended it. It frees nothing, and sets no unit.whole.
         # - replicas.check_alike(model, group): raises RuntimeError on all ranks if their parameters
         #   differ
         raise NotImplementedError("step 5: gather_parameters")

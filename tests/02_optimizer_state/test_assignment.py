@@ -213,7 +213,7 @@ def test_nothing_is_copied_at_the_start(stage_class):
         assert size <= limit, (
             f"rank {rank} holds {size / elements:.1f} bytes a parameter when the stage is made, before any step: in "
             "fp32 there are 4 for parameters and 4 for gradients. A shard is a view: it lies in the same memory as the "
-            "parameters, and fp32 parameters need no master"
+            "parameters, or the gradients, and fp32 parameters need no master"
         )
 
 
@@ -466,7 +466,8 @@ def test_small_steps_in_bf16_add_up(stage_class):
         assert (parameter == wanted).all(), (
             f"25 steps of 0.0015 from 1 on lead to {wanted:.4g} in bf16, and rank {rank} has {parameter[0]:.4g}: each "
             "is too small to be seen in bf16. So the optimizer updates an fp32 master, which is rounded to the "
-            "parameter after each step and keeps its own digits"
+            "parameter after each step and keeps its own digits. Is the master missing, or was parameter_shard never "
+            "written?"
         )
 
 

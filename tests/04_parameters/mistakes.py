@@ -548,7 +548,7 @@ WRONG = {
         gather_parameters(end="")),
     "gather_parameters ends with what asks for unit.whole, which is not set there": Wrong(
         5, "test_all_is_whole_inside_gather_parameters",
-        r"after gather_parameters\(\) \d+ parameters are still whole .* whole_parameters sets no unit.whole",
+        r"after gather_parameters\(\) \d+ parameters are still whole .* whole_parameters sets no unit.whole, and",
         _release(begin="if not unit.whole and not unit.gathering:\n    return\nself._arrive(unit)")),
     "gather_parameters leaves frozen parameters whole": Wrong(
         5, "test_all_is_whole_inside_gather_parameters",

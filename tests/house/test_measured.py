@@ -66,7 +66,7 @@ SAYS = {
         "two blocks cost nothing: {kept[each a unit of its own][2][sent]:.2f MB} are sent, and the highest moment is "
         "{kept[each a unit of its own][2][peak]:.1f MB} as before. With all six it is "
         "{kept[each a unit of its own][6][peak]:.1f MB}",
-        "As one unit they need {kept[as one unit, by units=][6][peak]:.1f MB} then",
+        "All six as one unit need {kept[as one unit, by units=][6][peak]:.1f MB}",
         "on 4 ranks a rank keeps {rows[3][parameters]:.2f MB} of {rows[0][parameters]:.2f MB} of parameters, has "
         "{whole:.2f MB} whole at most, and sends {rows[3][sent]:.2f MB}"),
     "05_tensor_parallel": (
