@@ -200,7 +200,8 @@ class _Checkpoint(torch.autograd.Function):
         # gradient, of `run`, `keeper` and `anchor` None. In the second run dropout drew the same
         # numbers, and autocast was as it was. (Step 3 grades these two; until then leave them out.)
         # - ctx.saved_tensors: what forward saved
-        # - keeper.bring_back(kept, description): the whole tensor again; it requires no gradient
+        # - keeper.bring_back(kept, description): the whole tensor again, which may be the saved one
+        #   itself; it requires no gradient
         # - torch.enable_grad(): a context in which a graph is recorded
         # - torch.autograd.backward(tensors, gradients): goes back from several tensors at once, and
         #   adds to .grad

@@ -68,7 +68,8 @@ class ReadAhead(Lanes):
         # - buffer.written, stretch.written: a Future each, of their last way to the file; result()
         #   waits
         # - stretch.start, stretch.size: first byte in the file; bytes
-        # - self.file.read(begin, memory): returns when all of memory is filled
+        # - self.file.read(begin, memory): returns when all of memory is filled. (self.read is
+        #   counted elsewhere.)
         raise NotImplementedError("step 5: _read")
 
     def begin_to_write(self, stretch: Stretch, buffer: Buffer) -> None:
@@ -118,7 +119,8 @@ class HostState(Kept):
         # - self.in_turn(): all shards. Use a shard before you ask for the next.
         # - optimizers.update(optimizer, group, master, gradient): one optimizer step on this master
         #   alone
-        # - self.bus.send(words, tensor): to the rank. It has copied the tensor when it returns.
+        # - self.bus.send(words, tensor): to the rank; words alone will do, too. It has copied the
+        #   tensor when it returns.
         raise NotImplementedError("step 1: update")
 
 
@@ -142,7 +144,8 @@ class Offloaded(RankSide):
         # step 1: the host has been sent ("keep", bucket.away.number, bucket.group_index) with this
         # rank's shard. bucket.master, which you set, is an nn.Parameter of the master's shape and
         # dtype (as in keep) that has no memory of its own.
-        # - self.host.send(words, tensor): to the host. It has copied the tensor when it returns.
+        # - self.host.send(words, tensor): to the host; words alone will do, too. It has copied the
+        #   tensor when it returns.
         # - bucket.parameter_shard [padded / N], bucket.dtype
         # - stand_in(numel, dtype): a tensor [numel] in the memory of one element
         raise NotImplementedError("step 1: _hand_over")

@@ -59,7 +59,7 @@ def test_what_the_page_says_of_the_highest_moment_and_of_traffic():
     rounded = [round(step(2, mode)["highest"] / MB, 1) for mode in ("checkpoints", "P_a")]
     assert f"By {falls / MB:.1f} MB on two ranks (the table's {rounded[0] - rounded[1]:.1f} is rounding)" in PROSE
     assert f"not by {spared / MB:.1f}. Six parts spare {spared / MB:.1f} MB." in PROSE
-    assert f"its whole input, {INPUT / MB:.2f} MB, beside its part" in PROSE
+    assert f"its whole input, {INPUT / MB:.2f} MB." in PROSE
     blocks = step(2, "checkpoints")["sent"] - ends_of_the_model()
     more = step(2, "P_a")["sent"] - step(2, "checkpoints")["sent"]
     assert (blocks, more) == (12 * BLOCKS * INPUT / 2, BLOCKS * INPUT / 2)
@@ -101,7 +101,7 @@ def test_what_a_block_saves():
 def test_what_the_scores_would_be():
     matrices = [size for shape, size in units(1, "dropout") if shape[-1] == shape[-2] == CONFIG.sequence]
     assert len(matrices) == 3 and set(matrices) == {CONFIG.heads * CONFIG.sequence / CONFIG.hidden}
-    assert f"heads·s/h units more: here {matrices[0]:.1f}" in PROSE
+    assert f"heads·s/h units more, {matrices[0]:.1f} with the {CONFIG.heads} heads" in PROSE
     fused, dropout = (sum(size for _, size in units(1, kind)) for kind in ("fused", "dropout"))
     fused_has, dropout_has = ([shape for shape, _ in units(1, kind)] for kind in ("fused", "dropout"))
     masks = dropout_has.count([BATCH, CONFIG.sequence, CONFIG.hidden]) - fused_has.count(

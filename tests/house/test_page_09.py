@@ -41,7 +41,7 @@ def test_what_the_page_says_of_the_default_run():
     one_way = 2 * PSI / 2 / MB
     assert f"{one_way:.2f} MB there, and {one_way:.2f} back: 2Ψ/N each" in PROSE
     assert f"cross four times, {4 * one_way:.2f} MB, and" in PROSE
-    assert f"reads all, {there[2]:.2f} MB of one of two ranks. It writes as much" in PROSE
+    assert f"in a step, {there[2]:.2f} MB of one of two ranks, and writes as much" in PROSE
 
 
 def report_of():
