@@ -1106,8 +1106,8 @@ def whole_in(zero):
 def assert_none_whole(whole, rank, after):
     why = (": they are frozen, and so they are in none of self.buckets, but in their units', and in self.all_buckets"
            if whole == FROZEN else
-           ". whole_parameters sets no unit.whole, and frees nothing: at the end free what each bucket of the units has, "
-           "whatever unit.whole says (does _release do nothing unless that is set?)"
+           ". whole_parameters sets no unit.whole, and frees nothing: at the end free what each bucket has, whatever "
+           "unit.whole says (does _release do nothing unless that is set?)"
            if after == "gather_parameters()" else "")
     number = f"{len(whole)} parameters are" if len(whole) > 1 else "a parameter is"
     assert not whole, f"after {after} {number} still whole on rank {rank}, {whole[0]}{' first' * (len(whole) > 1)}{why}"

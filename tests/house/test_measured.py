@@ -83,7 +83,8 @@ SAYS = {
         *(f"| {count} | {mode} | " + " | ".join(f"{{{name}[{mode}][{size}]:.1f MB}}" for size in (
             "kept", "on_host", "highest", "sent")) + " |"
           for count, name in ((2, "two"), (4, "four")) for mode in MODES),
-        "On each rank {two[no checkpoints][kept]:.1f MB} are kept for backward", "numbers, {input:.2f MB}. Two ranks share it",
+        "On each rank {two[no checkpoints][kept]:.1f MB} are kept for backward",
+        "numbers, {input:.2f MB}. Two ranks share it",
         "| together | {units[1 ranks]:.2f} | {units[2 ranks]:.2f} |",
         "Six times {units[2 ranks]:.2f} · {input:.2f MB} are",
         "Without checkpoints they rise to {two[no checkpoints][kept]:.1f MB} in forward", "six small steps to "
