@@ -185,7 +185,7 @@ class Most:
 
     def follow(self, optimizer):
         """Look after each of its steps: gradients, scaled and in fp32, are there then, and its state is, too."""
-        optimizer.register_step_post_hook(lambda *_: self.look())
+        optim.Optimizer.register_step_post_hook(optimizer, lambda *_: self.look())  # a user may not
 
     def look(self):
         self.most = max(self.most, checks.live_bytes() - self.before)

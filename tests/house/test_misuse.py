@@ -206,6 +206,8 @@ USES = {  # what somebody does, at which stages; what is said, "" if that is rig
                "'head.weight' was frozen after wrapping"),
     "add a group": (partial(change_after_a_step, lambda zero: zero.optimizer.add_param_group(
         {"params": [nn.Parameter(torch.ones(3))]})), range(4), "a group cannot be added to zero.optimizer"),
+    "hook its step": (partial(change_after_a_step, lambda zero: zero.optimizer.register_step_post_hook(print)),
+                      range(4), "zero.optimizer takes no step hooks"),
     "unfreeze": (unfreeze, range(4), "'head.weight' was unfrozen after wrapping"),
     "replace data before the step": (swap_data, range(3), "change values in place, param.data.copy_("),
     "forget update": (partial(forget_update, False), [2], "call scaler.update() after it"),

@@ -128,8 +128,15 @@ def refuse_in_optimizer(stage) -> None:
         raise RuntimeError("a group cannot be added to zero.optimizer after wrapping, since no "
                            "bucket belongs to it: name all groups in param_groups= when you wrap")
 
+    def refuse_hook(hook):
+        raise RuntimeError("zero.optimizer takes no step hooks: it steps once for each bucket, on "
+                           "the host under offload, and a hook would see one shard, so that norms "
+                           "and counts would be wrong. Call what you need before or after "
+                           "zero.step()")
+
     optimizer, drop = stage.optimizer, weakref.WeakMethod(stage.zero_grad)
     optimizer.register_step_pre_hook(refuse)
+    optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse_hook
     optimizer.add_param_group = refuse_group
     optimizer.zero_grad = lambda set_to_none=True: drop()()
     optimizer._step_supports_amp_scaling = True  # so torch's GradScaler comes as far as refuse()

@@ -11,7 +11,7 @@ gradients have left.
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,20 +113,13 @@ def put_all(stage) -> None:
 
 
 def refuse_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Of an optimizer whose state is on the host: its state_dict() would be empty, and hooks on its
-    step() would never run."""
+    """Of an optimizer whose state is on the host: its state_dict() would be empty."""
     optimizer.state, optimizer.state_is_here = StateOnHost(), False
-
-    def refuse_hook(hook: Callable):
-        raise RuntimeError("zero.optimizer takes no step hooks under offload: its step runs on the "
-                           "host, in another process. Call what you need before or after "
-                           "zero.step()")
 
     def look(optimizer, *_):
         if not optimizer.state_is_here:
             refuse_state()
 
-    optimizer.register_step_pre_hook = optimizer.register_step_post_hook = refuse_hook
     optimizer.register_state_dict_pre_hook(look)
     optimizer.register_load_state_dict_pre_hook(look)
 
