@@ -216,14 +216,17 @@ def test_deepspeed_takes_part_only_where_it_is_installed(monkeypatch):
 def test_resident_memory_is_counted_from_the_start():
     device = torch.device("cpu")
     size = 64 * 2**20
-    freed = torch.ones(size // 4)
-    del freed  # a peak before the start is not counted
-    before = timing.start_of_memory(device)
-    if before is None:
-        pytest.skip("this system does not tell")
-    assert timing.peak_of_memory(device) - before < size // 2
-    torch.ones(size // 4)
-    assert size // 2 < timing.peak_of_memory(device) - before < 2 * size
+    seen = []
+    for _ in range(3):  # a system may take back idle pages of this process meanwhile
+        freed = torch.ones(size // 4)
+        del freed  # a peak before the start is not counted
+        before = timing.start_of_memory(device)
+        if before is None:
+            pytest.skip("this system does not tell")
+        at_once = timing.peak_of_memory(device) - before
+        torch.ones(size // 4)
+        seen.append((at_once, timing.peak_of_memory(device) - before))
+    assert any(at_once < size // 2 < later < 2 * size for at_once, later in seen), seen
 
 
 # ---------------------------------------------------------------------------------------------------- points and flags
