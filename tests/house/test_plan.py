@@ -96,6 +96,36 @@ def test_p_a_adds_a_twelfth_to_megatrons_traffic():
     assert formulas.model_parallel_traffic(10, 64, 2, 32, "fp16", 1) == 0
 
 
+@pytest.mark.parametrize(("stage", "states", "within"), [
+    (0, (15, 15, 90), 26.25), (1, (15, 15, 11.25), 26.25), (2, (15, 1.875, 11.25), 26.25),
+    (3, (1.875, 1.875, 11.25), 39.375),
+])
+def test_groups_that_keep_all_states_shard_within_and_all_reduce_between(stage, states, within):
+    """By pencil, 7.5B on 2 × 8 ranks: 2, 2 and 12 bytes an element, those that are cut in 8; 2 or 3 × 2Ψ·7/8 bytes
+    within, 2 × 2(Ψ/8)/2 between: that and 2 × 2Ψ·7/8 are what one ring of 16 sends, 2 × 2Ψ·15/16."""
+    told = plan(FIGURE_1, 16, 32e9, replicate=2)
+    row, unit = told["rows"][stage], told["parameters"] / 7.5
+    assert [row[name] / unit for name in formulas.STATES] == pytest.approx(states)
+    assert row["between_bytes"] / unit == pytest.approx(1.875)
+    assert (row["sent_bytes"] - row["between_bytes"]) / unit == pytest.approx(within)
+    group, whole = (plan(FIGURE_1, ranks, 32e9)["rows"][stage] for ranks in (8, 16))
+    assert row["together"] == group["together"] and row["fits"] == group["fits"]
+    if stage < 3:
+        assert row["sent_bytes"] == pytest.approx(whole["sent_bytes"])
+    fewest = group["fewest_data_parallel_ranks"]
+    assert row["fewest_data_parallel_ranks"] == (fewest and 2 * fewest)
+    assert plan(FIGURE_1, 16, 32e9, replicate=1)["rows"][stage] == whole and whole["between_bytes"] == 0
+
+
+def test_between_groups_gradients_go_at_the_networks_rate():
+    speeds = Speeds(1e15, 400e9, 8, 10e9)
+    told = plan(FIGURE_1, 64, 80e9, "bf16", speeds=speeds, replicate=8)
+    for row in told["rows"]:
+        within = row["sent_bytes"] - row["between_bytes"]
+        assert row["send_seconds"] == pytest.approx(within / 400e9 + row["between_bytes"] / 10e9)
+    assert "all of a group are inside one; between groups at 10 GB/s" in words(told)
+
+
 # --------------------------------------------------------------------------------------------------------- quantities
 
 
@@ -311,7 +341,8 @@ def test_it_says_that_attention_is_fused():
 LONG = ["--params=7.5B --ranks=64", "--params=1T --ranks=1024 --hardware=H200", "--params=3M --ranks=2",
         "--params=100B --mp=16 --ranks=400 --batch=32 --recompute --checkpoints=P_a",
         "--params=175B --mp=8 --ranks=1024 --sequence=131072 --batch=16 --no-recompute --hardware=A100-80GB",
-        "--params=14B --ranks=2000 --memory=30GB"]
+        "--params=14B --ranks=2000 --memory=30GB",
+        "--params=175B --mp=8 --ranks=1024 --replicate=16 --hardware=H100-80GB"]
 
 
 def test_it_says_on_how_many_ranks_it_would_fit():
@@ -369,6 +400,8 @@ REFUSED = {
     "plan --params=1B --memory=32Gb5": "units:",
     "plan --params=1B --ranks=0": "from 1 up",
     "plan --params=1B --ranks=6 --mp=4": "accepted: 1, 2, 3, 6",
+    "plan --params=1B --ranks=12 --mp=2 --replicate=4": "6 data-parallel ranks are not 4 groups of equal size",
+    "plan --params=1B --ranks=4 --replicate=2 --write-deepspeed-config=ds.json": "without --replicate",
     "plan --layers=2 --hidden=-4": "from 1 up",
     "plan --hidden=64": "--layers and --hidden",
     "plan --params=1B --optimizer-bytes=-1": "above 0",

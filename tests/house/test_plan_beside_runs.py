@@ -11,10 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from checks import FSDP2_RUNS_ON_THE_CPU
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from zero_minimal import __main__ as program
 from zero_minimal.activation_partitioning import checkpoint_blocks
+from zero_minimal.core.units import find_units
+from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.paper import formulas, kernels, moments, operations
 from zero_minimal.paper.fakes import without_values
@@ -274,6 +279,39 @@ def test_what_reduces_in_fp32_sends_more_at_each_stage():
     sent = [[formulas.traffic(stage, 100, 2, "bf16", 3, gradient_bytes=size) for stage in range(4)]
             for size in (None, 4)]
     assert sent == [[200, 200, 400, 900], [400, 300, 700, 1200]]
+
+
+# ---------------------------------------------------------------------------------- groups that each keep all states
+
+
+def hsdp_step():
+    """States and traffic of FSDP2's HSDP in fp32: 2 groups of 2 ranks."""
+    with ranks.start() as rank, Ledger() as ledger:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = GPT(GPTConfig(layers=3, hidden=64, sequence=32))
+        root, *blocks = find_units(model)
+        elements, of_root = (sum(param.numel() for param in params) for params in (model.parameters(), root.params))
+        for unit in blocks:
+            fully_shard(unit.module, mesh=mesh)
+        optimizer = torch.optim.AdamW(fully_shard(model, mesh=mesh).parameters())
+        ledger.watch(model, optimizer)
+        tokens = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(rank.rank))
+        with TrafficMeter() as meter:
+            model(tokens, tokens).backward()
+            optimizer.step()
+        shards = sum(param.to_local().untyped_storage().nbytes() for param in model.parameters())
+        return elements, of_root, ledger.states() | {"parameters": shards}, meter.collectives, meter.sent_bytes
+
+
+@pytest.mark.skipif(not FSDP2_RUNS_ON_THE_CPU, reason="FSDP2 does not run on the CPU with this torch")
+def test_groups_that_keep_all_states_hold_and_send_what_fsdp2s_hsdp_does():
+    for elements, of_root, states, called, sent in ranks.run(hsdp_step, 4, device="cpu", timeout=60):
+        for name, size in formulas.model_states(3, elements, 2, "fp32").items():
+            assert states[name] == size, name
+        between = formulas.traffic_between(elements, 2, 2, "fp32")
+        assert 2 * called["all_reduce"]["bytes"] / 2 == between  # nothing else is all-reduced
+        # FSDP2 keeps the root whole from forward to backward: it gathers that once
+        assert sent - between == formulas.traffic(3, elements, 2, "fp32") - 4 * of_root / 2
 
 
 # ---------------------------------------------------------------------------------------- ranks that share a sequence

@@ -71,6 +71,16 @@ def test_gradients_in_fp32_are_two_bytes_more_and_are_sent_so(written):  # noqa:
             planned(model, gradient_bytes=4, **wrong)
 
 
+def test_groups_that_keep_all_states_need_what_one_group_does(written):  # noqa: F811
+    model = ForeignModel(written(**LARGE), 64)
+    told, group = (planned(model, ranks=count, offload="cpu", replicate=count // 4) for count in (8, 4))
+    for row, alone in zip(told["rows"], group["rows"], strict=True):
+        assert row["together"] == alone["together"]
+        assert row["sent_bytes"] - row["between_bytes"] == alone["sent_bytes"]
+        assert row["between_bytes"] == 2 * told["parameters"] / 4 * 2 / 2
+    assert told["offload"] == group["offload"]
+
+
 @pytest.mark.parametrize("stage", (1, 2, 3))
 def test_offload_beside_running_code(stage, written):  # noqa: F811
     model = ForeignModel(written(**LARGE), 64)

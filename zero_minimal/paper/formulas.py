@@ -116,6 +116,14 @@ def traffic(stage: int, elements: int, world_size: int, dtype: str, accumulate: 
     return _whole(each * elements * (world_size - 1) / world_size)
 
 
+def traffic_between(elements: int, shards: int, replicas: int, dtype: str,
+                    gradient_bytes: int | None = None) -> int | float:
+    """The same between groups of `shards` ranks that each keep all states, as in HSDP ("hybrid sharding" in Zhao et al.
+    2023, arXiv:2304.11277, section 3.2.2): once a step, the all-reduce of a rank's gradient shard with the same one of
+    the other groups. Without accumulation this and what is sent in a group are at stages 0 to 2 the bytes of R = 1."""
+    return 0 if replicas == 1 else traffic(0, elements / shards, replicas, dtype, gradient_bytes=gradient_bytes)
+
+
 def volume(stage: int, accumulate: int = 1) -> int:
     """The factor before Ψ(N−1)/N: reduce-scatters and all-gathers of the whole model in one optimizer step."""
     if stage <= 1:

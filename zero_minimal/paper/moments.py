@@ -56,6 +56,11 @@ class Work:
     attention: str = "fused"  # or "unfused", "recomputed" (kernels.py)
     sequence_parallel: int = 1  # ranks that share each sequence (sequences.py)
     gradient_bytes: int | None = None  # of an element that waits for the update; None: as the dtype has it
+    replicate: int = 1  # groups of data-parallel ranks that each keep all states (HSDP)
+
+    def shards(self, ranks: int) -> int:
+        """N of the formulas: of so many ranks those among which states are cut."""
+        return ranks // (self.model_parallel * self.replicate)
 
     @property
     def tokens(self) -> int:

@@ -59,7 +59,7 @@ def ranks_panel(axis: Axes, told: dict) -> None:
     counts = [2**power for power in range(11)]
     for row in told["rows"]:
         whole = sum(row[state] for state in row["whole"]) / 1e9
-        shared = (row["states"] / 1e9 - whole) * (told["ranks"] // told["model_parallel"])
+        shared = (row["states"] / 1e9 - whole) * told["shards"]
         axis.plot(counts, [whole + shared / count for count in counts], color=STAGE_COLOURS[row["stage"]],
                   marker=MARKERS[row["stage"]], markersize=5, label=f"stage {row['stage']}")
     axis.axhline(told["device_bytes"] / 1e9, **DEVICE)

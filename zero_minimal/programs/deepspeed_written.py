@@ -170,6 +170,9 @@ def write(flags: argparse.Namespace, config: GPTConfig | None, told: dict) -> st
         if flags.stage is not None:
             raise ValueError("--stage says which one --write-deepspeed-config writes: give that, too")
         return ""
+    if told["replicate"] > 1:
+        raise ValueError("the file and FSDP2's lines cut states over all ranks: give --write-deepspeed-config without "
+                         "--replicate")
     accumulate = flags.accumulate
     offloaded = [row["stage"] for row in told.get("offload", {}).get("rows", []) if row["fits"]]
     fitting = (offloaded[0] if offloaded else None) if flags.offload else told["first_stage_that_fits"]

@@ -36,7 +36,7 @@ def heading(told: dict, hardware: str) -> str:
     """Which model, on what."""
     ranks, shared, device = told["ranks"], told["model_parallel"], size_text(told["device_bytes"])
     groups = "" if shared == 1 else (
-        f" = {ranks // shared:,} × {shared} that share a model: N in formulas is {ranks // shared:,}, Ψ a rank's share,"
+        f" = {ranks // shared:,} × {shared} that share a model: N in formulas is {told['shards']:,}, Ψ a rank's share,"
         f" {told['parameters_of_rank']:,}")
     return paragraph(
         f"{'Ψ = ' if shared == 1 else ''}{told['parameters']:,} parameters in {told['dtype']} on "
@@ -64,14 +64,13 @@ def state_rows(told: dict) -> list[list[str]]:
 def state_notes(told: dict) -> str:
     """What the columns mean, and what another program counts."""
     adams = told["optimizer_bytes"] is None and told["dtype"] != "fp32"
-    parallel = told["ranks"] // told["model_parallel"]
     notes = [paragraph("Fewest: ranks on which these fit; largest: the model whose states do, on as many ranks as "
                        "here. What ran in the paper's Table 2 was 62% to 82% of its largest.")]
     if adams:
         notes.append(paragraph(
             "DeepSpeed's estimator has 2Ψ + 18Ψ/N at stage 2 where the paper has 2Ψ + 14Ψ/N: it counts gradients in "
-            f"fp32 besides, here {size_text(4 * told['parameters_of_rank'] / parallel)}. This code turns one bucket "
-            "at a time into fp32. At stage 3 its 18Ψ/N is more than 16Ψ/N for the same reason; 4 bytes for each "
+            f"fp32 besides, here {size_text(4 * told['parameters_of_rank'] / told['shards'])}. This code turns one "
+            "bucket at a time into fp32. At stage 3 its 18Ψ/N is more than 16Ψ/N for the same reason; 4 bytes for each "
             "parameter of the largest module come on top, which here stand under passing."))
     return "\n".join(notes)
 
@@ -187,18 +186,21 @@ def time_notes(told: dict) -> str:
 def wire_note(told: dict) -> str:
     """At which speed gradients and parameters travel, and why."""
     if told["inside_a_node"]:
-        speed, why = told["link"], f"a link: a node has {told['node']} devices, so all are inside one"
+        of_group = "of a group " if told["replicate"] > 1 else ""
+        why = f"a link: a node has {told['node']} devices, so all {of_group}are inside one"
     else:
-        speed, why = told["network"], ("the network: a ring that leaves the node is as fast as its slowest link "
-                                       f"(a node has {told['node']} devices)")
-    return paragraph(f"Data-parallel ranks send at {size_text(speed)}/s, {why}:")
+        why = ("the network: a ring that leaves the node is as fast as its slowest link (a node has "
+               f"{told['node']} devices)")
+    between = f"; between groups at {size_text(told['wire_between'])}/s" if told["replicate"] > 1 else ""
+    return paragraph(f"Data-parallel ranks send at {size_text(told['wire'])}/s, {why}{between}:")
 
 
 def time_rows(told: dict) -> list[list[str]]:
     """What data-parallel ranks send, and the least and the most that a step takes."""
-    rows = [["stage", "sent in a step", "takes", "a step, all overlaps", "a step, nothing does"]]
+    sent = "sent in a step" if told["replicate"] == 1 else "within + between"
+    rows = [["stage", sent, "takes", "a step, all overlaps", "a step, nothing does"]]
     for row in told["rows"]:
-        rows.append([f"  {row['stage']}", size_text(row["sent_bytes"]), *(
+        rows.append([f"  {row['stage']}", plan_options.sent(row), *(
             seconds_text(row[time]) for time in ("send_seconds", "least_seconds", "most_seconds"))])
     return rows
 
@@ -255,8 +257,11 @@ def of_model(flags: argparse.Namespace, device: float, speeds: Speeds) -> dict:
     if flags.sequence_parallel > 1:
         raise ValueError("what ranks that share sequences keep is a formula of our GPT's attention, and the code of a "
                          "model of transformers sends no sequences: give it without --sequence-parallel")
+    if flags.ranks % flags.replicate:
+        raise ValueError(f"{flags.ranks} ranks are not {flags.replicate} groups of equal size")
     return plan_model.plan(chosen(flags), flags.ranks, device, flags.dtype, flags.batch, speeds, flags.optimizer_bytes,
-                           flags.accumulate, flags.attention, 4 if flags.gradients else None, flags.offload)
+                           flags.accumulate, flags.attention, 4 if flags.gradients else None, flags.offload,
+                           flags.replicate)
 
 
 def main(arguments: list[str]) -> None:

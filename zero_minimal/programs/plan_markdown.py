@@ -4,19 +4,21 @@
 from zero_minimal.paper.formulas import STATES
 from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.quantities import count_text, seconds_text, size_text
+from zero_minimal.programs.plan_options import sent
 
 
 def of_plan(told: dict, hardware: str = "") -> str:
     """A row for each stage. told: what plan() gave."""
+    sends = "sent a step" if told["replicate"] == 1 else "sent a step, within + between"
     head = ["stage", "shards", *STATES, "activations", "passing", "highest moment", "fits?", "fewest ranks",
-            "sent a step", "step, at least", "step, at most"]
+            sends, "step, at least", "step, at most"]
     rows = []
     for row in told["rows"]:
         fewest = row["fewest_data_parallel_ranks"]
         rows.append([
             str(row["stage"]), row["name"], *(size_text(row[name]) for name in (*STATES, "activations", "passing")),
             f"{size_text(row['together'])} ({row['moment']})", "yes" if row["fits"] else "no",
-            "none" if fewest is None else f"{fewest * told['model_parallel']:,}", size_text(row["sent_bytes"]),
+            "none" if fewest is None else f"{fewest * told['model_parallel']:,}", sent(row),
             seconds_text(row["least_seconds"]), seconds_text(row["most_seconds"]),
         ])
     notes = [f"- {line}" for line in assumed(told, hardware)]
@@ -26,6 +28,7 @@ def of_plan(told: dict, hardware: str = "") -> str:
 def title(told: dict) -> str:
     """Which model on which ranks."""
     shared = f", {told['model_parallel']} share a model" if told["model_parallel"] > 1 else ""
+    shared += f", shards within {told['replicate']} groups" if told["replicate"] > 1 else ""
     return f"{count_text(told['parameters'])} parameters in {told['dtype']} on {told['ranks']:,} ranks{shared}"
 
 

@@ -25,11 +25,12 @@ class Run:
     optimizer_bytes: float | None = None
     accumulate: int = 1  # micro-batches
     gradient_bytes: int | None = None  # 4: gradients in fp32 beside 16-bit parameters
+    replicate: int = 1  # groups of ranks that each keep all states (HSDP)
 
 
 def plan(model: ForeignModel, ranks: int, device_bytes: float, dtype: str, batch: int, speeds: Speeds,
          optimizer_bytes: float | None = None, accumulate: int = 1, attention: str = "fused",
-         gradient_bytes: int | None = None, offload: str | None = None) -> dict:
+         gradient_bytes: int | None = None, offload: str | None = None, replicate: int = 1) -> dict:
     """The whole calculation, as planning.plan has it; with offload "cpu" or "disk" also that of plan_offload.py,
     as "offload".
 
@@ -38,7 +39,8 @@ def plan(model: ForeignModel, ranks: int, device_bytes: float, dtype: str, batch
     """
     if gradient_bytes and (offload or dtype == "fp32"):
         raise ValueError("gradients in fp32 are for 16-bit parameters that are not offloaded")
-    run = Run(dtype, optimizer_bytes, accumulate, gradient_bytes)
+    run = Run(dtype, optimizer_bytes, accumulate, gradient_bytes, replicate)
+    shards = ranks // replicate
     found = measure(model, batch, dtype, attention)
     computes = computing(model, found, speeds, accumulate)
     rows = [row(stage, found, ranks, device_bytes, run, speeds, computes["compute_seconds"]) for stage in range(4)]
@@ -48,7 +50,8 @@ def plan(model: ForeignModel, ranks: int, device_bytes: float, dtype: str, batch
         "parameters": found.parameters, "parameters_of_rank": found.parameters, "layers": found.units,
         "blocks": found.blocks, "tied": found.tied, "root": found.root, "largest_unit": found.largest_unit,
         "sequence": model.sequence, "batch": batch, "recompute": model.recompute, "checkpoints": "whole",
-        "ranks": ranks, "model_parallel": 1, "dtype": dtype, "optimizer_bytes": optimizer_bytes,
+        "ranks": ranks, "model_parallel": 1, "replicate": replicate, "shards": shards,
+        "dtype": dtype, "optimizer_bytes": optimizer_bytes,
         "accumulate": accumulate, "attention": attention, "attention_measured": found.attention,
         "dropout_measured": found.dropout, "sequence_parallel": 1,
         "gradient_bytes": gradient_bytes or formulas.BYTES[dtype][1],
@@ -57,13 +60,13 @@ def plan(model: ForeignModel, ranks: int, device_bytes: float, dtype: str, batch
         "activations": {"all": found.all, "checkpoints": found.checkpoints, "logits": found.logits,
                         "block_at_work": found.bottom},
         **computes, "model_parallel_seconds": 0, "model_parallel_bytes": 0,
-        "inside_a_node": ranks <= speeds.node, "wire": speeds.wire(ranks),
+        "inside_a_node": shards <= speeds.node, "wire": speeds.wire(shards), "wire_between": speeds.wire(ranks),
         "network": speeds.network, "link": speeds.link, "node": speeds.node, "bus": speeds.bus,
     }
     if offload:
         told["offload"] = {"place": offload, "accumulate": accumulate, "rows": [
-            plan_offload.row(stage, plan_offload.Sizes(found.parameters, ranks, dtype), device_bytes, offload,
-                     accumulate, optimizer_bytes, highest(stage, found, ranks, run, offloaded=True).total,
+            plan_offload.row(stage, plan_offload.Sizes(found.parameters, shards, dtype), device_bytes, offload,
+                     accumulate, optimizer_bytes, highest(stage, found, shards, run, offloaded=True).total,
                      construction(stage, found, dtype)) for stage in (1, 2, 3)]}
     return told
 
@@ -74,12 +77,16 @@ def row(stage: int, found: Measured, ranks: int, device_bytes: float, run: Run, 
     def at(count: int) -> Moment:
         return highest(stage, found, count, run)
 
-    elements, moment, gradients = found.parameters, at(ranks), run.gradient_bytes
-    states = formulas.model_states(stage, elements, ranks, run.dtype, run.optimizer_bytes, gradients)
+    shards, elements, gradients = ranks // run.replicate, found.parameters, run.gradient_bytes
+    moment = at(shards)
+    states = formulas.model_states(stage, elements, shards, run.dtype, run.optimizer_bytes, gradients)
     built = construction(stage, found, run.dtype)
-    sent = formulas.traffic(stage, elements, ranks, run.dtype, run.accumulate, gradients)
-    sends = sent / speeds.wire(ranks)
+    sent = formulas.traffic(stage, elements, shards, run.dtype, run.accumulate, gradients)
+    between = formulas.traffic_between(elements, shards, run.replicate, run.dtype, gradients)
+    sends = sent / speeds.wire(shards) + between / speeds.wire(ranks)
     enough = bisect.bisect_left(range(1, MOST_RANKS), True, key=lambda count: at(count).total <= device_bytes) + 1
+    fewest = formulas.fewest_ranks(stage, elements, device_bytes, run.dtype, run.optimizer_bytes,
+                                   gradient_bytes=gradients)
     return {
         "stage": stage, "name": NAMES[stage], **states, "states": sum(states.values()),
         "moment": moment.name, "states_there": moment.states, "activations": moment.activations,
@@ -87,12 +94,11 @@ def row(stage: int, found: Measured, ranks: int, device_bytes: float, run: Run, 
         "whole": [state for state in formulas.STATES if stage < formulas.SHARDED_FROM[state]],
         "states_fit": sum(states.values()) <= device_bytes, "step_fits": moment.total <= device_bytes,
         "fits": max(moment.total, built) <= device_bytes,
-        "fewest_data_parallel_ranks_for_states": formulas.fewest_ranks(
-            stage, elements, device_bytes, run.dtype, run.optimizer_bytes, gradient_bytes=gradients),
-        "fewest_data_parallel_ranks": None if built > device_bytes or enough == MOST_RANKS else enough,
-        "largest_model": formulas.largest_model(stage, device_bytes, ranks, run.dtype, 1, run.optimizer_bytes,
+        "fewest_data_parallel_ranks_for_states": fewest and fewest * run.replicate,
+        "fewest_data_parallel_ranks": None if built > device_bytes or enough == MOST_RANKS else enough * run.replicate,
+        "largest_model": formulas.largest_model(stage, device_bytes, shards, run.dtype, 1, run.optimizer_bytes,
                                                 gradient_bytes=gradients),
-        "sent_bytes": sent, "send_seconds": sends,
+        "sent_bytes": sent + between, "between_bytes": between, "send_seconds": sends,
         "least_seconds": max(sends, computes), "most_seconds": sends + computes,
     }
 

@@ -21,7 +21,7 @@ def offloaded(work: Work, ranks: int, device_bytes: float, place: str, accumulat
      "to_host", "to_device": of a step, "link_seconds": of both ways at each of LINKS, "together": the highest moment of
      a step, "states_fit", "fits", "largest_model": whose states fit}}
     """
-    sizes = Sizes(moments.rank_parameters(work), ranks // work.model_parallel, work.dtype, work.model_parallel)
+    sizes = Sizes(moments.rank_parameters(work), work.shards(ranks), work.dtype, work.model_parallel)
     return {"place": place, "accumulate": accumulate, "rows": [
         row(stage, sizes, device_bytes, place, accumulate, optimizer_bytes,
             moments.highest(stage, work, sizes.ranks, offloaded=True).total, moments.construction(stage, work))

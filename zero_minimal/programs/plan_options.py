@@ -7,7 +7,8 @@ from zero_minimal.paper.quantities import plural, seconds_text, size_text
 from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.settings import positive
 
-NONE = {"accumulate": 1, "attention": "fused", "sequence_parallel": 1, "gradient_bytes": None}  # what of() gives then
+NONE = {"accumulate": 1, "attention": "fused", "sequence_parallel": 1, "gradient_bytes": None,
+        "replicate": 1}  # what of() gives then
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -20,13 +21,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "16-bit parameters, as in Megatron (default: in the dtype of the parameters)")
     add("--sequence-parallel", type=positive, default=1, metavar="S", help="of the data-parallel ranks so many share "
         "each sequence, as in DeepSpeed-Ulysses (default: 1)")
+    add("--replicate", type=positive, default=1, metavar="R", help="so many groups of the data-parallel ranks each "
+        "keep all states in shards, as in HSDP: give the number of nodes (default: 1)")
     add("--markdown", action="store_true", help="print one table for a design document instead")
 
 
 def of(flags: argparse.Namespace) -> dict:
     """What plan() takes of them."""
     return {"accumulate": flags.accumulate, "attention": flags.attention, "sequence_parallel": flags.sequence_parallel,
-            "gradient_bytes": 4 if flags.gradients else None}
+            "gradient_bytes": 4 if flags.gradients else None, "replicate": flags.replicate}
 
 
 def notes(told: dict) -> str:
@@ -46,8 +49,19 @@ def notes(told: dict) -> str:
     if told["sequence_parallel"] > 1:
         lines.append(f"{plural(told['sequence_parallel'], 'rank')} share each sequence (DeepSpeed-Ulysses, "
                      f"arXiv:2309.14509): each has {told['sequence'] // told['sequence_parallel']:,} of "
-                     f"{told['sequence']:,} tokens, and of attention some heads. Model states are cut over all ranks.")
+                     f"{told['sequence']:,} tokens, and of attention some heads. Model states are cut over all ranks"
+                     f"{' of a group' * (told['replicate'] > 1)}.")
+    if told["replicate"] > 1:
+        lines.append(f"{plural(told['replicate'], 'group')} of ranks each keep all states, as in HSDP "
+                     f"(arXiv:2304.11277): N in formulas is {told['shards']:,}. All is sent within a group; between "
+                     "groups, once a step, an all-reduce of the gradient shard.")
     return "\n".join(map(paragraph, lines))
+
+
+def sent(row: dict) -> str:
+    """What a rank sends in a step: "44.3 GB", or within its group and between groups, "39.4 GB + 1.88 GB"."""
+    between = row["between_bytes"]
+    return size_text(row["sent_bytes"] - between) + (f" + {size_text(between)}" if between else "")
 
 
 def waits(told: dict) -> str:

@@ -1,6 +1,7 @@
 """Planning: the calculation behind `plan`. Formulas only; `simulate` runs code, and a test holds the two together."""
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from zero_minimal.core.mesh import divisors
@@ -45,7 +46,7 @@ def plan(
     config: GPTConfig, ranks: int, device_bytes: float, dtype: str = "fp16", batch: int = 1, model_parallel: int = 1,
     optimizer_bytes: float | None = None, checkpoints: str = "whole", speeds: Speeds | None = None,
     offloaded: bool = False, accumulate: int = 1, attention: str = "fused", sequence_parallel: int = 1,
-    gradient_bytes: int | None = None,
+    gradient_bytes: int | None = None, replicate: int = 1,
 ) -> dict:
     """The whole calculation, as JSON (bytes and seconds); "rows" has an entry for each stage.
 
@@ -58,36 +59,39 @@ def plan(
         attention: "fused", "unfused" or "recomputed" (paper/kernels.py).
         sequence_parallel: so many of the data-parallel ranks share each sequence, as in DeepSpeed-Ulysses.
         gradient_bytes: 4 for gradients in fp32 beside 16-bit parameters; None: as the dtype has it.
+        replicate: so many groups of the data-parallel ranks each keep all states (HSDP).
     Raises: ValueError if ranks are not groups of model_parallel, if these cannot share the heads, or for P_a without
         them; and for gradients in fp32 that are offloaded.
     """
     check(config, ranks, model_parallel, checkpoints)
     work = Work(config, batch, dtype, model_parallel, checkpoints, accumulate, attention, sequence_parallel,
-                gradient_bytes)
+                gradient_bytes, replicate)
     check_work(work, ranks, offloaded)
     speeds = speeds or Speeds.of(PAPERS, dtype)
     rows = [row(stage, work, ranks, device_bytes, optimizer_bytes, speeds, offloaded)
             | {"fewest_data_parallel_ranks": fewest_ranks(stage, work, device_bytes, optimizer_bytes, offloaded)}
             for stage in range(4)]
     for each, name in itertools.product(rows, ("fewest_data_parallel_ranks", "fewest_data_parallel_ranks_for_states")):
-        if each[name] is not None:  # whole groups that share sequences
-            each[name] = -(-each[name] // sequence_parallel) * sequence_parallel
+        if each[name] is not None:  # in each group that keeps all; whole groups that share sequences
+            whole = math.lcm(replicate, sequence_parallel)
+            each[name] = -(-each[name] * replicate // whole) * whole
     fitting = [row["stage"] for row in rows if row["fits"]]
     return {
         "parameters": parameter_count(config),
         "parameters_of_rank": moments.rank_parameters(work),
         "layers": config.layers, "hidden": config.hidden, "heads": config.heads, "vocabulary": config.vocabulary,
         "sequence": config.sequence, "batch": batch, "recompute": config.recompute, "checkpoints": checkpoints,
-        "ranks": ranks, "model_parallel": model_parallel, "dtype": dtype, "optimizer_bytes": optimizer_bytes,
-        "offloaded": offloaded, "device_bytes": device_bytes, "accumulate": accumulate, "attention": attention,
+        "ranks": ranks, "model_parallel": model_parallel, "replicate": replicate, "shards": work.shards(ranks),
+        "dtype": dtype, "optimizer_bytes": optimizer_bytes, "offloaded": offloaded, "device_bytes": device_bytes,
+        "accumulate": accumulate, "attention": attention,
         "sequence_parallel": sequence_parallel, "gradient_bytes": gradient_bytes or formulas.BYTES[dtype][1],
         "rows": rows,
         "first_stage_that_fits": fitting[0] if fitting else None,
         "activations": activations(work),
         **computing(work, speeds),
         **waiting(work, speeds),
-        "inside_a_node": ranks <= speeds.node,
-        "wire": speeds.wire(ranks),
+        "inside_a_node": ranks / replicate <= speeds.node,
+        "wire": speeds.wire(ranks / replicate), "wire_between": speeds.wire(ranks),
         "network": speeds.network, "link": speeds.link, "node": speeds.node, "bus": speeds.bus,
     }
 
@@ -112,6 +116,9 @@ def check_work(work: Work, ranks: int, offloaded: bool) -> None:
     if parts % together:
         raise ValueError(f"{parts} data-parallel ranks are not groups of {together} that share a sequence; accepted: "
                          f"{', '.join(map(str, divisors(parts)))}")
+    if parts % work.replicate:
+        raise ValueError(f"{parts} data-parallel ranks are not {work.replicate} groups of equal size; accepted: "
+                         f"{', '.join(map(str, divisors(parts)))}")
     if work.config.sequence % together or work.config.heads % (together * work.model_parallel):
         raise ValueError(f"{together} ranks that share a sequence need {together} × M to divide "
                          f"{work.config.heads} heads, and {together} to divide {work.config.sequence} tokens")
@@ -124,15 +131,16 @@ def row(stage: int, work: Work, ranks: int, device_bytes: float, optimizer_bytes
         offloaded: bool = False) -> dict:
     """What a stage needs: model states, the highest moment of a step, traffic, time. Formulas that a page can have, too
     (expressions.py)."""
-    data_parallel, elements = ranks // work.model_parallel, moments.rank_parameters(work)
+    shards, elements = work.shards(ranks), moments.rank_parameters(work)
     away = offloaded and stage > 0  # stage 0 has no shards that could leave
     gradients, times = work.gradient_bytes, work.accumulate
-    states = formulas.states_on_device(stage, elements, data_parallel, work.dtype, away, optimizer_bytes, gradients)
-    moment = moments.highest(stage, work, data_parallel, optimizer_bytes, away)
+    states = formulas.states_on_device(stage, elements, shards, work.dtype, away, optimizer_bytes, gradients)
+    moment = moments.highest(stage, work, shards, optimizer_bytes, away)
     built = moments.construction(stage, work)
-    sent = formulas.traffic(stage, elements, data_parallel, work.dtype, times, gradients)
-    sends = sent / speeds.wire(ranks)
-    bus = formulas.bus_bytes(stage, elements, data_parallel, work.dtype, times) if away else NO_BUS
+    sent = formulas.traffic(stage, elements, shards, work.dtype, times, gradients)
+    between = formulas.traffic_between(elements, shards, work.replicate, work.dtype, gradients)
+    sends = sent / speeds.wire(ranks / work.replicate) + (between / speeds.wire(ranks) if between else 0)
+    bus = formulas.bus_bytes(stage, elements, shards, work.dtype, times) if away else NO_BUS
     crosses, both_ways = bus["to_host"], bus["to_host"] + bus["to_device"]
     waited, computes = waiting(work, speeds), computing(work, speeds)["compute_seconds"]
     waits = waited["model_parallel_seconds"] + waited["sequence_parallel_seconds"]
@@ -147,9 +155,9 @@ def row(stage: int, work: Work, ranks: int, device_bytes: float, optimizer_bytes
         "fewest_data_parallel_ranks_for_states": formulas.fewest_ranks(
             stage, elements, device_bytes, work.dtype, optimizer_bytes, away, gradients),
         "largest_model": formulas.largest_model(
-            stage, device_bytes, data_parallel, work.dtype, work.model_parallel, optimizer_bytes, away, gradients),
-        "sent_bytes": sent, "send_seconds": sends,
-        "host_bytes": formulas.host_bytes(elements, data_parallel, work.dtype, optimizer_bytes) if away else 0,
+            stage, device_bytes, shards, work.dtype, work.model_parallel, optimizer_bytes, away, gradients),
+        "sent_bytes": sent + between, "between_bytes": between, "send_seconds": sends,
+        "host_bytes": formulas.host_bytes(elements, shards, work.dtype, optimizer_bytes) if away else 0,
         "bus_bytes": crosses, "bus_seconds": both_ways / speeds.bus,
         "least_seconds": max(sends, computes, both_ways / speeds.bus) + waits,
         "most_seconds": sends + computes + both_ways / speeds.bus + waits,
