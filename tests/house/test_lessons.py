@@ -39,7 +39,7 @@ GIVEN = {  # lines of a solution that may be read: in hints, or since the starte
     "02_optimizer_state": {"self.reducing = None"},
     "03_gradients": {"self.reducing = None"},
     "04_parameters": {"self.reducing = None", "param.grad = None", "self.shown = False"},
-    "08_defragmentation": {"self.pool = self._empty_pool()", "block.used = False", "self.used = 0"},
+    "08_defragmentation": {"self.pool = self._empty_pool()", "self.used = 0"},
     "09_offload": {"precision.keep_changes(bucket)", "replicas.broadcast_statistics(self.model, self.group)",
                    'seams.tell("update_begins", bucket)', "self.reducer.spent = True",
                    "optimizers.tell_autograd(bucket)"},

@@ -23,15 +23,11 @@ PAGES = [*sorted(HOUSE.glob("*.md")), *sorted((HOUSE / "lessons").rglob("*.md"))
 each_lesson = pytest.mark.parametrize("lesson", LESSONS.values(), ids=LESSONS)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOUSE)))
 
-IDEA, PREDICT = "The idea in one picture", "Predict"
+IDEA, PREDICT, RULE = "The idea in one picture", "Predict", "A rule to leave with"
 SECTIONS = (IDEA, PREDICT, "Walk through it", "The assignment", "Hints", "Grade it", "What people get wrong",
-            "Five questions", "What the big ones do", "Further problems")  # own ones may stand between the first two
-RULE = "A rule to leave with"
+            "Five questions", "What the big ones do", "Further problems", RULE)  # own ones: between the first two
 KEEP_TO = "What every solution must keep to"
 HINTS = ("A question", "A smaller example", "A picture of the moment")
-# lessons that are still to be cut to a quarter of an hour: they have their contract on the page, and older hints
-LONG = {"08_defragmentation"}
-LONG_HINTS = ("A question", "A direction", "The shape of the code")
 BEFORE, IN_ALL = 1500, 2800  # words: before the assignment, and with all that is folded
 TEACHER = ("Discussion", "Exam", "Stumbles", "Rubric", "AI assistants")
 NO_VERBS = {"a", "an", "the", "how", "what", "why", "that", "when", "which", "you", "to", "be", "know", "learn",
@@ -39,21 +35,20 @@ NO_VERBS = {"a", "an", "the", "how", "what", "why", "that", "when", "which", "yo
 WIDTH, WORDS = 128, 35
 
 
-def wrong_with(lesson: Lesson, page: str, contract: str | None = None) -> list[str]:
-    """What a lesson's page lacks of the pattern, in words for its author. `contract`: the text of contract.md; None:
-    the page is one of the LONG ones."""
-    return [*_head(page, contract), *_sections(page, contract), *_idea(page), *_assignment(lesson, page, contract),
-            *_hints(lesson, page, contract), *_last(page, contract)]
+def wrong_with(lesson: Lesson, page: str, contract: str) -> list[str]:
+    """What a lesson's page lacks of the pattern, in words for its author. `contract`: the text of contract.md."""
+    return [*_head(page), *_sections(page), *_idea(page), *_assignment(lesson, page, contract), *_hints(lesson, page),
+            *_last(page)]
 
 
-def _head(page: str, contract: str | None):
+def _head(page: str):
     head = pages.head(page)
     if not pages.after_bold(head, "The question"):
         yield "no **The question.** with its paragraph before the first section"
-    if contract is not None and not pages.commands(pages.after_bold(head, "Start here")):
+    if not pages.commands(pages.after_bold(head, "Start here")):
         yield "**Start here** must hold a command to type, and say what to look at"
     words = len(page.partition("\n## The assignment")[0].split()), len(page.split())
-    if contract is not None and (words[0] > BEFORE or words[1] > IN_ALL):
+    if words[0] > BEFORE or words[1] > IN_ALL:
         yield (f"a page is a quarter of an hour: it has {words[0]} words before the assignment and {words[1]} in all, "
                f"and {BEFORE} and {IN_ALL} are the most")
     goals = pages.items(pages.after_bold(head, "Afterwards you can"))
@@ -85,23 +80,22 @@ def _questions(text: str, count: int, where: str):
             yield f"{where}: nothing is folded below {question!r}"
 
 
-def _sections(page: str, contract: str | None):
-    sections = SECTIONS if contract is None else (*SECTIONS, RULE)
+def _sections(page: str):
     titles = [title for level, title in pages.headings(page) if level == 2]
-    missing = [title for title in sections if title not in titles]
+    missing = [title for title in SECTIONS if title not in titles]
     for title in missing:
         yield f"no section '## {title}'"
     if missing:
         return
-    order = [title for title in titles if title in sections]
-    if order != list(sections):
-        yield f"the sections must come in this order, each once: {', '.join(sections)}"
+    order = [title for title in titles if title in SECTIONS]
+    if order != list(SECTIONS):
+        yield f"the sections must come in this order, each once: {', '.join(SECTIONS)}"
     if titles[0] != IDEA:
         yield f"'## {titles[0]}' stands before '## {IDEA}': the picture comes first"
-    own = {title for title in titles if title not in sections}
+    own = {title for title in titles if title not in SECTIONS}
     for title in own - set(titles[titles.index(IDEA) : titles.index(PREDICT)]):
         yield f"'## {title}': a section of a lesson's own stands between '## {IDEA}' and '## {PREDICT}'"
-    for title in sections:
+    for title in SECTIONS:
         if not pages.section(page, 2, title).strip():
             yield f"'## {title}' is empty"
 
@@ -117,17 +111,14 @@ def _idea(page: str):
         yield f"'## {PREDICT}' must fold what was measured in <details>"
 
 
-def _assignment(lesson: Lesson, page: str, contract: str | None):
+def _assignment(lesson: Lesson, page: str, contract: str):
     assignment = pages.section(page, 2, "The assignment")
     rows = re.findall(r"^\| (\d+ .*)\|$", assignment, re.MULTILINE)
     rows = [[cell.strip() for cell in row.split("|")] for row in rows]
     said = [(int(row[0]), {cell for cell in row[1:] if cell.isdigit()}) for row in rows if row[0].isdigit()]
     if said != [(step.number, {f"{step.points:g}"}) for step in lesson.steps]:
         yield "'## The assignment' must have a table with a row a step: | number | … | points |, as in lesson.toml"
-    if contract is None and not pages.items(pages.section(assignment, 3, KEEP_TO)):
-        yield f"'### {KEEP_TO}' must stand in '## The assignment', with a list of what any solution is held to"
-    if contract is not None:
-        yield from _contract(lesson, assignment, contract)
+    yield from _contract(lesson, assignment, contract)
     command = f"python -m zero_minimal grade lessons/{lesson.name}/assignment.py"
     if command not in pages.section(page, 2, "Grade it"):
         yield f"'## Grade it' must hold the command: {command}"
@@ -154,8 +145,7 @@ def checks_of(lesson: Lesson) -> set[str]:
     return set(re.findall(r"^def (test_\w+)", lesson.tests.read_text(), re.MULTILINE))
 
 
-def _hints(lesson: Lesson, page: str, contract: str | None):
-    wanted = LONG_HINTS if contract is None else HINTS
+def _hints(lesson: Lesson, page: str):
     hints = pages.section(page, 2, "Hints")
     titles = list(lesson.groups) if lesson.draw else [f"Step {step.number}: {step.title}" for step in lesson.steps]
     found = [title for level, title in pages.headings(hints) if level == 3]
@@ -164,17 +154,16 @@ def _hints(lesson: Lesson, page: str, contract: str | None):
         return
     for title in titles:
         levels = pages.folded(pages.section(hints, 3, title))
-        if tuple(summary for summary, _ in levels) != wanted or not all(inside for _, inside in levels):
-            yield f"'### {title}' must have three <details> with the summaries: {', '.join(wanted)}"
-        if contract is not None and any("...  " in inside for _, inside in levels):
+        if tuple(summary for summary, _ in levels) != HINTS or not all(inside for _, inside in levels):
+            yield f"'### {title}' must have three <details> with the summaries: {', '.join(HINTS)}"
+        if any("...  " in inside for _, inside in levels):
             yield f"'### {title}' must not be the solution with blanks"
 
 
-def _last(page: str, contract: str | None):
-    if contract is not None:
-        rule = pages.sentences(pages.section(page, 2, RULE))
-        if len(rule) != 1 or not re.search(r"\d", rule[0]):
-            yield f"'## {RULE}' must be one sentence with a number that a run gave, and has {len(rule)} sentences"
+def _last(page: str):
+    rule = pages.sentences(pages.section(page, 2, RULE))
+    if len(rule) != 1 or not re.search(r"\d", rule[0]):
+        yield f"'## {RULE}' must be one sentence with a number that a run gave, and has {len(rule)} sentences"
     yield from _questions(pages.section(page, 2, "Five questions"), 5, "'## Five questions'")
     problems = len(pages.items(pages.section(page, 2, "Further problems")))
     if problems != 3:
@@ -215,9 +204,8 @@ def wrong_with_teachers(lesson: Lesson, page: str) -> list[str]:
 
 @each_lesson
 def test_a_lessons_page_follows_the_pattern(lesson):
-    assert (lesson.name in LONG) != lesson.contract.exists(), "a page with contract.md is none of the LONG ones"
-    contract = None if lesson.name in LONG else lesson.contract.read_text()
-    faults = wrong_with(lesson, (lesson.folder / "README.md").read_text(), contract)
+    assert lesson.contract.exists(), f"write lessons/{lesson.name}/contract.md: what every solution must keep to"
+    faults = wrong_with(lesson, (lesson.folder / "README.md").read_text(), lesson.contract.read_text())
     assert not faults, f"lessons/{lesson.name}/README.md:\n- " + "\n- ".join(faults)
 
 
