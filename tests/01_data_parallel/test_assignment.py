@@ -634,14 +634,14 @@ def test_micro_batches_are_sent_once(stage_class):
     psi = sum(param.nbytes for param in toys.build(wide, 0).parameters())
     share = 2 * psi / 2
     for rank, (sent, *_) in enumerate(once(accumulated, 2, stage_class)):
-        assert sent[-1] == 0, (
-            f"under no_sync() there was a zero_grad(), and the backward after it sent {in_words(sent[-1])} on rank "
-            f"{rank}: no_sync() ends with its context, and not before"
-        )
         *_, quiet, last, total = sent[: MICROS + 1]
         assert quiet == 0, (
             f"under no_sync() rank {rank} sent {in_words(quiet)} in {MICROS - 1} micro-batches: there gradients add "
             "up on each rank, and the last micro-batch sends their sum, once"
+        )
+        assert sent[-1] == 0, (
+            f"under no_sync() there was a zero_grad(), and the backward after it sent {in_words(sent[-1])} on rank "
+            f"{rank}: no_sync() ends with its context, and not before"
         )
         assert last >= share / 2, (
             f"rank {rank} sent {in_words(last)} in the backward of the last micro-batch, which is not under "

@@ -171,7 +171,7 @@ def test_what_was_measured_agrees_with_the_formulas():
     assert sum(units) == 4 * psi
     two, saved = MEASURED["rows"][1], 4 * psi - MEASURED["rows"][1]["parameters"]
     page = " ".join((HOUSE / "lessons/04_parameters/README.md").read_text().split())
-    assert f"The parameters alone fall by {saved / 1e6:.2f} MB" in page
+    assert f"The parameters fall by {saved / 1e6:.2f} MB" in page
     assert f"The formula says {formulas.traffic(3, psi, two['ranks'], 'fp32') / 1e6:.2f}." in page
 
 
