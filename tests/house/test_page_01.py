@@ -79,15 +79,3 @@ def test_what_is_overlapped_and_how_long_was_waited():
              ("end", 1), ("gradient", 2)]
     events = [Event(kind, number, 4, float(2 * place)) for place, (kind, number) in enumerate(kinds)]
     assert overlapped(events) == (1, 3) and waited(events) == 4.0
-
-
-# --------------------------------------------------------------------------------------------- what the page keeps back
-
-
-@pytest.mark.parametrize("name", LESSON.tasks)
-def test_no_line_of_the_solution_is_on_the_page(name):
-    """Nor in the starter."""
-    for text in (PAGE, LESSON.starter.read_text()):
-        for line in solution(LESSON, name):
-            if len(line) >= 30 and not line.startswith("#"):
-                assert line not in text
