@@ -333,7 +333,7 @@ def left_of_a_step(stage_class, groups=None):
 
 
 def assert_nothing_is_left(stage_class, groups=None):
-    for rank, left in enumerate(toys.run(left_of_a_step, 2, stage_class, groups)):
+    for rank, left in enumerate(checks.once(left_of_a_step, 2, stage_class, groups)):
         assert left <= 0, (
             f"when step() returned on rank {rank}, {left} collectives had begun that nobody waited for: they need not "
             "end in the order in which they began, so wait for each"

@@ -438,7 +438,8 @@ WRONG |= {  # what strangers handed in, and had full marks
     under_way.extend(sends[-1:])
     for send in sends[:-1]:"""))),
     "the last send of a gather is waited for at the next one": Wrong(
-        3, "test_all_gather_of_large_parts", r"rank \d received what its left neighbour wrote into its own result",
+        3, "test_all_gather_of_large_parts",
+        r"rank \d received what its left neighbour wrote into its own result after",
         {"under_way": "under_way = []"} | all_gather(travel=f"""
             while under_way:
                 under_way.pop().wait()

@@ -794,7 +794,8 @@ def test_each_round_begins_anew(assignment):
     ((plain, in_slab),) = toys.run(other_rounds, 1, assignment)
     assert toys.identical(plain, in_slab), (
         "in the first round one layer of two had a gradient, and in the second both, in another order: the gradients "
-        "in the slab are others than without one. After reset() each is kept where there is room, as in the first one")
+        "in the slab are others than without one. After reset() each is kept where there is room, as in the first "
+        "round")
 
 
 def reset_too_early(assignment):

@@ -252,7 +252,7 @@ WRONG = {
             "norm = norm if self.gradient_scale is None else norm * self.gradient_scale",
             "self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)", "return norm")}),
     "the scale is forgotten": Wrong(
-        3, TRAINS_3, r"fp32, .* with clipping(.|\n)*Does self.gradient_scale", returned(scale="None")),
+        3, TRAINS_3, r"fp32, two micro-batches, with clipping(.|\n)*Does self.gradient_scale", returned(scale="None")),
     "the learning rate alone goes along": Wrong(
         3, TRAINS_3, r"a learning rate that falls(.|\n)*the options of now",
         returned(options="[{'lr': group['lr']} for group in self.optimizer.param_groups]")),
