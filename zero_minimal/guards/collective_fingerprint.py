@@ -127,46 +127,18 @@ class Fingerprint:
         self.arriving, self.leaving = {}, []
 
     def _explained(self, other: int, words: str) -> str:
+        """Why this rank and `other`, whose note says `words`, are not in the same collective."""
         here, there = dist.get_rank(self.group), f"rank {other}"
         if words == FINISHED:
             return (f"{there} has finished, and rank {here} waits for it in {self.words}: give all "
                     "ranks the same number of batches (uneven.together stops them together)")
-        alike = words == self.words  # but for the checksum
-        if not alike and _but(RATE, words) == _but(RATE, self.words):
-            return ("the learning rates differ, or other options of the optimizer: rank "
-                    f"{here} is in {self.words}; {there} is in {words}. Set the same on all ranks: "
-                    "a scheduler that looks at the loss needs its mean over the ranks, "
-                    "collectives.all_reduce(loss)")
-        if alike:
-            return ("parameters were edited, or loaded, on some ranks only or not alike, or the "
-                    f"ranks of group= hold other models: rank {here} and {there} differ in "
-                    f"{self.words}. Edit under `with zero.gather_parameters():`, on all ranks")
-        if EDITED in words + self.words:
-            return (f"parameters were edited, or loaded, on some ranks only or not alike: rank "
-                    f"{here} is in {self.words}; {there} is in {words}. Edit under `with "
-                    "zero.gather_parameters():`, on all ranks, which compares them at its end")
-        if CHANGED in words + self.words:
-            return (f"forward has changed parameters by what a rank has seen: rank {here} is in "
-                    f"{self.words}; {there} is in {words}. Let such a layer see its first batch "
-                    "before the model is wrapped, or change parameters alike on all ranks")
-        if _but(LOADED + r"\d+", words) == _but(LOADED + r"\d+", self.words):
-            return (f"load_state_dict() was not called equally often: rank {here} is in "
-                    f"{self.words}; {there} is in {words}. Let every rank load its own part")
-        scaled_alike = _but(SCALE, words) == _but(SCALE, self.words)
-        if scaled_alike and SCALED in words and SCALED in self.words:
-            return (f"the last step() scaled the gradients differently: rank {here} is in "
-                    f"{self.words}; {there} is in {words}. Give clip_grad_norm_() the same "
-                    "max_norm on all ranks, and LossScaler the same scale")
-        if scaled_alike:
-            clipped, other = (there, f"rank {here}") if SCALED in words else (f"rank {here}", there)
-            return (f"{clipped} called clip_grad_norm_() or unscale_() before the last step(), and "
-                    f"{other} did not, so their parameters differ now: call it on all ranks, and "
-                    "print what it returns on one")
+        both = f"rank {here} is in {self.words}; {there} is in {words}"
+        if why := self._of_one_collective(f"rank {here}", there, words, both):
+            return why
         if CHECKPOINT in self.words + words:
-            return (f"rank {here} is in {self.words}; {there} is in {words}. Save, load and look "
-                    "for checkpoints on all ranks, at the same place in training")
-        where = (f"the ranks are not in the same collective: rank {here} is in {self.words}; "
-                 f"{there} is in {words}. ")
+            return (f"{both}. Save, load and look for checkpoints on all ranks, at the same place "
+                    "in training")
+        where = f"the ranks are not in the same collective: {both}. "
         if _but(SIZE, words) == _but(SIZE, self.words):
             return where + ("Give the tensor one shape and dtype on all ranks; what each rank has "
                             "by itself is no buffer: keep it in an attribute")
@@ -175,6 +147,40 @@ class Fingerprint:
                 "the same order"
                 + (". For two models that share a backward pass: make one stage around both, "
                    "nn.ModuleList([one, other])" if " of model " in self.words + words else ""))
+
+    def _of_one_collective(self, here: str, there: str, words: str, both: str) -> str:
+        """The same for ranks that are in the same one, where what the notes compare besides (rates,
+        checksums, scales) differs; "" if they are not."""
+        alike = words == self.words  # but for the checksum
+        if not alike and _but(RATE, words) == _but(RATE, self.words):
+            return ("the learning rates differ, or other options of the optimizer: "
+                    f"{both}. Set the same on all ranks: a scheduler that looks at the loss needs "
+                    "its mean over the ranks, collectives.all_reduce(loss)")
+        edited = "parameters were edited, or loaded, on some ranks only or not alike"
+        if alike:
+            return (f"{edited}, or the ranks of group= hold other models: {here} and {there} "
+                    f"differ in {self.words}. Edit under `with zero.gather_parameters():`, on all "
+                    "ranks")
+        if EDITED in words + self.words:
+            return (f"{edited}: {both}. Edit under `with zero.gather_parameters():`, on all ranks, "
+                    "which compares them at its end")
+        if CHANGED in words + self.words:
+            return (f"forward has changed parameters by what a rank has seen: {both}. Let such a "
+                    "layer see its first batch before the model is wrapped, or change parameters "
+                    "alike on all ranks")
+        if _but(LOADED + r"\d+", words) == _but(LOADED + r"\d+", self.words):
+            return (f"load_state_dict() was not called equally often: {both}. Let every rank load "
+                    "its own part")
+        if _but(SCALE, words) != _but(SCALE, self.words):
+            return ""
+        if SCALED in words and SCALED in self.words:
+            return (f"the last step() scaled the gradients differently: {both}. Give "
+                    "clip_grad_norm_() the same max_norm on all ranks, and LossScaler the same "
+                    "scale")
+        clipped, plain = (there, here) if SCALED in words else (here, there)
+        return (f"{clipped} called clip_grad_norm_() or unscale_() before the last step(), and "
+                f"{plain} did not, so their parameters differ now: call it on all ranks, and "
+                "print what it returns on one")
 
 
 @seams.at("rank_ends")

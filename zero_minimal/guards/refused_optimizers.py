@@ -41,43 +41,53 @@ def check_element_wise(
         return
     refusal = (f"{name} is not element-wise, so it cannot update a shard: use AdamW, Adam, SGD or "
                "another that is")
+    try:
+        # the user's options, as they are
+        optimizer_class([group | {"params": [nn.Parameter(torch.ones(4, 8))]}], **options)
+    except TypeError as error:
+        raise TypeError(f"{name} does not take these options: {error}") from None
+    # tiny steps would hide it
+    options, group = ({**each, "lr": 0.1} if "lr" in each else each for each in (options, group))
+    try:
+        moved, in_halves, counted = _tried(optimizer_class, options, group)
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{refusal} (its step() on a flat shard, without arguments, raised: "
+                         f"{error})") from None
+    if counted:
+        raise ValueError(f"{name} goes by what it keeps of its steps in {counted[0]!r}, for all "
+                         "parameters, and here its step() is called once for each bucket: let "
+                         "it keep that in self.state[param], as Adam does")
+    if not torch.allclose(moved, in_halves, rtol=1e-3, atol=1e-3 * moved.abs().max().item()):
+        raise ValueError(f"{refusal}: one that does to a flat part of a parameter what it does to "
+                         "the whole, and asks for no shape, norm or mean")
+    _passed.add(trial)
+
+
+def _tried(
+    optimizer_class: type[Optimizer], options: dict, group: dict
+) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """How far a matrix [4, 8] moves in STEPS steps, whole and in two halves; and the names of what
+    the optimizer keeps by itself that began alike in both trials, and ended differently."""
     generator = torch.Generator().manual_seed(0)
     kind = dict(generator=generator, dtype=torch.float32)  # whatever the user's default is
     start = torch.randn(4, 8, **kind)
     gradients = [torch.randn(4, 8, **kind) * 10 ** (step % 3 - 1) for step in range(STEPS)]
     whole = nn.Parameter(start.clone())
     halves = [nn.Parameter(half.clone()) for half in start.view(-1).split(16)]
-    try:
-        # the user's options, as they are
-        optimizer_class([group | {"params": [nn.Parameter(start.clone())]}], **options)
-    except TypeError as error:
-        raise TypeError(f"{name} does not take these options: {error}") from None
-    # tiny steps would hide it
-    visible, group = ({**each, "lr": 0.1} if "lr" in each else each for each in (options, group))
-    try:
-        on_whole = optimizer_class([group | {"params": [whole]}], **visible)
-        on_halves = optimizer_class([group | {"params": halves}], **visible)
-        begun = [_kept(each) for each in (on_whole, on_halves)]
-        for gradient in gradients:
-            whole.grad = gradient.clone()
-            on_whole.step()
-            for half, its_gradient in zip(halves, gradient.view(-1).split(16), strict=True):
-                update(on_halves, on_halves.param_groups[0], half, its_gradient.clone())
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{refusal} (its step() on a flat shard, without arguments, raised: "
-                         f"{error})") from None
-    moved = whole.detach() - start
-    in_halves = torch.cat([half.detach() for half in halves]).view(4, 8) - start
+    on_whole = optimizer_class([group | {"params": [whole]}], **options)
+    on_halves = optimizer_class([group | {"params": halves}], **options)
+    begun = [_kept(each) for each in (on_whole, on_halves)]
+    for gradient in gradients:
+        whole.grad = gradient.clone()
+        on_whole.step()
+        for half, its_gradient in zip(halves, gradient.view(-1).split(16), strict=True):
+            update(on_halves, on_halves.param_groups[0], half, its_gradient.clone())
     ended = [_kept(each) for each in (on_whole, on_halves)]
-    for kept in ended[0] | ended[1]:
-        if begun[0].get(kept) == begun[1].get(kept) and ended[0].get(kept) != ended[1].get(kept):
-            raise ValueError(f"{name} goes by what it keeps of its steps in {kept!r}, for all "
-                             "parameters, and here its step() is called once for each bucket: let "
-                             "it keep that in self.state[param], as Adam does")
-    if not torch.allclose(moved, in_halves, rtol=1e-3, atol=1e-3 * moved.abs().max().item()):
-        raise ValueError(f"{refusal}: one that does to a flat part of a parameter what it does to "
-                         "the whole, and asks for no shape, norm or mean")
-    _passed.add(trial)
+    counted = [kept for kept in ended[0] | ended[1]
+               if begun[0].get(kept) == begun[1].get(kept)
+               and ended[0].get(kept) != ended[1].get(kept)]
+    in_halves = torch.cat([half.detach() for half in halves]).view(4, 8)
+    return whole.detach() - start, in_halves - start, counted
 
 
 def _kept(optimizer: Optimizer) -> dict[str, list]:
