@@ -14,7 +14,7 @@ from zero_minimal.pictures import style
 from zero_minimal.pictures.plan_chart import draw_plan
 from zero_minimal.programs import deepspeed_written, plan_markdown, plan_model, plan_offload, plan_options, report
 from zero_minimal.programs.models import chosen
-from zero_minimal.programs.planning import NAMES, Speeds, check_work, plan
+from zero_minimal.programs.planning import NAMES, Speeds, check_replicate, check_work, plan
 from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
 
@@ -257,8 +257,7 @@ def of_model(flags: argparse.Namespace, device: float, speeds: Speeds) -> dict:
     if flags.sequence_parallel > 1:
         raise ValueError("what ranks that share sequences keep is a formula of our GPT's attention, and the code of a "
                          "model of transformers sends no sequences: give it without --sequence-parallel")
-    if flags.ranks % flags.replicate:
-        raise ValueError(f"{flags.ranks} ranks are not {flags.replicate} groups of equal size")
+    check_replicate(flags.replicate, flags.ranks)
     return plan_model.plan(chosen(flags), flags.ranks, device, flags.dtype, flags.batch, speeds, flags.optimizer_bytes,
                            flags.accumulate, flags.attention, 4 if flags.gradients else None, flags.offload,
                            flags.replicate)

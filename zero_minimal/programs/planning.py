@@ -98,9 +98,7 @@ def plan(
 
 def check(config: GPTConfig, ranks: int, model_parallel: int, checkpoints: str) -> None:
     """Raises: ValueError, saying what is accepted, for what cannot be planned."""
-    if ranks % model_parallel:
-        raise ValueError(f"{ranks} ranks are not groups of {model_parallel} that share a model; accepted: "
-                         f"{', '.join(map(str, divisors(ranks)))}")
+    check_divides(model_parallel, ranks, f"{ranks} ranks are not groups of {model_parallel} that share a model")
     if checkpoints not in CHECKPOINTS:
         raise ValueError(f"checkpoints must be one of {', '.join(CHECKPOINTS)}, not {checkpoints!r}")
     if checkpoints != "whole" and (model_parallel == 1 or not config.recompute):
@@ -108,17 +106,24 @@ def check(config: GPTConfig, ranks: int, model_parallel: int, checkpoints: str) 
     check_heads(config, model_parallel)
 
 
+def check_divides(parts: int, ranks: int, refusal: str) -> None:
+    """Raises: ValueError(refusal), and which numbers are accepted, if `ranks` cannot be cut in so many parts."""
+    if ranks % parts:
+        raise ValueError(f"{refusal}; accepted: {', '.join(map(str, divisors(ranks)))}")
+
+
+def check_replicate(replicate: int, ranks: int) -> None:
+    """The same for groups of data-parallel ranks that each keep all states."""
+    check_divides(replicate, ranks, f"{ranks} data-parallel ranks are not {replicate} groups of equal size")
+
+
 def check_work(work: Work, ranks: int, offloaded: bool) -> None:
     """The same for what Work has beside that."""
     together, parts = work.sequence_parallel, ranks // work.model_parallel
     if work.attention not in ATTENTION:
         raise ValueError(f"attention must be one of {', '.join(ATTENTION)}, not {work.attention!r}")
-    if parts % together:
-        raise ValueError(f"{parts} data-parallel ranks are not groups of {together} that share a sequence; accepted: "
-                         f"{', '.join(map(str, divisors(parts)))}")
-    if parts % work.replicate:
-        raise ValueError(f"{parts} data-parallel ranks are not {work.replicate} groups of equal size; accepted: "
-                         f"{', '.join(map(str, divisors(parts)))}")
+    check_divides(together, parts, f"{parts} data-parallel ranks are not groups of {together} that share a sequence")
+    check_replicate(work.replicate, parts)
     if work.config.sequence % together or work.config.heads % (together * work.model_parallel):
         raise ValueError(f"{together} ranks that share a sequence need {together} × M to divide "
                          f"{work.config.heads} heads, and {together} to divide {work.config.sequence} tokens")

@@ -41,5 +41,3 @@ def time_all(settings: Settings) -> list[dict]:
             rows.append({"name": name, "losses": timed["losses"], "allocated": meter.highest(), "step_seconds": seconds,
                          "tokens_per_second": settings.tokens_per_step(rank.world_size) / seconds})
     return rows
-
-
