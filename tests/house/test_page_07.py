@@ -56,7 +56,7 @@ def test_what_the_page_says_of_stage_2():
     for mib, (without, constant) in zip((1, 4, 32), MEASURED["peaks"].values(), strict=True):
         assert constant - without > 0.98 * min(mib * 2**20, 4 * PSI), "it says: at least one bucket more"
     assert MEASURED["activations"] < 1e4, "the page says: the activations are gone"
-    assert "(A bucket that may have 33.55 MB holds all gradients, 19.28 MB.)" in PROSE
+    assert "(A bucket that may have 33.55 MB holds all gradients, 19.28 MB, and so does each buffer.)" in PROSE
 
 
 def bytes_of_an_element():
