@@ -30,6 +30,7 @@ from zero_minimal.processes import ranks
 from zero_minimal.programs import deepspeed_written
 from zero_minimal.programs.cases import CONSTANT, Case
 from zero_minimal.programs.planning import plan
+from zero_minimal.programs.registry import STAGES
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload import loop
 from zero_minimal.workload.model import GPT, GPTConfig
@@ -284,18 +285,32 @@ def test_what_reduces_in_fp32_sends_more_at_each_stage():
 # ---------------------------------------------------------------------------------- groups that each keep all states
 
 
+def two_groups():
+    """2 groups of 2 ranks."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def fsdp2s_hsdp(model):
+    """An optimizer over the model, which FSDP2 has cut, a block at a time."""
+    mesh = two_groups()
+    for unit in find_units(model)[1:]:
+        fully_shard(unit.module, mesh=mesh)
+    return torch.optim.AdamW(fully_shard(model, mesh=mesh).parameters(), lr=1e-2)
+
+
+def of_rank(rank, step=0):
+    """Each rank's own tokens."""
+    return torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(10 * step + rank.rank))
+
+
 def hsdp_step():
-    """States and traffic of FSDP2's HSDP in fp32: 2 groups of 2 ranks."""
+    """States and traffic of FSDP2's HSDP in fp32."""
     with ranks.start() as rank, Ledger() as ledger:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = GPT(GPTConfig(layers=3, hidden=64, sequence=32))
-        root, *blocks = find_units(model)
-        elements, of_root = (sum(param.numel() for param in params) for params in (model.parameters(), root.params))
-        for unit in blocks:
-            fully_shard(unit.module, mesh=mesh)
-        optimizer = torch.optim.AdamW(fully_shard(model, mesh=mesh).parameters())
+        elements, of_root = (sum(param.numel() for param in params)
+                             for params in (model.parameters(), find_units(model)[0].params))
+        optimizer, tokens = fsdp2s_hsdp(model), of_rank(rank)
         ledger.watch(model, optimizer)
-        tokens = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(rank.rank))
         with TrafficMeter() as meter:
             model(tokens, tokens).backward()
             optimizer.step()
@@ -312,6 +327,43 @@ def test_groups_that_keep_all_states_hold_and_send_what_fsdp2s_hsdp_does():
         assert 2 * called["all_reduce"]["bytes"] / 2 == between  # nothing else is all-reduced
         # FSDP2 keeps the root whole from forward to backward: it gathers that once
         assert sent - between == formulas.traffic(3, elements, 2, "fp32") - 4 * of_root / 2
+
+
+def three_steps(kind):
+    """Losses of HSDP, and what a rank sends within its group and between groups in the last of three steps. kind: of a
+    stage, with the lines of questions.md; None: FSDP2's."""
+    with ranks.start() as rank:
+        torch.manual_seed(0)
+        model, losses = GPT(GPTConfig(layers=3, hidden=64, sequence=32, dropout=0.0)), []
+        elements = sum(param.numel() for param in model.parameters())
+        mesh, within, between = two_groups(), TrafficMeter(), TrafficMeter()
+        zero = kind(model, torch.optim.AdamW, lr=1e-2, group=mesh.get_group("shard")) if kind else fsdp2s_hsdp(model)
+        for step in range(3):
+            tokens, sent = of_rank(rank, step), (within.sent_bytes, between.sent_bytes)
+            with within:
+                losses.append(model(tokens, tokens))
+                losses[-1].backward()
+            if kind:
+                with between:
+                    for shard in zero.reduced_gradients():
+                        dist.all_reduce(shard, group=mesh.get_group("replicate"))
+                        shard /= mesh.size(0)
+            with within:
+                zero.step()
+            zero.zero_grad()
+        return elements, [loss.item() for loss in losses], within.sent_bytes - sent[0], between.sent_bytes - sent[1]
+
+
+@pytest.mark.skipif(not FSDP2_RUNS_ON_THE_CPU, reason="FSDP2 does not run on the CPU with this torch")
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_one_all_reduce_between_groups_makes_hsdp_of_a_stage(stage):
+    wanted, found = (ranks.run(three_steps, 4, kind, device="cpu", timeout=60) for kind in (None, STAGES[stage]))
+    for (_, losses, *_), (elements, same, within, between) in zip(wanted, found, strict=True):
+        assert same == pytest.approx(losses, rel=1e-6)
+        assert between == formulas.traffic_between(elements, 2, 2, "fp32")
+        by_formula = formulas.traffic(stage, elements, 2, "fp32")
+        # at stage 3 the root and the last block are whole when backward begins, and are not gathered again
+        assert within == by_formula if stage < 3 else 0.8 * by_formula < within < by_formula
 
 
 # ---------------------------------------------------------------------------------------- ranks that share a sequence
