@@ -11,8 +11,9 @@ parameters, 4Ψ of gradients and 8Ψ of Adam's state, and data parallelism keeps
     Stage2    4Ψ           4Ψ/N        8Ψ/N        2Ψ(N−1)/N
     Stage3    4Ψ/N         4Ψ/N        8Ψ/N        3Ψ(N−1)/N
 
-Below, n is how many numbers a unit has: a block of the model, or all that is in no block. The stage
-files add what is left out here: buckets, overlap, prefetch, accumulation, clipping, refusals.
+A unit is a block of the model, or all that is in no block. Below, n is how many numbers it has, with
+padding to a multiple of N. The stage files add what is left out here: buckets, overlap, prefetch,
+accumulation, clipping, refusals. The optimizer must be element-wise, as Adam and SGD are.
 """
 
 from collections import Counter
@@ -45,7 +46,7 @@ def reduce_scatter(whole: Tensor) -> Tensor:
 
 def all_gather(whole: Tensor, shard: Tensor) -> None:
     """[n/N] on every rank → `whole` [n]: all parts in rank order, everywhere."""
-    _all_gather(whole, shard.clone())  # a clone: the shard may lie in `whole`
+    _all_gather(whole, shard.clone())  # in stages 1 and 2 the shard lies in `whole`
 
 
 # ---------------------------------------------------------------------- what is sent as one vector
@@ -70,7 +71,7 @@ class Unit:
         dist.broadcast(self.whole, 0)  # all ranks begin with rank 0's values
         own = self.whole.view(ranks, -1)[rank]
         self.shard = own if keeps_whole else own.clone()  # [n/N] what this rank updates
-        # [n/N] in fp32, for the optimizer: a copy of a 16-bit shard, or the fp32 shard itself
+        # [n/N] for the optimizer: an fp32 copy of a 16-bit shard; an fp32 shard itself, no copy
         self.master = nn.Parameter(self.shard.float())
         self.gradient: Tensor | None = None  # [n/N] the mean gradient of the shard
         self.missing = set(params)  # whose gradients have not come yet
@@ -170,7 +171,8 @@ class Stage2(Stage1):
 
     def __init__(self, model: nn.Module, optimizer_class: type, **options):
         super().__init__(model, optimizer_class, **options)
-        self.waiting = self.units[::-1]  # to be reduced: backward comes to the last block first
+        # to be reduced: backward comes to the last block first, if blocks are called in order
+        self.waiting = self.units[::-1]
         for unit in self.units:
             for param in unit.params:
                 param.register_post_accumulate_grad_hook(partial(self.came, unit))
@@ -205,7 +207,8 @@ class Stage3(Stage2):
 
     forward    gather, compute, free          backward    gather, compute, reduce, free
     In step(): update. (What is in no block is gathered in forward and freed in backward.)
-    All ranks must call the same blocks in the same order: stage3.py refuses others.
+    All ranks must call the same blocks in the same order, and get gradients for the same
+    parameters: else this file waits for ever, where stage3.py goes on or says why not.
     """
 
     keeps_whole = False
@@ -229,14 +232,14 @@ class Stage3(Stage2):
                 param.data = view
 
     def free(self, unit: Unit) -> None:
-        """Nothing stays of them but this rank's shard. Autograd has saved views of
-        `whole`, so its memory goes and comes back under them."""
+        """Nothing stays of them but this rank's shard. What autograd has saved are the
+        parameters or views of `whole`: gather() fills the same memory again under them."""
         for param in unit.params:
             param.data = param.data.new_empty(0)
         unit.whole.untyped_storage().resize_(0)
 
     def after_forward(self, unit: Unit) -> None:
-        if torch._C._current_graph_task_id() == -1:  # not while a checkpoint recomputes
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes in backward
             self.free(unit)
 
     def reduce(self, unit: Unit) -> None:
@@ -244,7 +247,7 @@ class Stage3(Stage2):
         self.free(unit)  # backward is done with it
 
     def step(self) -> None:
-        self.finish()
+        self.finish()  # reduces what backward left
         for unit in self.units:
             self.free(unit)
         self.update()
