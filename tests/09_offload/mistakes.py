@@ -209,7 +209,7 @@ WRONG = {
                 "for bucket in getattr(self, 'late', []):", "self._leave(bucket, bucket.gradient_shard)"),
             "self.late = []")}),
     "each shard is waited for": Wrong(
-        2, BESIDE, r"the bus was idle \(\d of \d times\), though a shard takes 40 ms",
+        2, BESIDE, r"the bus was idle \(\d of \d times\), though a shard takes 400 ms",
         leave(SENT, 'self.host.ask("finite")')),
     "what leaves is looked up too late": Wrong(
         2, MEAN, r"Offloaded2: .*no gradient shard was sent to the host. What super\(\)\._wait\(\) sets back",

@@ -567,10 +567,10 @@ def test_no_gradient_shard_stays(assignment):
             )
 
 
-CROSSING = 0.04  # seconds, of a shard
+CROSSING = 0.04, 0.4  # seconds, of a shard: the second for a busy machine, whose backward takes longer than the first
 
 
-def beside_backward(assignment):
+def beside_backward(assignment, crossing):
     """{stage: when backward came to each layer, the last one first: how many gradient shards had left, and whether the
     bus was at work}"""
     found, rank = {}, dist.get_rank()
@@ -584,8 +584,8 @@ def beside_backward(assignment):
                 looks.append((sent, seen["bus"]._busy_until > time.monotonic()))
 
         made = toys.build(lambda look=look: Blocks(look), rank, torch.bfloat16)
-        zero = getattr(assignment, name)(made, optim.SGD, lr=0.1, bucket_bytes=2 * WIDE * WIDE, bus=shard / CROSSING)
-        time.sleep(3 * CROSSING)
+        zero = getattr(assignment, name)(made, optim.SGD, lr=0.1, bucket_bytes=2 * WIDE * WIDE, bus=shard / crossing)
+        time.sleep(3 * crossing)
         seen.update(spy=Spy(zero), bus=zero.host.bus)
         zero.model(*wide(rank, 0)).backward()
         found[name] = looks
@@ -595,19 +595,25 @@ def beside_backward(assignment):
 
 @pytest.mark.step(2, points=5, stuck=WAITS)
 def test_gradients_leave_while_backward_goes_on(assignment):
-    for rank, found in enumerate(toys.run(beside_backward, 2, assignment)):
-        for name, looks in found.items():
-            left = looks[-1][0]
-            assert left >= DEEP // 2, (
-                f"{name}: when backward came to the last of {DEEP} layers, {left} gradient shards of rank {rank} had "
-                f"left for the host. {DEEP - 1} buckets were complete by then: each leaves as soon as it is reduced"
-            )
-            after = [at_work for sent, at_work in looks if sent]
-            assert sum(after) >= len(after) / 2, (
-                f"{name}: whenever backward went on after a gradient shard of rank {rank} had left, the bus was idle "
-                f"({len(after) - sum(after)} of {len(after)} times), though a shard takes {1000 * CROSSING:.0f} ms to "
-                "cross here: who waits until it is there hides nothing"
-            )
+    for crossing in CROSSING:
+        told = [line for rank, found in enumerate(toys.run(beside_backward, 2, assignment, crossing))
+                for name, looks in found.items() for line in waits_for_the_bus(rank, name, looks, crossing)]
+        if not told:
+            break
+    assert not told, told[0]
+
+
+def waits_for_the_bus(rank, name, looks, crossing):
+    """What is wrong with what backward saw of the bus, if anything."""
+    left = looks[-1][0]
+    if left < DEEP // 2:
+        yield (f"{name}: when backward came to the last of {DEEP} layers, {left} gradient shards of rank {rank} had "
+               f"left for the host. {DEEP - 1} buckets were complete by then: each leaves as soon as it is reduced")
+    after = [at_work for sent, at_work in looks if sent]
+    if sum(after) < len(after) / 2:
+        yield (f"{name}: whenever backward went on after a gradient shard of rank {rank} had left, the bus was idle "
+               f"({len(after) - sum(after)} of {len(after)} times), though a shard takes {1000 * crossing:.0f} ms to "
+               "cross here: who waits until it is there hides nothing")
 
 
 # ---------------------------------------------------------------------------------- step 3: parameters return in 16 bit
