@@ -144,7 +144,8 @@ class Fingerprint:
                             "by itself is no buffer: keep it in an attribute")
         return (f"{where}All ranks must run the same number of forward and "
                 "backward passes, with no_sync() around the same ones, and the same modules in "
-                "the same order"
+                "the same order. At stage 3 none may keep a result of another forward with its "
+                "graph: evaluate under torch.no_grad(), and keep loss.detach()"
                 + (". For two models that share a backward pass: make one stage around both, "
                    "nn.ModuleList([one, other])" if " of model " in self.words + words else ""))
 

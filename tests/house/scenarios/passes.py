@@ -414,6 +414,21 @@ def evaluating_without_no_grad(me):
     in_a_loop(me, Chain(), one)
 
 
+@scenario(refused={"stage3": r"keep a result of another forward.*evaluate under torch\.no_grad"}, worlds=(2, 3, 4))
+def rank_0_keeps_an_evaluation_with_its_graph(me):
+    """Whether a graph is alive decides when stage 3 hands its gradients over."""
+    kept = []
+
+    def one(zero, step):
+        check = zero.model(me.x(1000 + step)).mean()
+        if me.rank == 0:
+            kept.append(check)
+        del check
+        zero.model(me.x(step)).square().mean().backward()
+
+    in_a_loop(me, Chain(), one)
+
+
 @scenario(refused={"stage3": "not in the same collective|has finished"}, worlds=(2, 3, 4))
 def evaluating_on_rank_0_alone(me):
     def one(zero, step):
