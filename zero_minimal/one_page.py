@@ -11,9 +11,9 @@ parameters, 4Ψ of gradients and 8Ψ of Adam's state, and data parallelism keeps
     Stage2    4Ψ           4Ψ/N        8Ψ/N        2Ψ(N−1)/N
     Stage3    4Ψ/N         4Ψ/N        8Ψ/N        3Ψ(N−1)/N
 
-A unit is a block of the model, or all that is in no block. Below, n is how many numbers it has, with
-padding to a multiple of N. The stage files add what is left out here: buckets, overlap, prefetch,
-accumulation, clipping, refusals. The optimizer must be element-wise, as Adam and SGD are.
+A unit is a block of the model, or all that is in no block. Below, n is how many numbers it has,
+with padding to a multiple of N. The stage files add what is left out here: buckets, overlap,
+prefetch, accumulation, clipping, refusals. The optimizer is element-wise, as Adam and SGD are.
 """
 
 from collections import Counter
