@@ -12,8 +12,11 @@ parameters, 4Ψ of gradients and 8Ψ of Adam's state, and data parallelism keeps
     Stage3    4Ψ/N         4Ψ/N        8Ψ/N        3Ψ(N−1)/N
 
 A unit is a block of the model, or all that is in no block. Below, n is how many numbers it has,
-with padding to a multiple of N. The stage files add what is left out here: buckets, overlap,
-prefetch, accumulation, clipping, refusals. The optimizer is element-wise, as Adam and SGD are.
+with padding to a multiple of N. The optimizer is element-wise, as Adam and SGD are.
+
+The stage files add what is left out here: buckets, overlap, prefetch, accumulation, clipping,
+parameter groups, groups of ranks, running statistics, sums of 16-bit gradients in fp32, shards of
+frozen parameters, the end of an evaluation, refusals.
 """
 
 from collections import Counter
@@ -61,6 +64,7 @@ class Unit:
 
     def __init__(self, module: nn.Module, params: list[nn.Parameter], keeps_whole: bool):
         ranks, rank = dist.get_world_size(), dist.get_rank()
+        assert len({param.dtype for param in params}) == 1, "parameters of a unit have one dtype"
         self.module, self.params = module, params
         self.shapes = [param.shape for param in params]  # which stage 3's lose while they are freed
         self.n = -(-sum(param.numel() for param in params) // ranks) * ranks
@@ -71,8 +75,8 @@ class Unit:
         dist.broadcast(self.whole, 0)  # all ranks begin with rank 0's values
         own = self.whole.view(ranks, -1)[rank]
         self.shard = own if keeps_whole else own.clone()  # [n/N] what this rank updates
-        # [n/N] for the optimizer: an fp32 copy of a 16-bit shard; an fp32 shard itself, no copy
-        self.master = nn.Parameter(self.shard.float())
+        # [n/N] for the optimizer: an fp32 copy of a 16-bit shard; else the shard itself, no copy
+        self.master = nn.Parameter(self.shard.float() if self.whole.itemsize < 4 else self.shard)
         self.gradient: Tensor | None = None  # [n/N] the mean gradient of the shard
         self.missing = set(params)  # whose gradients have not come yet
 
