@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# torch 2.13 renamed both
+# their names since torch 2.13, or those before
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -35,13 +35,13 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def all_reduce(vector: Tensor) -> None:
-    """[n] on every rank → the mean of all ranks' [n], everywhere, in place."""
+    """[n] on every rank → the mean of all, [n], on every rank, in place."""
     dist.all_reduce(vector)
     vector /= dist.get_world_size()
 
 
 def reduce_scatter(whole: Tensor) -> Tensor:
-    """[n] on every rank → on rank r the mean of all ranks' part r, [n/N]."""
+    """[n] on every rank → on rank r the mean of their parts r, [n/N]."""
     shard = whole.new_empty(whole.numel() // dist.get_world_size())
     _reduce_scatter(shard, whole)
     return shard / dist.get_world_size()
@@ -66,7 +66,8 @@ class Unit:
         ranks, rank = dist.get_world_size(), dist.get_rank()
         assert len({param.dtype for param in params}) == 1, "parameters of a unit have one dtype"
         self.module, self.params = module, params
-        self.shapes = [param.shape for param in params]  # which stage 3's lose while they are freed
+        self.shapes = [param.shape for param in params]  # those of a freed parameter are lost
+        # rounded up to a multiple of N
         self.n = -(-sum(param.numel() for param in params) // ranks) * ranks
         self.whole = torch.zeros(self.n, dtype=params[0].dtype, device=params[0].device)  # [n]
         for param, view in self.views(self.whole):
@@ -78,7 +79,7 @@ class Unit:
         # [n/N] for the optimizer: an fp32 copy of a 16-bit shard; else the shard itself, no copy
         self.master = nn.Parameter(self.shard.float() if self.whole.itemsize < 4 else self.shard)
         self.gradient: Tensor | None = None  # [n/N] the mean gradient of the shard
-        self.missing = set(params)  # whose gradients have not come yet
+        self.missing = set(params)  # those without a gradient so far
 
     def views(self, vector: Tensor):
         """(parameter, its part of the vector in its shape) for each."""
@@ -88,7 +89,7 @@ class Unit:
             start += shape.numel()
 
     def reduce(self) -> None:
-        """Every rank's .grad → `gradient`, [n/N], and .grad is free again."""
+        """Every rank's .grad → `gradient`, [n/N]; then .grad is freed."""
         whole = torch.zeros(self.n, dtype=self.whole.dtype, device=self.whole.device)  # [n]
         for param, view in self.views(whole):
             if param.grad is not None:  # a missing gradient counts as zero
@@ -99,8 +100,8 @@ class Unit:
 
 
 def units_of(model: nn.Module, keeps_whole: bool) -> list[Unit]:
-    """What is in no block, and each element of the model's module lists. A parameter that two
-    blocks share is in none."""
+    """A unit for each block, which is an element of a module list, and one for the rest. What two
+    blocks share is in the rest."""
     blocks: list[nn.Module] = []
 
     def look(module: nn.Module) -> None:
@@ -122,7 +123,7 @@ def units_of(model: nn.Module, keeps_whole: bool) -> list[Unit]:
 
 
 class Naive:
-    """Everything everywhere: reduce, update. (fp32: 16-bit parameters would need masters.)"""
+    """Everything everywhere: reduce, update. (fp32 only: 16 bit would need fp32 copies.)"""
 
     def __init__(self, model: nn.Module, optimizer_class: type, **options):
         self.params = [param for param in model.parameters() if param.requires_grad]
@@ -135,12 +136,12 @@ class Naive:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             all_reduce(param.grad)
-        self.optimizer.step()  # update, on every rank alike
+        self.optimizer.step()  # the same update on every rank
         self.optimizer.zero_grad()
 
 
 class Stage1:
-    """P_os, optimizer state partitioned. In step(): reduce, update the own shard, gather."""
+    """P_os, optimizer state partitioned. In step(): reduce, update its shard, gather."""
 
     keeps_whole = True
 
@@ -149,7 +150,7 @@ class Stage1:
         frozen = [param for param in model.parameters() if not param.requires_grad]
         for tensor in [*frozen, *model.buffers()]:  # what is in no unit
             dist.broadcast(tensor.data, 0)
-        # of N shards a rank's optimizer sees its own: so it keeps 1/N of the state
+        # the optimizer sees one of N shards, so it keeps 1/N of the state
         self.optimizer = optimizer_class([unit.master for unit in self.units], **options)
 
     def step(self) -> None:
@@ -165,7 +166,7 @@ class Stage1:
             unit.master.grad = unit.gradient.to(unit.master.dtype)  # [n/N]
         self.optimizer.step()
         for unit in self.units:
-            unit.shard.copy_(unit.master)  # rounds, where parameters are in 16 bit
+            unit.shard.copy_(unit.master)  # rounds, if parameters are in 16 bit
             unit.gradient = unit.master.grad = None
 
 
@@ -182,8 +183,8 @@ class Stage2(Stage1):
                 param.register_post_accumulate_grad_hook(partial(self.came, unit))
 
     def came(self, unit: Unit, param: nn.Parameter) -> None:
-        """A parameter's gradient is there. All ranks reduce in one order: a unit that is complete
-        waits for those before it, since on another rank it may not be."""
+        """A gradient has come. All ranks reduce in the same order: a complete unit waits for those
+        before it, since on another rank it may be incomplete."""
         if unit not in self.waiting:
             raise RuntimeError("call step() after each backward: stage2.py adds gradients up")
         unit.missing.discard(param)
@@ -194,7 +195,7 @@ class Stage2(Stage1):
         unit.reduce()
 
     def finish(self) -> None:
-        """Reduce what is left, where a parameter got no gradient."""
+        """Reduce the units that still wait: a gradient is missing."""
         for unit in self.waiting:
             self.reduce(unit)
         self.waiting = self.units[::-1]

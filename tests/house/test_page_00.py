@@ -79,7 +79,7 @@ def test_the_figures_of_latency_are_those_of_the_run():
         f"8.19 KB took {small / first:.1f} times as long as 8 bytes, and 8.39 MB took {last / first:.0f} times as long",
         f"The all-reduce of {size_text(BYTES)} took {time_text(one)} in one piece, and {time_text(many)} in 64 "
         f"pieces: {many / one:.0f} times as long",
-        f"Up to {size_text(flat)} the size makes hardly a difference",
+        f"Up to {size_text(flat)} the size hardly matters",
         f"α is {time_text(COST.alpha)}, and 1/β is {size_text(1 / COST.beta, 2)} a second. At n½ = α/β = "
         f"{size_text(COST.half, 2)} both cost the same",
     ):
