@@ -113,7 +113,7 @@ def test_the_pieces_and_the_tree_are_those_of_the_run():
 
 def test_the_rule_to_leave_with_is_that_of_the_run():
     one, many = (RUN["all_reduce"]["pieces"][count] for count in ("1", "64"))
-    assert (f"64 pieces of {size_text(BYTES / 64)} takes {many / one:.0f} times as long as one of "
+    assert (f"64 pieces of {size_text(BYTES / 64)} it takes {many / one:.0f} times as long as in one of "
             f"{size_text(BYTES)}.") in PAGE
 
 
