@@ -18,7 +18,7 @@ from zero_minimal.programs import figures
 from zero_minimal.programs.lesson06_program import MODES
 from zero_minimal.programs.ways import CATEGORIES, LADDER
 
-UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "µs": 1e-6, "ms": 1e-3, "ns": 1e-9, "million": 1e6}
+UNITS = {"kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "MiB": 2**20, "µs": 1e-6, "ms": 1e-3, "ns": 1e-9, "million": 1e6}
 SAYS = {
     "01_data_parallel": (
         "| naive | {ways[naive][0]} | {ways[naive][1]} | {ways[naive][2]} of {ways[naive][3]} |",
@@ -26,8 +26,8 @@ SAYS = {
         "{ways[buckets, waited for at once][1]} | {ways[buckets, waited for at once][2]} of "
         "{ways[buckets, waited for at once][3]} |",
         "| stage 0 | {ways[stage 0][0]} | {ways[stage 0][1]} | {ways[stage 0][2]} of {ways[stage 0][3]} |",
-        "so {whole:.2f MB} of gradients", "with α = {alpha:.0f µs} and β = {beta:.2f ns} a byte",
-        "n½ = α/β = {half:.0f kB}",
+        "so {whole:.2f MB} of gradients", "with α = {alpha:.0f µs} and β = {beta:.4f ns} a byte",
+        "n½ = α/β, about {half:.0f KB}",
         "The α of 76 all-reduces makes {alphas[0]:.1f ms}, that of 5 makes {alphas[1]:.1f ms}",
         "The bytes take {bytes:.1f ms} in both cases: {together[0]:.1f in ms} and {together[1]:.1f ms} together",
         "took up to {factor:.1f} times as long as it says", "Time to all-reduce {whole:.1f MB}",
