@@ -189,8 +189,9 @@ def _end(end, rank, group):
     y = phases("forward", end, x.transpose(0, 1), group)  # its rows do not lie in order
     assert isinstance(y, torch.Tensor), f"f and g return a tensor, and one of them returns {type(y).__name__}"
     value, kept = y.detach().clone(), torch.equal(x.detach(), drawn(rank, 1, *SHAPE))
+    same = y.data_ptr() == x.data_ptr()
     phases("backward", backward, y, gradient)
-    found = dict(value=value, kept=kept, gradient=x.grad, phases=phases.found,
+    found = dict(value=value, kept=kept, same=same, gradient=x.grad, phases=phases.found,
                  gradient_kept=torch.equal(gradient, drawn(rank, 2, 5, 3, 7)))
     y.detach().zero_()
     found["apart"] = torch.equal(x.detach(), drawn(rank, 1, *SHAPE))
@@ -265,6 +266,9 @@ def test_values_pass_f_and_g(assignment, world_size):
         for rank, found in enumerate(ranks):
             assert_end_forward(name, rank, found[name], parts, world_size)
     for rank, found in enumerate(ranks):
+        assert found["f"]["same"], (
+            f"rank {rank} of {world_size}: f gave a copy of x. It gives x as it is (x.view_as(x), if you wish): a copy "
+            "is b·s·h numbers more for each region, which stay until backward")
         for kept, words in (("apart", ""), ("plain_apart", " (here x is contiguous, and wants no gradient)")):
             assert found["g"][kept], (
                 f"rank {rank} of {world_size}: the result of g lies in the memory of its x{words}: who changes it "
@@ -715,14 +719,16 @@ def suspect(loss, whole, targets, world_size):
         size, tokens = parts[0].shape[-1], whole.shape[-1]
         if size * world_size == tokens:
             return ("Not a number, and all logits are finite: an infinity comes up on the way. exp() of a large one "
-                    "overflows, and log(0) is -inf. What is subtracted before exp(), and is it the highest of all?")
+                    "overflows, and log(0) is -inf. What is subtracted before exp(), and is it the highest of "
+                    "its token on all ranks?")
         alone = ", and no others, so that its highest is -inf, too" if size * (world_size - 1) >= tokens else ""
         return (f"Not a number. The last rank has logits of -inf, of rows that fill up{alone}. Where does -inf meet "
                 "other numbers? A mean or a sum with it is -inf; -inf - -inf is nan, and so is 0 · -inf: a number to "
                 "be dropped is replaced (torch.where, masked_fill), not multiplied with 0")
     if loss.isinf():
         happened = "exp() of a logit has overflowed" if loss > 0 else "exp() of every logit was 0, and log(0) is -inf"
-        return f"{happened}. What is subtracted from the logits before exp(), and is it the highest of all ranks?"
+        return (f"{happened}. What is subtracted from the logits before exp(), and is it the highest of its token on "
+                "all ranks?")
     for words, value in {
         "each rank has subtracted its own highest logit, and exponentials of other units were added up": units.mean(),
         "the target's logit is missing": (right + target).mean(),
@@ -919,6 +925,9 @@ def dropped(file):
     state = torch.get_rng_state()
     found["evaluation"] = seen()
     found["untouched"] = torch.equal(state, torch.get_rng_state())
+    attention, state = file.ParallelAttention(CONFIG), torch.get_rng_state()
+    attention(x[..., : CONFIG.hidden])
+    found["undropped"] = torch.equal(state, torch.get_rng_state())
     return found
 
 
@@ -957,6 +966,9 @@ def test_dropout_is_that_of_attention(assignment, world_size):
             f"attention {where} in an evaluation: not each position looks at itself and those before it alike, though "
             "all queries and keys are 0. Nothing may be dropped then, and nothing that comes later is seen")
         assert found["untouched"], f"an evaluation has drawn random numbers {where}: nothing is to be dropped"
+        assert found["undropped"], (
+            f"with a dropout of 0 attention has drawn random numbers {where}: nothing is to be dropped, and who draws "
+            "next gets other numbers than without it")
     _assert_weights(ranks[0]["first"].transpose(1, 2), kept)
     _assert_masks(ranks[0]["first"].transpose(1, 2)[..., 0, :] == 0, kept > 0, world_size)
 

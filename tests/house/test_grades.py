@@ -21,7 +21,8 @@ LATER, OWN = f"rest{UNWRITTEN}2, line 9)", f"own{UNWRITTEN}1, line 3)"
 @pytest.mark.parametrize("results, points, message", [
     ([("core", 12, True, ""), ("other", 8, True, "")], 20, ""),
     ([("core", 12, True, ""), ("other", 8, False, "wrong")], 12, "wrong"),
-    ([("core", 12, False, "missed"), ("other", 8, True, "")], 5, "missed\nWhat this step is about is not reached"),
+    ([("core", 12, False, "missed"), ("other", 8, True, "")], 5,
+     "missed\nWhat this step is about is not reached (core): so it earns 5 points at most."),
     ([("core", 12, True, ""), ("other", 8, False, OWN)], 0, OWN),
     # a later step disturbs no more than what needs it
     ([("core", 0, False, LATER), ("other", 20, True, "")], 20, ""),

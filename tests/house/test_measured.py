@@ -129,7 +129,7 @@ KNOWN = {
     "01_data_parallel": ("1 MB", "25 MB", "4 GB", "7 GB", "28 GB"),
     "02_optimizer_state": ("28.93 MB", "120 GB", "31.4 GB", "29.5 GB"),
     "04_parameters": ("9.64 MB", "66 MB", "3.5 GB", "17.5 GB", "413.4 GB", "1.7 GB", "411.7 GB", "275.6 GB"),
-    "05_tensor_parallel": ("0.26 MB", "19.28 MB", "16.8 MB", "117.4 MB", "176.2 MB", "3.8 GB", "5.6 GB"),
+    "05_tensor_parallel": ("0.262 MB", "19.28 MB", "16.8 MB", "117.4 MB", "176.2 MB", "3.8 GB", "5.6 GB"),
     "06_activation_partitioning": (
         "1.97 MB", "118.5 MB", "11.8 MB", "6 MB", "5.9 MB", "3.9 MB", "70.8 MB", "134.2 MB", "100.7 MB", "2.568 GB",
         "1.193 GB", "1.092 GB", "20.54 GB", "22.05 GB", "537 MB", "67.1 GB", "4.2 GB", "62.9 GB", "33 GB", "2 GB"),
