@@ -276,8 +276,8 @@ def test_values_pass_f_and_g(assignment, world_size):
 def test_f_copies_nothing(assignment):
     for rank, found in enumerate(once(ends, 3, assignment)):
         assert found["f"]["same"], (
-            f"rank {rank} of 3: f gave a copy of x. It gives x as it is: a copy takes time, and b·s·h numbers of memory "
-            "in each region")
+            f"rank {rank} of 3: f gave a copy of x. It gives x as it is: a copy takes time, and b·s·h numbers of "
+            "memory in each region")
 
 
 @pytest.mark.step(1, points=10, stuck=SAME)
@@ -963,8 +963,8 @@ def test_ranks_drop_other_values_inside_the_region(assignment, world_size):
 def test_without_dropout_nothing_is_drawn(assignment):
     for rank, found in enumerate(once(dropped, 3, assignment)):
         assert found["undropped"], (
-            f"with a dropout of 0 attention has drawn random numbers on rank {rank} of 3: nothing is to be dropped, and "
-            "who draws next gets other numbers than without it")
+            f"with a dropout of 0 attention has drawn random numbers on rank {rank} of 3: nothing is to be dropped, "
+            "and who draws next gets other numbers than without it")
 
 
 @pytest.mark.step(5, points=2, stuck=SAME)
