@@ -3,7 +3,7 @@
 Collectives are fast on large vectors, so gradients are fused before they are sent: copied side by
 side into a buffer, in fp32 where sums must be precise. One buffer for all of them takes 4Ψ bytes:
 12 GB for a model of 3B parameters, on top of everything that ZeRO-DP has just saved. A constant
-size is enough: beyond some MB nothing gets faster.
+size is enough: beyond some MB little gets faster.
 
     fused      | g₁ | g₂ ······· | g₃ | g₄ ·· |              one buffer, 4Ψ bytes, one collective
     constant   | g₁ | g₂ ·· |   →   | ·· g₂ | g₃ | g₄ |  →   two buffers that take turns,

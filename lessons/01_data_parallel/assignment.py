@@ -240,12 +240,13 @@ class Reducer:
         """Hand over all buckets that are left, in order."""
         # step 2: every bucket of self.waits_for was handed over, in the order of self.waits_for.
         # Before each, the stage was told of every gradient of the bucket that is in .grad and was
-        # not counted: self.waits_for still has its parameter. (Step 3 counts. Before it none is
-        # counted.)
+        # not counted: self.waits_for still has its parameter. (Step 3 counts; before it none is
+        # counted. To tell of one twice does no harm at this stage.)
         # - self.waits_for: {bucket: set of the parameters it waits for}, in the order that all
         #   ranks have
         # - self.stage.gradient_arrived(param, flat): tells the stage, which puts .grad into its
-        #   place; flat is bucket.flat
+        #   place; flat is bucket.flat. (_arrived would also tell who listens to autograd, and
+        #   autograd brings nothing here)
         # - self.hand_over(bucket): gives it to the stage's bucket_complete, and takes it out of
         #   self.waits_for
         raise NotImplementedError("step 2: _hand_over_rest")
@@ -323,10 +324,11 @@ class Stage0(Hooks):
         flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
 
     def bucket_complete(self, bucket, done):
-        # step 2: bucket.gradients are their mean over the ranks, or on their way to it; in the
-        # second case self.reducing is the Work of it. (Step 4 asks for the second.) A gradient that
-        # did not come counts as zero. (`done` is for later lessons.)
-        # - bucket.gradients [padded]: this rank's gradients of the bucket, side by side
+        # step 2: either bucket.gradients are the mean over the ranks already, or its all-reduce has
+        # started and self.reducing is its Work. (Step 4 asks for the second.) A gradient that did
+        # not come counts as zero. (`done` is for later lessons.)
+        # - bucket.gradients [padded]: this rank's gradients of the bucket, side by side; zeros fill
+        #   it up, so that N divides its size
         # - bucket.zero_missing(): writes zeros there for each parameter whose .grad is None
         # - collectives.all_reduce(tensor, op="avg" or "sum", group=…, async_op=…): in place. With
         #   async_op=True it only starts, and returns a Work

@@ -53,7 +53,7 @@ def parallel_random(group: Group = None) -> Iterator[None]:
     # step 5: a context. Inside, this rank draws numbers of its own, which follow from nothing but
     # the outside state and the rank in the group. Afterwards, also if an error ended it, all ranks
     # draw the same again, and not what they drew before. ParallelAttention.forward enters it where
-    # something is dropped.
+    # something is dropped, and nowhere else.
     # - torch.random.fork_rng(devices=[]): a context after which the state is as before. [] on the
     #   CPU, else a list of GPUs
     # - torch.randint(2**31, ()): draws a number; torch.manual_seed(seed): sets the state
@@ -66,7 +66,7 @@ class CopyToModelParallelRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        # step 1: returns x, as it is. Nothing was sent.
+        # step 1: returns x, as it is, in its own memory. Nothing was sent.
         # - ctx: what forward writes on it (ctx.name = …) backward can read
         raise NotImplementedError("step 1: forward")
 
@@ -115,8 +115,8 @@ def shard(whole: Tensor, dim: int, group: Group = None, blocks: int = 1) -> Tens
     Raises: ValueError if it cannot be cut in equal parts.
     """
     # step 2: returns this rank's part of each of the `blocks` equal blocks of dimension `dim`, one
-    # after the other, in memory of their own. Rank r gets the r-th of M equal parts. (Until step 3
-    # blocks is 1.) ValueError if a block cannot be cut into M equal parts.
+    # after the other, in memory of their own. Rank r gets the r-th of M equal parts. dim is 0 or
+    # more. (Until step 3 blocks is 1.) ValueError if a block cannot be cut into M equal parts.
     # - dist.get_rank(group), dist.get_world_size(group): this rank's number in the group, r; how
     #   many it has, M
     # - tensor.unflatten(dim, sizes), tensor.flatten(first, last): one dimension becomes several, or
@@ -201,13 +201,13 @@ class VocabularyParallelEmbedding(nn.Module):
         # step 4: returns the rows of the whole weight, one for each token, on every rank.
         # - self.find(tokens)
         # - F.embedding(rows, weight): these rows of a weight
-        # - f(x, self.group), g(x, self.group)
+        # - f(x, self.group), g(x, self.group): one of the two
         raise NotImplementedError("step 4: forward")
 
     def logits(self, x: Tensor) -> Tensor:  # [batch, sequence, hidden] → [batch, sequence, part]
         # step 4: returns x times the transposed rows of this rank, one logit for each. It is -inf
         # for rows of the padding, whose number among all ranks' rows is self.vocabulary or above.
-        # - f(x, self.group), g(x, self.group); F.linear(x, weight)
+        # - f(x, self.group), g(x, self.group): one of the two; F.linear(x, weight)
         # - tensor.masked_fill(mask, value), torch.arange(first, end)
         raise NotImplementedError("step 4: logits")
 
@@ -226,7 +226,8 @@ class VocabularyParallelEmbedding(nn.Module):
         Sent: three numbers a token.
         """
         # step 4: returns the mean over all tokens of: log of the sum of exp(logit) over the whole
-        # vocabulary, minus the target's logit. It is computed in fp32.
+        # vocabulary, minus the target's logit. Logits become fp32 first, and the loss is fp32, also
+        # where logits are fp64.
         # - collectives.all_reduce(tensor, op="max", group=…): in place. It has no gradient, so give
         #   it a detached tensor
         # - g(x, self.group): a sum over the ranks that has a gradient. torch.stack([a, b]): two
@@ -272,7 +273,8 @@ class ParallelAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, sequence, hidden] → the same
         # step 3: returns what Attention of zero_minimal/workload/model.py computes. This rank has
-        # computed its own heads alone. (Until step 5 self.dropout is 0.)
+        # computed its own heads alone. (Until step 5 self.dropout is 0. In step 5 it drops inside
+        # parallel_random(self.group), and where nothing is dropped it draws nothing.)
         # - self.query_key_value(x), self.projection(x): your layers, one by columns, one by rows
         # - self.heads: how many of the heads are on this rank
         # - F.scaled_dot_product_attention(query, key, value, dropout_p=…, is_causal=True): each

@@ -3,7 +3,7 @@
 Collectives are fast on large vectors, so gradients are fused before they are sent: copied side by
 side into a buffer, in fp32 where sums must be precise. One buffer for all of them takes 4Ψ bytes:
 12 GB for a model of 3B parameters, on top of everything that ZeRO-DP has just saved. A constant
-size is enough: beyond some MB nothing gets faster.
+size is enough: beyond some MB little gets faster.
 
     fused      | g₁ | g₂ ······· | g₃ | g₄ ·· |              one buffer, 4Ψ bytes, one collective
     constant   | g₁ | g₂ ·· |   →   | ·· g₂ | g₃ | g₄ |  →   two buffers that take turns,
@@ -48,7 +48,8 @@ class ConstantBuffers:
     ):
         # step 1: self.group, self.elements and self.buffers are as the docstring says, and nothing
         # is on its way. (A multiple of the number of ranks: then each of them sums an equal part,
-        # and nothing has to be padded.)
+        # and nothing has to be padded.) ValueError if there is no element for each rank. `size` may
+        # be a float, and `elements` is an int.
         # - dist.get_world_size(group): how many ranks share the buffers
         # - dtype.itemsize: bytes of an element
         # - torch.zeros(elements, dtype=…, device=…): new memory [elements]

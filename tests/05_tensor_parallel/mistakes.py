@@ -145,6 +145,8 @@ WRONG = {
     "g forgets to add up": Wrong(
         1, "test_values_pass_f_and_g", r"g\(x\) on rank 0 of 3 is that rank's own x.*nobody has added these parts up",
         g("", "x.clone()")),
+    "f copies": Wrong(
+        1, "test_f_copies_nothing", r"rank 0 of 3: f gave a copy of x\. It gives x as it is", f(result="x.clone()")),
     "f lets the gradient pass": Wrong(
         1, "test_gradients_pass_f_and_g",
         r"f in backward, on rank 0 of 3: x gets the gradient of this rank's own part.*every rank used x",
@@ -338,6 +340,9 @@ WRONG = {
     "an evaluation draws a seed": Wrong(
         5, "test_dropout_is_that_of_attention", r"an evaluation has drawn random numbers on rank 0 of 3",
         attention(draws="with parallel_random(self.group):")),
+    "draws a seed where dropout is 0": Wrong(
+        5, "test_without_dropout_nothing_is_drawn", r"with a dropout of 0 attention has drawn random numbers on",
+        attention(draws="with parallel_random(self.group) if self.training else nullcontext():")),
     "one of 64 seeds": Wrong(
         5, "test_all_ranks_draw_the_same_outside", r"40 times parallel_random\(\) on rank 0, and only \d+ of them drew",
         parallel_random(begin="seed = 4 * int(torch.randint(64, ()))")),

@@ -189,8 +189,9 @@ def _end(end, rank, group):
     y = phases("forward", end, x.transpose(0, 1), group)  # its rows do not lie in order
     assert isinstance(y, torch.Tensor), f"f and g return a tensor, and one of them returns {type(y).__name__}"
     value, kept = y.detach().clone(), torch.equal(x.detach(), drawn(rank, 1, *SHAPE))
+    same = y.data_ptr() == x.data_ptr()
     phases("backward", backward, y, gradient)
-    found = dict(value=value, kept=kept, gradient=x.grad, phases=phases.found,
+    found = dict(value=value, kept=kept, same=same, gradient=x.grad, phases=phases.found,
                  gradient_kept=torch.equal(gradient, drawn(rank, 2, 5, 3, 7)))
     y.detach().zero_()
     found["apart"] = torch.equal(x.detach(), drawn(rank, 1, *SHAPE))
@@ -256,7 +257,7 @@ def own_numbers(ranks, number, *shape):
     return [drawn(rank, number, *shape) for rank in ranks]
 
 
-@pytest.mark.step(1, points=7, stuck=SAME)
+@pytest.mark.step(1, points=6, stuck=SAME)
 @pytest.mark.parametrize("world_size", (2, 3, 1))
 def test_values_pass_f_and_g(assignment, world_size):
     parts = [part.transpose(0, 1) for part in own_numbers(range(world_size), 1, *SHAPE)]
@@ -269,6 +270,14 @@ def test_values_pass_f_and_g(assignment, world_size):
             assert found["g"][kept], (
                 f"rank {rank} of {world_size}: the result of g lies in the memory of its x{words}: who changes it "
                 "changes x. It is in memory of its own at every M, also at 1")
+
+
+@pytest.mark.step(1, points=1, stuck=SAME)
+def test_f_copies_nothing(assignment):
+    for rank, found in enumerate(once(ends, 3, assignment)):
+        assert found["f"]["same"], (
+            f"rank {rank} of 3: f gave a copy of x. It gives x as it is: a copy takes time, and b·s·h numbers of "
+            "memory in each region")
 
 
 @pytest.mark.step(1, points=10, stuck=SAME)
@@ -715,14 +724,16 @@ def suspect(loss, whole, targets, world_size):
         size, tokens = parts[0].shape[-1], whole.shape[-1]
         if size * world_size == tokens:
             return ("Not a number, and all logits are finite: an infinity comes up on the way. exp() of a large one "
-                    "overflows, and log(0) is -inf. What is subtracted before exp(), and is it the highest of all?")
+                    "overflows, and log(0) is -inf. What is subtracted before exp(), and is it the highest of "
+                    "its token on all ranks?")
         alone = ", and no others, so that its highest is -inf, too" if size * (world_size - 1) >= tokens else ""
         return (f"Not a number. The last rank has logits of -inf, of rows that fill up{alone}. Where does -inf meet "
                 "other numbers? A mean or a sum with it is -inf; -inf - -inf is nan, and so is 0 · -inf: a number to "
                 "be dropped is replaced (torch.where, masked_fill), not multiplied with 0")
     if loss.isinf():
         happened = "exp() of a logit has overflowed" if loss > 0 else "exp() of every logit was 0, and log(0) is -inf"
-        return f"{happened}. What is subtracted from the logits before exp(), and is it the highest of all ranks?"
+        return (f"{happened}. What is subtracted from the logits before exp(), and is it the highest of its token on "
+                "all ranks?")
     for words, value in {
         "each rank has subtracted its own highest logit, and exponentials of other units were added up": units.mean(),
         "the target's logit is missing": (right + target).mean(),
@@ -919,6 +930,9 @@ def dropped(file):
     state = torch.get_rng_state()
     found["evaluation"] = seen()
     found["untouched"] = torch.equal(state, torch.get_rng_state())
+    attention, state = file.ParallelAttention(CONFIG), torch.get_rng_state()
+    attention(x[..., : CONFIG.hidden])
+    found["undropped"] = torch.equal(state, torch.get_rng_state())
     return found
 
 
@@ -945,7 +959,15 @@ def test_ranks_drop_other_values_inside_the_region(assignment, world_size):
         "backward would not get the masks of forward. What does the state inside start from?")
 
 
-@pytest.mark.step(5, points=3, stuck=SAME)
+@pytest.mark.step(5, points=1, stuck=SAME)
+def test_without_dropout_nothing_is_drawn(assignment):
+    for rank, found in enumerate(once(dropped, 3, assignment)):
+        assert found["undropped"], (
+            f"with a dropout of 0 attention has drawn random numbers on rank {rank} of 3: nothing is to be dropped, "
+            "and who draws next gets other numbers than without it")
+
+
+@pytest.mark.step(5, points=2, stuck=SAME)
 @worlds
 def test_dropout_is_that_of_attention(assignment, world_size):
     ranks = once(dropped, world_size, assignment)

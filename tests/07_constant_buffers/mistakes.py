@@ -99,6 +99,12 @@ WRONG = {
     "buffers of nothing": Wrong(
         1, "test_a_size_that_holds_nothing", r"ConstantBuffers\(8\) on 3 ranks was made, though there is no element",
         init(refuse="")),
+    "a size below zero is not looked at": Wrong(
+        1, "test_a_size_that_holds_nothing", r"ConstantBuffers\(-16\) on 3 ranks raised RuntimeError: ValueError is",
+        init(refuse="if not self.elements:\n    raise ValueError('nothing')")),
+    "the device is forgotten": Wrong(
+        1, "test_two_buffers_of_the_size", r'with device="meta" the buffers lie on cpu',
+        init(buffers=TWO.replace(", device=device", ""))),
     "one element is refused": Wrong(
         1, "test_a_size_that_holds_nothing", r"ConstantBuffers\(4\) on 1 rank raised ValueError: one element a rank is",
         init(refuse="if self.elements < 2:\n    raise ValueError('too small')")),
@@ -201,6 +207,12 @@ def fill(buffer, load):
         all_reduce(loop="runs = itertools.groupby(flats, lambda flat: flat.dtype)\n"
                         "for load in (load for _, run in runs for load in loads(run, buffers.elements)):"),
         top="import itertools\n"),
+    "all_reduce sets the turn back": Wrong(
+        4, "test_the_turns_go_on", r"sent the buffers 1, 0, 1 on rank 0, and then take\(\) returned 1, the",
+        all_reduce(end="buffers.wait()\nbuffers._turn = 0")),
+    "divides in fp32 before it sends": Wrong(
+        4, "test_sums_are_those_of_fp32", r"divides before the sum\. 4096/3 is not exact in fp32 either: divide after",
+        all_reduce(take=f"{TAKEN}\n{DIVIDED}", send=SENT.replace("op=op", "op='sum'"))),
     "divides in 16 bit before it sends": Wrong(
         4, "test_sums_are_those_of_fp32", r"the mean of 5.96046e-08, .* in torch.float16 is 0 on rank 0, and 5.96",
         all_reduce(before="if op == 'avg':\n    for tensor in (tensors := list(tensors)):\n"
@@ -316,8 +328,6 @@ UNTOLD = {
     "ConstantBuffers.__init__: `self.buffers = [torch.zeros(self.elements, dtype=dtype, device=device) for _ in "
     "range(2)]` a statement later": NOTHING,
     "ConstantBuffers.__init__: `self._under_way = [None, None]` a statement later": NOTHING,
-    "ConstantBuffers.__init__: `torch.zeros(self.elements, dtype=dtype, device=device)` without device=device":
-        "it is for a GPU, and this lesson is graded on the CPU",
     "ConstantBuffers.__init__: `world_size * dtype.itemsize` computed otherwise": "a number in the words of an error",
     "ConstantBuffers.wait: `self._finish(1 - self._turn)` a statement later": "both are back when wait() ends",
     "ConstantBuffers._finish: `then()` a statement later": "nothing is taken or sent while a result is read",

@@ -9,7 +9,7 @@ from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.judging import Reported
 from zero_minimal.classroom.lessons import UNWRITTEN, USED_UP, Step
 from zero_minimal.classroom.messages import hint
-from zero_minimal.classroom.plugin import Functions
+from zero_minimal.classroom.plugin import LAMBDA, Functions
 
 FIRST = Step(1, "first", 20, {"Stage.begin": ""}, {"core": 5})
 SECOND = Step(2, "second", 10, {"Stage.end": ""}, {})
@@ -21,7 +21,8 @@ LATER, OWN = f"rest{UNWRITTEN}2, line 9)", f"own{UNWRITTEN}1, line 3)"
 @pytest.mark.parametrize("results, points, message", [
     ([("core", 12, True, ""), ("other", 8, True, "")], 20, ""),
     ([("core", 12, True, ""), ("other", 8, False, "wrong")], 12, "wrong"),
-    ([("core", 12, False, "missed"), ("other", 8, True, "")], 5, "missed\nWhat this step is about is not reached"),
+    ([("core", 12, False, "missed"), ("other", 8, True, "")], 5,
+     "missed\nWhat this step is about is not reached (core): so it earns 5 points at most."),
     ([("core", 12, True, ""), ("other", 8, False, OWN)], 0, OWN),
     # a later step disturbs no more than what needs it
     ([("core", 0, False, LATER), ("other", 20, True, "")], 20, ""),
@@ -77,6 +78,7 @@ def rest(x):
     return own(x)
 """
 RAISED = "rank 0: it raised KeyError: 1\n    line {} in {}: return y[x]"
+LAMBDA_CALLED = "rank 0: it raised KeyError: 1\n    line 9 in <lambda>: lambda: own(x); line 4 in own: return y[x]"
 
 
 @pytest.mark.parametrize("message, step, says", [
@@ -86,6 +88,7 @@ RAISED = "rank 0: it raised KeyError: 1\n    line {} in {}: return y[x]"
                                        "out"),
     (LATER, 2, LATER), (OWN, 1, OWN),
     (RAISED.format(4, "own"), 2, RAISED.format(4, "own") + "\nown is a function of step 1: look there first."),
+    (LAMBDA_CALLED, 2, f"{LAMBDA_CALLED}\n{LAMBDA}"),
     (RAISED.format(4, "own"), 1, RAISED.format(4, "own")), (RAISED.format(10, "rest"), 2, RAISED.format(10, "rest")),
     ("rank 0: the parameters differ", 2, "rank 0: the parameters differ"),
 ])

@@ -9,10 +9,12 @@ import toys
 from submissions import solution
 
 from zero_minimal.classroom.lessons import found
+from zero_minimal.core.layout import pack
 from zero_minimal.meters.arrivals import Arrivals, Event, overlapped, waited
 from zero_minimal.notebook import attempt
 from zero_minimal.paper import formulas
 from zero_minimal.stage0 import Stage0
+from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import Settings
 
 LESSON = found()["01_data_parallel"]
@@ -32,6 +34,16 @@ def test_what_was_measured_agrees_with_the_formulas():
     assert sent["one batch"] == sent["no_sync"] == pytest.approx(formulas.traffic(0, psi, n, "fp32"), rel=1e-3)
     assert sent["without no_sync"] == 8 * sent["no_sync"]
     assert [MEASURED["ways"][name][0] for name in ("naive", "stage 0")] == [76, 5], "it multiplies them with α"
+
+
+def test_what_the_first_bucket_holds():
+    """All gradients after those of the first bucket come while a message is under way."""
+    with torch.device("meta"):
+        params = list(GPT(Settings().model_config()).parameters())
+    first = pack(params, [{"params": params}], 2, Settings().bucket_mb * 2**20)[0]
+    *_, meanwhile, count = MEASURED["ways"]["stage 0"]
+    assert f"The first bucket holds {len(first.params)} gradients; all {meanwhile} after it come" in PROSE
+    assert len(first.params) + meanwhile == count
 
 
 def test_the_exam_is_right():

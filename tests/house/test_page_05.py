@@ -45,7 +45,8 @@ def test_what_the_page_says_of_messages():
     assert len({row["loss"] for row in MEASURED["rows"] if row["batch"] == 4}) == 1, "M changes no loss"
     assert f"6 blocks, h = {settings.hidden}, b = {settings.batch} and s = {settings.sequence}" in PROSE
     each = 4 * settings.batch * settings.sequence * settings.hidden
-    assert f"b·s·h numbers are {each / MB:.2f} MB" in PROSE and f"26 times {each / MB:.2f} MB" in PROSE
+    assert f"b·s·h numbers are {each / MB:.3f} MB" in PROSE and f"26 times {each / MB:.3f} MB" in PROSE
+    assert round(26 * 0.262 + 3 * 4 * settings.batch * settings.sequence / MB, 2) == round(two["sent"] / MB, 2)
     assert two["forward"] + two["backward"] == 4 * settings.layers + 4
     assert f"There are {4 * settings.layers + 4}. Each block has two in forward and two in backward, 24 in all" in PROSE
     assert two["sent"] == (4 * settings.layers + 2) * each + 3 * 4 * settings.batch * settings.sequence
@@ -69,7 +70,13 @@ def test_what_the_page_says_of_the_patients():
     assert f"It is the MLP of block {patients.ILL} each time" in PROSE and MEASURED["positive"] < 1e-4
     ill = f"blocks.{patients.ILL}"
     b = layers("f forgotten")
-    assert f"off by {b[ill + '.mlp_norm']['error']:.0%}, in the layers before by another share each" in PROSE
+    c, before = layers("g forgotten"), [name for name in b if name.startswith("blocks.") and name < f"{ill}.mlp"]
+    assert {f"{b[name]['error']:.0%}" for name in before} == {"7%"} and len(before) == 6
+    assert f"B is off by {b[ill + '.mlp_norm']['error']:.0%} at the norm and by about 7% in the blocks before" in PROSE
+    apart = [f"{one['position_embedding']['spread']:.1%}" for one in (b, c)]
+    assert "positions differ, by {} in B and {} in C".format(*apart) in PROSE
+    ill_losses, right_losses = (MEASURED["patients"][name]["losses"] for name in ("f forgotten", "no mistake"))
+    assert ill_losses == right_losses and "The loss is the same as without the mistake" in PROSE
     assert b[ill + ".mlp"]["error"] < RIGHT < b[ill + ".mlp_norm"]["spread"]
 
 
@@ -100,8 +107,9 @@ def test_the_alt_text_of_the_patients():
         if letter == "B":
             before = [round(100 * one["error"]) for one in rows[: place - 1]]
             assert f"the {('', 'six')[len(names) - place == 6]} layers at the right end" in part
-            assert f"wrong by {wrong[place - 1]} percent" in part and f"by {apart[0]} percent" in part
-            assert f"by {min(before)} to {max(before)} percent" in part
+            assert f"wrong by {wrong[place - 1]} percent" in part and f"differ by {apart[0]} percent" in part
+            assert min(one["error"] for one in rows[: place - 1]) < 0.01
+            assert f"by less than {min(before)} to {max(before)} percent" in part
         else:
             assert f"all {len(names)}" in part and f"by {min(wrong)} to {max(wrong)} percent" in part
             assert not apart or f"differ by {min(apart)} to {max(apart)} percent" in part

@@ -40,7 +40,8 @@ def test_what_the_page_says_of_sizes():
     assert [row["fused"] / 1e6 for row in MEASURED["rows"]] == [4, 40]
     assert {row["constant"] for row in MEASURED["rows"]} == {MEASURED["constant"]} == {2 * MEASURED["size"]}
     assert "4, 40, 4000 and 12000 MB (the last two are calculated)" in PROSE
-    assert f"grows from 4.0 to {4 * 30:.1f} MB, and the two constant buffers stay at {2 * 2**20 / 1e6:.1f} MB" in PROSE
+    assert f"grows from 4.0 to {4 * 30:.1f} MB, and the two constant buffers (of 1 MiB here) stay at " in PROSE
+    assert f"stay at {2 * 2**20 / 1e6:.1f} MB" in PROSE
 
 
 def test_what_the_page_says_of_prices():
@@ -49,14 +50,23 @@ def test_what_the_page_says_of_prices():
     for name, row in prices.items():
         assert row["collectives"] == (-(-4 * PSI // row["size"]) if row["size"] else 1), name
     level = [prices[name]["seconds"] for name in ("4096 KiB", "16384 KiB", "one for all")]
-    assert max(level) < 1.5 * min(level), "the page says: from 4 MB on it is nearly level"
+    assert max(level) < 1.5 * min(level), "the page says: from 4 MB on little changes"
+    many, few, one = (prices[name]["seconds"] for name in ("16 KiB", "4096 KiB", "one for all"))
+    alpha = 1000 * (many - one) / (prices["16 KiB"]["collectives"] - 1)
+    rest = 1000 * one - alpha
+    assert f"each pays α = {alpha:.2f} ms, and all bytes together {rest:.1f} ms" in PROSE
+    assert f"One for all took {1000 * one:.1f} ms, so α = ({1000 * many:.0f} − {1000 * one:.1f})/1176 ms" in PROSE
+    told = [1.45 * prices[name]["collectives"] + 37.4 for name in ("4096 KiB", "16 KiB")]
+    assert "5α + 37.4 = {:.0f} ms and 1177α + 37.4 = {:.0f} ms: {:.0f} times".format(*told, told[1] / told[0]) in PROSE
 
 
 def test_what_the_page_says_of_stage_2():
     for mib, (without, constant) in zip((1, 4, 32), MEASURED["peaks"].values(), strict=True):
         assert constant - without > 0.98 * min(mib * 2**20, 4 * PSI), "it says: at least one bucket more"
     assert MEASURED["activations"] < 1e4, "the page says: the activations are gone"
-    assert "(A bucket that may have 33.55 MB holds all gradients, 19.28 MB, and so does each buffer.)" in PROSE
+    assert "A bucket limit of 33.55 MB means one bucket with all 19.28 MB; then each constant buffer has 19.28" in PROSE
+    without, constant = MEASURED["peaks"]["32 MiB"]
+    assert f"{PSI * 4 / 1e6:.2f} MB, and C_B costs {round(constant / 1e6, 2) - round(without / 1e6, 2):.2f} MB" in PROSE
 
 
 def bytes_of_an_element():
@@ -67,10 +77,15 @@ def test_what_the_page_says_of_sums():
     assert "sent in 4 bytes and not in 2" in PROSE and toys.run(bytes_of_an_element, 1) == [4]
     assert MEASURED["ones"] == {"float32": 4096, "float16": 2048, "bfloat16": 256}
     assert "The mean of 4096 ones is then 0.5 in fp16, and 1/16 in bf16" in PROSE
+    for dtype in (torch.float16, torch.bfloat16):  # place k begins at rank k - 1, and goes to the left
+        numbers = [torch.tensor(number, dtype=dtype) for number in (4096.0, 1.0, 1.0, -4096.0)]
+        sums = [functools.reduce(torch.add, [numbers[(place - 1 - step) % 4] for step in range(4)]).item()
+                for place in range(4)]
+        assert sums == MEASURED["sums"][str(dtype)][::4]
 
 
 def test_what_is_calculated():
-    assert f"to {-(-4 * 10**12 // 2**22):,}" in PROSE
+    assert f"to {-(-4 * 10**12 // 2**22):,}" in PROSE and f"of 100 MB it is {4 * 10**12 // 10**8:,}" in PROSE
     assert torch.finfo(torch.float16).max == 65504 and "65,504" in PROSE
     assert torch.tensor(40000.0).half() + torch.tensor(40000.0).half() == torch.inf
     exact, half = formulas.traffic(0, 1.5e9, 64, "fp32") / 1e9, formulas.traffic(0, 1.5e9, 64, "fp16") / 1e9
@@ -109,7 +124,8 @@ def test_the_trays_are_those_that_are_told():
     assert_turns(record, SIZES)
     assert len(record["loads"]) == 5 and record["ranks"] == 4 and "rank 0 of four, as it was recorded" in PROSE
     assert sum(any(number == 3 for number, _ in load) for load in record["loads"]) == 3, "g3 is in three of them"
-    assert f"makes {sum(SIZES):,} loads, so each is used {sum(SIZES) // 2:,} times" in PROSE
+    assert f"The vector here has {sum(SIZES):,} elements, and a buffer {ROOM:,}" in PROSE
+    assert f"makes {1000 * sum(SIZES) // ROOM:,} loads, and each is used {sum(SIZES) // 2:,} times" in PROSE
 
 
 def at_once(tensors, buffers):

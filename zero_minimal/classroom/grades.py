@@ -55,7 +55,8 @@ class Grades:
         earned = {check: points for _, check, points, _, _ in results if check not in lost | waits}
         most = min([most for check, most in step.core.items() if check in lost], default=step.points)
         if sum(earned.values()) > most:
-            message += f"\nWhat this step is about is not reached: so it earns {most:g} points at most."
+            missed = ", ".join(check.removeprefix("test_").replace("_", " ") for check in step.core if check in lost)
+            message += f"\nWhat this step is about is not reached ({missed}): so it earns {most:g} points at most."
         failed = {earlier: text for earlier, _, _, passed, text in self.results if not passed and earlier < step.number}
         independent = self.lesson.draw  # steps that are drawn do not rest on one another
         if message and failed and message not in failed.values() and not independent:

@@ -23,6 +23,8 @@ from zero_minimal.classroom.submission import Submission
 from zero_minimal.classroom.supervisor import Supervisor
 from zero_minimal.processes import ranks
 
+LAMBDA = ("A lambda that was made in a loop sees the loop's variables as they are when it is called, and not when it "
+          "is made: look there first.")
 LESS = 1 / 5  # of the patience, once a test has run out of time: the learner waits too
 
 
@@ -191,6 +193,8 @@ class Functions:
         for name, function in self.all.items() if lines else ():
             owner = next((each.number for each in self.lesson.steps if name in each.tasks), step)
             if function.lineno <= int(lines[-1]) <= function.end_lineno and owner < step:
+                if " in <lambda>: " in message:
+                    return f"{message}\n{LAMBDA}"
                 return f"{message}\n{name} is a function of step {owner}: look there first."
         return message
 

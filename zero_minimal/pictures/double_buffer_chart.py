@@ -26,7 +26,7 @@ def draw_trays(records: dict[str, dict], names: str = "g") -> Figure:
     Args: records, {title: the record of meters/double_buffer_trace.py}; names, what a tensor is called before its
         number.
     """
-    heights = [height for _ in records for height in (0.55, 1.5)]
+    heights = [height for _ in records for height in (0.65, 1.5)]
     result = Figure(figsize=(PAGE, sum(heights) + 0.9 * len(records)), layout="constrained")
     axes = result.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for (title, record), vector, lanes in zip(records.items(), axes[::2], axes[1::2], strict=True):
@@ -46,18 +46,24 @@ def draw_trays(records: dict[str, dict], names: str = "g") -> Figure:
 
 def _vector(axis: Axes, record: dict, names: str) -> None:
     """The tensors side by side, grey, and black lines where a load ends."""
-    start = 0
+    start, narrow = 0, {}
     for number, load in enumerate(record["loads"]):
         first = start
         for tensor, count in load:
             axis.add_patch(Rectangle((start, 0), count, 1, facecolor=TENSORS[tensor % 2], linewidth=0))
             if count > 0.12 * record["elements"]:
                 axis.text(start + count / 2, 0.5, f"{names}{tensor}", ha="center", va="center", fontsize=9)
+                narrow[tensor] = None
+            else:
+                narrow.setdefault(tensor, start + count / 2)
             start += count
         axis.plot([start, start], [-0.25, 1.25], color="black", linewidth=1.5, clip_on=False)
         axis.text((first + start) / 2, -0.4, f"load {number + 1}", ha="center", va="top", fontsize=9)
     axis.plot([0, 0], [-0.25, 1.25], color="black", linewidth=1.5, clip_on=False)
-    axis.set(xlim=(0, max(start, 1)), ylim=(-0.9, 1.25), xticks=[], yticks=[])
+    for tensor, place in narrow.items():  # with a name above, if there was room for none inside
+        if place is not None:
+            axis.text(place, 1.3, f"{names}{tensor}", ha="center", va="bottom", fontsize=9)
+    axis.set(xlim=(0, max(start, 1)), ylim=(-0.9, 2.1), xticks=[], yticks=[])
 
 
 def columns(record: dict) -> list[tuple[str, int | None, int]]:

@@ -34,17 +34,22 @@ def _panel(axis: Axes, title: str, rows: list[dict]) -> None:
     spreads = [row["spread"] if (row["spread"] or 0) > RIGHT else 0.0 for row in rows]
     bars(axis, [place - 0.2 for place in places], [min(error, TOP) for error in errors], WRONG, width=0.4)
     bars(axis, [place + 0.2 for place in places], [min(spread, TOP) for spread in spreads], APART, width=0.4)
-    words = ["✓" if not error else "<1%" if error < 0.01 else f"{error:.0%}" for error in errors]
+    words = [_share(error) if error else "✓" for error in errors]
     words_above(axis, [place - 0.22 * bool(error) for place, error in zip(places, errors, strict=True)],
                 [min(error, TOP) for error in errors], words, gap=2, fontsize=9)
-    apart = [(place + 0.22, min(spread, TOP), f"{spread:.0%}") for place, spread in zip(places, spreads, strict=True)
-             if spread >= 0.01]
+    apart = [(place + 0.22, min(spread, TOP), _share(spread)) for place, spread in zip(places, spreads, strict=True)
+             if spread]
     if apart:
-        words_above(axis, *zip(*apart, strict=True), gap=2, fontsize=9)  # where a bar can be seen
+        words_above(axis, *zip(*apart, strict=True), gap=2, fontsize=9)
     axis.set_ylim(0, 1.2 * TOP)
     axis.set_xlim(-0.7, len(rows) - 0.3)
     axis.set_yticks([0, 0.25, 0.5, 0.75], ["0", "25%", "50%", "75%"], fontsize=9)
     axis.set_title(title, fontsize=11, loc="left")
+
+
+def _share(part: float) -> str:
+    """Of a bar that may be too low to be seen."""
+    return "<1%" if part < 0.01 else f"{part:.0%}"
 
 
 def _names(axis: Axes, layers: list[str]) -> None:

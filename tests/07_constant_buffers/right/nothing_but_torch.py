@@ -10,7 +10,7 @@ class ConstantBuffers:
     def __init__(self, size, *, dtype=torch.float32, device="cpu", group=None):
         ranks = dist.get_world_size(group)
         self.group, self.elements = group, int(size) // (dtype.itemsize * ranks) * ranks
-        if not self.elements:
+        if self.elements < 1:
             raise ValueError("too small")
         self.buffers = list(torch.empty(2, self.elements, dtype=dtype, device=device).unbind())
         self.under_way, self.turn = deque(), 0

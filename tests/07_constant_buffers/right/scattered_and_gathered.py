@@ -20,7 +20,7 @@ class ConstantBuffers:
     def __init__(self, size, *, dtype=torch.float32, device="cpu", group=None):
         self.group, self.elements = group, int(size) // dtype.itemsize
         self.elements -= self.elements % dist.get_world_size(group)
-        if self.elements == 0:
+        if self.elements < 1:
             raise ValueError(f"{size} bytes are too few")
         self.here, self.other = (Tray(torch.zeros(self.elements, dtype=dtype, device=device)) for _ in "ab")
         self.buffers = [self.here.memory, self.other.memory]
