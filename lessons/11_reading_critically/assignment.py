@@ -349,7 +349,7 @@ def card_22(lab) -> tuple[str, float]:
     # step 22: models with two numbers of blocks were simulated, with and without recomputation.
     # - lab.simulate(stage, layers=…, hidden=…, recompute=…, batch=…, sequence=…, steps=1): a Run,
     #   in fp16
-    # - run.at_peak["activations"]: bytes at its highest moment
+    # - run.at_peak["activations"]: bytes at its peak
     raise NotImplementedError("step 22: card_22")
 
 
@@ -366,7 +366,7 @@ def card_23(lab) -> tuple[str, float]:
     #   .heads, .batch
     # - lab.simulate(config="C2", ranks=…, model_parallel=…, layers=…, hidden=…, heads=…, batch=…,
     #   sequence=1024, steps=1): a Run, in fp16
-    # - run.at_peak["activations"]: bytes at its highest moment
+    # - run.at_peak["activations"]: bytes at its peak
     raise NotImplementedError("step 23: card_23")
 
 

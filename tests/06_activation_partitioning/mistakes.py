@@ -139,7 +139,7 @@ WRONG = {
         forward(save="ctx.kept = [keeper.keep(tensor) for tensor in tensors]")
         | backward(back=BACK.replace("ctx.saved_tensors", "ctx.kept"))),
     "the graph of each second run stays": Wrong(
-        2, "test_one_block_at_a_time", r"live at the highest moment .*before the next block runs again",
+        2, "test_one_block_at_a_time", r"live at the peak .*before the next block runs again",
         backward(through=THROUGH.replace("wanted])", "wanted], retain_graph=True)"),
                  end="ctx.outputs = outputs\nreturn None, None, None, *[tensor.grad for tensor in inputs]")),
     "each output has a gradient": Wrong(

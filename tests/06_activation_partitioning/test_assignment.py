@@ -293,7 +293,7 @@ def test_the_function_runs_twice_in_all(assignment):
 
 
 def memory_of_a_step(assignment):
-    """Bytes that live after backward, while the output does, and at the highest moment, and those of gradients; the
+    """Bytes that live after backward, while the output does, and at the peak, and those of gradients; the
     same without checkpoints."""
     found = []
     for call in (assignment.checkpoint, plainly):
@@ -321,7 +321,7 @@ def test_one_block_at_a_time(assignment):
     for rank, ((_, high, gradients), (_, without, _)) in enumerate(once(memory_of_a_step, 1, assignment)):
         most = (MANY + 14) * WHOLE + gradients + MANY * SLACK  # inputs, one block's inside, and its gradients
         assert high <= most < without, (
-            f"rank {rank}: in a step of {MANY} blocks {in_words(high)} live at the highest moment ({in_words(without)} "
+            f"rank {rank}: in a step of {MANY} blocks {in_words(high)} live at the peak ({in_words(without)} "
             f"without checkpoints), and inputs and the inside of one block are less than {in_words(most)}: a block's "
             "inside goes when backward has gone through it, before the next block runs again"
         )

@@ -795,7 +795,7 @@ SMALL = 2**16  # bytes of a buffer
 
 
 def memory(lesson):
-    """Bytes beyond tensors and buffers at the highest moment of all_reduce(), for 4 and for 40 buffers' worth of
+    """Bytes beyond tensors and buffers at the peak of all_reduce(), for 4 and for 40 buffers' worth of
     tensors."""
     found = []
     for times in (4, 40):

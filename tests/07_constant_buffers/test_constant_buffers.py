@@ -41,7 +41,7 @@ def test_same_as_one_buffer_for_all(world_size, size, dtype, op):
 
 
 def memory(millions):
-    """Bytes of buffers at the highest moment of two rounds: through constant buffers, and through one for all."""
+    """Bytes of buffers at the peak of two rounds: through constant buffers, and through one for all."""
     tensors = [torch.ones(1000, 250) for _ in range(4 * millions)]
     found = []
     for reduce in (lambda buffers: all_reduce(tensors, buffers), lambda buffers: fused_all_reduce(tensors)):

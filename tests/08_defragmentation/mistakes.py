@@ -284,7 +284,7 @@ WRONG = {
         5, "test_overlapping_moves_keep_the_values", r"moved by \d+ to the front, over itself, and \d+ of its numbers ",
         move(pieces="reversed(range(0, size, piece))")),
     "clones the whole arena": Wrong(
-        5, "test_compaction_takes_memory_for_one_piece", r"held 32.0 MiB more at its highest moment",
+        5, "test_compaction_takes_memory_for_one_piece", r"held 32.0 MiB more at its peak",
         compact(begin="self.pool, whole = self._empty_pool(), self.memory.clone()",
                 move="self.memory[new.address : new.address + old.size] = "
                      "whole[old.address : old.address + old.size]")),

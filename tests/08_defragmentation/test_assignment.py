@@ -1037,7 +1037,7 @@ def test_compaction_takes_memory_for_one_piece(assignment):
     ((more, same, *sums),) = once(memory_of_a_compaction, 1, assignment)
     assert same, "compact() has made other memory for the arena: it must move in place, there is no room for two"
     assert more <= PIECE + 65536, (
-        f"compact() of an arena of 32 MiB held {more / MIB:.1f} MiB more at its highest moment; a piece of 2**18 "
+        f"compact() of an arena of 32 MiB held {more / MIB:.1f} MiB more at its peak; a piece of 2**18 "
         "elements, 1 MiB, is enough. Who compacts has no memory left: move piece by piece")
     assert sums == [3 * 2**20, 8 * 2**20], "after compact() of an arena of 32 MiB the values are others"
 

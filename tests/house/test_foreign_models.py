@@ -192,7 +192,7 @@ def test_another_model_of_the_same_shapes(written, tmp_path):
 
 
 def beside(model, batch, dtype, stage, ranks=16):
-    """The plan's highest moment, by what was measured, and the running code's."""
+    """The plan's peak, by what was measured, and the running code's."""
     speeds = planning.Speeds.of(planning.PAPERS, dtype)
     told = plan_model.plan(model, ranks, 32e9, dtype, batch, speeds)["rows"][stage]
     run = simulate(Case(model, stage, ranks, dtype, batch)).report

@@ -145,7 +145,7 @@ def test_a_model_draws_its_modules(make):
 
 
 def never_whole(make):
-    """Losses, the first parameters of all ranks, and the highest moment of construction over the bytes of the model."""
+    """Losses, the first parameters of all ranks, and the peak of construction over the bytes of the model."""
     torch.manual_seed(100 + dist.get_rank())  # each rank draws other values, and rank 0's count
     model = on_meta(make).bfloat16()
     names = dict(model.named_parameters())

@@ -282,7 +282,7 @@ SHAPES = {
 
 
 def peaks(shape, steps=2):
-    """The highest moment of the second step at each stage, and the parameters."""
+    """The peak of the second step at each stage, and the parameters."""
     rank, found = dist.get_rank(), []
     for stage_class in STAGES:
         ledger = Ledger()

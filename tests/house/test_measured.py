@@ -41,33 +41,33 @@ SAYS = {
     "03_gradients": (
         *("| {rows[#][ranks]} | {rows[#][stage]} | {rows[#][gradients]:.2f MB} | {rows[#][peak]:.1f MB} | "
           "{rows[#][sent]:.2f MB} |".replace("#", str(number)) for number in range(4)),
-        "highest moment of the whole step is {rows[0][peak]:.1f MB}",
-        "the highest moment falls by {falls[0]:.1f MB}, and {saved[0]:.1f MB} are saved. On 4 ranks it falls by "
+        "peak of the whole step is {rows[0][peak]:.1f MB}",
+        "the peak falls by {falls[0]:.1f MB}, and {saved[0]:.1f MB} are saved. On 4 ranks it falls by "
         "{falls[1]:.1f MB}, and {saved[1]:.1f MB} are saved",
         "{rows[0][at peak]:.1f MB} of gradients at stage 1, and {rows[1][at peak]:.1f MB} at stage 2",
-        "with buckets of 1 MiB the highest moment is {by_bucket[1024 KiB]:.1f MB}, with one bucket for all gradients "
+        "with buckets of 1 MiB the peak is {by_bucket[1024 KiB]:.1f MB}, with one bucket for all gradients "
         "{by_bucket[32768 KiB]:.1f MB}",
         "With 4 micro-batches stage 1 sends {micro[0][sent]:.1f MB}, and stage 2 sends {micro[1][sent]:.1f MB}. Its "
-        "highest moment is {micro[1][peak]:.1f MB} then"),
+        "peak is {micro[1][peak]:.1f MB} then"),
     "04_parameters": (
         *("| {rows[#][ranks]} | 3 | {rows[#][parameters]:.2f MB} | {rows[#][peak]:.1f MB} | {rows[#][sent]:.2f MB} |"
           .replace("#", str(number)) for number in range(4)),
-        "6 blocks of {block:.2f MB} each, and a root of {root:.2f MB}. At stage 2 on 2 ranks its highest moment is "
+        "6 blocks of {block:.2f MB} each, and a root of {root:.2f MB}. At stage 2 on 2 ranks its peak is "
         "{stage_2[peak]:.1f MB}",
         "{rows[1][at peak]:.2f MB}: the shards, {rows[1][parameters]:.2f MB}, and the root, the unit at work and the "
         "next one: {whole:.2f MB}. In the first step it is less",
         "It sends {rows[1][sent]:.2f MB}. When backward begins",
         "There are {rows[1][gathers]}: two for each unit, but",
-        "By {falls:.1f MB}. At the highest moment there are {rows[1][at peak]:.2f MB} of parameters, only "
+        "By {falls:.1f MB}. At the peak there are {rows[1][at peak]:.2f MB} of parameters, only "
         "{less:.2f MB} less than at stage 2", "memory rises from {kept[as one unit, by units=][0][peak]:.0f in MB} to "
         "{kept[as one unit, by units=][6][peak]:.0f MB} while what is sent falls from "
         "{kept[as one unit, by units=][0][sent]:.1f in MB} to {kept[as one unit, by units=][6][sent]:.1f MB}",
         "Stage 2 is a point at {stage_2[sent]:.1f in MB} and {stage_2[peak]:.1f MB}",
-        "two blocks cost nothing: {kept[each a unit of its own][2][sent]:.2f MB} are sent, and the highest moment is "
+        "two blocks cost nothing: {kept[each a unit of its own][2][sent]:.2f MB} are sent, and the peak is "
         "{kept[each a unit of its own][2][peak]:.1f MB} as before. With all six it is "
         "{kept[each a unit of its own][6][peak]:.1f MB}",
         "All six as one unit need {kept[as one unit, by units=][6][peak]:.1f MB}",
-        "on 4 ranks a rank keeps {rows[3][parameters]:.2f MB} of {rows[0][parameters]:.2f MB} of parameters, has "
+        "a rank of 4 keeps {rows[3][parameters]:.2f MB} of {rows[0][parameters]:.2f MB}, has "
         "{whole:.2f MB} whole at most, and sends {rows[3][sent]:.2f MB}"),
     "05_tensor_parallel": (
         *("| {rows[#][ranks]} | {rows[#][batch]} | {rows[#][parameters]:,.0f} | {rows[#][forward]} "
@@ -100,7 +100,7 @@ SAYS = {
         "{prices[4096 KiB][collectives]} took {prices[4096 KiB][seconds]:.0f ms}: {times:.0f} times as long",
         "{prices[16 KiB][collectives]:,.0f} collectives of 16 KiB take {prices[16 KiB][seconds]:.0f ms}, "
         "{prices[1024 KiB][collectives]} of 1 MB take {prices[1024 KiB][seconds]:.1f ms}",
-        "Its highest moment is {peaks[4 MiB][0]:.1f MB} on 2 ranks, with buckets of {size:.1f MB}",
+        "Its peak is {peaks[4 MiB][0]:.1f MB} on 2 ranks, with buckets of {size:.1f MB}",
         *(f"| {size} MB | {{buckets[#]}} | {{peaks[#][0]:.2f MB}} | {{peaks[#][1]:.2f MB}} |".replace("#", f"{mib} MiB")
           for mib, size in ((1, 1.05), (4, 4.19), (32, 33.55))),
         "all activations are there, {held[activations]:.2f MB}, and both buffers, {held[buffers]:.2f MB}",

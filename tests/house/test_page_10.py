@@ -27,7 +27,7 @@ INPUT = 4 * 8 * program.SIZES.sequence * program.SIZES.hidden  # bytes of a bloc
 
 
 def more(rows, name):
-    """MB by which a part raises the highest moment."""
+    """MB by which a part raises the peak."""
     return (rows[name]["peak"] - rows["none"]["peak"]) / MB
 
 
@@ -60,7 +60,7 @@ def test_what_the_first_command_shows():
 
 
 def test_the_rule_is_of_the_run():
-    told = f"C4 takes {LADDER['C4']['peak'] / MB:.1f} MB at its highest moment where model parallelism alone takes " \
+    told = f"C4 takes {LADDER['C4']['peak'] / MB:.1f} MB at its peak where model parallelism alone takes " \
            f"{LADDER['model parallel']['peak'] / MB:.1f}"
     assert told in PROSE
 

@@ -1,7 +1,7 @@
 """The plan beside running code: what `plan` calculates is what `simulate` counts, over a grid of models and stages, and
 of what both take besides: micro-batches, kinds of attention, gradients in fp32, ranks that share a sequence.
 
-Stated bound: the code's highest moment is at most 1% above the plan's, and at most 8% below."""
+Stated bound: the code's peak is at most 1% above the plan's, and at most 8% below."""
 
 import dataclasses
 import itertools

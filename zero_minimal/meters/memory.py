@@ -7,7 +7,7 @@
         ledger.watch(model, zero)
         ...                            # a training step or two
         ledger.states()                # {category: bytes} now
-    ledger.peak                        # the highest moment: .total, .bytes by category, .what reached it
+    ledger.peak                        # the peak: .total, .bytes by category, .what reached it
 
 Every operator passes torch's dispatcher. There the ledger looks at each tensor that goes in or comes out. A storage is
 born when it is first seen, and dies when the last tensor that uses it does, which a weak reference tells. In between it

@@ -121,7 +121,7 @@ def shared(number: int, ranks: int) -> int | float:
 
 def highest(stage: int, work: Work, data_parallel: int, optimizer_bytes: float | None = None,
             offloaded: bool = False) -> Moment:
-    """The highest moment of a step, on so many data-parallel ranks. offloaded: their hosts keep and update the
+    """The peak of a step, on so many data-parallel ranks. offloaded: their hosts keep and update the
     optimizer's state."""
     return _highest_of(_moments(stage, work, data_parallel, optimizer_bytes, offloaded))
 

@@ -23,7 +23,7 @@ from zero_minimal.pictures.style import (
 
 
 def memory_panel(axis: Axes, rows: list[dict], positions: Sequence[float], columns: int = 3) -> None:
-    """Bytes at the highest moment, stacked by category, with the formula for the model states where there is one.
+    """Bytes at the peak, stacked by category, with the formula for the model states where there is one.
 
     rows: reports of runs, as `compare --json` writes them; a bar for each. columns: of the legend.
     """
@@ -150,7 +150,7 @@ def draw_bucket_sizes(rows: list[dict], shards: float, whole: float) -> Figure:
     axis.set_xlim(-0.5, len(rows) + 0.6)  # room for these words
     axis.set_xticks(positions, [bucket_words(row["bucket_bytes"]) for row in rows])
     axis.set_xlabel("size of a bucket")
-    axis.set_ylabel("MB at the highest moment")
+    axis.set_ylabel("MB at the peak")
     legend(axis, columns=2, headroom=0.2)
     return result
 

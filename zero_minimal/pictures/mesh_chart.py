@@ -44,14 +44,14 @@ def _frame(axis, left: float, bottom: float, width: float, height: float, colour
 
 
 def draw_ladder(rows: dict[str, dict]) -> Figure:
-    """Memory of a rank at its highest moment, and what it sends in a step, for each way to train.
+    """Memory of a rank at its peak, and what it sends in a step, for each way to train.
 
     rows: {way: peak_by_category, peak, sent}, in bytes.
     """
     result, axes = figure(2, 1, PAGE, 6.6)
     positions = list(range(len(rows)))
     _stack(axes[0][0], rows)
-    axes[0][0].set_title("Memory of a rank at its highest moment", fontsize=11)
+    axes[0][0].set_title("Memory of a rank at its peak", fontsize=11)
     sent = [row["sent"] / 1e6 for row in rows.values()]
     bars(axes[1][0], positions, sent, SENT)
     words_above(axes[1][0], positions, sent, [f"{size:.0f}" for size in sent])
@@ -72,7 +72,7 @@ def _stack(axis, rows: dict[str, dict]) -> None:
 
 
 def draw_worth(panels: dict[str, dict[str, dict]]) -> Figure:
-    """By how much one part more changes the highest moment; a panel for each size of buckets.
+    """By how much one part more changes the peak; a panel for each size of buckets.
 
     panels: {title: {part: its row, with `peak` in bytes}}; the first row is without any part.
     """
@@ -89,5 +89,5 @@ def draw_worth(panels: dict[str, dict[str, dict]]) -> Figure:
         axis.axvline(0, color="black", linewidth=0.8)
         axis.margins(x=0.2)
         axis.set_title(title, fontsize=11)
-        axis.set_xlabel("MB more at the highest moment")
+        axis.set_xlabel("MB more at the peak")
     return result

@@ -31,7 +31,7 @@ def draw_plan(told: dict) -> Figure:
 
 
 def stages_panel(axis: Axes, told: dict) -> None:
-    """A stack for each stage, at the highest moment of a step: model states, activations, what passes; and what a
+    """A stack for each stage, at the peak of a step: model states, activations, what passes; and what a
     device holds. Where the moment comes before the gradients there are none."""
     rows, positions, device = told["rows"], range(len(told["rows"])), told["device_bytes"] / 1e9
     labels = {name: name for name in (*STATES, "activations")} | {"passing": "whole for a moment"}
@@ -44,12 +44,12 @@ def stages_panel(axis: Axes, told: dict) -> None:
     axis.axhline(device, label=f"a device: {device:,.4g} GB", **DEVICE)
     name_bars(axis, positions, [f"stage {row['stage']}\n{row['name']}" for row in rows])
     axis.set_ylabel("GB on a device")
-    axis.set_title(f"at the highest moment of a step, on {plural(told['ranks'], 'rank')}")
+    axis.set_title(f"at the peak of a step, on {plural(told['ranks'], 'rank')}")
     legend(axis, columns=3, headroom=0.16)
 
 
 def there(row: dict, part: str) -> float:
-    """Bytes of a part at the highest moment."""
+    """Bytes of a part at the peak."""
     absent = row["states"] - row["states_there"] if part == "gradients" else 0
     return row[part] - absent
 

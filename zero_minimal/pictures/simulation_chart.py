@@ -7,7 +7,7 @@ from zero_minimal.pictures.style import LOOKS, PAGE, PLAIN, bars, figure, stacke
 
 
 def draw_simulation(run) -> Figure:
-    """Memory of a simulated rank, by category, with its phases and its highest moment.
+    """Memory of a simulated rank, by category, with its phases and its peak.
 
     run: what programs/simulate.py returns: its report, its timeline and its phases, (name, seconds at its begin) each.
     """
@@ -51,7 +51,7 @@ def draw_host(axis: Axes, end: int, told: dict) -> None:
 
 
 def worth_drawing(timeline: list, most: int = 1200) -> list[int]:
-    """Positions in a timeline, at most so many: the highest moment of each stretch."""
+    """Positions in a timeline, at most so many: the peak of each stretch."""
     length = -(-len(timeline) // most)
     stretches = (range(start, min(start + length, len(timeline))) for start in range(0, len(timeline), length))
     return [max(stretch, key=lambda position: timeline[position].total) for stretch in stretches]

@@ -152,7 +152,7 @@ def draw_kept(ways: dict[str, list[dict]], others: dict[str, dict]) -> Figure:
                               ha="center", fontsize=9)
                 named.add(place)
     axis.set_xlabel("MB that a rank sends in a step")
-    axis.set_ylabel("MB at the highest moment")
+    axis.set_ylabel("MB at the peak")
     axis.grid(axis="x", **GRID)
     axis.margins(x=0.05, y=0.12)
     axis.legend(fontsize=9, frameon=False, title="numbers: so many blocks stay whole from forward to backward",

@@ -11,7 +11,7 @@ def of(bars: list[dict]) -> list[str]:
     return [
         "The paper's bars are read off a chart (±0.3), and are memory cached by PyTorch's allocator: what it took from "
         "the GPU. \"Cached\" here replays the code's allocations in a model of that allocator without a limit; "
-        "\"allocated\" is the sum of tensors at the highest moment.",
+        "\"allocated\" is the sum of tensors at the peak.",
         *distances(bars),
         *causes(bars),
         _checkpoints_of_100b(),

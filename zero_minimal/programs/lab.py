@@ -76,7 +76,7 @@ class Run:
     parameters: int  # elements of the model
     memory: dict[str, int]  # of model states, at the end of a step: parameters, gradients, optimizer
     peak: int  # the highest that the meter showed since it was last reset
-    at_peak: dict[str, int]  # by category, at the highest moment of this run: also activations, buffers
+    at_peak: dict[str, int]  # by category, at the peak of this run: also activations, buffers
     collectives: dict[str, dict]  # {name: {"calls", "bytes"}}; bytes are the payload
     sent: float  # what a ring sends for these
     when: dict[str, dict] = field(default_factory=dict)  # {"forward", "backward", "update": {collective: payload}}

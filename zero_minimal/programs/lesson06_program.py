@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
     kept: int  # activations that live between forward and backward, on the device
     on_host: int  # copies that went to host memory
-    highest: int  # activations at their highest moment
+    highest: int  # activations at their peak
     sent: int
     loss: float
     norm: float  # of the whole gradient

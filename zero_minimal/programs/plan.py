@@ -76,7 +76,7 @@ def state_notes(told: dict) -> str:
 
 
 def step_rows(told: dict) -> list[list[str]]:
-    """The highest moment of a step."""
+    """The peak of a step."""
     unit, scale = size_unit(max(row["together"] for row in told["rows"]))
     rows = [[f"step, {unit}", "highest at", "states", "activations", "passing", "together", "fits?", "fewest"]]
     for row in told["rows"]:

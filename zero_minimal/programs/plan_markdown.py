@@ -10,7 +10,7 @@ from zero_minimal.programs.plan_options import sent
 def of_plan(told: dict, hardware: str = "") -> str:
     """A row for each stage. told: what plan() gave."""
     sends = "sent a step" if told["replicate"] == 1 else "sent a step, within + between"
-    head = ["stage", "shards", *STATES, "activations", "passing", "highest moment", "fits?", "fewest ranks",
+    head = ["stage", "shards", *STATES, "activations", "passing", "peak", "fits?", "fewest ranks",
             sends, "step, at least", "step, at most"]
     rows = []
     for row in told["rows"]:
@@ -62,7 +62,7 @@ def of_simulation(result: dict) -> str:
     memory, theory = result["memory"], result["theory"]
     rows = [[name, size_text(memory[name], 4), size_text(theory[name], 4)] for name in STATES]
     rows += [[f"{name}, at most", size_text(memory[name], 4), ""] for name in ("activations", "buffers")]
-    rows += [[f"highest moment ({memory['peak_when']})", size_text(memory["peak"], 4), ""],
+    rows += [[f"peak ({memory['peak_when']})", size_text(memory["peak"], 4), ""],
              ["sent in a step", size_text(result["traffic"]["sent_bytes"], 4),
               size_text(result["traffic"]["theory_bytes"], 4)]]
     if "bus" in result:

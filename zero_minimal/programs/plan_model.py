@@ -109,7 +109,7 @@ def construction(stage: int, found: Measured, dtype: str) -> int:
 
 
 def highest(stage: int, found: Measured, ranks: int, run: Run, offloaded: bool = False) -> Moment:
-    """The highest moment of a step. offloaded: the ranks' hosts keep and update the optimizer's state."""
+    """The peak of a step. offloaded: the ranks' hosts keep and update the optimizer's state."""
     return max(moments(stage, found, ranks, run, offloaded), key=lambda moment: moment.total)
 
 

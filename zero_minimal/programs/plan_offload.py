@@ -18,7 +18,7 @@ def offloaded(work: Work, ranks: int, device_bytes: float, place: str, accumulat
     Adam's. Stage 0 has no shards that could leave.
 
     {"place", "accumulate", "rows": for each stage 1 to 3 {"stage", "device": of model states, "host", "disk",
-     "to_host", "to_device": of a step, "link_seconds": of both ways at each of LINKS, "together": the highest moment of
+     "to_host", "to_device": of a step, "link_seconds": of both ways at each of LINKS, "together": the peak of
      a step, "states_fit", "fits", "largest_model": whose states fit}}
     """
     sizes = Sizes(moments.rank_parameters(work), work.shards(ranks), work.dtype, work.model_parallel)
@@ -40,7 +40,7 @@ class Sizes:
 
 def row(stage: int, sizes: Sizes, device_bytes: float, place: str, accumulate: int, optimizer_bytes: float | None,
         highest: float, construction: float) -> dict:
-    """What a stage needs. highest: bytes on the device at the highest moment of a step; construction: before it."""
+    """What a stage needs. highest: bytes on the device at the peak of a step; construction: before it."""
     parts = (sizes.elements, sizes.ranks, sizes.dtype)
     device = sum(formulas.states_on_device(stage, *parts, offloaded=True).values())
     leaves = formulas.host_bytes(*parts, optimizer_bytes)
@@ -73,7 +73,7 @@ def describe(told: dict) -> str:
     micro = ("" if away["accumulate"] == 1 else
              f" {away['accumulate']} micro-batches a step: gradients cross once at stage 1, each time at 2 and 3.")
     notes = [paragraph(f"Masters, optimizer state and gradients on {words}, of each rank. Device: model states there; "
-                       "a step: its highest moment; largest: the model whose states fit.")]
+                       "a step: its peak; largest: the model whose states fit.")]
     if away["place"] == "disk":
         notes.append(paragraph("The host's memory is what --host-budget says, whatever the model is."))
     return "\n".join((report.table(states), "", *notes, "", report.table(bus), "",

@@ -134,7 +134,7 @@ def check_work(work: Work, ranks: int, offloaded: bool) -> None:
 @exported
 def row(stage: int, work: Work, ranks: int, device_bytes: float, optimizer_bytes: float | None, speeds: Speeds,
         offloaded: bool = False) -> dict:
-    """What a stage needs: model states, the highest moment of a step, traffic, time. Formulas that a page can have, too
+    """What a stage needs: model states, the peak of a step, traffic, time. Formulas that a page can have, too
     (expressions.py)."""
     shards, elements = work.shards(ranks), moments.rank_parameters(work)
     away = offloaded and stage > 0  # stage 0 has no shards that could leave

@@ -103,7 +103,7 @@ def times(content: dict) -> dict[int, dict[str, dict[str, float]]]:
 
 
 def peaks(content: dict) -> dict[tuple[int, int, str], int]:
-    """{(ranks, batch, kind): bytes}: the highest moment of rank 0, counted anew for each pass."""
+    """{(ranks, batch, kind): bytes}: the peak of rank 0, counted anew for each pass."""
     return {(each["ranks"], each["batch"], each["kind"]): each["peak"] for each in passes(content, "memory")}
 
 
@@ -222,7 +222,7 @@ def peaks_table(content: dict) -> str:
     """Bytes of one rank."""
     found = peaks(content)
     kinds = list(dict.fromkeys(kind for *_, kind in found))
-    lines = [["highest moment, MB", *kinds]]
+    lines = [["peak, MB", *kinds]]
     for ranks, batch in dict.fromkeys((ranks, batch) for ranks, batch, _ in found):
         own = [found.get((ranks, batch, kind)) for kind in kinds]
         lines.append([f"N = {ranks}, batch {batch}", *(f"{peak / 1e6:.2f}" if peak else "–" for peak in own)])

@@ -239,7 +239,7 @@ class _Run:
         return [moment for moment in self.timeline if moment.seconds <= dict(self.phases)[phase]]
 
     def peak(self, phase: str) -> Moment:
-        """The highest moment since a phase began, the first of them if there are several."""
+        """The peak since a phase began, the first of them if there are several."""
         return max(self.since(phase), key=on_device)
 
     def phase_of(self, moment: Moment) -> str:

@@ -68,7 +68,7 @@ def figure7(result: dict) -> Described:
         ])
         shares = (categories[category] for category in (*formulas.STATES, "activations", "buffers"))
         parts.append([name, *(f"{share:.2f}" for share in shares), f"{bar['host_gb']:.2f}"])
-    return "Figure 7: GB on a device at the highest moment of a step, MP 16, 400 GPUs, fp16", totals, parts
+    return "Figure 7: GB on a device at the peak of a step, MP 16, 400 GPUs, fp16", totals, parts
 
 
 def figure2(result: dict) -> Described:

@@ -125,7 +125,7 @@ def made(way: Way, mesh: Mesh, device: torch.device, bucket_bytes: int = BUCKET,
 
 
 def seen(way: Way, mesh: Mesh, device: torch.device, bucket_bytes: int = BUCKET, system_class: type = System) -> dict:
-    """The second step of a way, as rank 0 sees it: bytes by category on the device at the highest moment, of model
+    """The second step of a way, as rank 0 sees it: bytes by category on the device at the peak, of model
     states after the step, of copies that went to host memory, bytes sent; the losses of both steps, means of the
     replicas. What is of no category is left out: tokens, and copies for the host, which on a CPU is the device."""
     tokens, copies, losses = batch(mesh, device), [], []

@@ -69,7 +69,7 @@ def fitting(modules, room):
 
 
 def room_for_units(model, group, budget):
-    """Bytes that are left for whole units at the highest moments, when backward begins; 1% is for what is small."""
+    """Bytes that are left for whole units at the peaks, when backward begins; 1% is for what is small."""
     config, ranks = model.config, dist.get_world_size(group)
     parallel = dist.get_world_size(model.group) if hasattr(model, "group") else 1
     work = Work(config, budget.batch, "bf16", parallel)

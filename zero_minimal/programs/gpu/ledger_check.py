@@ -1,4 +1,4 @@
-"""Memory: whether the ledger counts what CUDA's allocator has given out, now and at the highest moment."""
+"""Memory: whether the ledger counts what CUDA's allocator has given out, now and at the peak."""
 
 import gc
 
