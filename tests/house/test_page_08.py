@@ -134,7 +134,7 @@ def test_what_the_page_says_of_the_failure():
     (*first, second), (*others, last) = (RECORDED[name]["lengths"] for name in (program.WITHOUT, program.OTHER))
     assert f"have {', '.join(map(str, first))} and {second} tokens, in the last row" in PROSE
     assert f"in the last row {', '.join(map(str, others))} and {last}." in PROSE
-    assert MEASURED["same losses"] and "those without, to the bit" in PROSE
+    assert MEASURED["same losses"] and "bit for bit" in PROSE
 
 
 def test_what_the_page_says_of_slabs(recordings):
