@@ -103,7 +103,7 @@ WRONG = {
         1, "test_a_size_that_holds_nothing", r"ConstantBuffers\(-16\) on 3 ranks raised RuntimeError: ValueError is",
         init(refuse="if not self.elements:\n    raise ValueError('nothing')")),
     "the device is forgotten": Wrong(
-        1, "test_two_buffers_of_the_size", r'with device="meta" the buffers lie on cpu',
+        1, "test_the_buffers_lie_on_the_device", r'with device="meta" the buffers lie on cpu',
         init(buffers=TWO.replace(", device=device", ""))),
     "one element is refused": Wrong(
         1, "test_a_size_that_holds_nothing", r"ConstantBuffers\(4\) on 1 rank raised ValueError: one element a rank is",

@@ -58,10 +58,10 @@ def made(lesson):
     return found, (standard, places), refused
 
 
-@pytest.mark.step(1, points=6)
+@pytest.mark.step(1, points=5)
 def test_two_buffers_of_the_size(lesson):
     world_size = 3
-    for found, (standard, places), _ in once(made, world_size, lesson):
+    for found, (standard, _), _ in once(made, world_size, lesson):
         for (size, dtype), (elements, buffers) in zip(SIZES, found, strict=True):
             what = f"ConstantBuffers({size}, dtype={dtype}) on {world_size} ranks"
             fit = int(size) // dtype.itemsize
@@ -88,6 +88,11 @@ def test_two_buffers_of_the_size(lesson):
                 "for, down to a multiple of the number of ranks"
             )
         assert standard == "torch.float32", f"without dtype= the buffers are of {standard}, and fp32 is the default"
+
+
+@pytest.mark.step(1, points=1)
+def test_the_buffers_lie_on_the_device(lesson):
+    for _, (_, places), _ in once(made, 3, lesson):
         assert places == ["meta"] * 2, f'with device="meta" the buffers lie on {" and ".join(dict.fromkeys(places))}'
 
 
