@@ -237,14 +237,14 @@ class Stage3(Stage2):
                 param.data = view
 
     def free(self, unit: Unit) -> None:
-        """Nothing stays of them but this rank's shard. What autograd has saved are the
-        parameters or views of `whole`: gather() fills the same memory again under them."""
+        """Only this rank's shard stays. Autograd has saved the parameters, or views of
+        `whole`: gather() fills the same memory again under them."""
         for param in unit.params:
             param.data = param.data.new_empty(0)
         unit.whole.untyped_storage().resize_(0)
 
     def after_forward(self, unit: Unit) -> None:
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes in backward
+        if torch._C._current_graph_task_id() == -1:  # else backward recomputes
             self.free(unit)
 
     def reduce(self, unit: Unit) -> None:
