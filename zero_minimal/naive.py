@@ -33,7 +33,7 @@ class Naive:
     Args:
         model: any nn.Module, built alike on every rank; all take rank 0's values.
         optimizer_class: a torch optimizer; `optimizer_options` go to it (lr=3e-4, …).
-        bucket_bytes: taken as at the stages, and not used: there are no buckets.
+        bucket_bytes: accepted as in the stages, but unused: there are no buckets.
     .grad is this rank's own until step() or clip_grad_norm_() averages it.
     Raises: ValueError for parameters of less than 32 bits.
     """
@@ -53,7 +53,7 @@ class Naive:
         self.guards = []  # hooks on the parameters, as long as gradients are averaged
 
     def start_alike(self) -> None:
-        """Every rank begins with rank 0's model, whatever values its own had."""
+        """Copy rank 0's parameters and buffers to every rank."""
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
             collectives.broadcast(tensor.data, group=self.group)
 
@@ -69,8 +69,8 @@ class Naive:
         return nullcontext()
 
     def reduced_gradients(self) -> list[torch.Tensor]:
-        """The gradients, averaged over the ranks. A backward pass after this, and before
-        zero_grad(), would add what nobody averages: it raises RuntimeError."""
+        """The gradients, averaged over the ranks. A backward pass between this and zero_grad()
+        raises RuntimeError: nobody would average its gradients."""
         if not self.averaged:
             self.average()
             self.guards = [param.register_post_accumulate_grad_hook(_too_late)
@@ -85,7 +85,7 @@ class Naive:
         return nn.utils.clip_grad_norm_(self.params, max_norm)
 
     def step(self) -> None:
-        """Make the update; on every rank alike, since the gradients are."""
+        """Update the parameters: the gradients are equal on all ranks."""
         self.reduced_gradients()
         self.optimizer.step()
         replicas.broadcast_statistics(self.model, self.group)

@@ -39,12 +39,12 @@ class Stage0(Hooks):
             fused=True, …).
         bucket_bytes: gradients are reduced in buckets of about this size; None: as few as can be.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-    A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
-    rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
-    After backward .grad holds the average of all ranks; clip with clip_grad_norm_().
+    If a parameter gets no gradient on a rank, its gradient there counts as zero. If no rank has
+    one, earlier momentum and weight decay still move it, unlike in plain torch. After backward
+    .grad holds the average of all ranks; clip with clip_grad_norm_().
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
-        element-wise; TypeError for what is no module, no optimizer class or no option of it;
-        RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
+        element-wise; TypeError for a wrong model, optimizer class or optimizer option; RuntimeError
+        if there are no ranks, or if their models differ. set_up() names the rest.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Stage0(Hooks):
         flat.keep_gradient(param)  # in its buckets, where later micro-batches add to it
 
     def bucket_complete(self, bucket, done):
-        # first wait for the bucket before, under way while autograd filled this one: on gloo the
-        # second half of an all-reduce is sent in wait(), and should not queue behind new messages
+        # first wait for the previous bucket, reduced while autograd computed this one: on gloo
+        # wait() sends the second half of the all-reduce, and it should go before new messages
         self._wait()
         bucket.zero_missing()
         self.reducing = collectives.all_reduce(

@@ -7,7 +7,7 @@ Memory a rank, for Ψ parameters on N ranks:
 Communication plan, a step; what each rank sends:
     start      broadcast rank 0's parameters, once
     backward   reduce-scatter each bucket of gradients as soon as it is complete  Ψ(N−1)/N elements
-    step       update the own shard, all-gather the updated parameters            Ψ(N−1)/N elements
+    step       update its own shard, all-gather the updated parameters           Ψ(N−1)/N elements
 Together as much as data parallelism sends, since an all-reduce is a reduce-scatter and then an
 all-gather: the update moves in between.
 Not counted, since small: running statistics (batch norm) at each step, an order of the buckets
@@ -35,12 +35,12 @@ class Stage1(Hooks):
             fused=True, …).
         bucket_bytes: gradients are reduced in buckets of about this size; None: as few as can be.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-    A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
-    rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
-    After backward only reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_().
+    If a parameter gets no gradient on a rank, its gradient there counts as zero. If no rank has
+    one, earlier momentum and weight decay still move it, unlike in plain torch. After backward only
+    reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_().
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
-        element-wise; TypeError for what is no module, no optimizer class or no option of it;
-        RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
+        element-wise; TypeError for a wrong model, optimizer class or optimizer option; RuntimeError
+        if there are no ranks, or if their models differ. set_up() names the rest.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Stage1(Hooks):
         self.reducing = None  # the reduce-scatter under way, if any
 
     def own(self, bucket):
-        """A rank updates a shard of every bucket, and keeps optimizer state for that alone
+        """A rank updates a shard of every bucket, and keeps optimizer state only for it
         (core/set_up.py calls this at the start)."""
         bucket.gradients = bucket.whole_gradients()  # [padded]
         mine = self.rank, self.world_size
@@ -69,8 +69,8 @@ class Stage1(Hooks):
 
     def backward_begins(self):
         if self.reducer.reduced:  # a second backward since zero_grad(); Reducer clears this next
-            # a shard holds an average A, and will be averaged again. Its owner puts in N·A, the
-            # other ranks 0, so A comes back: (N·A + 0 + … + 0) / N = A. New gradients add to that.
+            # the shard holds the average A and will be averaged again. Its owner gives N·A, the
+            # others 0; the mean is A: (N·A + 0 + … + 0) / N = A. New gradients add to that.
             for bucket in self.buckets:
                 own = bucket.gradient_shard * self.world_size
                 bucket.gradients.zero_()
@@ -86,8 +86,8 @@ class Stage1(Hooks):
             bucket.gradient_shard, bucket.gradients, op="avg", group=self.group, of=bucket,
             async_op=True,
         )
-        # only now wait for the bucket before: this one's messages are on their way already, and
-        # travel while autograd fills the next
+        # wait for the previous bucket only now: this one is already being sent, while autograd
+        # computes the next
         self._wait()
         self.reducing = pending
 
@@ -100,7 +100,7 @@ class Stage1(Hooks):
         self._wait()
         for bucket in self.buckets:
             for param in bucket.params:
-                param.grad = None  # a view of bucket.gradients, averaged in the own shard alone
+                param.grad = None  # a view of bucket.gradients: only this rank's shard is averaged
 
     def no_sync(self) -> AbstractContextManager:
         """Context for the micro-batches before the last: gradients add up here, nothing is sent."""
@@ -124,8 +124,7 @@ class Stage1(Hooks):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update this rank's shards and gather everybody's: a bucket travels while the next is
-        updated."""
+        """Update this rank's shards and all-gather: a bucket travels while the next is updated."""
         self.reduced_gradients()
         gathering = []
         for bucket in self.buckets:

@@ -9,8 +9,8 @@ gathered, so each rank sends
     broadcast        the whole tensor, chunk by chunk down a pipeline (the last rank: nothing)
 
 and, but for broadcast, no rank sends more than another. This is lesson 0. The stages use
-`collectives`, whose sums run in rank order; a ring sums each chunk from another rank on, so both
-agree up to rounding. Tensors are flat, on the CPU. A group of None is all ranks.
+`collectives`, whose sums run in rank order; a ring starts each chunk at another rank, so both agree
+up to rounding. Tensors are flat, on the CPU. A group of None is all ranks.
 """
 
 import torch

@@ -45,7 +45,7 @@ class Naive:
     Args:
         model: any nn.Module, built alike on every rank; all take rank 0's values.
         optimizer_class: a torch optimizer; `optimizer_options` go to it (lr=3e-4, …).
-        bucket_bytes: taken as at the stages, and not used: there are no buckets.
+        bucket_bytes: accepted as in the stages, but unused: there are no buckets.
     .grad is this rank's own until step() or clip_grad_norm_() averages it.
     Raises: ValueError for parameters of less than 32 bits.
     """
@@ -65,7 +65,7 @@ class Naive:
         self.guards = []  # hooks on the parameters, as long as gradients are averaged
 
     def start_alike(self) -> None:
-        """Every rank begins with rank 0's model, whatever values its own had."""
+        """Copy rank 0's parameters and buffers to every rank."""
         # step 1: all of this rank's model is as on rank 0 of the group, also what is not trained.
         # - collectives.broadcast(tensor, group=…): the numbers of the group's rank 0, to all its
         #   ranks, in place. Any shape
@@ -87,8 +87,8 @@ class Naive:
         return nullcontext()
 
     def reduced_gradients(self) -> list[torch.Tensor]:
-        """The gradients, averaged over the ranks. A backward pass after this, and before
-        zero_grad(), would add what nobody averages: it raises RuntimeError."""
+        """The gradients, averaged over the ranks. A backward pass between this and zero_grad()
+        raises RuntimeError: nobody would average its gradients."""
         if not self.averaged:
             self.average()
             self.guards = [param.register_post_accumulate_grad_hook(_too_late)
@@ -103,7 +103,7 @@ class Naive:
         return nn.utils.clip_grad_norm_(self.params, max_norm)
 
     def step(self) -> None:
-        """Make the update; on every rank alike, since the gradients are."""
+        """Update the parameters: the gradients are equal on all ranks."""
         self.reduced_gradients()
         self.optimizer.step()
         replicas.broadcast_statistics(self.model, self.group)
@@ -119,8 +119,7 @@ class Naive:
 class Reducer:
     """Counts the gradients of each of stage.buckets as they come, and calls the stage's Hooks.
 
-    by_turns: do not hand over a bucket with its last gradient: at stage 3 execution_order.py says
-        when.
+    by_turns: the last gradient does not hand over a bucket: at stage 3 execution_order.py does.
     """
 
     def __init__(self, stage: Hooks, by_turns: bool = False):
@@ -294,12 +293,12 @@ class Stage0(Hooks):
             fused=True, …).
         bucket_bytes: gradients are reduced in buckets of about this size; None: as few as can be.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-    A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
-    rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
-    After backward .grad holds the average of all ranks; clip with clip_grad_norm_().
+    If a parameter gets no gradient on a rank, its gradient there counts as zero. If no rank has
+    one, earlier momentum and weight decay still move it, unlike in plain torch. After backward
+    .grad holds the average of all ranks; clip with clip_grad_norm_().
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
-        element-wise; TypeError for what is no module, no optimizer class or no option of it;
-        RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
+        element-wise; TypeError for a wrong model, optimizer class or optimizer option; RuntimeError
+        if there are no ranks, or if their models differ. set_up() names the rest.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ Memory a rank, for Ψ parameters on N ranks:
 Communication plan, a step; what each rank sends:
     start      broadcast rank 0's parameters, once
     backward   reduce-scatter each bucket of gradients as soon as it is complete  Ψ(N−1)/N elements
-    step       update the own shard, all-gather the updated parameters            Ψ(N−1)/N elements
+    step       update its own shard, all-gather the updated parameters           Ψ(N−1)/N elements
 Together as much as data parallelism sends, since an all-reduce is a reduce-scatter and then an
 all-gather: the update moves in between.
 Not counted, since small: running statistics (batch norm) at each step, an order of the buckets
@@ -31,8 +31,8 @@ from zero_minimal.core.set_up import set_up
 
 
 def padded_size(elements: int, world_size: int) -> int:
-    """How long a vector is that has room for so many elements, and can be cut into world_size
-    shards of equal size, each a multiple of ALIGNMENT."""
+    """`elements`, rounded up so that a vector can be cut into world_size equal shards, each a
+    multiple of ALIGNMENT."""
     # step 1: return the smallest multiple of ALIGNMENT * world_size that is not below `elements`.
     # - ALIGNMENT: 16. Shards are multiples of it, so that vectorised kernels treat all shards
     #   alike.
@@ -48,8 +48,8 @@ def shard_of(whole: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
 def over_shards(
     optimizer_class: type[Optimizer], options: dict, groups: list[dict], buckets: list[Bucket]
 ) -> Optimizer:
-    """The user's optimizer, with the user's options and groups, in which this rank's shards stand
-    in the place of the parameters."""
+    """The user's optimizer, with the user's options and groups, over this rank's shards in place of
+    the parameters."""
     # step 1: return the optimizer. It has as many groups as `groups`. Each group keeps every option
     # that the user set; its parameters are the bucket.master of all buckets of this group, and no
     # others.
@@ -110,12 +110,12 @@ class Stage1(Hooks):
             fused=True, …).
         bucket_bytes: gradients are reduced in buckets of about this size; None: as few as can be.
         param_groups: as torch.optim takes them; by default all parameters of the model.
-    A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
-    rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
-    After backward only reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_().
+    If a parameter gets no gradient on a rank, its gradient there counts as zero. If no rank has
+    one, earlier momentum and weight decay still move it, unlike in plain torch. After backward only
+    reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_().
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
-        element-wise; TypeError for what is no module, no optimizer class or no option of it;
-        RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
+        element-wise; TypeError for a wrong model, optimizer class or optimizer option; RuntimeError
+        if there are no ranks, or if their models differ. set_up() names the rest.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Stage1(Hooks):
         self.reducing = None  # the reduce-scatter under way, if any
 
     def own(self, bucket):
-        """A rank updates a shard of every bucket, and keeps optimizer state for that alone
+        """A rank updates a shard of every bucket, and keeps optimizer state only for it
         (core/set_up.py calls this at the start)."""
         # step 1: bucket.gradients has room for the gradients of the whole bucket.
         # bucket.parameter_shard and bucket.gradient_shard are this rank's shards of
@@ -149,8 +149,8 @@ class Stage1(Hooks):
 
     def backward_begins(self):
         if self.reducer.reduced:  # a second backward since zero_grad(); Reducer clears this next
-            # a shard holds an average A, and will be averaged again. Its owner puts in N·A, the
-            # other ranks 0, so A comes back: (N·A + 0 + … + 0) / N = A. New gradients add to that.
+            # the shard holds the average A and will be averaged again. Its owner gives N·A, the
+            # others 0; the mean is A: (N·A + 0 + … + 0) / N = A. New gradients add to that.
             for bucket in self.buckets:
                 own = bucket.gradient_shard * self.world_size
                 bucket.gradients.zero_()
@@ -180,7 +180,7 @@ class Stage1(Hooks):
         self._wait()
         for bucket in self.buckets:
             for param in bucket.params:
-                param.grad = None  # a view of bucket.gradients, averaged in the own shard alone
+                param.grad = None  # a view of bucket.gradients: only this rank's shard is averaged
 
     def no_sync(self) -> AbstractContextManager:
         """Context for the micro-batches before the last: gradients add up here, nothing is sent."""
@@ -205,8 +205,7 @@ class Stage1(Hooks):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update this rank's shards and gather everybody's: a bucket travels while the next is
-        updated."""
+        """Update this rank's shards and all-gather: a bucket travels while the next is updated."""
         # step 3: every rank has all new parameters, each updated by its owner with
         # self.gradient_scale. Buffers (running statistics of batch norm) are those of rank 0.
         # Backward is over, also where none ran. Another backward before zero_grad() is refused.

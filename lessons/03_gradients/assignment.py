@@ -3,7 +3,7 @@
 Memory a rank, for Ψ parameters on N ranks:
     fp32     4Ψ parameters + 4Ψ/N gradients + 8Ψ/N Adam's momentum and variance
     16 bit   2Ψ            + 2Ψ/N           + 12Ψ/N, of which 4Ψ/N are the fp32 master parameters
-and whole gradients for a while: of the bucket that autograd fills and of the one being reduced. A
+and, for a while, whole gradients of two buckets: one that autograd computes, one being reduced. A
 parameter larger than a bucket keeps its .grad until its last bucket is reduced; complete buckets
 keep theirs while they wait behind an incomplete one. On gloo, what the other ranks send takes
 another (N−1)/N of a bucket.
@@ -12,11 +12,10 @@ Communication plan, a step; what each rank sends:
     start      broadcast rank 0's parameters, once
     backward   reduce-scatter each bucket of gradients as soon as it is complete,
                and free it                                                        Ψ(N−1)/N elements
-    step       update the own shard, all-gather the updated parameters            Ψ(N−1)/N elements
+    step       update its own shard, all-gather the updated parameters           Ψ(N−1)/N elements
 Together as much as data parallelism sends. With gradient accumulation the reduce-scatter comes once
-for each micro-batch: a rank has no room where whole gradients could add up.
-Not counted, since small: running statistics (batch norm) at each step, an order of the buckets
-once, and a norm when clipping.
+for each micro-batch: no rank keeps whole gradients to add to. Not counted, since small: running
+statistics (batch norm) at each step, an order of the buckets once, and a norm when clipping.
 """
 
 from collections.abc import Iterator
@@ -42,12 +41,12 @@ class Stage2(Hooks):
         bucket_bytes: gradients are reduced in buckets of about this size; None: as few as can be.
         param_groups: as torch.optim takes them; by default all parameters of the model.
         memory: a class that says where gradients lie; zero_100b.py has another one.
-    A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
-    rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
-    After backward only reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_().
+    If a parameter gets no gradient on a rank, its gradient there counts as zero. If no rank has
+    one, earlier momentum and weight decay still move it, unlike in plain torch. After backward only
+    reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_().
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
-        element-wise; TypeError for what is no module, no optimizer class or no option of it;
-        RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
+        element-wise; TypeError for a wrong model, optimizer class or optimizer option; RuntimeError
+        if there are no ranks, or if their models differ. set_up() names the rest.
     """
 
     def __init__(
@@ -123,8 +122,7 @@ class Stage2(Hooks):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update this rank's shards and gather everybody's: a bucket travels while the next is
-        updated."""
+        """Update this rank's shards and all-gather: a bucket travels while the next is updated."""
         # step 2: every rank has all new parameters, each updated by its owner with
         # self.gradient_scale times the mean gradient. Buffers (running statistics of batch norm)
         # are those of rank 0. Backward is over, also where none ran. Another backward before

@@ -11,12 +11,12 @@ send takes another (N−1)/N of that one's gradients.
 Communication plan, a step; what each rank sends. The units are the model's blocks, and the rest,
 the root; each is one bucket, or several if its parameters differ in dtype, device or optimizer
 group:
-    start      broadcast rank 0's parameters, once; keep the own shard
+    start      broadcast rank 0's parameters, once; keep its own shard
     forward    all-gather each unit before its turn, free it at the next one      Ψ(N−1)/N elements
     backward   all-gather each unit before its turn, free it at the next one      Ψ(N−1)/N elements
                reduce-scatter its gradients once backward has left it,
                and free them                                                      Ψ(N−1)/N elements
-    step       update the own shard: nothing is sent
+    step       update its own shard: nothing is sent
 Together 1.5 times what data parallelism sends, or a little less: the root and the last block stay
 from forward to backward.
 Not counted, since small: running statistics (batch norm) at each step, and a norm when clipping.
@@ -55,18 +55,18 @@ class Stage3(Hooks):
         units: modules to gather as wholes; by default the elements of every nn.ModuleList (of a
             list or dict inside a list, its elements). A model without one is a single unit, whole
             from forward to step().
-    A parameter that gets no gradient on a rank counts there as one whose gradient is zero. If no
-    rank has one, earlier momentum and weight decay still move it, unlike in plain torch.
-    After backward only reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_().
-    A parameter can be read from its unit's turn until the turn of another one; the root's until
-    step() or the end of an evaluation. Then it keeps its shape, and reading it is an error:
-    `gather_parameters()` shows it. While it can be read, a loss may be computed from it (an L1
-    penalty, say), and edits in place are kept if all ranks make them alike, which is not checked
-    here. Keep a .clone() of what you read, not a view: a view that is taken inside the unit's own
-    forward gives no error when its memory is freed.
+    If a parameter gets no gradient on a rank, its gradient there counts as zero. If no rank has
+    one, earlier momentum and weight decay still move it, unlike in plain torch. After backward only
+    reduced_gradients() can be read, and .grad not: clip with clip_grad_norm_(). A parameter can be
+    read from its unit's turn until the turn of another one; the root's until step() or the end of
+    an evaluation. After that it keeps only its shape; to read it, use `gather_parameters()`. While
+    it can be read, a loss may be computed from it (an L1 penalty, say), and edits in place are kept
+    if all ranks make them alike, which is not checked here. Keep a .clone() of what you read, not a
+    view: a view that is taken inside the unit's own forward gives no error when its memory is
+    freed.
     Raises: ValueError for a model that is empty or wrapped already, or an optimizer that is not
-        element-wise; TypeError for what is no module, no optimizer class or no option of it;
-        RuntimeError if there are no ranks, or if their models differ. set_up() names the rest.
+        element-wise; TypeError for a wrong model, optimizer class or optimizer option; RuntimeError
+        if there are no ranks, or if their models differ. set_up() names the rest.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Stage3(Hooks):
         self.execution_order = ExecutionOrder(self)
 
     def own(self, bucket):
-        """A rank keeps a shard of every bucket, and of its parameters nothing else
-        (core/set_up.py calls this at the start)."""
+        """A rank keeps only its shard of every bucket's parameters (core/set_up.py calls this at
+        the start)."""
         # step 1: bucket.parameter_shard, which you set, is this rank's shard of bucket.parameters.
         # Of the bucket's parameters the rank holds nothing else.
         # - bucket.parameters [padded]: the parameters lie here side by side. At this moment they
@@ -115,7 +115,7 @@ class Stage3(Hooks):
         raise NotImplementedError("step 2: _gather")
 
     def _arrive(self, unit):
-        """Wait until they are here."""
+        """Wait for the all-gathers."""
         # step 2: nothing of this unit is on its way. If something was, its parameters can be read
         # now, and unit.whole is True.
         # - work.wait(): returns when the collective has ended
@@ -149,7 +149,7 @@ class Stage3(Hooks):
             precision.keep_changes(bucket)
 
     def unit_turn(self, unit, following):
-        self._release_others(unit, following)  # first: so two blocks have memory, and not three
+        self._release_others(unit, following)  # first: then two blocks need memory, not three
         self._gather_needed(unit)
         self._prefetch(following)  # after the wait, so as not to slow it
 

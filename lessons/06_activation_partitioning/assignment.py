@@ -41,8 +41,8 @@ Place = Callable[[Tensor], Tensor]
 
 @contextmanager
 def random_state_of(states: list[torch.Tensor]) -> Iterator[None]:
-    """Context in which random numbers come as they did from these states on. Afterwards they come
-    as if it had not been."""
+    """Context in which random numbers come as they did from these states on. Afterwards the old
+    state is restored."""
     # step 3: inside, random numbers come as from `states` on; afterwards as if nothing had been
     # drawn inside, also if an error ended it. _Checkpoint.backward runs the function inside of it.
     # - random_state(), set_random_state(states): the state of the generators; from here on as from

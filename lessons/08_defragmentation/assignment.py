@@ -58,7 +58,8 @@ class Pool:
         return sorted((address, size) for size, address, _ in self._free)
 
     def add(self, address: int, size: int) -> None:
-        """One more range, which is free. It does not touch another, though their addresses may."""
+        """One more range, which is free. It never merges with another, though their addresses may
+        touch."""
         self._insert(Block(address, size))
 
     def remove(self, address: int, size: int) -> None:
@@ -66,7 +67,7 @@ class Pool:
         self._take_out(size, address)
 
     def take(self, size: int) -> Block | None:
-        """A used block of this size, of `slack` more at most. None if no free block is so large."""
+        """A used block of `size` to `size + slack`. None if no free block is so large."""
         # step 1: the smallest free block that is large enough is used, of several the one at the
         # lowest address. If it has more than `slack` too much, the rest behind it is a free block
         # of its own. None, and nothing has changed, if no free block is large enough.

@@ -393,7 +393,7 @@ WRONG = {
         5, "test_clips_by_the_global_norm", r"a gradient_scale of 1e-12 .* rank 0 returned 0\. torch.float16 loses",
         global_norm(squares="if gradient_scale:\n    gradients = [each * gradient_scale for each in gradients]\n"
                     f"{SQUARES}", end="return norm"), 2),
-    "the norm of the own shards": Wrong(
+    "the norm of its own shards": Wrong(
         5, "test_clips_by_the_global_norm", r"it is the norm of this rank's shards alone", global_norm(sum_=""), 2),
     "norms are added": Wrong(
         5, "test_clips_by_the_global_norm", r"the ranks' norms were added, but their squares must be",

@@ -470,7 +470,7 @@ WRONG = {
         4, "test_trains_with_clipping", r"the 59 finite gradients move nothing, and 59 of their parameters moved on",
         clip_grad_norm_(scale="if norm.isfinite():\n    self.gradient_scale = precision.clip("
                               "self.gradient_scale, norm, max_norm)")),
-    "the norm of the own shards": Wrong(
+    "the norm of its own shards": Wrong(
         4, "test_clips_by_the_global_norm", r"it is the norm of this rank's shards alone",
         clip_grad_norm_(norm=f"{SQUARES}.sqrt()"), 2),
     "norms are added": Wrong(

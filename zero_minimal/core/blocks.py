@@ -39,7 +39,8 @@ class Pool:
         return sorted((address, size) for size, address, _ in self._free)
 
     def add(self, address: int, size: int) -> None:
-        """One more range, which is free. It does not touch another, though their addresses may."""
+        """One more range, which is free. It never merges with another, though their addresses may
+        touch."""
         self._insert(Block(address, size))
 
     def remove(self, address: int, size: int) -> None:
@@ -47,7 +48,7 @@ class Pool:
         self._take_out(size, address)
 
     def take(self, size: int) -> Block | None:
-        """A used block of this size, of `slack` more at most. None if no free block is so large."""
+        """A used block of `size` to `size + slack`. None if no free block is so large."""
         # best fit: large blocks are left for large requests
         index = bisect.bisect_left(self._free, (size,))
         if index == len(self._free):

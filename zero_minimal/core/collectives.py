@@ -25,7 +25,7 @@ The decorator `collective` adds two arguments to each function. With async_op=Tr
 `Work` (work.py) at once; else None, when the result is in place. `of=` names what is sent:
 an error shows it if ranks call different collectives. A `group` of None is all ranks; the
 functions below are given the process group itself.
-What a rank sends, and when, is heard from outside (`heard_by`): no stage has a line for it.
+Other code can hear what a rank sends, and when (`heard_by`); stages need no line for it.
 """
 
 import time
@@ -112,7 +112,7 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Work:
     if dist.get_backend(group) != "gloo":
         return Work([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)])
     if op == "max":
-        # gloo's own would take a message of any other collective
+        # gloo's own may take a message of another collective
         tell("messages", "read", at_work())
         host = _on_host(tensor, group)
         work = dist.all_reduce(host, op=_OPS[op], group=group, async_op=True)
@@ -168,7 +168,7 @@ def _exchange(leaving: list, arriving: list, group) -> list:
 
     Receives are posted before sends, so that a message is written to its place as it comes.
     """
-    # the group's own methods: what dist.isend and dist.irecv check besides costs time
+    # the group's own methods: dist.isend and dist.irecv do checks that cost time
     call, others = at_work(), other_ranks(group)
     tell("messages", "open", call)
     works = [group.recv([arriving[other]], other, call.tag) for other in reversed(others)]

@@ -18,7 +18,7 @@ IN_BACKWARD = 2**48  # more nodes than any forward makes
 
 
 class Pass:
-    """A forward pass. The nodes of its graph hold this object: it lives as long as they."""
+    """A forward pass. Its graph's nodes hold this object, so it lives as long."""
 
 
 class ExecutionOrder:
@@ -29,8 +29,8 @@ class ExecutionOrder:
         stage.evaluation_done()           a forward pass under no_grad has ended
         stage.reducer.hand_over(bucket)   backward is done with the unit of this bucket
 
-    Which unit is expected next? If turn number t of the pass before (forward or backward, as now)
-    was this unit's, as it is now, then the unit of turn t + 1.
+    Which unit is expected next? If this unit also had turn t in the last pass of this kind, then
+    the unit that had turn t + 1 there.
 
     How is backward followed? Through hooks on the grad_fn of each tensor that a unit returns: on
     its way to a parameter backward meets one of these nodes first. The turn is that of the
@@ -70,7 +70,7 @@ class ExecutionOrder:
         self._last = self._passes[kind]
         self._now = self._passes[kind] = []
         self._went_back = kind == "backward"
-        if self._went_back:  # what a checkpoint ran again belongs to the pass before
+        if self._went_back:  # drop what a checkpoint recomputed in the last pass
             self._first_call = {unit: number for unit, number in self._first_call.items()
                                 if number < IN_BACKWARD}
 
@@ -184,7 +184,7 @@ class ExecutionOrder:
 
 
 def left_behind(*what) -> None:
-    """A model is used, or a backward comes, whose stage is gone."""
+    """Forward or backward runs, but the stage is gone."""
     tell("left_behind", *what)
 
 

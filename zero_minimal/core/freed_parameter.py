@@ -1,4 +1,4 @@
-"""Freed parameter: one of stage 3 between its unit's turns, when its values are gone."""
+"""Freed parameter: at stage 3, a parameter whose values are freed for now."""
 
 import torch
 from torch import nn

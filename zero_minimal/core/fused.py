@@ -1,4 +1,4 @@
-"""Fused: tensors that one buffer carries for all of them."""
+"""Fused: checks of tensors that share one buffer."""
 
 from collections.abc import Iterable
 from itertools import pairwise

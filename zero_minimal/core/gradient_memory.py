@@ -26,8 +26,7 @@ class GradientMemory:
         pass
 
     def whole(self, bucket: Bucket) -> torch.Tensor:
-        """New memory [padded], into which the bucket's gradients are copied: zeros but where one
-        comes."""
+        """New memory [padded], into which the bucket's gradients are copied: zeros elsewhere."""
         whole = torch.empty(bucket.padded, dtype=bucket.dtype, device=bucket.device)
         bucket.zero_rest(whole)
         return whole

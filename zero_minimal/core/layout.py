@@ -1,6 +1,6 @@
-"""Layout: parameters in flat tensors, these cut into buckets that travel as one, these into shards
-that ranks own. A bucket is a stretch of a flat; what of a parameter lies in it is a piece. The N
-shards of a bucket are equal stretches of it, shard r for rank r; "whole" means all of them.
+"""Layout: parameters lie in flat tensors. Flats are cut into buckets, buckets into shards, one for
+each rank. A bucket is a stretch of a flat; what of a parameter lies in it is a piece. The N shards
+of a bucket are equal stretches of it, shard r for rank r; "whole" means all of them.
 
     flat     [size]        | b₂ | w₂ ····························· | b₁ | w₁ ···· | padding |
     buckets  [padded]      |         0          |         1          |         2          |
@@ -29,8 +29,8 @@ PaddedSize = Callable[[int, int], int]
 
 
 def padded_size(elements: int, world_size: int) -> int:
-    """How long a vector is that has room for so many elements, and can be cut into world_size
-    shards of equal size, each a multiple of ALIGNMENT."""
+    """`elements`, rounded up so that a vector can be cut into world_size equal shards, each a
+    multiple of ALIGNMENT."""
     shard = -(-elements // (world_size * ALIGNMENT)) * ALIGNMENT
     return world_size * shard
 
@@ -202,7 +202,7 @@ def pack(
         groups: the optimizer's. A parameter of no group is not trained: its bucket has
             group_index -1.
         padded_size: how long flats and buckets are.
-    Raises: ValueError if padded_size gives too few, or what N shards cannot be cut from.
+    Raises: ValueError if padded_size gives too few, or not a multiple of N.
     """
     group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
     position = {param: number for number, param in enumerate(reversed(list(params)))}

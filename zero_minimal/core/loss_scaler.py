@@ -13,8 +13,8 @@ SMALLEST_SCALE = 2.0**-24  # gradients that overflow even so are not too large: 
 
 
 class LossScaler:
-    """Dynamic loss scale for fp16, whose smallest number is 6e-8: the loss is multiplied by it, and
-    the gradients are divided by it again.
+    """Dynamic loss scale for fp16, whose smallest number is 6e-8: it multiplies the loss, and later
+    divides the gradients.
 
     A gradient that overflows anywhere makes *all* ranks skip the step and halve the scale;
     `growth_interval` good steps in a row double it.
@@ -53,8 +53,8 @@ class LossScaler:
 
     def unscale_(self, zero) -> None:
         """Let the next update divide the gradients, in fp32: in fp16 small ones would vanish. Only
-        zero.gradient_scale changes here, once however often it is asked for. Raises: RuntimeError
-        after step(), until update()."""
+        zero.gradient_scale changes here, once, also if called twice. Raises: RuntimeError after
+        step(), until update()."""
         if zero in self._overflows:
             raise RuntimeError("step() was called already for this stage since the last update(): "
                                "call scaler.update() after it, once for all stages, and before "

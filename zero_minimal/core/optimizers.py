@@ -19,16 +19,16 @@ from zero_minimal.core.layout import Bucket
 def over_shards(
     optimizer_class: type[Optimizer], options: dict, groups: list[dict], buckets: list[Bucket]
 ) -> Optimizer:
-    """The user's optimizer, with the user's options and groups, in which this rank's shards stand
-    in the place of the parameters."""
+    """The user's optimizer, with the user's options and groups, over this rank's shards in place of
+    the parameters."""
     shards = [{**group, "params": [b.master for b in buckets if b.group_index == index]}
               for index, group in enumerate(groups)]
     return optimizer_class(shards, **options)
 
 
 def changes_parameters(update: Callable) -> Callable:
-    """Decorator of a function(optimizer, bucket, …) that updates a bucket's shard. What a user
-    edited in the model goes into the fp32 master before."""
+    """Decorator of a function(optimizer, bucket, …) that updates a bucket's shard. First the user's
+    edits are copied into the fp32 master."""
 
     @functools.wraps(update)
     def told(optimizer, bucket, *args, **kwargs):
@@ -41,7 +41,7 @@ def changes_parameters(update: Callable) -> Callable:
 
 
 def tell_autograd(bucket: Bucket) -> None:
-    """The parameters have changed where autograd does not see it: a listener marks them for it."""
+    """Autograd did not see the parameters change: a listener tells it."""
     seams.tell("update_ends", bucket)
 
 

@@ -1,7 +1,7 @@
 """Random state: what makes a computation come out the same again, or differ from rank to rank.
 
 Dropout draws from generators, whose states decide every number to come; torch.autocast decides in
-which precision operators compute. Who computes again in backward needs both as they were.
+which precision operators compute. Recomputing in backward needs both as they were.
 """
 
 import zlib
@@ -36,8 +36,8 @@ def seed_from(states: list[torch.Tensor], number: int) -> None:
 
 @contextmanager
 def random_state_of(states: list[torch.Tensor]) -> Iterator[None]:
-    """Context in which random numbers come as they did from these states on. Afterwards they come
-    as if it had not been."""
+    """Context in which random numbers come as they did from these states on. Afterwards the old
+    state is restored."""
     gpus = [torch.cuda.current_device()] if len(states) > 1 else []
     with torch.random.fork_rng(gpus):
         set_random_state(states)

@@ -11,8 +11,8 @@ things make this less simple than it sounds:
   one rank and none on another. So buckets are handed over in one fixed order, and at the end of the
   pass the incomplete ones too: a gradient that is missing counts as zero.
 - A parameter that never gets a gradient would hold up all buckets behind its own until the end. So
-  after the first pass that hands over, the planned order gives way to an agreed one: that in which
-  rank 0 saw the buckets complete, with those that stayed incomplete last.
+  after the first pass that hands over, all ranks take the order in which rank 0's buckets became
+  complete, with incomplete ones last.
 
 A pass under `accumulate()` hands over nothing. "The pass" below is one that does.
 
@@ -39,8 +39,8 @@ class Hooks:
     """What a stage is told during a backward pass. It overrides what it needs; these do nothing."""
 
     def backward_begins(self) -> None:
-        """Before the first gradient of any pass. Reducer.reduced still speaks of the pass before:
-        it is set back after this call."""
+        """Before the first gradient of any pass. Reducer.reduced is still that of the previous
+        pass: it is reset after this."""
 
     def gradient_arrived(self, param: nn.Parameter, flat: Flat) -> None:
         """param.grad is there, added to that of earlier micro-batches if they left one. param lies
@@ -58,15 +58,14 @@ class Hooks:
         """
 
     def backward_ends(self) -> None:
-        """Every bucket was handed over. Where no pass did so, as on a rank that ran no backward,
-        step(), clip_grad_norm_() and LossScaler.step() call finish(), and so this too."""
+        """Every bucket was handed over. If no pass did, as on a rank that ran no backward, step(),
+        clip_grad_norm_() and LossScaler.step() call finish(), and so this."""
 
 
 class Reducer:
     """Counts the gradients of each of stage.buckets as they come, and calls the stage's Hooks.
 
-    by_turns: do not hand over a bucket with its last gradient: at stage 3 execution_order.py says
-        when.
+    by_turns: the last gradient does not hand over a bucket: at stage 3 execution_order.py does.
     """
 
     def __init__(self, stage: Hooks, by_turns: bool = False):

@@ -1,4 +1,4 @@
-"""Replicas: what keeps equal on all ranks whatever no bucket holds, and who checks it."""
+"""Replicas: keeps equal on all ranks what no bucket holds, and asks for checks."""
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,8 @@ def check_alike(model: nn.Module, group=None) -> None:
 
 
 def numbers_of_all_ranks(numbers: list[int], group=None, of: str = "") -> list[list[int]]:
-    """Every rank's list of whole numbers, rank 0's first. The lists are of one length. `of` is for
-    the error of a rank that is elsewhere."""
+    """Every rank's list of whole numbers, rank 0's first. The lists are of one length. `of` names
+    this call in error messages."""
     own = torch.tensor(numbers, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
     everybody = own.new_empty(dist.get_world_size(group) * len(numbers))
     collectives.all_gather(everybody, own, group=group, of=of)

@@ -1,7 +1,7 @@
 """Seams: where guards, checkpoints and rare cases attach to the algorithm, from outside.
 
-What a stage file imports, with all that those files import, is the algorithm. It tells what it
-does, and knows nobody who listens:
+The algorithm is what a stage file imports, directly or not. It tells these moments, and does not
+know the listeners:
 
     wrapping    units_given, model_given, groups_given, optimizer_given, buckets_planned,
                 unit_to_flatten, wrap_failed, wrapped
@@ -13,19 +13,19 @@ does, and knows nobody who listens:
                 parameter_released, parameter_restored
     messages    collective, messages
 
-Who listens is named in zero_minimal/__init__.py, and imported before the first moment is told.
+zero_minimal/__init__.py names the listeners; the first tell() imports them.
 """
 
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 
-attached: list[str] = []  # modules that listen, to be imported still
+attached: list[str] = []  # modules that listen, and are not imported yet
 listeners: dict[str, list[Callable]] = {}
 
 
 def at(*moments: str) -> Callable:
-    """Decorator of a function that is called at these moments, with what is told."""
+    """Decorator: call the function at these moments, with what is told."""
 
     def listens(function: Callable) -> Callable:
         for moment in moments:
@@ -42,7 +42,7 @@ def attach() -> None:
 
 
 def tell(moment: str, *what) -> None:
-    """Call who listens, in the order in which they attached."""
+    """Call the listeners, in the order in which they attached."""
     attach()
     for listener in list(listeners.get(moment, ())):
         listener(*what)

@@ -7,8 +7,7 @@
     4. make the user's optimizer, over the shards
 
 Stage 3 does steps 2 and 3 for one unit, then for the next, since no rank may be able to hold the
-whole model. What cannot be trained is refused before (zero_minimal/guards), while the model is
-still as it was.
+whole model. zero_minimal/guards refuses what cannot be trained, before the model is changed.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,8 +40,8 @@ def set_up(
         bucket_bytes: the size of a bucket; not used with units.
         units: stage 3's (units.py). Each becomes one bucket (or several, if its parameters differ
             in dtype, device or optimizer group).
-        padded_size, master_of, over_shards: functions that do what those of layout, precision and
-            optimizers do. Stage 1, which introduces them, names them.
+        padded_size, master_of, over_shards: may replace the functions of layout, precision and
+            optimizers. Stage 1 passes the defaults, to show them.
     Raises: what layout.pack raises, and whatever zero_minimal/guards refuses.
     """
     tell("model_given", model, group, units, bucket_bytes)

@@ -1,4 +1,4 @@
-"""Sums: what a rank makes of the parts that have arrived. They are added in rank order, so that an
+"""Sums: how a rank sums the parts that it received. They are added in rank order, so that an
 element has the same sum in every bucket, bit for bit."""
 
 import torch

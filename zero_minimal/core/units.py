@@ -72,7 +72,7 @@ def _callable(container: nn.Module):
 def _owners(found: dict) -> dict:
     """parameter → the innermost units that hold it."""
     owners, seen, to_visit = {}, set(), [(next(iter(found)), None)]
-    # no function that calls itself: it would keep the units alive until the next garbage collection
+    # no function that calls itself: it would keep units alive until the next garbage collection
     while to_visit:
         module, unit = to_visit.pop()
         unit = found.get(module, unit)
@@ -90,8 +90,7 @@ def _owners(found: dict) -> dict:
 def whole_parameters(buckets: list[Bucket], rank: int, group=None) -> Iterator[None]:
     """Context in which the parameters are whole, in new memory: what the caller keeps of it stays
     valid. At its end edits are carried over to this rank's shards, but not if it ends with an
-    error: one rank may have had it alone. All ranks must enter it, and none may run backward
-    inside."""
+    error: other ranks may have none. All ranks must enter it, and none may run backward inside."""
     gather_anew(buckets, group)
     yield
     with torch.no_grad():

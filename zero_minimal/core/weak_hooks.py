@@ -13,7 +13,7 @@ import torch
 
 
 def nothing(*_) -> None:
-    """What a hook does that was copied, or whose stage is gone."""
+    """What a copied hook does, or one whose stage is gone."""
 
 
 # WeakHook._call as torch.compile leaves it alone: made with the first hook, since that imports the

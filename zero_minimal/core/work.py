@@ -49,7 +49,7 @@ class Work:
 
     Args:
         works: what torch.distributed has started.
-        then: what is left to do when these are over.
+        then: what to do when they are finished.
         half_done: whether `then` sends messages.
     """
 
@@ -80,14 +80,14 @@ class Work:
         self.works, self.then = [], None  # nothing is left to do
 
     def __del__(self):
-        # somebody has caught an error, say, and let the stage go. If memory goes while gloo still
+        # somebody caught an error, say, and dropped the stage. If memory goes while gloo still
         # receives into it, gloo stops reading from that rank, and the next call would hang
         if self.works and self.then is not None:
             _dropped.append((self.works, self.then))
 
     def _wait_for_earlier_ones(self) -> None:
-        """An all_reduce on gloo sends its second half in wait(). Another rank may wait for that
-        before it starts what this one waits for."""
+        """An all_reduce on gloo sends its second half in wait(). Another rank may need it before it
+        starts the one that this rank waits for."""
         earlier = [one for one in _half_done if one.number < self.number and one.call is not None]
         for one in sorted(earlier, key=lambda one: one.number):
             if one.call.group == self.call.group:
@@ -157,8 +157,7 @@ class _AtWorkIn:
 
 
 def at_work() -> Call | None:
-    """The collective that this thread starts, or waits for; of one that is made of others the
-    outer one."""
+    """The collective that this thread starts, or waits for; of nested ones, the outermost."""
     return _thread.call
 
 

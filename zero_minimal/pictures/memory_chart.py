@@ -143,7 +143,7 @@ def draw_bucket_sizes(rows: list[dict], shards: float, whole: float) -> Figure:
         ("gradients", LOOKS["gradients"], [row["gradients"] / 1e6 for row in rows]),
         ("scratch of reductions", LOOKS["buffers"], [row["buffers"] / 1e6 for row in rows]),
     ], width=0.55)
-    for height, words in ((shards, "the own shard, 4Ψ/N"), (whole, "whole gradients, 4Ψ")):
+    for height, words in ((shards, "its own shard, 4Ψ/N"), (whole, "whole gradients, 4Ψ")):
         axis.axhline(height / 1e6, color="black", linewidth=1.0, linestyle="--")
         axis.annotate(words, (1.0, height / 1e6), (0, 3), xycoords=("axes fraction", "data"),
                       textcoords="offset points", ha="right", fontsize=9)

@@ -20,7 +20,7 @@ from zero_minimal.pictures.style import (
 LOOK_OF: dict[str, tuple[Look, str]] = {  # of the states of meters/unit_trace.py, and of gradients
     "whole": (LOOKS["parameters"], "whole"),
     "coming": (("#CFE3F2", "////"), "on its way: the other ranks send their shards"),
-    "shard": (("#002F4B", ""), "the own shard, which stays"),
+    "shard": (("#002F4B", ""), "its own shard, which stays"),
     "idle": (("white", "..."), "memory that nobody can read"),
     "gradients": (LOOKS["gradients"], "its gradients, on their way to their shards"),
 }
