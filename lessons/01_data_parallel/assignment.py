@@ -251,13 +251,14 @@ class Reducer:
         raise NotImplementedError("step 2: _hand_over_rest")
 
     def _agree_on_order(self) -> None:
-        """Take rank 0's order of completion for all passes to come. It costs one all-gather of
+        """Take rank 0's order of completion for all passes to come. It costs one broadcast of
         numbers, once."""
         self._ordered = True
         incomplete = [bucket for bucket in self.buckets if bucket not in self._completed]
         seen = [self.buckets.index(bucket) for bucket in [*self._completed, *incomplete]]
-        of_rank_0 = replicas.numbers_of_all_ranks(seen, self.stage.group)[0]
-        self.buckets = [self.buckets[index] for index in of_rank_0]
+        order = torch.tensor(seen, device=self.buckets[0].device)
+        collectives.broadcast(order, group=self.stage.group, of="order of the buckets")
+        self.buckets = [self.buckets[index] for index in order.tolist()]
 
     # what a stage calls besides
 

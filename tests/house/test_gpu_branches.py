@@ -15,11 +15,11 @@ import torch.distributed as dist
 from thorough import sample
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
-from zero_minimal.core import collectives, loss_scaler, random_state, replicas
+from zero_minimal.core import collectives, loss_scaler, random_state
 from zero_minimal.core.mesh import make_mesh
 from zero_minimal.defragmentation import Slab
 from zero_minimal.extensions import join
-from zero_minimal.guards.same_on_all_ranks import checksum
+from zero_minimal.guards.same_on_all_ranks import checksum, numbers_of_all_ranks
 from zero_minimal.meters import timing
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
 from zero_minimal.offloading import host, offloaded_state
@@ -230,7 +230,7 @@ def on_native_collectives():
                     with zero.gather_parameters():
                         pass
             found["batches"] = list(join.together(range(2)))
-            found["numbers"] = replicas.numbers_of_all_ranks([dist.get_rank(), 7])
+            found["numbers"] = numbers_of_all_ranks([dist.get_rank(), 7])
             return found
 
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from zero_minimal.checkpoint import as_json, local_chunks, state_folder
 from zero_minimal.checkpoint.sharded_state import check_moment
-from zero_minimal.core import precision, random_state, replicas
+from zero_minimal.core import precision, random_state
 from zero_minimal.guards.collective_fingerprint import CHECKPOINT
+from zero_minimal.guards.same_on_all_ranks import numbers_of_all_ranks
 from zero_minimal.processes import joining
 
 _groups = weakref.WeakKeyDictionary()  # of ranks that train → a group of the same, to save with
@@ -145,7 +146,7 @@ def _check_alike(encoded_extra, group) -> None:
 def meet(to_do: str, group: dist.ProcessGroup | None, number: int = 0) -> list[int]:
     """Every rank's number, when all ranks have come to save or to load. A rank that is somewhere
     else is named at once, since they meet where training does."""
-    every = replicas.numbers_of_all_ranks([number], group, of=CHECKPOINT + to_do)
+    every = numbers_of_all_ranks([number], group, of=CHECKPOINT + to_do)
     return [number for [number] in every]
 
 
@@ -194,7 +195,7 @@ def group_to_save(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         # torch names the new group after its ranks, and after how many groups this one is in: let
         # all be in as many, or they wait for each other under different names
         names = dist.distributed_c10d._world.pg_names
-        most = max(number for [number] in replicas.numbers_of_all_ranks([len(names)], own))
+        most = max(number for [number] in numbers_of_all_ranks([len(names)], own))
         while len(names) < most:
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         patience = own._get_backend(own._device_types[0]).options._timeout

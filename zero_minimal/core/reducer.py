@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from zero_minimal.core import replicas
+from zero_minimal.core import collectives
 from zero_minimal.core.layout import Bucket, Flat
 from zero_minimal.core.seams import tell
 from zero_minimal.core.weak_hooks import WeakHook
@@ -187,13 +187,14 @@ class Reducer:
             self.hand_over(bucket)
 
     def _agree_on_order(self) -> None:
-        """Take rank 0's order of completion for all passes to come. It costs one all-gather of
+        """Take rank 0's order of completion for all passes to come. It costs one broadcast of
         numbers, once."""
         self._ordered = True
         incomplete = [bucket for bucket in self.buckets if bucket not in self._completed]
         seen = [self.buckets.index(bucket) for bucket in [*self._completed, *incomplete]]
-        of_rank_0 = replicas.numbers_of_all_ranks(seen, self.stage.group)[0]
-        self.buckets = [self.buckets[index] for index in of_rank_0]
+        order = torch.tensor(seen, device=self.buckets[0].device)
+        collectives.broadcast(order, group=self.stage.group, of="order of the buckets")
+        self.buckets = [self.buckets[index] for index in order.tolist()]
 
     # what a stage calls besides
 

@@ -1,7 +1,5 @@
 """Replicas: keeps equal on all ranks what no bucket holds, and asks for checks."""
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from zero_minimal.core import collectives, seams
@@ -23,12 +21,3 @@ def broadcast_statistics(model: nn.Module, group=None) -> None:
 def check_alike(model: nn.Module, group=None) -> None:
     """The user may have edited parameters. Raises: RuntimeError on all ranks if theirs differ."""
     seams.tell("parameters_edited", model, group)
-
-
-def numbers_of_all_ranks(numbers: list[int], group=None, of: str = "") -> list[list[int]]:
-    """Every rank's list of whole numbers, rank 0's first. The lists are of one length. `of` names
-    this call in error messages."""
-    own = torch.tensor(numbers, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    everybody = own.new_empty(dist.get_world_size(group) * len(numbers))
-    collectives.all_gather(everybody, own, group=group, of=of)
-    return everybody.view(-1, len(numbers)).tolist()

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_minimal.core import replicas
 from zero_minimal.core.mesh import Group
 from zero_minimal.guards import same_on_all_ranks
 from zero_minimal.guards.outputs import tensors_in
@@ -62,7 +61,7 @@ def check_group(function: Callable, leaves: list, group: Group) -> None:
             "they have no copies to cut.", stacklevel=4
         )
     elif _is_first(function, group):
-        sums = replicas.numbers_of_all_ranks([checksum(leaves)], group)
+        sums = same_on_all_ranks.numbers_of_all_ranks([checksum(leaves)], group)
         odd = [rank for rank, other in enumerate(sums) if other != sums[0]]
         if odd:
             raise RuntimeError(

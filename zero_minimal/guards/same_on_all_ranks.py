@@ -8,9 +8,10 @@ Mistakes: a model that is built by the number of the rank; weights that one rank
 import zlib
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from zero_minimal.core import replicas, seams
+from zero_minimal.core import collectives, seams
 
 
 @seams.at("buckets_planned")
@@ -31,7 +32,7 @@ def compare_plans(stage, parts: list, optimizer_class: type, options: list[dict]
         for each in options]
     # not hash(), which differs from process to process
     own = [zlib.crc32(repr(each).encode()) for each in ((type(stage).__name__, facts), chosen)]
-    digests = replicas.numbers_of_all_ranks(own, stage.group)
+    digests = numbers_of_all_ranks(own, stage.group)
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if odd and digests[odd[0]][0] == digests[0][0]:
         raise RuntimeError(f"the optimizer of rank {odd[0]} differs from rank 0's in its class or "
@@ -59,8 +60,8 @@ def check_alike(model: nn.Module, group=None) -> None:
     """Raise RuntimeError, on every rank, if a parameter has other values on a rank than on rank 0:
     one rank alone has loaded weights, say."""
     names, params = zip(*model.named_parameters(), strict=True)
-    sums = replicas.numbers_of_all_ranks([checksum(param) for param in params], group,
-                                         of="checksums at the end of gather_parameters()")
+    sums = numbers_of_all_ranks([checksum(param) for param in params], group,
+                                of="checksums at the end of gather_parameters()")
     for rank, theirs in enumerate(sums):
         odd = [names[place] for place, one in enumerate(theirs) if one != sums[0][place]]
         if odd:
@@ -71,6 +72,15 @@ def check_alike(model: nn.Module, group=None) -> None:
                 "let it send them at the end of the block, on all ranks: "
                 "`for param in model.parameters(): collectives.broadcast(param.data)`"
             )
+
+
+def numbers_of_all_ranks(numbers: list[int], group=None, of: str = "") -> list[list[int]]:
+    """Every rank's list of whole numbers, rank 0's first. The lists are of one length. `of` is for
+    the error of a rank that is elsewhere."""
+    own = torch.tensor(numbers, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    everybody = own.new_empty(dist.get_world_size(group) * len(numbers))
+    collectives.all_gather(everybody, own, group=group, of=of)
+    return everybody.view(-1, len(numbers)).tolist()
 
 
 def checksum(tensor: torch.Tensor, before: int = 0) -> int:

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zero_minimal import guards
-from zero_minimal.core import collectives, replicas, seams
+from zero_minimal.core import collectives, seams
+from zero_minimal.core.reducer import Reducer
 from zero_minimal.extensions import meta_device
 from zero_minimal.guards import activation_checkpoints as checkpoints
 from zero_minimal.offloading import offloaded_state
@@ -50,8 +50,14 @@ def _nothing_travels(moment: str, call: collectives.Call) -> None:
     call.travels = False
 
 
+def _own_order(reducer: Reducer) -> None:
+    """For all passes to come: as with rank 0's, which this rank stands for."""
+    incomplete = [bucket for bucket in reducer.buckets if bucket not in reducer._completed]
+    reducer.buckets, reducer._ordered = [*reducer._completed, *incomplete], True
+
+
 NOT_READ = (  # functions of the algorithm that read values
-    (replicas, "numbers_of_all_ranks", lambda numbers, group=None, of="": [numbers] * dist.get_world_size(group)),
+    (Reducer, "_agree_on_order", _own_order),
     (offloaded_state, "fingerprint", lambda shard: None),
     (meta_device, "has_no_value", lambda tensor: False),
     (checkpoints, "checksum", lambda leaves: 0),
