@@ -83,9 +83,9 @@ class Watch:
         self.events.append(Event(kind, name))
 
     def __enter__(self):
-        from zero_minimal.core import collectives  # here: lesson 0 is graded where there are none
+        from zero_minimal.core import seams  # here: lesson 0 is graded where there are no collectives
 
-        self._listening = collectives.heard_by(self._hear)
+        self._listening = seams.heard_by("collective", self._hear)
         self._listening.__enter__()
         return self
 

@@ -70,7 +70,7 @@ from sharded import (
 from torch import optim
 from toys import Recipe
 
-from zero_minimal.core import collectives
+from zero_minimal.core import seams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,7 +111,7 @@ def memory_of_a_backward(stage_class):
     zero = build(stage_class, wide, bucket_bytes=LAYER)
     begins = memory.now(LAYERS * LAYER + SPARE)
     memory.listen(zero.model)
-    with collectives.heard_by(lambda moment, call: waiting.look() if moment == "wait" else None):
+    with seams.heard_by("collective", lambda moment, call: waiting.look() if moment == "wait" else None):
         loss = zero.model(*wide_numbers(rank, 0))
         loss.backward()
     del loss

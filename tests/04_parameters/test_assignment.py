@@ -49,7 +49,7 @@ from torch import nn, optim
 from toys import Recipe
 from turns_seen import BLOCKS, Marks, Sight, Tower, block_bytes, numbers, seeded_numbers
 
-from zero_minimal.core import collectives
+from zero_minimal.core import seams
 from zero_minimal.core.freed_parameter import is_released
 from zero_minimal.guards.reads_of_freed_parameters import FreedParameter
 
@@ -478,7 +478,7 @@ def left_out(stage_class):
         begun.add(call) if moment == "start" else begun.discard(call) if moment == "end" else None
 
     with checks.poisoned_memory(), checks.Calls(pause=0.005 * rank, look=sight.sends), (
-            collectives.heard_by(heard)):
+            seams.heard_by("collective", heard)):
         for step, skip in enumerate(ORDERS):
             sight.kind = f"forward pass {step + 1}, where " + ("no block is" if skip is None else f"blocks.{skip} is")
             sight.kind += " left out"
@@ -743,7 +743,7 @@ def memory_of_backwards(stage_class):
         block.up.weight.register_hook(lambda gradient: memory.look())
     for step in range(3):
         memory.most = waiting.most = 0
-        with collectives.heard_by(heard):
+        with seams.heard_by("collective", heard):
             zero.model(*numbers(rank, step)).backward()
         left = gradients_left(zero.model)
         found.append((memory.most, waiting.most, memory.now(limits(dist.get_world_size())[1]), left))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import toys
 from checks import in_words, once
 
-from zero_minimal.core import collectives
+from zero_minimal.core import seams, work
 from zero_minimal.meters.memory import Ledger
 
 worlds = pytest.mark.parametrize("world_size", (3, 2))
@@ -574,13 +574,13 @@ class Starts:
             """Torch's own collectives, where the learner calls them."""
 
             def hear(self, function, args):
-                if not collectives.at_work() and function.namespace == "c10d":
+                if not work.at_work() and function.namespace == "c10d":
                     for tensor in tensors_in(args[:2]):
                         if tensor.numel():
                             starts.note(tensor, function.__name__.split(".")[0].strip("_"))
                             break
 
-        self._undo = Natives(), collectives.heard_by(self._hear)
+        self._undo = Natives(), seams.heard_by("collective", self._hear)
         for context in self._undo:
             context.__enter__()
         return self

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zero_minimal.core import collectives, optimizers, precision
+from zero_minimal.core import collectives, optimizers, precision, seams
 from zero_minimal.core.gradient_memory import GradientMemory, Reduction
 from zero_minimal.core.layout import shard_of
 from zero_minimal.meters import run_record
@@ -280,7 +280,7 @@ def slow_link(seconds=0.02):
         if moment == "end":  # so that what watches the run, and began to listen later, counts it as a wait
             time.sleep(seconds)
 
-    with collectives.heard_by(hear):
+    with seams.heard_by("collective", hear):
         yield
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toys import STAGES, WORLDS, Recipe
 
 from zero_minimal import guards
-from zero_minimal.core import collectives
+from zero_minimal.core import seams
 from zero_minimal.core.layout import Bucket
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
@@ -233,7 +233,7 @@ def by_itself(stage):
     found = {}
     for name, package in PACKAGES.items():
         calls, losses, ledger = [], [], Ledger()
-        with guards.off(package), ledger, collectives.heard_by(lambda *heard, calls=calls: calls.append(heard)):
+        with guards.off(package), ledger, seams.heard_by("collective", lambda *heard, calls=calls: calls.append(heard)):
             model = toys.build(toys.Transformer, dist.get_rank(), torch.bfloat16)
             zero = STAGES[stage](model, optim.AdamW, bucket_bytes=4096, lr=0.01)
             ledger.watch(model, zero)

@@ -26,7 +26,7 @@ from odd_models import Chain
 from test_models import on_a_rank
 
 from zero_minimal.checkpoint import saved_state
-from zero_minimal.core import collectives, optimizers
+from zero_minimal.core import optimizers, seams
 from zero_minimal.extensions import lazy_all_gather
 from zero_minimal.extensions.averages import Average
 from zero_minimal.extensions.lazy_all_gather import Awaited
@@ -282,7 +282,7 @@ def order(stage):
     """Which buckets leave, and which modules wait for what."""
     zero, heard = small(stage), []
     zero.model(batch(0)).sum().backward()
-    with collectives.heard_by(lambda moment, call: heard.append((moment, call.tensors[0].data_ptr()))):
+    with seams.heard_by("collective", lambda moment, call: heard.append((moment, call.tensors[0].data_ptr()))):
         zero.step()
         heard.append("step has returned")
         zero.zero_grad()

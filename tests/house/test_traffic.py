@@ -12,7 +12,7 @@ import torch.distributed as dist
 from misuse import in_ranks
 from torch import nn
 
-from zero_minimal.core import collectives, ring
+from zero_minimal.core import collectives, ring, seams, work
 from zero_minimal.meters import traffic
 from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
 from zero_minimal.processes import ranks
@@ -187,10 +187,11 @@ def test_fsdp2_gathers_before_forward_and_backward():
 def test_leaves_the_collectives_as_they_were():
     before = torch._C._len_torch_dispatch_stack()
     heard = []
-    with pytest.raises(ZeroDivisionError), TrafficMeter(), collectives.heard_by(lambda *word: heard.append(word)):
+    hear = seams.heard_by("collective", lambda *word: heard.append(word))
+    with pytest.raises(ZeroDivisionError), TrafficMeter(), hear:
         with pytest.raises(ValueError, match="36 elements are not"):
             collectives.reduce_scatter(torch.ones(5), torch.ones(36))
-        assert not collectives.at_work()
+        assert not work.at_work()
         assert [moment for moment, _ in heard] == ["start"]
         raise ZeroDivisionError
     collectives.all_reduce(torch.ones(2))

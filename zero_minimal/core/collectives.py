@@ -25,7 +25,7 @@ The decorator `collective` adds two arguments to each function. With async_op=Tr
 `Work` (work.py) at once; else None, when the result is in place. `of=` names what is sent:
 an error shows it if ranks call different collectives. A `group` of None is all ranks; the
 functions below are given the process group itself.
-Other code can hear what a rank sends, and when (`heard_by`); stages need no line for it.
+Other code can hear what a rank sends, and when (work.Call); stages need no line for it.
 """
 
 import time
@@ -35,12 +35,7 @@ import torch.distributed as dist
 
 from zero_minimal.core.seams import tell
 from zero_minimal.core.sums import sum_in_rank_order
-from zero_minimal.core.work import Call, Work, at_work, collective, heard_by, other_ranks
-
-__all__ = [
-    "Call", "Work", "all_gather", "all_reduce", "at_work", "broadcast", "free", "heard_by",
-    "other_ranks", "reduce_scatter",
-]
+from zero_minimal.core.work import Work, at_work, collective, other_ranks
 
 # torch 2.13 renamed both
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

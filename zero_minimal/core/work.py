@@ -10,7 +10,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,13 @@ from zero_minimal.core import seams
 
 @dataclass(eq=False)
 class Call:
-    """One collective of this rank, as listeners hear of it."""
+    """One collective of this rank. Who listens at the moment "collective" (seams.py) is told
+
+        "start"  before anything is sent
+        "wait"   when the rank begins to wait for the result
+        "end"    when the result is there
+
+    and this object. A collective that is made of others counts as one."""
 
     name: str  # of the function
     tensors: tuple  # that it was given
@@ -121,19 +126,7 @@ def collective(launch):
     return collective
 
 
-# ------------------------------------------------------------------------------ who listens to them
-
-
-def heard_by(listener: Callable[[str, Call], object]) -> AbstractContextManager:
-    """Context in which listener(moment, call) is called for this rank's collectives:
-
-        "start"  before anything is sent
-        "wait"   when the rank begins to wait for the result
-        "end"    when the result is there
-
-    `call` is the same object each time. A collective that is made of others counts as one.
-    """
-    return seams.heard_by("collective", listener)
+# ------------------------------------------------------------------- what this thread is at work in
 
 
 class _Thread(threading.local):

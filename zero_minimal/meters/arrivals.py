@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from zero_minimal.core import collectives
+from zero_minimal.core import seams, work
 
 
 class Event(NamedTuple):
@@ -36,7 +36,7 @@ class Arrivals:
     def __enter__(self):
         self._hooks = [param.register_hook(lambda gradient: self._came(gradient.nbytes))
                        for param in self.model.parameters() if param.requires_grad]
-        self._listening = collectives.heard_by(self._hear)
+        self._listening = seams.heard_by("collective", self._hear)
         self._listening.__enter__()
         self._began = time.perf_counter()
         return self
@@ -50,7 +50,7 @@ class Arrivals:
         self._note("gradient", self._gradients, bytes)
         self._gradients += 1
 
-    def _hear(self, moment: str, call: collectives.Call) -> None:
+    def _hear(self, moment: str, call: work.Call) -> None:
         self._note(moment, self._calls.setdefault(call, len(self._calls)), call.bytes)
 
     def _note(self, kind: str, number: int, bytes: int) -> None:

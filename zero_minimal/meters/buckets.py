@@ -9,7 +9,7 @@ The clock is the gradients that come, not time: so any machine sees the same.
 
 import contextlib
 
-from zero_minimal.core import collectives
+from zero_minimal.core import seams, work
 from zero_minimal.core.gradient_memory import Reduction
 from zero_minimal.guards.grad_placeholder import has_gradient
 
@@ -37,7 +37,7 @@ class Lanes:
     def __enter__(self):
         params = {param for bucket in self.buckets for param in bucket.params}
         with contextlib.ExitStack() as undo:
-            undo.enter_context(collectives.heard_by(self._hear))
+            undo.enter_context(seams.heard_by("collective", self._hear))
             for param in params:  # the stage's own hooks are older, so that this one sees what they have done
                 undo.callback(param.register_post_accumulate_grad_hook(lambda _: self._look()).remove)
             self._look()
@@ -48,7 +48,7 @@ class Lanes:
         self._undo.close()
         self._look()
 
-    def _hear(self, moment: str, call: collectives.Call) -> None:
+    def _hear(self, moment: str, call: work.Call) -> None:
         if call.name == "reduce_scatter":
             self._started += moment == "start"
             self._ended += moment == "end"

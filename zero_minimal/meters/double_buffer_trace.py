@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_minimal.core import collectives
+from zero_minimal.core import seams, work
 
 EVENTS = (
     "fill",  # the buffer was taken, and will be sent next
@@ -47,7 +47,7 @@ class Trays:
         return getattr(self._watched, name)
 
     def __enter__(self):
-        self._listening = collectives.heard_by(self._hear)
+        self._listening = seams.heard_by("collective", self._hear)
         self._listening.__enter__()
         return self
 
@@ -86,7 +86,7 @@ class Trays:
         return next((number for number, buffer in enumerate(self._watched.buffers)
                      if 0 <= tensor.data_ptr() - buffer.data_ptr() < buffer.nbytes), None)
 
-    def _hear(self, moment: str, call: collectives.Call) -> None:
+    def _hear(self, moment: str, call: work.Call) -> None:
         if moment == "start" and self._load == len(self.record["loads"]):  # the first collective of this load
             values, counts = torch.unique_consecutive(max(call.tensors, key=Tensor.numel), return_counts=True)
             self.record["loads"].append([[round(value), count] for value, count in zip(

@@ -44,7 +44,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.core import collectives
+from zero_minimal.core import seams, work
 from zero_minimal.meters.owners import Owners, parameters_of, strided_tensors
 from zero_minimal.offloading import simulated_host
 
@@ -167,7 +167,7 @@ class Ledger(TorchDispatchMode):
         with contextlib.ExitStack() as undo:
             self._open, self._forwards = True, 0
             undo.callback(self._close)
-            undo.enter_context(collectives.heard_by(self._hear_collective))
+            undo.enter_context(seams.heard_by("collective", self._hear_collective))
             undo.enter_context(resizes_reported(self._resized))
             undo.callback(register_module_forward_pre_hook(lambda *call: self._count_forwards(+1)).remove)
             undo.callback(register_module_forward_hook(lambda *call: self._count_forwards(-1), always_call=True).remove)
@@ -200,7 +200,7 @@ class Ledger(TorchDispatchMode):
             storage = self._look_at(tensor, str(operator))
             if isinstance(tensor, nn.Parameter):
                 self._meet(tensor, storage)
-        is_peers = operator.namespace in ("c10d", "fsdp") and not collectives.at_work()
+        is_peers = operator.namespace in ("c10d", "fsdp") and not work.at_work()
         if is_peers and not self._owners.buckets():
             self._claim([args, kwargs], "buffers", replacing=UNOWNED)  # flat copies that a peer communicates
         return result
@@ -255,7 +255,7 @@ class Ledger(TorchDispatchMode):
         storage.bytes = size
 
     def _phase(self) -> str:
-        if collectives.at_work():
+        if work.at_work():
             return "collective"
         if torch._C._current_graph_task_id() != -1:  # the autograd engine is at work, in this thread
             return "backward"
@@ -301,7 +301,7 @@ class Ledger(TorchDispatchMode):
 
     # Some storages have an owner for a moment only, or none that could be asked. Three places show what they are:
 
-    def _hear_collective(self, moment: str, call: collectives.Call) -> None:
+    def _hear_collective(self, moment: str, call: work.Call) -> None:
         """A whole bucket of stage 2 or 3 that is about to be reduced, and the part of it that this rank keeps."""
         if moment == "start" and call.name in ("reduce_scatter", "reduce"):
             self._claim(call.tensors, "gradients", replacing=UNOWNED)

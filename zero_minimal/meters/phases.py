@@ -13,7 +13,7 @@ import contextlib
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from zero_minimal.core import collectives
+from zero_minimal.core import seams, work
 
 PHASES = ("forward", "backward", "update")
 
@@ -31,13 +31,13 @@ class Phases:
         self.last, self.forwards = {phase: {} for phase in PHASES}, 0
         before = register_module_forward_pre_hook(lambda *call: self._count(+1))
         after = register_module_forward_hook(lambda *call: self._count(-1), always_call=True)
-        with before, after, collectives.heard_by(self._hear):
+        with before, after, seams.heard_by("collective", self._hear):
             yield
 
     def _count(self, step: int) -> None:
         self.forwards += step
 
-    def _hear(self, moment: str, call: collectives.Call) -> None:
+    def _hear(self, moment: str, call: work.Call) -> None:
         if moment == "start":
             carried = self.last[self._phase()]
             carried[call.name] = carried.get(call.name, 0) + call.bytes

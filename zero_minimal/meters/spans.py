@@ -15,7 +15,7 @@ import contextlib
 import time
 from typing import NamedTuple
 
-from zero_minimal.core import collectives
+from zero_minimal.core import seams, work
 
 
 class Span(NamedTuple):
@@ -44,14 +44,14 @@ class Spans:
         self.collectives: list[Collective] = []
         self._times: dict = {}  # of those under way: {call: [start, wait]}
         self.began = time.perf_counter()  # all seconds count from here. May be set: to a moment that ranks share
-        self._listening = collectives.heard_by(self._hear)
+        self._listening = seams.heard_by("collective", self._hear)
         self._listening.__enter__()
         return self
 
     def __exit__(self, *error):
         self._listening.__exit__(*error)
 
-    def _hear(self, moment: str, call: collectives.Call) -> None:
+    def _hear(self, moment: str, call: work.Call) -> None:
         if moment == "end":
             start, wait = self._times.pop(call)
             self.collectives.append(Collective(call.name, start, wait, self._now(), call.bytes))

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.core import collectives
+from zero_minimal.core import seams, work
 
 FILES = "/proc/self/fd"  # Linux: this process's open files, its connections among them
 SENT = struct.Struct("200x2Q")  # tcpi_bytes_sent and tcpi_bytes_retrans in tcp_info of linux/tcp.h
@@ -95,7 +95,7 @@ class TrafficMeter(TorchDispatchMode):
 
     def __enter__(self):
         with contextlib.ExitStack() as undo:
-            undo.enter_context(collectives.heard_by(self._count_ours))
+            undo.enter_context(seams.heard_by("collective", self._count_ours))
             super().__enter__()
             self._undo = undo.pop_all()
         return self
@@ -109,14 +109,14 @@ class TrafficMeter(TorchDispatchMode):
             return NotImplemented  # a DTensor: torch takes it apart, and comes back with the local tensors
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        if operator.namespace in ("c10d", "_c10d_functional") and not collectives.at_work():
+        if operator.namespace in ("c10d", "_c10d_functional") and not work.at_work():
             name = OPERATORS.get(operator.overloadpacket.__name__)
             if name:
                 payload = max(map(_bytes, [*args, *kwargs.values(), result]))  # the whole vector is the largest
                 self._count(name, payload, _group_size(args))
         return result
 
-    def _count_ours(self, moment: str, call: collectives.Call) -> None:
+    def _count_ours(self, moment: str, call: work.Call) -> None:
         if moment == "start":
             self._count(call.name, call.bytes, call.world_size)
 

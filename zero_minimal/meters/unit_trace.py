@@ -15,7 +15,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from zero_minimal.core import collectives, seams
+from zero_minimal.core import seams, work
 from zero_minimal.core.freed_parameter import is_released
 from zero_minimal.core.layout import same_storage
 from zero_minimal.core.units import Unit
@@ -49,13 +49,13 @@ class Conveyor:
             "units": [unit.name or "root" for unit in self.units], "whole": sizes,
             "ranks": dist.get_world_size(zero.group), "turns": [], "states": [[] for _ in self.units], "reducing": [],
             "bytes": []}
-        self._under_way: list[collectives.Call] = []
+        self._under_way: list[work.Call] = []
 
     def __enter__(self):
         with contextlib.ExitStack() as undo:
             undo.enter_context(self.ledger)
             self.ledger.watch(self.zero.model, self.zero, self.zero.optimizer)
-            undo.enter_context(collectives.heard_by(self._hear))
+            undo.enter_context(seams.heard_by("collective", self._hear))
             undo.enter_context(seams.heard_by("unit_turned", self._turned))
             self._undo = undo.pop_all()
         return self
@@ -68,7 +68,7 @@ class Conveyor:
                 for pending in [pending for unit in self.units for pending in unit.gathering]:
                     pending.wait()
 
-    def _hear(self, moment: str, call: collectives.Call) -> None:
+    def _hear(self, moment: str, call: work.Call) -> None:
         if call.name == "all_gather" and moment == "start":
             self._under_way.append(call)
         elif moment == "end" and call in self._under_way:

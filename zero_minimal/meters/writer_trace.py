@@ -12,7 +12,7 @@ import contextlib
 
 import torch
 
-from zero_minimal.core import collectives
+from zero_minimal.core import seams, work
 
 
 class Written:
@@ -26,7 +26,7 @@ class Written:
         self._before = [bucket.parameters.clone() for bucket in self.buckets]
         self._changed: list[torch.Tensor] = []
         with contextlib.ExitStack() as undo:
-            undo.enter_context(collectives.heard_by(self._hear))
+            undo.enter_context(seams.heard_by("collective", self._hear))
             self._undo = undo.pop_all()
         return self
 
@@ -36,7 +36,7 @@ class Written:
             self._look(place)
         self.masks = [self._mask(param) for param in self.zero.model.parameters()]
 
-    def _hear(self, moment: str, call: collectives.Call) -> None:
+    def _hear(self, moment: str, call: work.Call) -> None:
         if (moment, call.name) == ("start", "all_gather") and len(self._changed) < len(self.buckets):
             self._look(len(self._changed))
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ipyparallel.engine.app import IPEngine
 from IPython import get_ipython
 
-from zero_minimal.core import collectives
+from zero_minimal.core import collectives, seams
 from zero_minimal.notebook import printed, recovery, stack_inspection
 from zero_minimal.notebook.errors import Told, Withheld
 from zero_minimal.offloading import host_process
@@ -33,7 +33,7 @@ from zero_minimal.processes import ranks
 
 HOURS = 24 * 3600  # a group's own time limit: the notebook has a better one
 
-names = {"torch": torch, "dist": dist, "collectives": collectives}  # what every cell finds
+names = {"torch": torch, "dist": dist, "collectives": collectives, "seams": seams}  # what every cell finds
 try:
     from zero_minimal.core import ring
 except ImportError:  # a teacher may withhold it: it solves lesson 00
@@ -56,7 +56,7 @@ def main(folder: str, rank: int, world_size: int, device: str) -> None:
     engine = IPEngine.instance(user_ns=names)
     engine.initialize([f"--profile-dir={folder}", f"--IPEngine.id={rank}", "--IPEngine.enable_nanny=False",
                        "--log-level=WARN"])
-    with collectives.heard_by(recovery.hear):
+    with seams.heard_by("collective", recovery.hear):
         engine.start()
 
 

@@ -30,7 +30,7 @@ _exchanged = [0, 0]  # collectives begun and ended, since the ranks have met
 
 
 def hear(moment: str, call) -> None:
-    """Count this rank's collectives: a listener of collectives.heard_by."""
+    """Count this rank's collectives: a listener of the moment "collective"."""
     if moment != "wait":
         _exchanged[moment == "end"] += 1
 

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zero_minimal import guards
-from zero_minimal.core import collectives, seams
+from zero_minimal.core import seams, work
 from zero_minimal.core.reducer import Reducer
 from zero_minimal.extensions import meta_device
 from zero_minimal.guards import activation_checkpoints as checkpoints
@@ -46,7 +46,7 @@ def without_values() -> Iterator[None]:
         yield
 
 
-def _nothing_travels(moment: str, call: collectives.Call) -> None:
+def _nothing_travels(moment: str, call: work.Call) -> None:
     call.travels = False
 
 

@@ -14,7 +14,7 @@ from operator import itemgetter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_minimal.core import collectives
+from zero_minimal.core import seams
 from zero_minimal.meters.memory import resizes_reported
 from zero_minimal.meters.owners import strided_tensors
 
@@ -126,7 +126,7 @@ def gathered_only(faults: list[str], model: torch.nn.Module, zero) -> Iterator[N
 
     zero.step = counted
     try:
-        with collectives.heard_by(seen.hear), resizes_reported(seen.resized), seen:
+        with seams.heard_by("collective", seen.hear), resizes_reported(seen.resized), seen:
             yield
     finally:
         del zero.step
