@@ -17,8 +17,8 @@ from torch import nn
 
 from zero_minimal.core import optimizers
 from zero_minimal.core.set_up import parameter_groups
+from zero_minimal.guards import same_on_all_ranks
 from zero_minimal.guards.refused_optimizers import STEPS
-from zero_minimal.guards.same_on_all_ranks import numbers_of_all_ranks
 from zero_minimal.offloading import files
 from zero_minimal.offloading.host_link import Parcel
 from zero_minimal.offloading.memory_budget import Budget
@@ -98,7 +98,7 @@ def set_up(stage, asked: Asked, buckets: list) -> None:
     })
     answer = stage.host.ask("on_disk", asked)
     own = [answer.needed, answer.free, answer.error, answer.smallest]
-    every = numbers_of_all_ranks(own, stage.group, of="set-up of the disk tier")
+    every = same_on_all_ranks.numbers_of_all_ranks(own, stage.group, of="set-up of the disk tier")
     try:
         _check_answers(asked, [Answer(*numbers) for numbers in every])
     except BaseException:

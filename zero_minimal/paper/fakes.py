@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zero_minimal import guards
@@ -20,6 +21,7 @@ from zero_minimal.core import seams, work
 from zero_minimal.core.reducer import Reducer
 from zero_minimal.extensions import meta_device
 from zero_minimal.guards import activation_checkpoints as checkpoints
+from zero_minimal.guards import same_on_all_ranks
 from zero_minimal.offloading import offloaded_state
 
 
@@ -56,7 +58,9 @@ def _own_order(reducer: Reducer) -> None:
     reducer.buckets, reducer._ordered = [*reducer._completed, *incomplete], True
 
 
-NOT_READ = (  # functions of the algorithm that read values
+NOT_READ = (  # functions that read values
+    (same_on_all_ranks, "numbers_of_all_ranks",
+     lambda numbers, group=None, of="": [numbers] * dist.get_world_size(group)),
     (Reducer, "_agree_on_order", _own_order),
     (offloaded_state, "fingerprint", lambda shard: None),
     (meta_device, "has_no_value", lambda tensor: False),
