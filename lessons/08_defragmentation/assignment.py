@@ -177,16 +177,19 @@ def gradients_in_slab(model: nn.Module) -> Slab:
     Returns: the Slab, with room for one gradient of each parameter. Set the gradients to None, then
         reset() it.
     Raises: ValueError if no parameter wants a gradient, or if those that want one differ in dtype
-        or device; in backward RuntimeError, if the slab was reset while gradients were in use.
+        or device; in backward RuntimeError, where it adds to a gradient that was kept before the
+        last reset().
     """
     # step 4: the slab has room for one gradient of each parameter that wants one. In backward, as
     # soon as a gradient is complete, it lies there, and nowhere else. A second backward adds to
-    # what lies there. RuntimeError in backward, if the slab was reset while gradients were in use.
-    # (`_kind_of` finds dtype and device.)
+    # what lies there. RuntimeError in backward, where it adds to a gradient that was kept before
+    # the last reset(), wherever it lies. (`_kind_of` finds dtype and device.)
     # - param.register_post_accumulate_grad_hook(hook): hook(param) runs in backward, whenever
     #   param.grad is complete
     # - slab.holds(tensor): whether it lies in the slab's memory
-    # - tensor.storage_offset(): in elements, from the front of its storage
+    # - slab.used: after a reset it is not what your last hook has left
+    # - id(param): a number to remember it by. (A hook that holds its parameter keeps it alive for
+    #   good.)
     raise NotImplementedError("step 4: gradients_in_slab")
 
 

@@ -800,8 +800,8 @@ def test_each_round_begins_anew(assignment):
 
 def reset_too_early(assignment):
     """What backward says when the slab was reset while gradients were in use: all of them, all but the one that
-    backward completes first, that one alone, or one from 6 to 15, which the next round covers up to 8. And how many
-    there are. Once all were set to None it must go on."""
+    backward completes first, that one alone, one from 6 to 15, which the next round covers up to 8, or one up to 6,
+    which the next round covers whole. And how many there are. Once all were set to None it must go on."""
     errors, order = [], []
     for forgotten in (slice(0), slice(1), slice(1, None)):
         model = toys.build(toys.MLP, 0)
@@ -819,18 +819,20 @@ def reset_too_early(assignment):
             errors.append("")
         except RuntimeError as raised:
             errors.append(str(raised))
-    sizes = nn.ParameterList([torch.ones(6), torch.ones(9), torch.ones(8)])
-    slab = assignment.gradients_in_slab(sizes)
-    for param in sizes[:2]:
-        param.square().sum().backward()
-    sizes[0].grad = None
-    slab.reset()
-    try:
-        for param in (sizes[2], sizes[1]):
+    for first, in_use in ((2, 1), (1, 0)):
+        sizes = nn.ParameterList([torch.ones(6), torch.ones(9), torch.ones(8)])
+        slab = assignment.gradients_in_slab(sizes)
+        for param in sizes[:first]:
             param.square().sum().backward()
-        errors.append("")
-    except RuntimeError as raised:
-        errors.append(str(raised))
+        for param in sizes[:in_use]:
+            param.grad = None
+        slab.reset()
+        try:
+            for param in (sizes[2], sizes[in_use]):
+                param.square().sum().backward()
+            errors.append("")
+        except RuntimeError as raised:
+            errors.append(str(raised))
     other = toys.build(toys.MLP, 0)
     fine = assignment.gradients_in_slab(other)
     for _ in range(2):
@@ -842,22 +844,26 @@ def reset_too_early(assignment):
 
 @pytest.mark.step(4, points=3)
 def test_a_reset_while_gradients_are_in_use_is_refused(assignment):
-    (((error, partly, first, covered), total),) = once(reset_too_early, 1, assignment)
+    (((error, partly, first, covered, hidden), total),) = once(reset_too_early, 1, assignment)
     assert error, (
         "gradients lay in the slab, it was reset, and the next backward added to them without a word. What is kept "
-        "next would lie over them: raise RuntimeError in backward where a gradient lies where nothing is kept")
+        "next would lie over them: raise RuntimeError in backward where it adds to a gradient from before the reset")
     assert partly, (
         f"of {total} gradients in the slab the one that backward completes first was set to None, and the slab was "
         f"reset. The next backward kept that one again, and added to the {total - 1} others without a word, though "
-        "nothing is kept where they lie. slab.used is not 0 any more when their hooks run: look at where each gradient "
-        "lies")
+        "nothing is kept where they lie. slab.used is not 0 any more when their hooks run: remember whose gradients "
+        "were kept since the reset")
     assert first, (
         f"of {total} gradients in the slab all but the one that backward completes first were set to None, and "
         "the slab was reset. The next backward added to that one without a word, at the slab's front, where the others "
-        "are kept now: look at where a gradient ends")
+        "are kept now: remember whose gradients were kept since the reset")
     assert covered, (
         "a gradient lies at 6 to 15, and the slab was reset. Another one was kept at 0 to 8, over its first two "
-        "numbers, and backward added to both without a word: look at where a gradient ends")
+        "numbers, and backward added to both without a word: remember whose gradients were kept since the reset")
+    assert hidden, (
+        "a gradient lies at 0 to 6, and the slab was reset. Another one was kept at 0 to 8, over all of it, and "
+        "backward added to both without a word. From where it lies nobody can tell: remember whose gradients were kept "
+        "since the reset")
 
 
 # --------------------------------------------------------------------------------------------------- step 5: compact
