@@ -35,8 +35,8 @@ class Slab:
     """One allocation for long-lived tensors of one kind: laid side by side until reset().
 
     Args:
-        elements: its size. By default the first round in which something is kept measures: until its
-            reset() tensors get memory of their own, and then the slab is allocated for as many
+        elements: its size. By default the first round in which something is kept measures: until
+            its reset() tensors get memory of their own, and then the slab is allocated for as many
             elements as were kept.
         dtype, device: those of the tensors.
     `memory` is the allocation, [elements] (None while it measures); `used` counts the elements kept
