@@ -35,8 +35,9 @@ class Slab:
     """One allocation for long-lived tensors of one kind: laid side by side until reset().
 
     Args:
-        elements: its size. By default the first round measures: until the first reset() tensors get
-            memory of their own, and then the slab is allocated for as many elements as were kept.
+        elements: its size. By default the first round in which something is kept measures: until
+            its reset() tensors get memory of their own, and then the slab is allocated for as many
+            elements as were kept.
         dtype, device: those of the tensors.
     `memory` is the allocation, [elements] (None while it measures); `used` counts the elements kept
     in this round.
@@ -112,19 +113,27 @@ def gradients_in_slab(model: nn.Module) -> Slab:
     Returns: the Slab, with room for one gradient of each parameter. Set the gradients to None, then
         reset() it.
     Raises: ValueError if no parameter wants a gradient, or if those that want one differ in dtype
-        or device; in backward RuntimeError, if the slab was reset while gradients were in use.
+        or device; in backward RuntimeError, where it adds to a gradient that was kept before the
+        last reset().
     """
     params = [param for param in model.parameters() if param.requires_grad]
     slab = Slab(sum(param.numel() for param in params), *_kind_of(params))
+    kept, end = set(), 0  # in this round: ids of those whose gradients were kept, and slab.used
+    # (not the parameters themselves: one that its own hook holds is never freed)
 
     def move(param):
+        nonlocal end
+        if slab.used != end:  # it was reset: what is kept from now on may lie over all of them
+            kept.clear()
         if not slab.holds(param.grad):
             param.grad = slab.keep(param.grad)
-        elif param.grad.storage_offset() + param.grad.numel() > slab.used:
+            kept.add(id(param))
+        elif id(param) not in kept:
             raise RuntimeError(
                 "the gradient slab was reset while a gradient was in use there: set gradients to "
                 "None first (optimizer.zero_grad()), then reset() the slab"
             )  # else: autograd has added to what lies there, from an earlier micro-batch
+        end = slab.used
 
     for param in params:
         param.register_post_accumulate_grad_hook(move)

@@ -70,7 +70,8 @@ class Pool:
         """A used block of `size` to `size + slack`. None if no free block is so large."""
         # step 1: the smallest free block that is large enough is used, of several the one at the
         # lowest address. If it has more than `slack` too much, the rest behind it is a free block
-        # of its own. None, and nothing has changed, if no free block is large enough.
+        # of its own, and both its neighbours know it. None, and nothing has changed, if no free
+        # block is large enough.
         # - self._free: the free blocks, (size, address, block), sorted
         # - bisect.bisect_left(entries, (size,)): the place of the first entry that does not begin
         #   with less than `size`
@@ -81,9 +82,8 @@ class Pool:
 
     def give(self, block: Block) -> None:
         """Take a block back. Raises: ValueError if it is free already."""
-        # step 2: the block is free, and one with those free blocks of its range that touched it. No
-        # two free blocks of a range touch. ValueError, and nothing has changed, if it was free
-        # already.
+        # step 2: the block is free, and merged with its free neighbours of the same range. No two
+        # free blocks of a range touch. ValueError, and nothing has changed, if it was free already.
         # - self._take_out(size, address): this block is no longer among the free ones
         # - self._insert(block): it is among them from now on
         raise NotImplementedError("step 2: give")
@@ -101,8 +101,9 @@ class Slab:
     """One allocation for long-lived tensors of one kind: laid side by side until reset().
 
     Args:
-        elements: its size. By default the first round measures: until the first reset() tensors get
-            memory of their own, and then the slab is allocated for as many elements as were kept.
+        elements: its size. By default the first round in which something is kept measures: until
+            its reset() tensors get memory of their own, and then the slab is allocated for as many
+            elements as were kept.
         dtype, device: those of the tensors.
     `memory` is the allocation, [elements] (None while it measures); `used` counts the elements kept
     in this round.
@@ -136,7 +137,7 @@ class Slab:
         # counts it. (While the slab measures, memory is None: then the copy has memory of its own.)
         # - self._end_of(tensor): what `used` will be; raises if the tensor may not be kept
         # - self.memory [elements], self._kept [elements]: the same memory, with two version
-        #   counters
+        #   counters: write through one, hand out views of the other
         raise NotImplementedError("step 3: keep")
 
     def _end_of(self, tensor: Tensor) -> int:
@@ -165,7 +166,8 @@ class Slab:
         """Forget all that was kept: the next tensor goes to the front again. Nothing is freed."""
         # step 3: nothing is kept any more, and the next tensor goes to the front; no memory was
         # given back. A backward that still needs what was kept fails. (After the round that
-        # measured, memory is allocated for as much as was kept in it.)
+        # measured, memory is allocated for as much as was kept in it. A round without anything goes
+        # on measuring.)
         # - tensor[:0].zero_(): changes no number, and counts as a change
         # - self._allocate(elements): makes memory and _kept
         raise NotImplementedError("step 3: reset")
@@ -178,16 +180,19 @@ def gradients_in_slab(model: nn.Module) -> Slab:
     Returns: the Slab, with room for one gradient of each parameter. Set the gradients to None, then
         reset() it.
     Raises: ValueError if no parameter wants a gradient, or if those that want one differ in dtype
-        or device; in backward RuntimeError, if the slab was reset while gradients were in use.
+        or device; in backward RuntimeError, where it adds to a gradient that was kept before the
+        last reset().
     """
     # step 4: the slab has room for one gradient of each parameter that wants one. In backward, as
     # soon as a gradient is complete, it lies there, and nowhere else. A second backward adds to
-    # what lies there. RuntimeError in backward, if the slab was reset while gradients were in use.
-    # (`_kind_of` finds dtype and device.)
+    # what lies there. RuntimeError in backward, where it adds to a gradient that was kept before
+    # the last reset(), wherever it lies. (`_kind_of` finds dtype and device.)
     # - param.register_post_accumulate_grad_hook(hook): hook(param) runs in backward, whenever
     #   param.grad is complete
     # - slab.holds(tensor): whether it lies in the slab's memory
-    # - tensor.storage_offset(): in elements, from the front of its storage
+    # - slab.used: after a reset it is not what your last hook has left
+    # - id(param): a number to remember it by. (A hook that holds its parameter keeps it alive for
+    #   good.)
     raise NotImplementedError("step 4: gradients_in_slab")
 
 

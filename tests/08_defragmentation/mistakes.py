@@ -89,6 +89,15 @@ def reset(change="self._kept[:0].zero_()", measured="self._allocate(self.used)",
 
 
 MOVE = """
+if slab.used < max(kept.values(), default=0):
+    kept.clear()
+if not slab.holds(param.grad):
+    param.grad = slab.keep(param.grad)
+    kept[id(param)] = slab.used
+elif id(param) not in kept:
+    raise RuntimeError("set gradients to None first, then reset() the slab")
+"""
+BY_PLACE = """
 if not slab.holds(param.grad):
     param.grad = slab.keep(param.grad)
 elif param.grad.storage_offset() + param.grad.numel() > slab.used:
@@ -101,7 +110,7 @@ def gradients(params="[param for param in model.parameters() if param.requires_g
               size="sum(param.numel() for param in params)", move=MOVE, hooks=HOOKS):
     return {"gradients_in_slab": function(
         "def gradients_in_slab(model):", f"params = {params}", f"slab = Slab({size}, *_kind_of(params))",
-        function("def move(param):", move), hooks, "return slab")}
+        "kept = {}", function("def move(param):", move), hooks, "return slab")}
 
 
 IN_ORDER = "sorted(self.lent.values(), key=lambda entry: entry[1].address)"
@@ -247,8 +256,16 @@ WRONG = {
     "looks at where a gradient begins": Wrong(
         4, "test_a_reset_while_gradients_are_in_use_is_refused",
         r"of 6 gradients in the slab all but the one .* were set to None, .* backward added to that one",
-        gradients(move=MOVE.replace("param.grad.storage_offset() + param.grad.numel() > slab.used",
-                                    "param.grad.storage_offset() > slab.used"))),
+        gradients(move=BY_PLACE.replace(" + param.grad.numel() > slab.used", " > slab.used"))),
+    "looks at where a gradient ends": Wrong(
+        4, "test_a_reset_while_gradients_are_in_use_is_refused",
+        r"at 0 to 6, and the slab was reset. Another one was kept at 0 to 8, over all of it, .* nobody can tell",
+        gradients(move=BY_PLACE)),
+    "makes the slab in the default dtype": Wrong(
+        4, "test_a_frozen_layer_may_be_of_another_dtype",
+        r"of a layer in fp64 the gradient slab has elements of torch.float32, and backward raised ValueError",
+        {"gradients_in_slab": gradients()["gradients_in_slab"].replace(
+            "*_kind_of(params))", "device=_kind_of(params)[1])")}),
     "looks at the dtype of frozen parameters": Wrong(
         4, "test_a_frozen_layer_may_be_of_another_dtype",
         r"frozen, and in bf16; .* raised ValueError: .* has torch.bfloat16 on cpu, torch.float32 on cpu. Only",
@@ -283,6 +300,10 @@ WRONG = {
     "copies pieces back to front": Wrong(
         5, "test_overlapping_moves_keep_the_values", r"moved by \d+ to the front, over itself, and \d+ of its numbers ",
         move(pieces="reversed(range(0, size, piece))")),
+    "copies pieces through memory of the default dtype": Wrong(
+        5, "test_overlapping_moves_keep_the_values",
+        r"in an arena of torch.float64 a tensor of \d+ elements was moved by 3, and \d+ of its n.* In fp32 none",
+        move(when="True", clone="moving = torch.empty(count).copy_(moving)")),
     "clones the whole arena": Wrong(
         5, "test_compaction_takes_memory_for_one_piece", r"held 32.0 MiB more at its peak",
         compact(begin="self.pool, whole = self._empty_pool(), self.memory.clone()",
@@ -315,8 +336,7 @@ WRONG |= {  # what strangers handed in, and had full marks
             " if param is not None"), (" if param is not None if", " if param is not None and"))),
     "found by its start": Wrong(
         4, "test_a_reset_while_gradients_are_in_use_is_refused", r"a gradient lies at 6 to 15, and the slab was",
-        edited("08_defragmentation", "gradients_in_slab",
-               ("param.grad.storage_offset() + param.grad.numel() > slab", "param.grad.storage_offset() >= slab"))),
+        gradients(move=BY_PLACE.replace(" + param.grad.numel() > slab.used", " >= slab.used"))),
 }
 
 RIGHT = {
@@ -381,6 +401,9 @@ UNTOLD = {
     "Slab.reset: 0 + 1 (2)": "what was kept is valid until reset() alone: its first number may be zeroed then",
     "gradients_in_slab: `slab = Slab(sum((param.numel() for param in params)), *_kind_of(params))` a statement later":
         "the hook looks for the slab when it runs",
+    "gradients_in_slab: `kept, end = (set(), 0)` a statement later": "the hook looks for both when it runs",
+    "gradients_in_slab: `param.grad = slab.keep(param.grad)` a statement later": NOTHING,
+    "gradients_in_slab: 0 + 1": "before the first gradient nothing is remembered, so that there is nothing to forget",
     "Arena.compact: without @torch.no_grad()": "_lend has its own, and the arena's memory wants no gradient",
     "Arena.compact: `self._move(old.address, new.address, old.size)` a statement later":
         "the tensor may point to its new place before its numbers come there: nobody reads it in between",

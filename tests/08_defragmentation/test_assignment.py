@@ -733,6 +733,27 @@ def with_a_frozen_layer(assignment):
     return (str(slab.memory.dtype), slab.memory.numel()), wanted
 
 
+def of_another_dtype(assignment):
+    """Of layers in fp64 and in bf16: the slab's dtype, what backward raised, and whether gradients are those of one
+    without a slab, and lie there."""
+    seen = {}
+    for dtype, name in KINDS[1:]:
+        results, slab, error = [], None, ""
+        for in_slab in (False, True):
+            layer = toys.build(lambda: nn.Linear(5, 3), 0, dtype)
+            if in_slab:
+                slab = assignment.gradients_in_slab(layer)
+            try:
+                layer(torch.ones(2, 5, dtype=dtype)).square().sum().backward()
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {raised}"
+            results.append([param.grad for param in layer.parameters()])
+        inside = [param is not None and param.untyped_storage().data_ptr() == slab.memory.untyped_storage().data_ptr()
+                  for param in results[1]]
+        seen[name] = str(slab.memory.dtype), error, all(inside), not error and toys.identical(*results)
+    return seen
+
+
 @pytest.mark.step(4, points=1)
 def test_a_frozen_layer_may_be_of_another_dtype(assignment):
     ((slab, wanted),) = once(with_a_frozen_layer, 1, assignment)
@@ -742,6 +763,14 @@ def test_a_frozen_layer_may_be_of_another_dtype(assignment):
         "dtype on one device: which of them did you pass to `_kind_of`?")
     assert slab == ("torch.float32", wanted), (
         f"{model}. The gradient slab has {slab[1]} elements of {slab[0]}, and {wanted} of torch.float32 are right")
+    (seen,) = toys.run(of_another_dtype, 1, assignment)
+    for name, (dtype, error, inside, same) in seen.items():
+        assert not error, (
+            f"of a layer in {name} the gradient slab has elements of {dtype}, and backward raised {error}. `_kind_of` "
+            "has found dtype and device: does the slab get them?")
+        assert inside and same, (
+            f"of a layer in {name} the gradient slab has elements of {dtype}, and after backward its gradients "
+            + ("are others than without a slab" if inside else "do not lie there"))
 
 
 def micro_batches(assignment):
@@ -800,8 +829,8 @@ def test_each_round_begins_anew(assignment):
 
 def reset_too_early(assignment):
     """What backward says when the slab was reset while gradients were in use: all of them, all but the one that
-    backward completes first, that one alone, or one from 6 to 15, which the next round covers up to 8. And how many
-    there are. Once all were set to None it must go on."""
+    backward completes first, that one alone, one from 6 to 15, which the next round covers up to 8, or one up to 6,
+    which the next round covers whole. And how many there are. Once all were set to None it must go on."""
     errors, order = [], []
     for forgotten in (slice(0), slice(1), slice(1, None)):
         model = toys.build(toys.MLP, 0)
@@ -819,18 +848,20 @@ def reset_too_early(assignment):
             errors.append("")
         except RuntimeError as raised:
             errors.append(str(raised))
-    sizes = nn.ParameterList([torch.ones(6), torch.ones(9), torch.ones(8)])
-    slab = assignment.gradients_in_slab(sizes)
-    for param in sizes[:2]:
-        param.square().sum().backward()
-    sizes[0].grad = None
-    slab.reset()
-    try:
-        for param in (sizes[2], sizes[1]):
+    for first, in_use in ((2, 1), (1, 0)):
+        sizes = nn.ParameterList([torch.ones(6), torch.ones(9), torch.ones(8)])
+        slab = assignment.gradients_in_slab(sizes)
+        for param in sizes[:first]:
             param.square().sum().backward()
-        errors.append("")
-    except RuntimeError as raised:
-        errors.append(str(raised))
+        for param in sizes[:in_use]:
+            param.grad = None
+        slab.reset()
+        try:
+            for param in (sizes[2], sizes[in_use]):
+                param.square().sum().backward()
+            errors.append("")
+        except RuntimeError as raised:
+            errors.append(str(raised))
     other = toys.build(toys.MLP, 0)
     fine = assignment.gradients_in_slab(other)
     for _ in range(2):
@@ -842,22 +873,26 @@ def reset_too_early(assignment):
 
 @pytest.mark.step(4, points=3)
 def test_a_reset_while_gradients_are_in_use_is_refused(assignment):
-    (((error, partly, first, covered), total),) = once(reset_too_early, 1, assignment)
+    (((error, partly, first, covered, hidden), total),) = once(reset_too_early, 1, assignment)
     assert error, (
         "gradients lay in the slab, it was reset, and the next backward added to them without a word. What is kept "
-        "next would lie over them: raise RuntimeError in backward where a gradient lies where nothing is kept")
+        "next would lie over them: raise RuntimeError in backward where it adds to a gradient from before the reset")
     assert partly, (
         f"of {total} gradients in the slab the one that backward completes first was set to None, and the slab was "
         f"reset. The next backward kept that one again, and added to the {total - 1} others without a word, though "
-        "nothing is kept where they lie. slab.used is not 0 any more when their hooks run: look at where each gradient "
-        "lies")
+        "nothing is kept where they lie. slab.used is not 0 any more when their hooks run: remember whose gradients "
+        "were kept since the reset")
     assert first, (
         f"of {total} gradients in the slab all but the one that backward completes first were set to None, and "
         "the slab was reset. The next backward added to that one without a word, at the slab's front, where the others "
-        "are kept now: look at where a gradient ends")
+        "are kept now: remember whose gradients were kept since the reset")
     assert covered, (
         "a gradient lies at 6 to 15, and the slab was reset. Another one was kept at 0 to 8, over its first two "
-        "numbers, and backward added to both without a word: look at where a gradient ends")
+        "numbers, and backward added to both without a word: remember whose gradients were kept since the reset")
+    assert hidden, (
+        "a gradient lies at 0 to 6, and the slab was reset. Another one was kept at 0 to 8, over all of it, and "
+        "backward added to both without a word. From where it lies nobody can tell: remember whose gradients were kept "
+        "since the reset")
 
 
 # --------------------------------------------------------------------------------------------------- step 5: compact
@@ -981,27 +1016,36 @@ def test_tensors_follow_where_they_are_moved(assignment):
 
 
 GAPS = (1, 3, 700, 2**18 - 1, 2**18 + 1)
+NO_FP32_HOLDS = 2**40  # and what is added to it
 
 
 def overlapped(assignment):
-    """For each gap: how many elements of a large tensor, moved by it, differ afterwards; and of the one behind it."""
+    """For each gap and dtype: how many elements of a large tensor, moved by it, differ afterwards; and of the one
+    behind it."""
     wrong = {}
-    for gap in GAPS:
+    for gap, dtype in [(gap, torch.float32) for gap in GAPS] + [(3, torch.float64), (700, torch.int64)]:
         size = 2**19 + 12345
-        arena = assignment.Arena(gap + size + 5000)
+        arena = assignment.Arena(gap + size + 5000, dtype)
         hole, large, behind = (arena.allocate((elements,)) for elements in (gap, size, 4000))
-        torch.arange(size, out=large)
-        torch.arange(4000, out=behind)
+        values = [NO_FP32_HOLDS * (dtype != torch.float32) + torch.arange(tensor.numel(), dtype=dtype)
+                  for tensor in (large, behind)]
+        large.copy_(values[0])
+        behind.copy_(values[1])
         arena.free(hole)
         arena.compact()
-        wrong[gap] = [int((tensor != torch.arange(float(tensor.numel()))).sum()) for tensor in (large, behind)]
+        wrong[gap, str(dtype)] = [int((tensor != value).sum()) for tensor, value in zip(
+            (large, behind), values, strict=True)]
     return wrong
 
 
 @pytest.mark.step(5, points=6)
 def test_overlapping_moves_keep_the_values(assignment):
     (wrong,) = once(overlapped, 1, assignment)
-    for gap, (inside, behind) in wrong.items():
+    for (gap, dtype), (inside, behind) in wrong.items():
+        assert dtype == "torch.float32" or not inside and not behind, (
+            f"in an arena of {dtype} a tensor of {2**19 + 12345} elements was moved by {gap}, and {inside} of its "
+            f"numbers are others now, and {behind} of the tensor behind it. In fp32 none was. Through what does a "
+            "piece go, and of which dtype is that?")
         assert not inside, (
             f"a tensor of {2**19 + 12345} elements was moved by {gap} to the front, over itself, and {inside} of its "
             "numbers are others now. Old and new place overlap: copy front to back, piece by piece, and a piece that "

@@ -1,7 +1,9 @@
 """Lesson 8, M_D: checkpoints and gradients lie in slabs; an arena closes its holes; an allocator model shows why."""
 
 import functools
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -205,10 +207,27 @@ def test_gradient_slab_says_what_it_cannot_do():
     slab.reset()
     with pytest.raises(RuntimeError, match="set gradients to None first"):
         layer(torch.ones(1, 2)).sum().backward()
+    pair = nn.ParameterList([torch.ones(2), torch.ones(5)])
+    slab = gradients_in_slab(pair)
+    pair[0].sum().backward()
+    slab.reset()
+    pair[1].sum().backward()  # lies over all of the one before
+    with pytest.raises(RuntimeError, match="set gradients to None first"):
+        pair[0].sum().backward()
     with pytest.raises(ValueError, match="has none that wants a gradient"):
         gradients_in_slab(nn.Linear(2, 3).requires_grad_(False))
     with pytest.raises(ValueError, match="has torch.bfloat16 on cpu, torch.float32 on cpu"):
         gradients_in_slab(nn.ModuleList([nn.Linear(2, 3), nn.Linear(2, 3).bfloat16()]))
+
+
+def test_a_gradient_slab_does_not_keep_its_model_alive():
+    layer = nn.Linear(2, 3)
+    slab = gradients_in_slab(layer)
+    layer(torch.ones(1, 2)).sum().backward()
+    alive = weakref.ref(layer.weight), weakref.ref(slab)
+    del layer, slab
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None], "a hook holds the parameter that holds the hook"
 
 
 def stage2_losses(in_slab):
