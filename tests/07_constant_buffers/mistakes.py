@@ -264,6 +264,16 @@ WRONG |= {  # what strangers handed in, and had full marks
         edited("07_constant_buffers", "ConstantBuffers.send",
                ("self._under_way[self._turn]", "self._sent = 1 - getattr(self, '_sent', 0)\n"
                 "    self._under_way[self._sent]"))),
+    "the turn changes when a buffer is sent": Wrong(
+        1, "test_one_may_travel_while_the_other_is_taken", r"returned the buffers [01, ]+: they take turns at each",
+        edited("07_constant_buffers", "ConstantBuffers.take", ("    self._turn = 1 - self._turn\n", ""))
+        | edited("07_constant_buffers", "ConstantBuffers.send", (
+            "self._under_way[self._turn] = pending, then",
+            "self._under_way[self._turn] = pending, then\n    self._turn = 1 - self._turn"))),
+    "waits only if two are under way": Wrong(
+        1, "test_one_may_travel_while_the_other_is_taken", r"the last take\(\) returns the second buffer, which",
+        edited("07_constant_buffers", "ConstantBuffers.take", (
+            "self._finish(self._turn)", "if None not in self._under_way:\n        self._finish(self._turn)"))),
     "one rank looks at nothing": Wrong(
         4, "test_what_does_not_fit_is_refused_before_anything_is_sent", r"on rank 0, which is alone, all_reduce",
         edited("07_constant_buffers", "all_reduce", (

@@ -178,14 +178,17 @@ def trips(lesson):
 
 
 def taken_twice(lesson):
-    """Whether the second buffer, sent after both were taken, was waited for when the first was taken again."""
+    """Of take(), take(), send(), take(), take(): whether the second buffer, which was sent, was waited for when the
+    first was taken again, and when it was taken itself; and the four buffers, by their numbers."""
     buffers, events = lesson.ConstantBuffers(48), []
-    buffers.take()
-    buffers.take()
+    taken = [buffers.take(), buffers.take()]
     trip = Trip(0, events)
     buffers.send(trip, trip.read)
-    buffers.take()
-    return ("waited", 0) in events
+    waited = []
+    for _ in range(2):
+        taken.append(buffers.take())
+        waited.append(("waited", 0) in events)
+    return waited, [number_of(buffer, buffers) for buffer in taken]
 
 
 def listed(events):
@@ -246,10 +249,18 @@ def test_a_buffer_is_taken_when_it_is_back(lesson):
 
 @pytest.mark.step(1, points=5)
 def test_one_may_travel_while_the_other_is_taken(lesson):
-    [waited] = once(taken_twice, 1, lesson)
-    assert not waited, (
+    [((early, late), taken)] = once(taken_twice, 1, lesson)
+    assert not early, (
         "take(), take(), send(), take(): the buffer that was taken last is on its way, the second one. The third "
         "take() returns the first, and waited for the second"
+    )
+    assert taken in ([0, 1] * 2, [1, 0] * 2), (
+        f"take(), take(), send(), take(), take() returned the buffers {', '.join(map(str, taken))}: they take turns at "
+        "each take(), also if nothing was sent in between"
+    )
+    assert late, (
+        "take(), take(), send(), take(), take(): the last take() returns the second buffer, which is on its way, and "
+        "nobody has waited for it. What has this buffer to wait for?"
     )
     for early, events in once(two_pairs, 1, lesson):
         right = [step for number in range(2) for step in (("waited", number), ("read", number), ("end", None))]
