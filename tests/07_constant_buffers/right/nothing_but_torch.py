@@ -16,20 +16,20 @@ class ConstantBuffers:
         self.under_way, self.turn = deque(), 0
 
     def take(self):
-        while len(self.under_way) > 1:
-            self._back()
         self.turn += 1
+        while any(number == self.turn % 2 for number, _, _ in self.under_way):
+            self._back()
         return self.buffers[self.turn % 2]
 
     def send(self, pending, then):
-        self.under_way.append((pending, then))
+        self.under_way.append((self.turn % 2, pending, then))
 
     def wait(self):
         while self.under_way:
             self._back()
 
     def _back(self):
-        pending, then = self.under_way.popleft()
+        _, pending, then = self.under_way.popleft()
         pending.wait()
         then()
 
