@@ -168,7 +168,7 @@ class Reducer:
     def finish(self) -> None:
         """Hand over what is left: when a pass ends, or when the reduced gradients are asked for (in
         step(), say) and no pass on this rank has handed over."""
-        tell("backward_ends", self)
+        tell("pass_ends", self)
         self._hand_over_rest()
         self.reduced, self.running = True, False
         if not self._ordered:

@@ -5,7 +5,7 @@ know the listeners:
 
     wrapping    units_given, model_given, groups_given, optimizer_given, buckets_planned,
                 unit_to_flatten, wrap_failed, wrapped
-    backward    followed, backward_begins, gradient_arrives, bucket_complete, backward_ends,
+    backward    followed, backward_begins, gradient_arrives, bucket_complete, pass_ends,
                 gradients_reduced, gradients_asked, gradients_dropped
     update      update_begins, update_ends, parameters_edited
     stage 3     units_followed, unit_called, unit_begins, unit_turn, unit_turned, unit_is_whole,

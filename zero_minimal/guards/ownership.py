@@ -1,6 +1,6 @@
 """Ownership: a model belongs to one stage, and its parameters stay where that stage has put them.
 
-Seams: model_given, buckets_planned, wrapped, gradient_arrives, gradients_asked, backward_ends.
+Seams: model_given, buckets_planned, wrapped, gradient_arrives, gradients_asked, pass_ends.
 Mistakes: a model that is wrapped twice; a parameter that was added, moved, replaced, tied, removed,
 frozen or unfrozen after wrapping.
 """
@@ -80,7 +80,7 @@ def check_all(reducer) -> None:
                 check_place(param, bucket.parameters, at_stage_3=False)
 
 
-@seams.at("backward_ends")
+@seams.at("pass_ends")
 def check_owned(reducer) -> None:
     """Raise RuntimeError if the model has a parameter that its stage does not know, or has lost one
     that it does."""
