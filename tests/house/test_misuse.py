@@ -582,3 +582,15 @@ def test_a_number_of_bytes_may_be_a_float():
     for wrong in (0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="bucket_bytes is"):
             wrap(2, bucket_bytes=wrong)
+
+
+@in_ranks(2)
+def test_a_backward_that_was_refused_has_not_begun():
+    zero = wrap(3)
+    with zero.gather_parameters(), pytest.raises(RuntimeError, match="outside gather_parameters"):
+        loss_of(zero).backward()
+    toys.learn(zero, loss_of(zero))
+    whole = toys.whole_parameters(zero)
+    plain = wrap(3)
+    toys.learn(plain, loss_of(plain))
+    assert toys.identical(whole, toys.whole_parameters(plain))

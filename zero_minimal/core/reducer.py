@@ -107,9 +107,8 @@ class Reducer:
         if self.running:
             return
         tell("backward_begins", self)
-        self.running = True
-        self.stage.backward_begins()
-        self.reduced = False
+        self.stage.backward_begins()  # it may refuse: then no pass is under way
+        self.running, self.reduced = True, False
         # Autograd runs _end at the end of the pass in which it is queued. A reentrant checkpoint
         # runs a pass of its own inside the user's, and the first gradient may come from there:
         # queued then, _end would run too early. So watch_output queues it at the model's output,
