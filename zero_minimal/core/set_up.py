@@ -53,7 +53,12 @@ def set_up(
     # without units= the whole model is a single one, which bucket_bytes cuts into buckets
     single = SimpleNamespace(name="", module=model, params=trained(model, groups), buckets=[])
     parts = units or [single]
-    _plan_buckets(stage, parts, groups, None if units else bucket_bytes, padded_size)
+    most = None if units else bucket_bytes
+    for part in parts:
+        part.buckets = layout.pack(part.params, groups, stage.world_size, most, padded_size)
+    # backward comes to the last part of the model first
+    stage.all_buckets = [bucket for part in reversed(parts) for bucket in part.buckets]
+    stage.buckets = [bucket for bucket in stage.all_buckets if bucket.trained]
     tell("buckets_planned", stage, parts, optimizer_class, [optimizer_options, *groups])
     try:
         for part in parts:
@@ -96,19 +101,6 @@ def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
     """The parameters that are trained, in the order of the model."""
     chosen = {param for group in groups for param in group["params"]}
     return [param for param in model.parameters() if param in chosen]
-
-
-def _plan_buckets(
-    stage, parts: list, groups: list[dict], bucket_bytes: int | None, padded_size: Callable
-) -> None:
-    """Give a stage its buckets, in the order in which backward completes them."""
-    for part in parts:
-        part.buckets = layout.pack(
-            part.params, groups, stage.world_size, bucket_bytes, padded_size
-        )
-    # backward comes to the last part of the model first
-    stage.all_buckets = [bucket for part in reversed(parts) for bucket in part.buckets]
-    stage.buckets = [bucket for bucket in stage.all_buckets if bucket.trained]
 
 
 def _broadcast_rest(model: nn.Module, buckets: list, group=None) -> None:
