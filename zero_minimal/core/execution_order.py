@@ -14,7 +14,7 @@ from zero_minimal.core.seams import tell
 from zero_minimal.core.units import Unit
 from zero_minimal.core.weak_hooks import WeakHook
 
-IN_BACKWARD = 2**48  # more nodes than any forward makes
+IN_BACKWARD = 2**48  # added to the numbers of nodes that backward makes: more than forward makes
 
 
 class Pass:
@@ -41,7 +41,8 @@ class ExecutionOrder:
     them, and backward goes through them from the highest number down. So when it comes to a node,
     it is done with every unit whose first call began after that node was made. The gradients
     themselves could not tell: a parameter may have none on one of the ranks, and all ranks must
-    hand over at the same moment.
+    hand over at the same moment. No node that is followed is older than the first calls of the root
+    and the first unit: Reducer.finish() hands these over, when the pass ends.
 
     Make it after stage.reducer, whose hook at the model's output must run before the root's: it
     begins the pass, and then the root's turn in it begins.
@@ -96,8 +97,9 @@ class ExecutionOrder:
     def _before_forward(self, unit: Unit, module: nn.Module, _) -> None:
         if self.stage.shown:  # all is whole; one rank alone may be running
             return
-        if module is not unit.module and self._is_at_work(unit):
-            return
+        at_work = [one for _, one, _ in self.under_way]
+        if module is not unit.module and (at_work if unit is self.root else unit in at_work):
+            return  # a part of the unit, inside a call of it (of the root: of any)
         tell("unit_called", self, unit)
         if not self.stage.reducer.running:
             if self._went_back:  # a forward after a backward
@@ -116,10 +118,6 @@ class ExecutionOrder:
         self.under_way.append((next_number(), unit, module))
         tell("unit_begins", self, unit)
         self.turn(unit)
-
-    def _is_at_work(self, unit: Unit) -> bool:
-        at_work = [one for _, one, _ in self.under_way]
-        return bool(at_work) if unit is self.root else unit in at_work
 
     def _after_forward(self, unit: Unit, module: nn.Module, _, output) -> None:
         if not self.under_way or self.under_way[-1][2] is not module:

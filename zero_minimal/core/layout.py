@@ -160,8 +160,8 @@ class Bucket:
             if param.grad is not None:
                 if end < start:
                     whole[end:start].zero_()
-                begin, end = self._pieces[param]
-                end += start - begin
+                begin, after = self._pieces[param]
+                end = start + after - begin
         if end < self.padded:
             whole[end:].zero_()
 
