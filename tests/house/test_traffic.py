@@ -192,10 +192,10 @@ def test_leaves_the_collectives_as_they_were():
         with pytest.raises(ValueError, match="36 elements are not"):
             collectives.reduce_scatter(torch.ones(5), torch.ones(36))
         assert not work.at_work()
-        assert [moment for moment, _ in heard] == ["start"]
+        assert not heard, "a guard has refused it"
         raise ZeroDivisionError
     collectives.all_reduce(torch.ones(2))
-    assert len(heard) == 1, "a listener that has gone hears nothing"
+    assert not heard, "a listener that has gone hears nothing"
     assert torch._C._len_torch_dispatch_stack() == before
 
 

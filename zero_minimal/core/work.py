@@ -32,6 +32,7 @@ class Call:
     tensors: tuple  # that it was given
     group: dist.ProcessGroup
     of: object  # names what is sent
+    options: dict  # the function's other arguments: op, root
     travels: bool = True  # a listener may say that nothing is sent: in a simulation
     tag: int = 0  # of its messages; a listener may choose another
     note: object = None  # what a listener sends along
@@ -115,7 +116,7 @@ def collective(launch):
         else:
             given = (*tensors, *options.values())
             given = tuple(value for value in given if isinstance(value, torch.Tensor))
-            call = Call(launch.__name__, given, group or dist.group.WORLD, of)
+            call = Call(launch.__name__, given, group or dist.group.WORLD, of, options)
             seams.tell("collective", "start", call)
             with _AtWorkIn(call):
                 pending = (launch(*tensors, group=call.group, **options) if call.travels

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from zero_minimal.core import seams
 
 IN_ORDER = (  # in which they are asked
-    "group_members", "bucket_names", "ownership", "refused_models", "views_from_outside",
-    "refused_optimizers", "calls_as_in_torch", "same_on_all_ranks", "failed_wrap",
+    "group_members", "refused_collectives", "bucket_names", "ownership", "refused_models",
+    "views_from_outside", "refused_optimizers", "calls_as_in_torch", "same_on_all_ranks", "failed_wrap",
     "reads_of_freed_parameters", "used_gradients", "grad_placeholder",
     "changed_in_forward", "training_moment", "stage3_reads", "version_counters", "copied_stage",
     "vocabulary", "forked_process", "collective_fingerprint",
