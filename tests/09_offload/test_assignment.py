@@ -1014,6 +1014,7 @@ def test_an_edit_goes_along(assignment):
 
 PAUSE = 0.02  # seconds that the file takes for each stretch, and the caller too
 HEAD, BODY = 16, 48  # bytes of a stretch that stay as they are, and that change
+SPARE = 32  # bytes by which a buffer is larger: it has room for the largest stretch, and these are smaller
 
 
 class SlowFile:
@@ -1050,17 +1051,17 @@ def through_a_file(assignment):
     found = []
     for many, writing in zip(STRETCHES, WRITING, strict=True):
         events, size = [], HEAD + BODY
-        file, seen = SlowFile(many * size, events, writing), []
-        file.bytes += torch.arange(many, dtype=torch.uint8).repeat_interleave(size) * 10
-        lanes = assignment.ReadAhead(file, size)
+        file, seen = SlowFile(many * size + SPARE, events, writing), []
+        file.bytes[: many * size] += torch.arange(many, dtype=torch.uint8).repeat_interleave(size) * 10
+        lanes = assignment.ReadAhead(file, size + SPARE)
         lanes.writer.submit = noted(lanes.writer.submit, events)
         stretches = [Stretch(number * size, 1, {}, size, HEAD) for number in range(many)]
         got = set()
         for _ in range(PASSES):
             for number, buffer in enumerate(lanes.through(stretches)):
                 events.append(("work begins", number * size, 0, 0))
-                seen.append((buffer.memory[0].item(), buffer.memory[-1].item()))
-                buffer.memory[HEAD:] += 1
+                seen.append((buffer.memory[0].item(), buffer.memory[size - 1].item()))
+                buffer.memory[HEAD:size] += 1
                 got.add(buffer.memory.data_ptr())
                 time.sleep(1.5 * PAUSE)
                 events.append(("work ends", number * size, 0, 0))
@@ -1105,7 +1106,7 @@ def test_changes_are_in_the_file_when_they_are_read_again(assignment):
             head, body = file[number * size].item(), file[number * size + HEAD].item()
             assert head == 10 * number, (
                 f"{told}: byte 0 of stretch {number}, which nobody changes, is {head} in the file, and was "
-                f"{10 * number}: writing begins at stretch.start + stretch.changes"
+                f"{10 * number}: writing begins at stretch.start + stretch.changes, and ends with the stretch"
             )
             assert body == 10 * number + PASSES, (
                 f"{told}: at the end stretch {number} has {body - 10 * number} of {PASSES} additions in the file. A "
