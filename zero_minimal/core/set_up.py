@@ -51,7 +51,9 @@ def set_up(
     stage.rank, stage.world_size = dist.get_rank(group), dist.get_world_size(group)
 
     # without units= the whole model is a single one, which bucket_bytes cuts into buckets
-    single = SimpleNamespace(name="", module=model, params=trained(model, groups), buckets=[])
+    chosen = {param for each in groups for param in each["params"]}
+    trained = [param for param in model.parameters() if param in chosen]
+    single = SimpleNamespace(name="", module=model, params=trained, buckets=[])
     parts = units or [single]
     most = None if units else bucket_bytes
     for part in parts:
@@ -95,12 +97,6 @@ def parameter_groups(model: nn.Module, param_groups: Iterable | None = None) -> 
     tell("groups_given", model, groups)
     return [{**group, "params": [param for param in group["params"] if param.requires_grad]}
             for group in groups]
-
-
-def trained(model: nn.Module, groups: list[dict]) -> list[nn.Parameter]:
-    """The parameters that are trained, in the order of the model."""
-    chosen = {param for group in groups for param in group["params"]}
-    return [param for param in model.parameters() if param in chosen]
 
 
 def _broadcast_rest(model: nn.Module, buckets: list, group=None) -> None:

@@ -5,6 +5,7 @@
 `collective` is the decorator of the functions in collectives.py, which start what is pending here.
 """
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -42,10 +43,6 @@ class Call:
         """Its payload, the whole vector: the largest of its tensors."""
         return max(tensor.nbytes for tensor in self.tensors)
 
-    @property
-    def world_size(self) -> int:
-        return self.group.size()
-
 
 class Work:
     """A collective under way. Leave its tensors alone until `wait()` has returned.
@@ -71,7 +68,7 @@ class Work:
         if _half_done:
             self._wait_for_earlier_ones()
         seams.tell("collective", "wait", self.call)
-        with _AtWorkIn(self.call):
+        with _at_work_in(self.call):
             seams.tell("messages", "read", self.call)
             self._finish()
         seams.tell("collective", "end", self.call)
@@ -118,7 +115,7 @@ def collective(launch):
             given = tuple(value for value in given if isinstance(value, torch.Tensor))
             call = Call(launch.__name__, given, group or dist.group.WORLD, of, options)
             seams.tell("collective", "start", call)
-            with _AtWorkIn(call):
+            with _at_work_in(call):
                 pending = (launch(*tensors, group=call.group, **options) if call.travels
                            else Work([]))
             pending.call = call
@@ -137,17 +134,14 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class _AtWorkIn:
+@contextlib.contextmanager
+def _at_work_in(call: Call):
     """Context in which this thread starts a collective, or finishes it."""
-
-    def __init__(self, call: Call):
-        self.call = call
-
-    def __enter__(self):
-        self.before, _thread.call = _thread.call, self.call
-
-    def __exit__(self, *_):
-        _thread.call = self.before
+    before, _thread.call = _thread.call, call
+    try:
+        yield
+    finally:
+        _thread.call = before
 
 
 def at_work() -> Call | None:

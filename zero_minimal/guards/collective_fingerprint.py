@@ -52,7 +52,7 @@ class Mismatch(RuntimeError):
 @seams.at("collective")
 def give_notes(moment: str, call: Call) -> None:
     """To a collective of several ranks, on gloo."""
-    sends = moment == "start" and call.travels and call.world_size > 1
+    sends = moment == "start" and call.travels and call.group.size() > 1
     if sends and dist.get_backend(call.group) == "gloo":
         what = f"{call.name} of {in_words(call.of)}" if call.of else call.name
         dtype = str(call.tensors[0].dtype)[6:]

@@ -23,6 +23,6 @@ def check_arguments(moment: str, call: Call) -> None:
         input = call.options.get("input", call.tensors[-1])
         sides = [("input", input.numel()), ("output", output.numel())]
         (_, whole), (name, part) = sides if call.name == "reduce_scatter" else reversed(sides)
-        if whole != call.world_size * part:
-            raise ValueError(f"{call.name}: {whole} elements are not {call.world_size} times the "
+        if whole != call.group.size() * part:
+            raise ValueError(f"{call.name}: {whole} elements are not {call.group.size()} times the "
                              f"{name}'s {part}")

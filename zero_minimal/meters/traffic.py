@@ -118,7 +118,7 @@ class TrafficMeter(TorchDispatchMode):
 
     def _count_ours(self, moment: str, call: work.Call) -> None:
         if moment == "start":
-            self._count(call.name, call.bytes, call.world_size)
+            self._count(call.name, call.bytes, call.group.size())
 
     def _count(self, name: str, payload: int, world_size: int) -> None:
         counts = self.collectives.setdefault(name, {"calls": 0, "bytes": 0})

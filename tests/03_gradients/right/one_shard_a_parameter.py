@@ -42,7 +42,8 @@ class Stage2(Hooks):
         groups = set_up.parameter_groups(model, param_groups)
         self.model, self.group, self.gradient_scale = model, group, None
         index = {param: place for place, entry in enumerate(groups) for param in entry["params"]}
-        self.buckets = [Sharded(param, index[param], group) for param in reversed(set_up.trained(model, groups))]
+        params = [param for param in model.parameters() if param in index]
+        self.buckets = [Sharded(param, index[param], group) for param in reversed(params)]
         for param in model.parameters():
             param._zero_stage = "Stage2"
             if param not in index:
