@@ -45,6 +45,11 @@ def line(row: dict) -> str:
 def test_the_table_holds_the_figures_of_the_run():
     for row in RUN["rows"]:
         assert line(row) in STAGES
+    peaks = [row["memory"]["peak_by_category"] for row in RUN["rows"]]
+    assert f"holds {peaks[2]['gradients'] / 1e6:.1f} MB\nof gradients" in STAGES
+    assert f"Stage 3 has {peaks[3]['parameters'] / 1e6:.1f} MB" in STAGES
+    activations = {f"{peak['activations'] / 1e6:.1f}" for peak in peaks}
+    assert activations == {"26.8", "22.6"} and all(size in STAGES for size in activations)
 
 
 def test_there_are_two_commands_and_ci_finds_them():
