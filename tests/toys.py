@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from zero_minimal.core.freed_parameter import is_released
+from zero_minimal.core.units import is_released
 from zero_minimal.processes import ranks
 
 WORLDS = (1, 2, 3, 4)

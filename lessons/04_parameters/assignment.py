@@ -30,11 +30,10 @@ from torch import nn
 
 from zero_minimal.core import collectives, optimizers, precision, replicas
 from zero_minimal.core.execution_order import ExecutionOrder
-from zero_minimal.core.freed_parameter import release, restore
 from zero_minimal.core.gradient_memory import GradientMemory, Reduction
 from zero_minimal.core.reducer import Hooks, Reducer
 from zero_minimal.core.set_up import set_up
-from zero_minimal.core.units import find_units, whole_parameters
+from zero_minimal.core.units import find_units, release, restore, whole_parameters
 
 
 class Stage3(Hooks):

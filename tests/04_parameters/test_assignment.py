@@ -50,7 +50,7 @@ from toys import Recipe
 from turns_seen import BLOCKS, Marks, Sight, Tower, block_bytes, numbers, seeded_numbers
 
 from zero_minimal.core import seams
-from zero_minimal.core.freed_parameter import is_released
+from zero_minimal.core.units import is_released
 from zero_minimal.guards.reads_of_freed_parameters import FreedParameter
 
 pytestmark = pytest.mark.usefixtures("one_thread")

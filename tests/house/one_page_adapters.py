@@ -7,7 +7,7 @@ import one_page
 import torch
 import torch.distributed as dist
 
-from zero_minimal.core.freed_parameter import release, restore
+from zero_minimal.core.units import release, restore
 
 
 class Unit(one_page.Unit):

@@ -13,7 +13,7 @@ from cells import run_notebook
 
 from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.core import collectives
-from zero_minimal.core.freed_parameter import release
+from zero_minimal.core.units import release
 from zero_minimal.meters.unit_trace import STATES, Conveyor
 from zero_minimal.paper import formulas
 from zero_minimal.pictures.unit_chart import LOOK_OF, draw_conveyor, draw_kept

@@ -8,7 +8,7 @@ In the order of reading:
     reducer, weak_hooks          when a bucket's gradients are complete
     precision, optimizers        masters, norm; torch's optimizers on shards. Now stage0, stage1
     gradient_memory              where gradients of stages 2 and 3 lie. Now stage2
-    freed_parameter, units       what stage 3 gathers and frees
+    units                        what stage 3 gathers and frees
     execution_order              and when. Now stage3
 and beside them: loss_scaler (fp16); and for the lessons after stage 3: ring, mesh, random_state,
 fused, blocks.

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from zero_minimal.core import collectives, seams
-from zero_minimal.core.freed_parameter import restore
 from zero_minimal.core.layout import Bucket
 from zero_minimal.core.precision import keep_changes
 
@@ -84,6 +83,24 @@ def _owners(found: dict) -> dict:
                 owners[param].append(unit)
         to_visit += [(child, unit) for child in reversed(list(module.children()))]
     return owners
+
+
+def release(param: nn.Parameter, placeholder: torch.Tensor) -> None:
+    """Let the parameter point to a placeholder of its shape, since its values are freed for now."""
+    restore(param, placeholder)
+    param._zero_released = True
+    seams.tell("parameter_released", param)
+
+
+def restore(param: nn.Parameter, data: torch.Tensor) -> None:
+    """Let it point to its values again."""
+    seams.tell("parameter_restored", param)
+    param.data, param._zero_released = data, False
+
+
+def is_released(param: nn.Parameter) -> bool:
+    """Whether its values are gone for now."""
+    return getattr(param, "_zero_released", False)
 
 
 @contextlib.contextmanager

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from zero_minimal.core import seams
-from zero_minimal.core.freed_parameter import restore
-from zero_minimal.core.units import Unit
+from zero_minimal.core.units import Unit, restore
 
 
 @seams.at("unit_to_flatten")

@@ -7,8 +7,7 @@ Seam: wrap_failed.
 import contextlib
 
 from zero_minimal.core import seams
-from zero_minimal.core.freed_parameter import is_released
-from zero_minimal.core.units import gather_anew
+from zero_minimal.core.units import gather_anew, is_released
 
 
 @seams.at("wrap_failed")

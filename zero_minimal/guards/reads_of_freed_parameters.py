@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from zero_minimal.core import seams
-from zero_minimal.core.freed_parameter import is_released
+from zero_minimal.core.units import is_released
 from zero_minimal.guards.trained_by import LEFT_BEHIND, trained_by
 
 MAY_ASK = (

@@ -8,9 +8,8 @@ from torch import nn
 
 from zero_minimal.core import optimizers, precision, replicas, set_up
 from zero_minimal.core.execution_order import ExecutionOrder
-from zero_minimal.core.freed_parameter import release, restore
 from zero_minimal.core.reducer import Hooks, Reducer
-from zero_minimal.core.units import find_units
+from zero_minimal.core.units import find_units, release, restore
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

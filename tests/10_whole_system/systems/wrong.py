@@ -33,7 +33,7 @@ def system(methods="pass", first="pass", top=""):
     return top + HEAD.format(methods=indented, first=first)
 
 
-RESTORE = "from zero_minimal.core.freed_parameter import restore\n"
+RESTORE = "from zero_minimal.core.units import restore\n"
 FILLED = """
 def fill(self, unit):  # memory for its parameters, and nothing that comes there
     for bucket in unit.buckets if unit else ():
