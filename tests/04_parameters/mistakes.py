@@ -630,6 +630,12 @@ WRONG |= {  # what strangers handed in, and had full marks
         1, "test_to_read_a_released_parameter_is_an_error", r"before any unit's turn, when its values are on no rank",
         edited("04_parameters", "Stage3._free", (
             "    for param", "    if bucket.world_size == 1:\n        return\n    for param")), 1),
+    "a set says in which order units are gathered": Wrong(
+        2, "test_units_inside_a_unit", r"in the same order \(a set has none\)",
+        edited("04_parameters", "Stage3._gather_needed", ("[unit, *unit.around]", "{unit, *unit.around}"))),
+    "edits are compared when they are in the shards": Wrong(
+        5, "test_all_is_whole_inside_gather_parameters", r"were refused on rank 0, but some are in the shards: its loss",
+        edited("04_parameters", "Stage3.gather_parameters", ("            replicas.check_alike", "        replicas.check_alike"))),
 }
 
 RIGHT = {

@@ -50,7 +50,7 @@ from toys import Recipe
 from turns_seen import BLOCKS, Marks, Sight, Tower, block_bytes, numbers, seeded_numbers
 
 from zero_minimal.core import seams
-from zero_minimal.core.units import is_released
+from zero_minimal.core.units import Unit, is_released
 from zero_minimal.guards.reads_of_freed_parameters import FreedParameter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -228,11 +228,35 @@ def test_each_unit_is_whole_at_its_turn(stage_class, world_size):
     assert_losses(losses, [loss_of(Tower, rank) for rank in range(world_size)])
 
 
-@pytest.mark.step(2, points=4, raised=UNITS)
+def inner_layer_alone(stage_class):
+    """What a layer inside a block gives that is called by itself, first of all, so that three units are gathered. A set
+    of units has the opposite order on rank 1."""
+    rank, seen = dist.get_rank(), {}
+
+    def by_rank(unit):
+        number = seen.setdefault(id(unit), len(seen))
+        return 7 - number if rank else number
+
+    usual, Unit.__hash__ = Unit.__hash__, by_rank
+    try:
+        zero = stage_class(toys.build(Nested, rank), optim.SGD, lr=1.0)
+        return zero.model.blocks[0].inner[0](torch.ones(11))
+    finally:
+        Unit.__hash__ = usual
+
+
+@pytest.mark.step(2, points=4, raised=UNITS, stuck="every rank must start the same all-gathers in the same order (a set "
+                                                   "has none), and wait for each")
 def test_units_inside_a_unit(stage_class):
     losses = [loss for loss, *_ in toys.run(first_forward, 2, stage_class, Nested)]
     assert_losses(losses, [loss_of(Nested, rank) for rank in range(2)], "the first forward of a model whose blocks "
                   "hold a module list of their own (they work around its elements)")
+    wanted = toys.build(Nested, 0).blocks[0].inner[0](torch.ones(11))
+    for rank, found in enumerate(toys.run(inner_layer_alone, 2, stage_class)):
+        assert torch.equal(found, wanted), (
+            f"a layer inside a block was called by itself, before any forward, and on rank {rank} it computed with other "
+            f"parameters: {UNITS}"
+        )
 
 
 @pytest.mark.step(2, points=2, raised="a unit has several buckets if its parameters differ in optimizer group or dtype")
@@ -1088,10 +1112,11 @@ def shown(stage_class):
         found["outside"] = []
     try:
         with zero.gather_parameters(), torch.no_grad():
-            zero.model.first.weight[0, 0] += rank
+            zero.model.first.weight[0, 0] += 1 + rank
         found["unlike"] = "accepted"
     except RuntimeError:
         found["unlike"] = "refused"
+    found["afterwards"] = loss()
     if not found["whole"]:
         zero.model(*numbers(rank, 0)).backward()
         zero.step()
@@ -1134,6 +1159,10 @@ def test_all_is_whole_inside_gather_parameters(stage_class):
             f"inside gather_parameters() the ranks made different edits, and rank {rank} went on without a word: it "
             "must "
             "be a RuntimeError (replicas.check_alike), or each shard holds something else"
+        )
+        assert found["afterwards"] == found["undone"], (
+            f"different edits inside gather_parameters() were refused on rank {rank}, but some are in the shards: its loss "
+            f"was {found['undone']:.4f} before, and is {found['afterwards']:.4f}. Compare before the shards take them over"
         )
         assert_none_whole(found["stepped"], rank, "step()")
     assert_edited([found["edited"] for found in ranks], BLOCKS - 1, 0, "the forward after an edit inside "
