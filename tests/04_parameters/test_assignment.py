@@ -245,8 +245,8 @@ def inner_layer_alone(stage_class):
         Unit.__hash__ = usual
 
 
-@pytest.mark.step(2, points=4, raised=UNITS, stuck="every rank must start the same all-gathers in the same order (a set "
-                                                   "has none), and wait for each")
+@pytest.mark.step(2, points=4, raised=UNITS, stuck="every rank must start the same all-gathers in the same order (a "
+                                                   "set has none), and wait for each")
 def test_units_inside_a_unit(stage_class):
     losses = [loss for loss, *_ in toys.run(first_forward, 2, stage_class, Nested)]
     assert_losses(losses, [loss_of(Nested, rank) for rank in range(2)], "the first forward of a model whose blocks "
@@ -254,8 +254,8 @@ def test_units_inside_a_unit(stage_class):
     wanted = toys.build(Nested, 0).blocks[0].inner[0](torch.ones(11))
     for rank, found in enumerate(toys.run(inner_layer_alone, 2, stage_class)):
         assert torch.equal(found, wanted), (
-            f"a layer inside a block was called by itself, before any forward, and on rank {rank} it computed with other "
-            f"parameters: {UNITS}"
+            f"a layer inside a block was called by itself, before any forward, and on rank {rank} it computed with "
+            f"other parameters: {UNITS}"
         )
 
 
@@ -1161,8 +1161,9 @@ def test_all_is_whole_inside_gather_parameters(stage_class):
             "be a RuntimeError (replicas.check_alike), or each shard holds something else"
         )
         assert found["afterwards"] == found["undone"], (
-            f"different edits inside gather_parameters() were refused on rank {rank}, but some are in the shards: its loss "
-            f"was {found['undone']:.4f} before, and is {found['afterwards']:.4f}. Compare before the shards take them over"
+            f"different edits inside gather_parameters() were refused on rank {rank}, but some are in the shards: its "
+            f"loss was {found['undone']:.4f} before, and is {found['afterwards']:.4f}. Compare before the shards take "
+            "them over"
         )
         assert_none_whole(found["stepped"], rank, "step()")
     assert_edited([found["edited"] for found in ranks], BLOCKS - 1, 0, "the forward after an edit inside "

@@ -198,6 +198,20 @@ WRONG = {
     "autocast is never switched off": Wrong(
         3, "test_autocast_is_as_it_was", r"ran outside of torch.autocast, with backward in it: the gradient",
         autocast_as(enter="if enabled:\n    stack.enter_context(torch.autocast(kind, dtype=dtype))")),
+    "autocast is set by its flags": Wrong(
+        3, "test_autocast_is_as_it_was", r"then its weights were doubled, and the next loss is",
+        {"autocast_as": "@contextmanager\n" + function("def autocast_as(states):", """
+            before = autocast_state()
+            def put(states):
+                for kind, enabled, dtype in states:
+                    torch.set_autocast_enabled(kind, enabled)
+                    torch.set_autocast_dtype(kind, dtype)
+            put(states)
+            try:
+                yield
+            finally:
+                put(before)
+            """)}),
     "a yield for each device type": Wrong(
         3, "test_autocast_of_two_device_types",
         r"(?s)it raised .*To look at: here autocast_state\(\) has an entry for each of two .* before the one yield",

@@ -481,14 +481,19 @@ def with_dropout(call, rank):
 
 
 def in_autocast(call, rank, inside=True, dtype=torch.bfloat16):
-    """Gradients of a block that ran in autocast, or out of it, while backward runs where it did not."""
+    """Gradients of a block that ran in autocast, or out of it, while backward runs where it did not; whether that left
+    autocast on; and the loss with other weights then."""
     block, x = toys.build(functools.partial(Rung, WIDTH, WIDTH, 0.0), rank), batch_of(rank, WIDTH).requires_grad_()
     with torch.autocast("cpu", dtype, enabled=inside):
         loss = call(block, x).float().square().mean()
-    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+    with contextlib.nullcontext() if inside else torch.autocast("cpu", torch.bfloat16):
         loss.backward()
         left_on = torch.is_autocast_enabled("cpu")
-    return gradients_of(block) | {"the input": False if x.grad is None else x.grad}, left_on
+    gradients = gradients_of(block) | {"the input": False if x.grad is None else x.grad}
+    with torch.no_grad():
+        torch._foreach_mul_(list(block.parameters()), 2)
+    with torch.autocast("cpu", dtype, enabled=inside):
+        return gradients, left_on, call(block, x).float().square().mean().item()
 
 
 AUTOCASTS = ((True,), (False,), (True, torch.float16))  # a CPU's own dtype is bfloat16
@@ -604,15 +609,22 @@ def test_an_error_leaves_all_as_it_was(assignment):
                                       "backward as it was in forward, and off where it was off?")
 def test_autocast_is_as_it_was(assignment):
     for rank, found in enumerate(once(autocasts, 2, assignment)):
-        for (inside, *dtype), (gradients, _) in zip(AUTOCASTS, found, strict=True):
+        for (inside, *dtype), (gradients, _, later) in zip(AUTOCASTS, found, strict=True):
             ran, backward = ("in", "outside of") if inside else ("outside of", "in")
             of = f" of {dtype[0]}" if dtype else ""
+            right, _, wanted = in_autocast(plainly, rank, inside, *dtype)
             assert_gradients(
-                gradients, in_autocast(plainly, rank, inside, *dtype)[0],
+                gradients, right,
                 f"rank {rank}, a block that ran {ran} torch.autocast{of}, with backward {backward} it",
                 "The second run must compute in the precision of the first one: set autocast as it was then, on or "
                 "off, and with its dtype. The way back through it, torch.autograd.backward, runs as the user's own "
                 "backward does: behind that context, not in it")
+            assert later == pytest.approx(wanted, rel=1e-3), (
+                f"rank {rank}, a block that ran {ran} torch.autocast{of}, with backward {backward} it: then its "
+                f"weights were doubled, and the next loss is {later:.4f} instead of {wanted:.4f}. Autocast keeps the "
+                "weights that it has rounded until its outermost context ends: enter torch.autocast(…), which counts "
+                "contexts, in place of its flags"
+            )
 
 
 def two_device_types(assignment):
@@ -636,7 +648,7 @@ TYPES = ("here autocast_state() has an entry for each of two device types, as wh
 
 @pytest.mark.step(3, points=1, raised=TYPES)
 def test_autocast_of_two_device_types(assignment):
-    gradients, _ = once(two_device_types, 1, assignment)[0]
+    gradients, *_ = once(two_device_types, 1, assignment)[0]
     assert_gradients(gradients, in_autocast(plainly, 0)[0],
                      "a block that ran in torch.autocast, with settings for two device types", f"To look at: {TYPES}")
 
