@@ -148,6 +148,13 @@ WRONG = {
     "a result that no operator made is left out": Wrong(
         2, "test_any_arguments", r"the gradient of the input is .* One of the results is an argument itself",
         backward(through=THROUGH.replace("output.requires_grad", "output.grad_fn is not None"))),
+    "one output that leads back is taken for all": Wrong(
+        2, "test_any_arguments", r"(?s)does not require grad.*To look at: an output may get no gradient",
+        backward(through=THROUGH.replace(" and output.requires_grad", "").replace(
+            "if wanted:", "if any(output.requires_grad for output, _ in wanted):"))),
+    "every number that comes in requires a gradient": Wrong(
+        2, "test_any_arguments", r"of two inputs the first requires a gradient, and in the second run 2 did",
+        backward(leaves=LEAVES.replace("before.requires_grad", "tensor.is_floating_point()"))),
     "attributes of ctx, which go with backward": Wrong(
         2, "test_any_arguments", r"input was changed in place between .*: the gradient of up.weight .* by ctx\.save",
         forward(save="ctx.kept = [keeper.keep(tensor) for tensor in tensors]")

@@ -331,7 +331,22 @@ def odd_backwards(assignment):
     call, rank = assignment.checkpoint, dist.get_rank()
     return (odd_call(call, rank, backward=True), frozen_and_twice(call, rank), once_more(call, rank),
             changed_between(call, rank), of_one_memory(call, rank), [
-                changed_beside(call, rank, dtype) for dtype in (torch.int64, torch.bool)])
+                changed_beside(call, rank, dtype) for dtype in (torch.int64, torch.bool)],
+            with_one_detached(call, rank))
+
+
+def with_one_detached(call, rank):
+    """Gradients of a layer whose function returns a second result that is detached, and of one input of two; which of
+    the inputs required a gradient in the last run."""
+    layer, x = toys.build(lambda: nn.Linear(5, 5), rank), numbers_of(rank, 3, 5).requires_grad_()
+    required = []
+
+    def both(x, y):
+        required[:] = x.requires_grad, y.requires_grad
+        return layer(x + y), layer(x * y).detach()
+
+    sum(result.square().sum() for result in call(both, x, numbers_of(rank, 3, 5))).backward()
+    return gradients_of(layer) | {"the input": False if x.grad is None else x.grad}, required
 
 
 def of_one_memory(call, rank):
@@ -392,7 +407,16 @@ def frozen_and_twice(call, rank):
                                       "argument may want none; and where nothing inside wants one, there is nothing to "
                                       "go back through")
 def test_any_arguments(assignment):
-    for rank, (odd, other, more, changed, shared, beside) in enumerate(once(odd_backwards, 2, assignment)):
+    for rank, (odd, other, more, changed, shared, beside, (partly, required)) in enumerate(
+            once(odd_backwards, 2, assignment)):
+        assert_gradients(partly, with_one_detached(plainly, rank)[0],
+                         f"rank {rank}, a function whose second result is detached inside",
+                         "It gets a gradient, but nothing leads back from it: each output is asked whether it requires "
+                         "one")
+        assert required == [True, False], (
+            f"rank {rank}: of two inputs the first requires a gradient, and in the second run {required.count(True)} "
+            "did: each must be as it was, since a function may ask, and a gradient that nobody wants takes memory"
+        )
         assert_gradients(shared, of_one_memory(plainly, rank),
                          f"rank {rank}, a function of a tensor and of its first row",
                          "Both begin at one address, and are two arguments: what do you know a tensor by?")
