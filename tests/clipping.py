@@ -61,7 +61,7 @@ def assert_clips_by_the_global_norm(stage_class, world_size):
 def assert_clipping_leaves_the_gradients(stage_class):
     """It returns a 0-dim tensor, and the shards stay as they are."""
     for rank, of_rank in enumerate(once(clipped, 2, stage_class)):
-        for (_, shape, _, before, after, last, _), max_norm in zip(of_rank, LIMITS, strict=True):
+        for (_, shape, _, before, after, last, _, scale), max_norm in zip(of_rank, LIMITS, strict=True):
             assert torch.equal(flat(rank, before), flat(rank, after)), (
                 f"clip_grad_norm_({max_norm:g}) changed the gradients in rank {rank}'s shards: it changes "
                 "self.gradient_scale alone, and step() multiplies with that"
@@ -69,6 +69,10 @@ def assert_clipping_leaves_the_gradients(stage_class):
             assert torch.equal(flat(rank, after), flat(rank, last)), (
                 f"step() changed the gradients in rank {rank}'s shards, after clip_grad_norm_({max_norm:g}): multiply "
                 "into a tensor of its own"
+            )
+            assert scale == 1, (
+                f"self.gradient_scale was a tensor of the user's that held 1, and after clip_grad_norm_({max_norm:g}) "
+                f"that tensor holds {scale:.4g} on rank {rank}: make a new one, since the user may set it again"
             )
             assert shape == [], (
                 f"clip_grad_norm_ returned {'no tensor' if shape is None else f'a tensor of shape {shape}'} on rank "
@@ -79,7 +83,7 @@ def assert_clipping_leaves_the_gradients(stage_class):
 def assert_scales_a_bucket_at_a_time(stage_class):
     """What lives in step() besides: a scaled shard, and shards that travel while the next is updated."""
     for rank, of_rank in enumerate(once(clipped, 2, stage_class)):
-        for (*_, last, more), max_norm in zip(of_rank, LIMITS, strict=True):
+        for (*_, last, more, _), max_norm in zip(of_rank, LIMITS, strict=True):
             assert more <= 3 * BUCKET, (
                 f"in step(), after clip_grad_norm_({max_norm:g}), rank {rank} holds up to {in_words(more)} more than "
                 f"before it, and its gradients are {in_words(4 * flat(rank, last).numel())} in all: the scaled ones "

@@ -661,20 +661,22 @@ LIMITS = (0.1, 1e6)  # for the norm: below it, and above
 
 def clipped(stage_class):
     """For each limit: what clip_grad_norm_ returned, and its shape (None: it is no tensor), how far SGD with lr 1 went
-    then, this rank's shards before clipping, after it and after the step, and how many bytes more live in that."""
+    then, this rank's shards before clipping, after it and after the step, how many bytes more live in that, and what
+    the tensor holds that was gradient_scale before, a 1."""
     torch.use_deterministic_algorithms(True)
     results, rank = [], dist.get_rank()
     for max_norm in LIMITS:
         zero = build(stage_class)
         zero.model(*toys.tokens(rank, 0)).backward()
         shards, before = shards_of(zero), toys.whole_parameters(zero)
+        scale = zero.gradient_scale = torch.tensor(1.0)
         norm = zero.clip_grad_norm_(max_norm)
         shape = list(norm.shape) if isinstance(norm, torch.Tensor) else None
         clipped_shards, memory = shards_of(zero), Most()
         memory.follow(zero.optimizer)
         zero.step()
         change = toys.distance(before, toys.whole_parameters(zero))
-        results.append((float(norm), shape, change, shards, clipped_shards, shards_of(zero), memory.most))
+        results.append((float(norm), shape, change, shards, clipped_shards, shards_of(zero), memory.most, float(scale)))
     return results
 
 

@@ -432,6 +432,10 @@ WRONG = {
         5, "test_trains_with_clipping",
         r"a loss scale, and clipping: clip_grad_norm_ returned [\d.e+]+ on rank 0 .* self.gradient_scale is 1/1024",
         clip_grad_norm_(norm="global_norm(gradients, group=self.group)")),
+    "the user's gradient_scale is changed in place": Wrong(
+        5, "test_clipping_returns_a_tensor_and_leaves_the_gradients", r"that tensor holds .* on rank 0: make a new one",
+        clip_grad_norm_(scale="if self.gradient_scale is None:\n    self.gradient_scale = torch.ones(())\n"
+                              "self.gradient_scale *= precision.clip(None, norm, max_norm)")),
     "an infinite norm clips nothing": Wrong(
         5, "test_trains_with_clipping", r"the 59 finite gradients move nothing, and 59 of their parameters moved on",
         clip_grad_norm_(scale="if norm.isfinite():\n    self.gradient_scale = precision.clip("
