@@ -287,6 +287,10 @@ WRONG = {
         1, "test_shards_hold_the_mean_gradient", r"it raised AttributeError: 'NoneType' object has no attribute",
         {"Stage2._wait": function("def _wait(self):", "bucket, part = self.reducing.bucket, self.reducing.part",
                                   "self.reducing.pending.wait()", FREED, KEEP, "self.reducing = None")}, 2),
+    "micro-batches of 16 bits are added in fp32": Wrong(
+        3, "test_micro_batches_wait_in_shards", r"after two micro-batches rank 0's shards of gradients have 4 bytes an",
+        edited("03_gradients", "Stage2._wait", (
+            "bucket.gradient_shard += part", "bucket.gradient_shard = bucket.gradient_shard.float() + part"))),
     "gradients are sent in fp16": Wrong(
         1, "test_shards_hold_the_mean_gradient", r"the shards hold numbers of 16 bits \(float16\), .* have 32",
         bucket_complete(reduce=f"""

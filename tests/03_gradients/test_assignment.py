@@ -33,6 +33,7 @@ from sharded import (
     NO_BACKWARD,
     PSI,
     SPARE,
+    Given,
     Most,
     after_a_step,
     alike,
@@ -372,6 +373,19 @@ def test_micro_batches_wait_in_shards(stage_class):
             f"{in_words(LAYERS * LAYER / 2)}: in P_os+g each micro-batch is reduced, whole gradients have no place to "
             "wait"
         )
+    for rank, width in enumerate(toys.run(two_in_bf16, 2, stage_class)):
+        assert width == 2, (
+            f"the parameters are in bf16, and after two micro-batches rank {rank}'s shards of gradients have {width} "
+            "bytes an element: they keep the parameters' dtype, also when one is added to another"
+        )
+
+
+def two_in_bf16(stage_class):
+    """Bytes an element of the shards after two micro-batches of a model in bf16."""
+    zero = stage_class(Given().bfloat16(), optim.SGD, lr=1.0)
+    for _ in range(2):
+        zero.model(torch.ones(60, dtype=torch.bfloat16)).backward()
+    return max(shard.element_size() for shard in zero.reduced_gradients())
 
 
 def memory_of_training(stage_class):
