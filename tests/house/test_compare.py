@@ -41,6 +41,7 @@ def test_all_stages_and_peers_run_on_the_same_work(compared):
         assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_model_states_and_traffic_shrink_and_grow_as_the_paper_says(compared):
     rows, _ = compared
     states = [sum(row["memory"][state] for state in formulas.STATES) for row in rows]
@@ -49,12 +50,14 @@ def test_model_states_and_traffic_shrink_and_grow_as_the_paper_says(compared):
     assert sent[0] == sent[1] == sent[2] < sent[3] <= 1.5 * sent[0]
 
 
+@pytest.mark.thorough
 def test_the_picture_is_drawn(compared):
     pixels = imread(compared[1])
     assert pixels.shape[0] > 800 and pixels.shape[1] > 1200
     assert pixels[..., :3].std() > 0.1  # something is on it
 
 
+@pytest.mark.thorough
 def test_the_table_names_every_run(compared):
     rows, _ = compared
     text = compare.describe(rows)
@@ -70,6 +73,7 @@ def test_a_difference_between_losses_is_told():
     ]
 
 
+@pytest.mark.thorough
 def test_a_machine_without_a_loopback_counter_is_drawn_too(compared):
     rows = [row | {"traffic": row["traffic"] | {"wire_bytes": None}} for row in compared[0]]
     draw_comparison(rows, "no counter")

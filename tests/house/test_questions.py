@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 MANUAL = Path(__file__).parents[2] / "lessons/manual"
 PAGE = (MANUAL / "questions.md").read_text()
 
 
+@pytest.mark.thorough
 def test_the_program_prints_what_the_page_says(tmp_path):
     program = tmp_path / "ask.py"
     program.write_text(re.search(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[1])

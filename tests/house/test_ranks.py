@@ -375,7 +375,8 @@ FAILING = """
 @pytest.mark.parametrize(
     ("failure", "others", "words"),
     [
-        ("raise ValueError('the reason')", "collectives.all_reduce(ones)", "rank 1 failed: ValueError: the reason"),
+        pytest.param("raise ValueError('the reason')", "collectives.all_reduce(ones)",
+                     "rank 1 failed: ValueError: the reason", marks=pytest.mark.thorough),
         pytest.param("os.kill(os.getpid(), signal.SIGKILL)", "collectives.all_reduce(ones)", "SIGKILL",
                      marks=pytest.mark.thorough),
         pytest.param("sys.exit(7)", "time.sleep(1000)", r"exitcode\s*: 7", marks=pytest.mark.thorough),

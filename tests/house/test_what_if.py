@@ -80,6 +80,7 @@ def formulas():
     return what_if.expressions()
 
 
+@pytest.mark.thorough
 def test_what_is_written_down_says_what_plan_says_in_200_settings(formulas):
     """And every figure of the page is one of plan's."""
     moments, fit = set(), set()
@@ -177,6 +178,7 @@ MOVE = """
 SAID = 'document.getElementById("said").textContent = JSON.stringify({});'.format
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("engine", [in_chromium, in_node])
 def test_the_page_calculates_what_plan_says_in_200_settings(engine, tmp_path):
     drawn = settings()
