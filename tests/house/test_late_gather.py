@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # ranks import them too
 
 import odd_models
 from odd_models import Chain
-from test_models import on_a_rank
 
 from zero_minimal.checkpoint import saved_state
 from zero_minimal.core import optimizers, seams
@@ -62,23 +61,6 @@ def test_losses_and_parameters_are_the_same_bits(number, world_size):
         for name, (one, other) in outcome.items():
             assert one.losses == other.losses and one.norms == other.norms, name
             assert toys.identical(one.parameters, other.parameters), name
-
-
-def odd(names, stages):
-    return {name: on_a_rank(name, stages) for name in names}
-
-
-@pytest.mark.parametrize("half", [0, 1])
-def test_odd_models(half):
-    """Tied weights, modules used twice, recomputation, sparse gradients, several passes, evaluations between, …"""
-    names = list(odd_models.CASES)[half::2]
-    for outcome in toys.run(odd, 2, names, sum(PAIRS, ())):
-        for name, by_stage in outcome.items():
-            for plain, late in PAIRS:
-                (one, theirs, its), (other, ours, own) = by_stage[plain.__name__], by_stage[late.__name__]
-                assert str(one) == str(other), (name, late)
-                for a, b in zip([*theirs, *its], [*ours, *own], strict=True):
-                    assert torch.equal(a.detach().to_dense().nan_to_num(), b.detach().to_dense().nan_to_num()), name
 
 
 # ------------------------------------------------------------------------------------------ who looks before it is here
