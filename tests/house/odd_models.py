@@ -429,6 +429,7 @@ CASES = {
     "reordered": Case(Reordered),
     "recurrent": Case(lambda: Chain(Recurrent, 2)),
     "two backwards": Case(Chain, two_backwards),
+    "missing on ranks in turn": Case(branching(lambda rank, call: "ab" if call % 3 == rank else "a"), two_backwards),
     "kept graph": Case(Reordered, kept_graph),
     "recompute inside, reentrant": Case(lambda: Chain(Recomputed)),
     "recompute two": Case(lambda: Recomputing(False)),
