@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 import toys
-from cells import run_notebook
+from house.lesson_pages import notebook_on
 
 from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.core import collectives
@@ -203,11 +203,9 @@ def test_the_pictures_are_drawn_from_these_figures():
 
 
 @pytest.mark.thorough
-def test_the_notebook_on_3_ranks(monkeypatch, world_size=3):
-    names = run_notebook("04_parameters.ipynb", monkeypatch, world_size,
-                         ("Settings()", "Settings(layers=6, hidden=32)"))
-    world = names["world"]
-    try:
+def test_the_notebook_on_3_ranks(world_size=3):
+    smaller = ("Settings()", "Settings(layers=6, hidden=32)")
+    with notebook_on(world_size, "04_parameters.ipynb", smaller) as (names, world):
         for record in world["belt"]:
             assert_belt(record)
         for record in world["belts['without']"]:
@@ -219,5 +217,3 @@ def test_the_notebook_on_3_ranks(monkeypatch, world_size=3):
         assert world["list(gathers.values())"] == [[1, 2, 2, 2, 2, 2, 1]] * world_size
         for rows in names["kept"].values():
             assert rows[-1]["sent"] == pytest.approx(2 * (root + sum(blocks)) * share, rel=0.01)  # paddings differ
-    finally:
-        world.stop()

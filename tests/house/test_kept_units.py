@@ -1,5 +1,7 @@
-"""Kept units: the last ones stay whole from forward to their turn in backward, and less is sent. (That they have the bits
-of stage 3 is in test_late_gather.py.)"""
+"""Kept units: the last ones stay whole from forward to their turn in backward, and less is sent.
+
+That they have the bits of stage 3 is in test_late_gather.py.
+"""
 
 import functools
 
@@ -16,6 +18,8 @@ from zero_minimal.meters.traffic import TrafficMeter
 pytestmark = pytest.mark.thorough
 
 BLOCKS = 5
+
+
 def keeping(count):
     return functools.partial(Kept3, keep_units=count)
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
-from cells import cells_of, run_notebook
+from cells import cells_of
+from house.lesson_pages import notebook_on
 from matplotlib.colors import to_rgb
 from processes import alive, ended
 from thorough import sample
@@ -249,24 +250,20 @@ def test_notebooks_hold_the_outputs_of_one_whole_run(name):
 
 
 @pytest.mark.thorough
-def test_collectives_on_3_ranks(monkeypatch, ranks=3):
-    world = run_notebook("00_collectives.ipynb", monkeypatch, ranks)["world"]
-    try:
+def test_collectives_on_3_ranks(ranks=3):
+    with notebook_on(ranks, "00_collectives.ipynb") as (_, world):
         counts = range(2, ranks + 1)
         assert world["shares"][0] == {
             "all-reduce": {n: pytest.approx(2 * (n - 1) / n) for n in counts},
             "reduce-scatter": {n: pytest.approx((n - 1) / n) for n in counts},
         }
         assert world["part[0].item()"] == [pytest.approx(sum(10**rank for rank in range(ranks)) / ranks)] * ranks
-    finally:
-        world.stop()
 
 
 @pytest.mark.thorough
-def test_gradients_on_3_ranks(monkeypatch, ranks=3):
-    names = run_notebook("03_gradients.ipynb", monkeypatch, ranks, ("Settings()", "Settings(layers=2, hidden=48)"))
-    world = names["world"]
-    try:
+def test_gradients_on_3_ranks(ranks=3):
+    smaller = ("Settings()", "Settings(layers=2, hidden=48)")
+    with notebook_on(ranks, "03_gradients.ipynb", smaller) as (names, world):
         psi = names["psi"]
         for rank, held in enumerate(world["held"]):
             for stage, (_, after) in enumerate(held.values()):
@@ -279,8 +276,6 @@ def test_gradients_on_3_ranks(monkeypatch, ranks=3):
             assert sent["stage 0"] == sent["stage 1"] == sent["stage 2"] < sent["stage 3"]
         gradients = [row["gradients"] for row in world["rows"][0]]
         assert 4 * psi / ranks < gradients[0] < 4 * psi < gradients[-1], "the size of buckets makes no difference"
-    finally:
-        world.stop()
 
 
 # ------------------------------------------------------------------------------------------- messages, spans, pictures
