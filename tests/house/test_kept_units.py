@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from misuse import in_ranks
 from torch import nn, optim
 
 from zero_minimal.core import seams
@@ -78,11 +79,8 @@ def test_the_last_units_stay_until_their_turn_in_backward_and_are_not_sent_again
             assert usual - sent == pytest.approx(again * (world_size - 1) / world_size, abs=64)
 
 
-def refused():
+@in_ranks(1)
+def test_a_number_of_units_is_not_negative():
     for wrong in (-1, 2.5):
         with pytest.raises(ValueError, match=f"keep_units={wrong}: give their number, 0 or more"):
             Kept3(nn.Linear(3, 3), optim.SGD, keep_units=wrong)
-
-
-def test_a_number_of_units_is_not_negative():
-    toys.run(refused, 1)

@@ -474,7 +474,9 @@ def test_a_view_from_before_wrapping_is_warned_of(stage):
 # ----------------------------------------------------------------------------------------------------- states, numbers
 
 
-def edit_in_16_bit(stage):
+@pytest.mark.parametrize("stage", range(3))
+@in_ranks(2)
+def test_an_edit_outside_is_kept_by_16_bit_masters(stage):
     """Weights that are loaded after wrapping are those that are trained on."""
     zero = wrap(stage, lambda: Coder().bfloat16())
     weight = zero.model.head.weight
@@ -482,12 +484,7 @@ def edit_in_16_bit(stage):
     with torch.no_grad():
         weight.fill_(0.5)
     toys.learn(zero, loss_of(zero, 1))
-    return (weight - 0.5).abs().max().item()
-
-
-@pytest.mark.parametrize("stage", range(3))
-def test_an_edit_outside_is_kept_by_16_bit_masters(stage):
-    assert all(distance < 0.1 for distance in toys.run(edit_in_16_bit, 2, stage))
+    assert (weight - 0.5).abs().max() < 0.1
 
 
 class Renamed(Coder):
@@ -524,18 +521,14 @@ def test_states_are_matched_by_name(stage):
     zero.load_state_dict(state)
 
 
-def bytes_saved(stage):
-    """What torch.save writes of the shards, and what they hold."""
+@pytest.mark.parametrize("stage", sample((1, 2, 3), [2]))
+@in_ranks(4)
+def test_a_rank_saves_its_part_and_no_more(stage):
     _, state = state_of(stage)
     file = io.BytesIO()
     torch.save(state["shards"], file)
-    return len(file.getvalue()), sum(shard.nbytes for shard in state["shards"]), len(state["shards"])
-
-
-@pytest.mark.parametrize("stage", sample((1, 2, 3), [2]))
-def test_a_rank_saves_its_part_and_no_more(stage):
-    for written, held, count in toys.run(bytes_saved, 4, stage):
-        assert written < held + 2000 + 500 * count
+    held = sum(shard.nbytes for shard in state["shards"])
+    assert len(file.getvalue()) < held + 2000 + 500 * len(state["shards"])
 
 
 def clip_complex(stage):
