@@ -101,22 +101,14 @@ def belt_of(stage_class):
     return next(belts_of(stage_class))
 
 
-def two_belts():
-    return list(belts_of(Stage3, steps=2))
-
-
 def test_a_belt_of_today():
-    first, second = toys.run(two_belts, 2)[0]
+    first, second = toys.run(lambda: list(belts_of(Stage3, steps=2)), 2)[0]
     assert_belt(first, prefetch=False)
     assert_belt(second)
 
 
-def wrong_belts():
-    return belt_of(Lingering), belt_of(Hoarding)
-
-
 def test_memory_that_is_not_freed_is_seen():
-    lingering, hoarding = toys.run(wrong_belts, 2)[0]
+    lingering, hoarding = toys.run(lambda: (belt_of(Lingering), belt_of(Hoarding)), 2)[0]
     root, *blocks = lingering["whole"]
     assert {state for line in lingering["states"] for state in line} == {"whole", "idle"}
     assert set(lingering["bytes"]) == {root + sum(blocks)}, "it was never freed"

@@ -108,11 +108,6 @@ def refuse_states(states):
             else:
                 with pytest.raises(ValueError, match="saved with"):
                     zero.load_state_dict(saved[min(rank, world - 1)])
-        for other in (wrapped(stage, lambda: Chain(count=2))[1], wrapped(stage, bucket_bytes=64)[1]):
-            # at stage 3 bucket_bytes changes nothing
-            if stage is not STAGES[3] or len(other.buckets) != len(zero.buckets):
-                with pytest.raises(ValueError, match="buckets"):
-                    zero.load_state_dict(other.state_dict())
         assert toys.identical(toys.whole_parameters(zero), before)
         train_step(model, zero)
 

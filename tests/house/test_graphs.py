@@ -1,6 +1,5 @@
 """Graphs that do not go from a model's input to its output and back once: at stage 3 as at stage 0, or refused."""
 
-import contextlib
 import warnings
 
 import pytest
@@ -152,38 +151,6 @@ def numpy_in_forward(stage):
 def test_an_array_of_numpy_in_forward():
     assert "write weight.detach().clone().numpy()" in refused(numpy_in_forward, 3)
     toys.run(numpy_in_forward, 2, 2)
-
-
-# ------------------------------------------------------------------------------------------------------------- autocast
-
-
-def in_autocast(stage, contexts):
-    """Two backward passes a step and an evaluation, all in one autocast context, or in one each."""
-    zero, losses = wrap(stage, Layers, "slots"), []
-
-    def context():
-        return torch.autocast("cpu", dtype=torch.bfloat16)
-
-    outer, inner = (contextlib.nullcontext, context) if contexts == "each" else (context, contextlib.nullcontext)
-    with outer():
-        for step in range(3):
-            with torch.no_grad(), inner():
-                losses.append(zero.model(numbers(50 + step, 0)).float().square().mean().item())
-            for micro in range(2):
-                with inner():
-                    loss = zero.model(numbers(2 * step + micro, dist.get_rank())).float().square().mean()
-                loss.backward()
-                losses.append(loss.item())
-            zero.step()
-            zero.zero_grad()
-    return losses, toys.whole_parameters(zero)
-
-
-@by_stage
-def test_one_autocast_context_around_all(stage):
-    ours, expected = (toys.run(in_autocast, 2, stage, contexts) for contexts in ("one", "each"))
-    for (losses, params), (others, whole) in zip(ours, expected, strict=True):
-        assert losses == others and toys.identical(params, whole)
 
 
 # -------------------------------------------------------------------------------------------------------------- compile

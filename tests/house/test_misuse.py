@@ -445,10 +445,10 @@ VIEWS = {  # what is held of a model before it is wrapped: what is said of it
 }
 
 
-def warned_of(stage):
-    """What each of VIEWS warns of; and where, in all."""
-    found, places = {}, set()
-    for case, (hold, _) in VIEWS.items():
+@by_stage
+@in_ranks(1)
+def test_a_view_from_before_wrapping_is_warned_of(stage):
+    for case, (hold, words) in VIEWS.items():
         torch.manual_seed(0)
         model = Coder()
         with warnings.catch_warnings(record=True) as caught:
@@ -456,19 +456,11 @@ def warned_of(stage):
             held = hold(model)
             caught.clear()
             zero = toys.STAGES[stage](model, optim.SGD, lr=0.1)
-        found[case] = [str(warning.message) for warning in caught]
-        places |= {warning.filename for warning in caught}
+        said = [str(warning.message) for warning in caught]
+        assert len(said) == (words is not None), (case, said)
+        assert not words or f"a view of parameter {words} before wrapping" in said[0], (case, said)
+        assert {warning.filename for warning in caught} <= {__file__}
         del held, zero
-    return found, places
-
-
-@by_stage
-def test_a_view_from_before_wrapping_is_warned_of(stage):
-    ((found, places),) = toys.run(warned_of, 1, stage)
-    for case, (_, words) in VIEWS.items():
-        assert len(found[case]) == (words is not None), (case, found[case])
-        assert not words or f"a view of parameter {words} before wrapping" in found[case][0], (case, found[case])
-    assert places == {__file__}
 
 
 # ----------------------------------------------------------------------------------------------------- states, numbers
