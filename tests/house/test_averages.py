@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
-from misuse import by_stage
+from misuse import by_stage, in_ranks
 from torch import nn, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -117,7 +117,9 @@ def wrap_in_one_process():
     return list(Frozen().to(torch.bfloat16).parameters())
 
 
-def step_inside(stage):
+@by_stage
+@in_ranks(2)
+def test_it_is_for_evaluation(stage):
     model, zero = wrap(stage)
     average = Average(zero)
     with pytest.raises(RuntimeError, match=r"zero\.step\(\) outside in_place\(\)"), average.in_place():
@@ -128,11 +130,6 @@ def step_inside(stage):
     with pytest.raises(ZeroDivisionError), average.in_place():
         raise ZeroDivisionError
     assert toys.identical(toys.whole_parameters(zero), before)
-
-
-@by_stage
-def test_it_is_for_evaluation(stage):
-    toys.run(step_inside, 2, stage)
 
 
 # ----------------------------------------------------------------------------------------------- what the manual shows

@@ -276,13 +276,6 @@ def test_what_ranks_print_comes_at_once(world_of, capsys):
 
 
 @pytest.mark.thorough
-def test_a_rank_that_dies_has_printed(world_of, worlds, capsys):
-    text = message_of(world_of(3), "import os\nprint('so far')\nif rank == 1: os._exit(5)\ndist.barrier()")
-    assert "rank 1: ended, exit code 5" in text
-    assert "all ranks │ so far" in capsys.readouterr().out
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind", sample(("std", "auto", "notebook"), ["auto"]))
 def test_progress_bars_and_pictures(world_of, capsys, kind):
     world_of(2).run(f"from tqdm.{kind} import tqdm\nfor _ in tqdm(range(3)): pass\n"

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 import toys
-from cells import run_notebook
+from house.lesson_pages import notebook_on
 
 from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.core import collectives
@@ -101,22 +101,14 @@ def belt_of(stage_class):
     return next(belts_of(stage_class))
 
 
-def two_belts():
-    return list(belts_of(Stage3, steps=2))
-
-
 def test_a_belt_of_today():
-    first, second = toys.run(two_belts, 2)[0]
+    first, second = toys.run(lambda: list(belts_of(Stage3, steps=2)), 2)[0]
     assert_belt(first, prefetch=False)
     assert_belt(second)
 
 
-def wrong_belts():
-    return belt_of(Lingering), belt_of(Hoarding)
-
-
 def test_memory_that_is_not_freed_is_seen():
-    lingering, hoarding = toys.run(wrong_belts, 2)[0]
+    lingering, hoarding = toys.run(lambda: (belt_of(Lingering), belt_of(Hoarding)), 2)[0]
     root, *blocks = lingering["whole"]
     assert {state for line in lingering["states"] for state in line} == {"whole", "idle"}
     assert set(lingering["bytes"]) == {root + sum(blocks)}, "it was never freed"
@@ -203,11 +195,9 @@ def test_the_pictures_are_drawn_from_these_figures():
 
 
 @pytest.mark.thorough
-def test_the_notebook_on_3_ranks(monkeypatch, world_size=3):
-    names = run_notebook("04_parameters.ipynb", monkeypatch, world_size,
-                         ("Settings()", "Settings(layers=6, hidden=32)"))
-    world = names["world"]
-    try:
+def test_the_notebook_on_3_ranks(world_size=3):
+    smaller = ("Settings()", "Settings(layers=6, hidden=32)")
+    with notebook_on(world_size, "04_parameters.ipynb", smaller) as (names, world):
         for record in world["belt"]:
             assert_belt(record)
         for record in world["belts['without']"]:
@@ -219,5 +209,3 @@ def test_the_notebook_on_3_ranks(monkeypatch, world_size=3):
         assert world["list(gathers.values())"] == [[1, 2, 2, 2, 2, 2, 1]] * world_size
         for rows in names["kept"].values():
             assert rows[-1]["sent"] == pytest.approx(2 * (root + sum(blocks)) * share, rel=0.01)  # paddings differ
-    finally:
-        world.stop()

@@ -55,12 +55,7 @@ class Lamb(torch.optim.Optimizer):
 
 @on_two_ranks
 def test_refuses_models(stage):
-    model, zero = wrapped(stage)
-    for again in (model, model.head, nn.Sequential(nn.Linear(WIDTH, WIDTH), model)):
-        for other in STAGES:
-            with pytest.raises(ValueError, match=f"belongs to a {stage.__name__} already"):
-                other(again, SGD, lr=0.1)
-    train_step(model, zero)  # the first one still works
+    _, zero = wrapped(stage)
     for empty in (nn.Tanh(), nn.ModuleList()):
         with pytest.raises(ValueError, match="no parameter to train"):
             stage(empty, SGD, lr=0.1)
@@ -78,31 +73,6 @@ def test_refuses_optimizers(stage):
     for kind, options in kinds:
         with pytest.raises(ValueError, match=f"{kind.__name__} is not element-wise"):
             stage(nn.Linear(4, 4), kind, **options)
-
-
-@on_two_ranks
-def test_accepts_optimizers(stage):
-    """All element-wise ones of torch, also with lr=0 (a warm-up) and a tensor for lr."""
-    adam = torch.optim.Adam
-    for kind, options in [
-        (SGD, dict(nesterov=True, momentum=0.9, lr=0.0)), (adam, dict(amsgrad=True)), (adam, dict(fused=True)),
-        (adam, dict(foreach=True)), (adam, dict(lr=torch.tensor(0.01))), (torch.optim.AdamW, dict(maximize=True)),
-        (torch.optim.NAdam, {}), (torch.optim.RAdam, {}), (torch.optim.Adamax, {}), (torch.optim.Adadelta, {}),
-        (torch.optim.Adagrad, {}), (torch.optim.RMSprop, dict(centered=True)), (torch.optim.ASGD, {}),
-        (torch.optim.Rprop, {}),
-    ]:
-        torch.manual_seed(0)
-        model = nn.Linear(WIDTH, 3)
-        plain = copy.deepcopy(model)
-        zero, optimizer = stage(model, kind, **options), kind(plain.parameters(), **options)
-        for step in range(3):
-            train_step(model, zero, step)
-            optimizer.zero_grad()
-            sum(plain(vectors(rank, step)).square().mean() for rank in range(2)).div(2).backward()
-            optimizer.step()
-        # fp64, but some divide by the root of a small variance: that enlarges 1e-16 to 1e-8 at the worst
-        for ours, theirs in zip(toys.whole_parameters(zero), plain.parameters(), strict=True):
-            assert torch.allclose(ours, theirs, rtol=0, atol=1e-7), kind
 
 
 @on_two_ranks
@@ -138,11 +108,6 @@ def refuse_states(states):
             else:
                 with pytest.raises(ValueError, match="saved with"):
                     zero.load_state_dict(saved[min(rank, world - 1)])
-        for other in (wrapped(stage, lambda: Chain(count=2))[1], wrapped(stage, bucket_bytes=64)[1]):
-            # at stage 3 bucket_bytes changes nothing
-            if stage is not STAGES[3] or len(other.buckets) != len(zero.buckets):
-                with pytest.raises(ValueError, match="buckets"):
-                    zero.load_state_dict(other.state_dict())
         assert toys.identical(toys.whole_parameters(zero), before)
         train_step(model, zero)
 
@@ -304,40 +269,6 @@ def test_stage_3_reading_outside(stage):
     assert torch.equal(kept, image["layers.0.linear.weight"].t())
 
 
-@on_stage_3
-def test_stage_3_parts(stage):
-    """A unit works without the model, and so does what belongs to the root."""
-    model, zero = wrapped(stage)
-    x = vectors(0, 0)
-    for prepare in (lambda: None, lambda: train_step(model, zero), lambda: toys.whole_parameters(zero)):
-        for number in (0, 2, 2, 1):
-            prepare()
-            with torch.no_grad():
-                values = model.layers[number](x)
-            with zero.gather_parameters():
-                assert torch.equal(values, model.layers[number](x))
-    train_step(model, zero)
-    with torch.no_grad():
-        values = model.head(x)
-    with zero.gather_parameters():
-        assert torch.equal(values, model.head(x))
-    model.head(x).sum().backward()
-    zero.zero_grad()
-    train_step(model, zero)
-
-    class Outside(Chain):  # a weight of a unit, used by the root
-        def forward(self, x):
-            return super().forward(x @ self.layers[1].linear.weight)
-
-    model, zero = wrapped(stage, Outside)
-    with pytest.raises(RuntimeError, match="units="):
-        loss_of(model)
-    model = Outside()
-    zero = stage(model, SGD, lr=0.1, units=[model.layers[0]])  # as the message says
-    train_step(model, zero)
-    assert not loss_of(model).isnan()
-
-
 class Leaking(Chain):
     """Units that return a part of their own parameters."""
 
@@ -374,17 +305,9 @@ def test_stage_3_refuses(stage):
     zero.zero_grad()
     train_step(model, zero)
 
-    x = vectors(0, 0).requires_grad_()
-    with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    zero.zero_grad()
-    train_step(model, zero)
-
     model, zero = wrapped(stage, Leaking)
     with pytest.raises(RuntimeError, match="clone"):
         loss_of(model)
-    with pytest.raises(ValueError, match="not a part"):
-        stage(Chain(), SGD, lr=0.1, units=[nn.Linear(3, 3)])
 
 
 # ------------------------------------------------------------------------------------------------------ devices
@@ -402,15 +325,6 @@ def test_devices(monkeypatch):
     assert "no GPU" in message(0, "cuda", None, 1)
     assert "needs a GPU for each of the 3 ranks, and this machine has 2" in message(2, "cuda", "nccl", 3)
     assert "needs a GPU" in message(8, "cpu", "nccl", 2)
-    for gpus, question, answer in [
-        (0, ("auto", None, 4), ("cpu", "gloo")),
-        (4, ("auto", None, 4), ("cuda", "nccl")),
-        (1, ("auto", None, 4), ("cuda", "gloo")),
-        (4, ("cpu", None, 4), ("cpu", "gloo")),
-        (4, ("cuda", "gloo", 4), ("cuda", "gloo")),
-    ]:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert ranks.choose(*question) == answer
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="no GPU"):
         ranks.run(print, 2, device="cuda")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-import toys
+from misuse import in_ranks
 from torch import nn
 
 from zero_minimal.core import layout, optimizers, precision, units
@@ -122,7 +122,8 @@ def test_clip():
     assert precision.clip(None, norm(0.0), 1.0).item() == 1.0
 
 
-def check_norm():
+@in_ranks(3)
+def test_global_norm():
     """Over shards of several dtypes, as torch.nn.utils computes it on the whole."""
     rank = dist.get_rank()
     single, double, half = torch.float32, torch.float64, torch.bfloat16
@@ -135,10 +136,6 @@ def check_norm():
         assert precision.global_norm(shards, 0.5).item() == pytest.approx(expected.item() / 2, rel=1e-6)
     assert precision.global_norm([torch.full((2,), torch.inf if rank == 1 else 1.0)]).isinf()
     assert precision.global_norm([torch.full((2,), torch.nan if rank == 1 else 1.0)]).isnan()
-
-
-def test_global_norm():
-    toys.run(check_norm, 3)
 
 
 class Recorder:
@@ -160,7 +157,8 @@ class Recorder:
         self.gradient_scale = None
 
 
-def check_scaler():
+@in_ranks(2)
+def test_loss_scaler():
     rank, zero, scaler = dist.get_rank(), Recorder(), LossScaler(initial_scale=2.0**10, growth_interval=3)
 
     def step(overflow_on=None, unscale=0):
@@ -183,10 +181,6 @@ def check_scaler():
     other.load_state_dict(scaler.state_dict())
     assert (other.scale_value, other.state_dict()) == (2.0**10, scaler.state_dict())
     assert not step(overflow_on=0) and not step(overflow_on=1) and scaler.scale_value == 2.0**8
-
-
-def test_loss_scaler():
-    toys.run(check_scaler, 2)
 
 
 # -------------------------------------------------------------------------------------------------------- optimizers

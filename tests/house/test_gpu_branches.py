@@ -12,6 +12,7 @@ import lazy_gpu
 import pytest
 import torch
 import torch.distributed as dist
+from misuse import in_ranks
 from thorough import sample
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
@@ -301,15 +302,12 @@ def test_random_state_has_that_of_the_gpu():
         assert [kind for kind, _, _ in random_state.autocast_state()] == ["cpu", "cuda"]
 
 
-def draw_in_parallel():
+@in_ranks(1)
+def test_ranks_draw_on_their_gpus():
     with lazy_gpu.here():
         with random_state.parallel_random():
             pass
-        return "seed" in lazy_gpu.seen
-
-
-def test_ranks_draw_on_their_gpus():
-    assert ranks.run(draw_in_parallel, 1, device="cpu") == [True]
+        assert "seed" in lazy_gpu.seen
 
 
 def test_memory_and_time_of_a_gpu(monkeypatch):

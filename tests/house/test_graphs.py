@@ -1,6 +1,5 @@
 """Graphs that do not go from a model's input to its output and back once: at stage 3 as at stage 0, or refused."""
 
-import contextlib
 import warnings
 
 import pytest
@@ -16,75 +15,9 @@ def numbers(step, rank):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-class Expert(nn.Module):
-    """A block with parameters of its own, which keeps an auxiliary loss in an attribute; `where`: made when."""
-
-    def __init__(self, where):
-        super().__init__()
-        self.where, self.linear, self.router = where, nn.Linear(8, 8), nn.Linear(8, 3)
-        self.gain = nn.Parameter(torch.rand(8) + 0.5)
-        self.losses = []
-
-    def forward(self, x):
-        weights = self.router(x).softmax(-1)
-        y = x + torch.tanh(self.linear(x) * self.gain) * weights[:, :1]
-        if self.where == "attribute":
-            self.aux = (weights.mean(0) ** 2).sum() + (x * self.gain).square().mean()
-        elif self.where == "list":
-            self.losses[:] = [(weights.mean(0) ** 2).sum(), (x * self.gain).square().mean()]
-        elif self.where == "router":
-            self.aux = self.router(y.detach()).square().mean()
-        return y
-
-
-class Experts(nn.Module):
-    def __init__(self, where):
-        super().__init__()
-        self.where = where
-        self.blocks = nn.ModuleList(Expert(where) for _ in range(3))
-        self.head = nn.Linear(8, 1)
-        self.found = []
-        if where == "hook":
-            for block in self.blocks:
-                block.router.register_forward_hook(lambda module, x, y: self.found.append(y))
-
-    def forward(self, x):
-        self.found.clear()
-        for block in self.blocks:
-            x = block(x)
-        loss = self.head(x).square().mean()
-        if self.where == "list":
-            return loss + sum(sum(block.losses) for block in self.blocks)
-        if self.where == "hook":
-            return loss + sum(y.square().mean() for y in self.found)
-        if self.where == "alone":
-            return loss + sum(block.router(x).square().mean() for block in self.blocks)
-        return loss + sum(block.aux for block in self.blocks)
-
-
 def wrap(stage, make, *args):
     torch.manual_seed(0)
     return toys.STAGES[stage](make(*args), optim.SGD, lr=0.1, momentum=0.9)
-
-
-def with_auxiliary_losses(stage, where):
-    zero, losses = wrap(stage, Experts, where), []
-    for step in range(3):
-        loss = zero.model(numbers(step, dist.get_rank()))
-        loss.backward()
-        losses.append(loss.item())
-        zero.step()
-        zero.zero_grad()
-    return losses, toys.whole_parameters(zero)
-
-
-@by_world
-@pytest.mark.parametrize("where", sample(("attribute", "list", "router", "hook", "alone"), ("router", "hook")))
-def test_auxiliary_losses_out_of_a_unit(where, world_size):
-    ours = toys.run(with_auxiliary_losses, world_size, 3, where)
-    for (losses, params), (expected, others) in zip(ours, toys.run(with_auxiliary_losses, world_size, 0, where),
-                                                    strict=True):
-        assert losses == expected and toys.identical(params, others)
 
 
 class Slotted:
@@ -218,38 +151,6 @@ def numpy_in_forward(stage):
 def test_an_array_of_numpy_in_forward():
     assert "write weight.detach().clone().numpy()" in refused(numpy_in_forward, 3)
     toys.run(numpy_in_forward, 2, 2)
-
-
-# ------------------------------------------------------------------------------------------------------------- autocast
-
-
-def in_autocast(stage, contexts):
-    """Two backward passes a step and an evaluation, all in one autocast context, or in one each."""
-    zero, losses = wrap(stage, Layers, "slots"), []
-
-    def context():
-        return torch.autocast("cpu", dtype=torch.bfloat16)
-
-    outer, inner = (contextlib.nullcontext, context) if contexts == "each" else (context, contextlib.nullcontext)
-    with outer():
-        for step in range(3):
-            with torch.no_grad(), inner():
-                losses.append(zero.model(numbers(50 + step, 0)).float().square().mean().item())
-            for micro in range(2):
-                with inner():
-                    loss = zero.model(numbers(2 * step + micro, dist.get_rank())).float().square().mean()
-                loss.backward()
-                losses.append(loss.item())
-            zero.step()
-            zero.zero_grad()
-    return losses, toys.whole_parameters(zero)
-
-
-@by_stage
-def test_one_autocast_context_around_all(stage):
-    ours, expected = (toys.run(in_autocast, 2, stage, contexts) for contexts in ("one", "each"))
-    for (losses, params), (others, whole) in zip(ours, expected, strict=True):
-        assert losses == others and toys.identical(params, whole)
 
 
 # -------------------------------------------------------------------------------------------------------------- compile

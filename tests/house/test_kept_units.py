@@ -1,4 +1,7 @@
-"""Kept units: the bits of stage 3, with the last units whole from forward to their turn in backward, and less sent."""
+"""Kept units: the last ones stay whole from forward to their turn in backward, and less is sent.
+
+That they have the bits of stage 3 is in test_late_gather.py.
+"""
 
 import functools
 
@@ -6,41 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import toys
+from misuse import in_ranks
 from torch import nn, optim
 
 from zero_minimal.core import seams
 from zero_minimal.kept_units import Kept3
 from zero_minimal.meters.traffic import TrafficMeter
-from zero_minimal.stage3 import Stage3
 
 pytestmark = pytest.mark.thorough
 
 BLOCKS = 5
-RECIPES = {
-    "plain": {},
-    "accumulated and clipped": dict(accumulate=3, clip=0.5),
-    "bf16": dict(dtype=torch.bfloat16),
-}
 
 
 def keeping(count):
     return functools.partial(Kept3, keep_units=count)
-
-
-def trained():
-    make = functools.partial(toys.Transformer, BLOCKS)
-    return {name: [toys.train(stage, toys.Recipe(make=make, steps=3, **recipe))
-                   for stage in (Stage3, keeping(0), keeping(2), Kept3, keeping(99))]
-            for name, recipe in RECIPES.items()}
-
-
-@pytest.mark.parametrize("world_size", (1, 2, 3))
-def test_losses_and_parameters_are_the_same_bits(world_size):
-    for outcome in toys.run(trained, world_size):
-        for name, (one, *others) in outcome.items():
-            for other in others:
-                assert one.losses == other.losses and one.norms == other.norms, name
-                assert toys.identical(one.parameters, other.parameters), name
 
 
 def there(zero):
@@ -97,11 +79,8 @@ def test_the_last_units_stay_until_their_turn_in_backward_and_are_not_sent_again
             assert usual - sent == pytest.approx(again * (world_size - 1) / world_size, abs=64)
 
 
-def refused():
+@in_ranks(1)
+def test_a_number_of_units_is_not_negative():
     for wrong in (-1, 2.5):
         with pytest.raises(ValueError, match=f"keep_units={wrong}: give their number, 0 or more"):
             Kept3(nn.Linear(3, 3), optim.SGD, keep_units=wrong)
-
-
-def test_a_number_of_units_is_not_negative():
-    toys.run(refused, 1)

@@ -1,38 +1,35 @@
-"""Late gathering: the bits of stages 1 and 2; whoever looks at a parameter before it is here finds the new one, whole.
+"""Late gathering: the bits of stages 1 and 2. (Whoever looks at a parameter before it is here finds the new one, whole:
+test_lazy_all_gather.py.)
 
 Rank 1 takes its time for each update: so what is to come from it has not arrived when rank 0 looks.
 """
 
 import contextlib
-import copy
-import io
-import pickle
+import functools
 import sys
-import threading
 import time
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import toys
-from torch import nn, optim
+from torch import optim
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import them too
 
 import odd_models
 from odd_models import Chain
-from test_models import on_a_rank
 
 from zero_minimal.checkpoint import saved_state
 from zero_minimal.core import optimizers, seams
 from zero_minimal.extensions import lazy_all_gather
-from zero_minimal.extensions.averages import Average
 from zero_minimal.extensions.lazy_all_gather import Awaited
+from zero_minimal.kept_units import Kept3
 from zero_minimal.late_gather import Late1, Late2
 from zero_minimal.stage1 import Stage1
 from zero_minimal.stage2 import Stage2
+from zero_minimal.stage3 import Stage3
 
 pytestmark = pytest.mark.thorough
 
@@ -51,34 +48,23 @@ RECIPES = {
 }
 
 
+KEPT = [functools.partial(Kept3, keep_units=count) for count in (0, 2, 99)]
+
+
 def trained(stages):
-    return {name: [toys.train(stage, toys.Recipe(steps=3, **recipe)) for stage in stages]
+    make = functools.partial(toys.Transformer, 5)
+    return {name: [toys.train(stage, toys.Recipe(make=make, steps=3, **recipe)) for stage in stages]
             for name, recipe in RECIPES.items()}
 
 
-@pytest.mark.parametrize("number, world_size", [(0, 2), (0, 3), (1, 2), (1, 3)])
-def test_losses_and_parameters_are_the_same_bits(number, world_size):
-    for outcome in toys.run(trained, world_size, PAIRS[number]):
-        for name, (one, other) in outcome.items():
-            assert one.losses == other.losses and one.norms == other.norms, name
-            assert toys.identical(one.parameters, other.parameters), name
-
-
-def odd(names, stages):
-    return {name: on_a_rank(name, stages) for name in names}
-
-
-@pytest.mark.parametrize("half", [0, 1])
-def test_odd_models(half):
-    """Tied weights, modules used twice, recomputation, sparse gradients, several passes, evaluations between, …"""
-    names = list(odd_models.CASES)[half::2]
-    for outcome in toys.run(odd, 2, names, sum(PAIRS, ())):
-        for name, by_stage in outcome.items():
-            for plain, late in PAIRS:
-                (one, theirs, its), (other, ours, own) = by_stage[plain.__name__], by_stage[late.__name__]
-                assert str(one) == str(other), (name, late)
-                for a, b in zip([*theirs, *its], [*ours, *own], strict=True):
-                    assert torch.equal(a.detach().to_dense().nan_to_num(), b.detach().to_dense().nan_to_num()), name
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("stages", (*PAIRS, (Stage3, Kept3, *KEPT)), ids=("late 1", "late 2", "kept units"))
+def test_losses_and_parameters_are_the_same_bits(stages, world_size):
+    for outcome in toys.run(trained, world_size, stages):
+        for name, (one, *others) in outcome.items():
+            for other in others:
+                assert one.losses == other.losses and one.norms == other.norms, name
+                assert toys.identical(one.parameters, other.parameters), name
 
 
 # ------------------------------------------------------------------------------------------ who looks before it is here
@@ -99,126 +85,6 @@ def slow():
         yield
     finally:
         optimizers.update_shard = update
-
-
-def saved(model, save=torch.save):
-    file = io.BytesIO()
-    save(model, file)
-    file.seek(0)
-    return [*torch.load(file, weights_only=False).parameters()]
-
-
-def on_a_thread(function):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-def compiled(model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return [torch.compile(model, backend="eager")(torch.ones(2, odd_models.WIDTH))]
-
-
-def averaged(zero):
-    with (average := Average(zero)).in_place():
-        pass
-    return [*zero.model.parameters(), *average.shards]
-
-
-def gathered(zero):
-    with zero.gather_parameters():
-        return [param.detach().clone() for param in zero.model.parameters()]
-
-
-def state(zero):
-    return [*zero.state_dict()["shards"], *zero.model.parameters()]
-
-
-@torch.no_grad()
-def edited(zero):
-    for number, param in enumerate(zero.model.parameters()):
-        param.mul_(2.0) if number % 2 else param.data.add_(1.0)
-    return zero.model.parameters()
-
-
-@torch.no_grad()
-def replaced(zero):
-    zero.model.load_state_dict({name: torch.full_like(param, 0.5) for name, param in zero.model.named_parameters()})
-    return zero.model.parameters()
-
-
-LOOKS = {  # of a stage; what a rank sees of its model, as tensors
-    "forward": lambda zero: [zero.model(torch.ones(2, odd_models.WIDTH))],
-    "evaluation": lambda zero: [torch.no_grad()(zero.model.eval())(torch.ones(2, odd_models.WIDTH))],
-    "inference": lambda zero: [torch.inference_mode()(zero.model)(torch.ones(2, odd_models.WIDTH)).clone()],
-    "a part": lambda zero: [list(zero.model.modules())[-1](torch.ones(2, odd_models.WIDTH))],
-    "functional": lambda zero: [nn.functional.linear(torch.ones(2, param.shape[1]), param)
-                                for param in zero.model.parameters() if param.ndim == 2],
-    "data": lambda zero: [param.data for param in zero.model.parameters()],
-    "detach": lambda zero: [param.detach() for param in zero.model.parameters()],
-    "numpy": lambda zero: [torch.from_numpy(param.detach().numpy()) for param in zero.model.parameters()],
-    "printed": lambda zero: [torch.tensor([ord(letter) for letter in repr(list(zero.model.parameters()))])],
-    "one number": lambda zero: [torch.tensor(param.sum().item()) for param in zero.model.parameters()],
-    "a vector of all": lambda zero: [nn.utils.parameters_to_vector(zero.model.parameters())],
-    "foreach": lambda zero: torch._foreach_norm(list(zero.model.parameters())),
-    "a list in a dict": lambda zero: [torch.stack([param.view(-1)[0] for param in zero.model.parameters()])],
-    "where it lies": lambda zero: [param for param in zero.model.parameters() if param.data_ptr()],
-    "deepcopy": lambda zero: copy.deepcopy(zero.model).parameters(),
-    "a copied parameter": lambda zero: [copy.deepcopy(param) for param in zero.model.parameters()],
-    "pickle": lambda zero: pickle.loads(pickle.dumps(zero.model)).parameters(),
-    "torch.save": lambda zero: saved(zero.model),
-    "model.state_dict": lambda zero: zero.model.state_dict().values(),
-    "zero.state_dict": state,
-    "gather_parameters": gathered,
-    "an average": averaged,
-    "edited in place": edited,
-    "load_state_dict": replaced,
-    "another thread": lambda zero: on_a_thread(lambda: [param.detach().clone() for param in zero.model.parameters()]),
-    "functional_call": lambda zero: [torch.func.functional_call(
-        zero.model, {name: param * 2 for name, param in zero.model.named_parameters()},
-        torch.ones(2, odd_models.WIDTH))],
-    "torch.compile": lambda zero: compiled(zero.model),
-    "no stage any more": lambda zero: [param.detach().clone() for param in left_behind(zero)],
-}
-
-
-def left_behind(zero):
-    model = zero.model
-    del zero
-    return model.parameters()
-
-
-def looked_at(stage, names):
-    """What each look sees right after step(), and the loss of the next two steps."""
-    seen = {}
-    for name in names:
-        torch.manual_seed(0)
-        zero = stage(Chain(), optim.AdamW, lr=0.1, bucket_bytes=256)
-        for step in range(3):
-            loss = zero.model(batch(step)).square().mean()
-            loss.backward()
-            with slow() if step == 1 else contextlib.nullcontext():
-                zero.step()
-            if isinstance(zero, (Late1, Late2)):
-                assert any(isinstance(param, Awaited) for param in zero.model.parameters()), "nothing is late"
-            if step == 1:
-                seen[name] = [part.detach().clone() for part in LOOKS[name](zero)]
-            zero.zero_grad()
-        seen[name].append(loss.detach())
-        seen[name] += [param.detach().clone() for param in zero.model.parameters()]
-        del zero
-    return seen
-
-
-@pytest.mark.parametrize("number, part", [(0, 0), (0, 1), (1, 0), (1, 1)])
-def test_who_looks_finds_the_new_values_whole(number, part):
-    (plain, late), names = PAIRS[number], list(LOOKS)[part::2]
-    for one, other in zip(toys.run(looked_at, 2, plain, names), toys.run(looked_at, 2, late, names), strict=True):
-        for name in names:
-            assert toys.identical(one[name], other[name]), name
 
 
 def small(stage, seed=0):

@@ -9,6 +9,7 @@ import pickle
 import re
 import select
 import sys
+import threading
 import warnings
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -26,10 +27,12 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import them too
 
 import odd_models
-from test_late_gather import PAIRS, batch, saved, slow, small
+from test_late_gather import PAIRS, batch, slow, small
 
 from zero_minimal.core import collectives
 from zero_minimal.extensions import lazy_all_gather
+from zero_minimal.extensions.averages import Average
+from zero_minimal.extensions.lazy_all_gather import Awaited
 from zero_minimal.late_gather import Late1, Late2
 from zero_minimal.processes import ranks
 
@@ -170,6 +173,41 @@ def hooked(zero, kept):
     return [seen]
 
 
+def saved(model):
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False).parameters()
+
+
+def on_a_thread(zero, kept):
+    seen = []
+    thread = threading.Thread(target=lambda: seen.extend(param.detach().clone() for param in params(zero)))
+    thread.start()
+    thread.join()
+    return seen
+
+
+def an_average(zero, kept):
+    with (average := Average(zero)).in_place():
+        pass
+    return [*params(zero), *average.shards]
+
+
+def gathered(zero, kept):
+    with zero.gather_parameters():
+        return [param.detach().clone() for param in params(zero)]
+
+
+def replaced(zero, kept):
+    zero.model.load_state_dict({name: torch.full_like(param, 0.5) for name, param in zero.model.named_parameters()})
+    return params(zero)
+
+
+def with_doubled_weights(zero, kept):
+    doubled = {name: param * 2 for name, param in zero.model.named_parameters()}
+    return [torch.func.functional_call(zero.model, doubled, X)]
+
+
 def compiled_part(zero):
     layer = first_linear(zero)
     return torch.compile(lambda x: layer(x).sin(), backend="aot_eager")
@@ -184,6 +222,31 @@ def traced(zero):
 
 
 RIGHT = {  # (zero, what was prepared) → tensors
+    "forward": lambda zero, kept: [zero.model(X)],
+    "evaluation": lambda zero, kept: [torch.no_grad()(zero.model.eval())(X)],
+    "inference": lambda zero, kept: [torch.inference_mode()(zero.model)(X).clone()],
+    "a part": lambda zero, kept: [list(zero.model.modules())[-1](X)],
+    "functional": lambda zero, kept: [nn.functional.linear(torch.ones(2, param.shape[1]), param)
+                                      for param in params(zero) if param.ndim == 2],
+    "data": each(lambda param: param.data),
+    "detach": each(torch.Tensor.detach),
+    "numpy": each(lambda param: torch.from_numpy(param.detach().numpy())),
+    "printed": lambda zero, kept: [torch.tensor([ord(letter) for letter in repr(params(zero))])],
+    "one number": each(lambda param: torch.tensor(param.sum().item())),
+    "a vector of all": lambda zero, kept: [nn.utils.parameters_to_vector(zero.model.parameters())],
+    "foreach": lambda zero, kept: torch._foreach_norm(params(zero)),
+    "a list in a dict": lambda zero, kept: [torch.stack([param.view(-1)[0] for param in params(zero)])],
+    "where it lies": lambda zero, kept: [param for param in params(zero) if param.data_ptr()],
+    "deepcopy": lambda zero, kept: copy.deepcopy(zero.model).parameters(),
+    "a copied parameter": each(copy.deepcopy),
+    "pickle": lambda zero, kept: pickle.loads(pickle.dumps(zero.model)).parameters(),
+    "zero.state_dict": lambda zero, kept: [*zero.state_dict()["shards"], *params(zero)],
+    "gather_parameters": gathered,
+    "an average": an_average,
+    "load_state_dict": replaced,
+    "another thread": on_a_thread,
+    "functional_call": with_doubled_weights,
+    "torch.compile": lambda zero, kept: [torch.compile(zero.model, backend="eager")(X)],
     "torch.save of a state_dict": lambda zero, kept: through_a_file(zero.model.state_dict()).values(),
     "torch.save of a model": lambda zero, kept: saved(zero.model),
     "data.add_": changed(lambda own: [param.data.add_(1) for param in own]),
@@ -259,13 +322,15 @@ def seen_by(stage, names):
         if prepare is scripted_inside:
             prepare(toys_of(model))
         zero = stage(model, optim.AdamW, lr=0.1, bucket_bytes=256)
-        kept = None if prepare is scripted_inside else prepare(zero)
+        kept = "TorchScript" if prepare is scripted_inside else prepare(zero)
         for step in range(3):
             loss = zero.model(batch(step)).square().mean()
             loss.backward()
             with slow() if step == 1 else contextlib.nullcontext():
                 zero.step()
             zero.zero_grad()
+            if isinstance(zero, (Late1, Late2)) and kept is None:
+                assert any(isinstance(param, Awaited) for param in params(zero)), f"{name}: nothing is late"
             if step == 1:
                 seen[name] = [tensor.detach().clone() for tensor in look(zero, kept)]
         seen[name] += [loss.detach(), *(param.detach().clone() for param in params(zero))]

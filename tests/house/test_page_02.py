@@ -1,21 +1,15 @@
 """Lesson 02's page: a run or a formula gave each figure on it; what the learner is to find is not there."""
 
-import json
-
 import pytest
 import torch
 import toys
-from cells import run_notebook
+from house.lesson_pages import notebook_on, texts_of
 
-from zero_minimal.classroom.lessons import found
 from zero_minimal.meters.writer_trace import Written
 from zero_minimal.paper import formulas
 from zero_minimal.pictures.writer_chart import starts, writers
 
-LESSON = found()["02_optimizer_state"]
-PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
-PROSE = " ".join(PAGE.split())  # wherever lines are broken
-MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
+LESSON, PAGE, TEACHER, PROSE, TOLD, MEASURED = texts_of("02_optimizer_state")
 
 
 def row(stage, world_size):
@@ -109,16 +103,12 @@ def test_what_a_rank_writes_is_its_own_in_every_step():
 
 
 @pytest.mark.thorough
-def test_the_notebook_on_3_ranks(monkeypatch, world_size=3):
-    names = run_notebook("02_optimizer_state.ipynb", monkeypatch, world_size,
-                         ("Settings()", "Settings(layers=2, hidden=48)"))
-    world = names["world"]
-    try:
+def test_the_notebook_on_3_ranks(world_size=3):
+    smaller = ("Settings()", "Settings(layers=2, hidden=48)")
+    with notebook_on(world_size, "02_optimizer_state.ipynb", smaller) as (names, world):
         psi = names["psi"]
         for size in world["states_of(Stage1)[1]['optimizer']"]:
             assert 8 * psi / world_size <= size <= 8 * (psi / world_size + 5 * 16 * (world_size + 1))
         assert world["losses == other_losses and torch.equal(parameters, other_parameters)"] == [True] * world_size
         assert sum(world["sent['DDP, ZeRO']"]) / world_size == pytest.approx(
             1.5 * world["sent['stage 1']"][0], rel=0.02)
-    finally:
-        world.stop()

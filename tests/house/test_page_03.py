@@ -1,11 +1,9 @@
 """Lesson 03's page: a run or a formula gave each figure on it; what the learner is to find is not there."""
 
-import json
-
 import pytest
 import torch
+from house.lesson_pages import texts_of
 
-from zero_minimal.classroom.lessons import found
 from zero_minimal.meters.buckets import KINDS, Lanes
 from zero_minimal.paper import formulas
 from zero_minimal.processes import ranks
@@ -16,10 +14,7 @@ from zero_minimal.workload import loop
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import Settings
 
-LESSON = found()["03_gradients"]
-PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
-PROSE = " ".join(PAGE.split())  # wherever lines are broken
-MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
+LESSON, PAGE, TEACHER, PROSE, TOLD, MEASURED = texts_of("03_gradients")
 
 
 def row(stage, ranks=2):

@@ -1,16 +1,14 @@
 """Lesson 04's page: what it tells of the conveyor was recorded; what the learner is to find is not there. Its other
 figures are looked at in test_measured.py."""
 
-import json
 import re
 
-from zero_minimal.classroom.lessons import found
+from house.lesson_pages import texts_of
+
 from zero_minimal.paper import formulas
 
-LESSON = found()["04_parameters"]
-PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
-PROSE = " ".join(PAGE.split())  # wherever lines are broken
-BELT = json.loads((LESSON.folder / "measured.json").read_text())["belt"]
+LESSON, PAGE, TEACHER, PROSE, TOLD, MEASURED = texts_of("04_parameters")
+BELT = MEASURED["belt"]
 
 
 def exam_figures():

@@ -1,21 +1,16 @@
 """Lesson 06's page: a formula agrees with what was measured, and so does a run of today."""
 
-import json
-
 import pytest
+from house.lesson_pages import texts_of
 
 from zero_minimal.activation_partitioning import checkpoint_blocks
-from zero_minimal.classroom.lessons import found
 from zero_minimal.processes import ranks
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.lesson06_program import BATCH, CONFIG, INPUT, step_of
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.model import GPTConfig
 
-LESSON = found()["06_activation_partitioning"]
-PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
-PROSE = " ".join(PAGE.split())  # wherever lines are broken
-MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
+LESSON, PAGE, TEACHER, PROSE, TOLD, MEASURED = texts_of("06_activation_partitioning")
 BLOCKS = CONFIG.layers
 MB = 1e6
 
@@ -128,8 +123,8 @@ def test_the_exam():
     model, ranks_ = 32 * 1024 * 8192 * 2, 16
     assert f"{model / 2 / 1e6:.0f} million numbers, {model / 1e6:.0f} MB" in TEACHER
     assert f"times 125 are {125 * model / 1e9:.1f} GB, and {125 * model / ranks_ / 1e9:.1f} GB with P_a" in TEACHER
-    assert f"125 · 537 MB · 15/16 = {125 * model * 15 / 16 / 1e9:.1f} GB" in " ".join(TEACHER.split())
-    assert f"{125 * model / 2 / 1e9:.1f} billion is the count" in " ".join(TEACHER.split())
+    assert f"125 · 537 MB · 15/16 = {125 * model * 15 / 16 / 1e9:.1f} GB" in TOLD
+    assert f"{125 * model / 2 / 1e9:.1f} billion is the count" in TOLD
 
 
 # -------------------------------------------------------------------------------------------------- as they are today

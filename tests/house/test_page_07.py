@@ -3,15 +3,12 @@ sees what happens, on a run of today too."""
 
 import contextlib
 import functools
-import json
 
 import pytest
 import torch
 import toys
-from cells import run_notebook
-from submissions import solution
+from house.lesson_pages import notebook_on, texts_of
 
-from zero_minimal.classroom.lessons import found
 from zero_minimal.constant_buffers import ConstantBuffers, all_reduce, fill, loads, unpack
 from zero_minimal.core import collectives
 from zero_minimal.meters import observer
@@ -22,10 +19,7 @@ from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.model import GPT
 from zero_minimal.workload.settings import Settings
 
-LESSON = found()["07_constant_buffers"]
-PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
-PROSE = " ".join(PAGE.split())  # wherever lines are broken
-MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
+LESSON, PAGE, TEACHER, PROSE, TOLD, MEASURED = texts_of("07_constant_buffers")
 
 
 with torch.device("meta"):
@@ -67,12 +61,9 @@ def test_what_the_page_says_of_stage_2():
     assert f"{PSI * 4 / 1e6:.2f} MB, and C_B costs {round(constant / 1e6, 2) - round(without / 1e6, 2):.2f} MB" in PROSE
 
 
-def bytes_of_an_element():
-    return ConstantBuffers(4000).take().element_size()
-
-
 def test_what_the_page_says_of_sums():
-    assert "sent in 4 bytes and not in 2" in PROSE and toys.run(bytes_of_an_element, 1) == [4]
+    assert "sent in 4 bytes and not in 2" in PROSE
+    assert toys.run(lambda: ConstantBuffers(4000).take().element_size(), 1) == [4]
     assert MEASURED["ones"] == {"float32": 4096, "float16": 2048, "bfloat16": 256}
     assert "The mean of 4096 ones is then 0.5 in fp16, and 1/16 in bf16" in PROSE
     for dtype in (torch.float16, torch.bfloat16):  # place k begins at rank k - 1, and goes to the left
@@ -87,15 +78,9 @@ def test_what_is_calculated():
     assert torch.finfo(torch.float16).max == 65504 and "65,504" in PROSE
     assert torch.tensor(40000.0).half() + torch.tensor(40000.0).half() == torch.inf
     exact, half = formulas.traffic(0, 1.5e9, 64, "fp32") / 1e9, formulas.traffic(0, 1.5e9, 64, "fp16") / 1e9
-    assert f"= {exact:.1f} GB in both cases, and {half:.1f} GB with" in " ".join(TEACHER.split())
+    assert f"= {exact:.1f} GB in both cases, and {half:.1f} GB with" in TOLD
     assert "126 · 50 µs = 6.3 ms" in TEACHER and 126 * 50 == 6300 and round(60 * 6.3e-3, 2) == 0.38
     assert 4 * 1.5e9 / 100e6 == 60 and "(b) 60, and 1" in TEACHER
-
-
-def test_how_much_there_is_to_write():
-    assert len(LESSON.tasks) == 9 and "with nine short holes" in PROSE
-    lines = sum(len(solution(LESSON, name)) for name in LESSON.tasks)
-    assert abs(lines - 45) <= 5 and "about 40 short lines" in PROSE and "these 40 lines" in TEACHER
 
 
 # ------------------------------------------------------------------------------------------------------- the pictures
@@ -198,17 +183,13 @@ def test_the_highest_moment_is_that_of_a_run_of_today():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("world_size", (3,))  # and on four it is run as it stands
-def test_the_notebook_on_other_ranks(monkeypatch, world_size):
-    names = run_notebook("07_constant_buffers.ipynb", monkeypatch, world_size, ("rounds=3", "rounds=1"),
-                         ("rounds=8", "rounds=1"), ("(1, 4, 32)", "(32,)"))
-    world = names["world"]
-    try:
+def test_the_notebook_on_3_ranks(world_size=3):
+    """And on four it is run as it stands."""
+    smaller = ("rounds=3", "rounds=1"), ("rounds=8", "rounds=1"), ("(1, 4, 32)", "(32,)")
+    with notebook_on(world_size, "07_constant_buffers.ipynb", *smaller) as (names, world):
         for record in world["trays.record"]:
             assert_turns(record, world["sizes"][0])
         for found in world["found"]:
             assert set(found["torch.float32"]) == {world_size - 2.0}
         without, constant = (report["memory"]["peak"] for report in names["reports"][32])
         assert constant > without + 19e6
-    finally:
-        world.stop()

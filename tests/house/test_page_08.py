@@ -11,10 +11,10 @@ import pages
 import pytest
 import texts
 import toys
-from submissions import solution
+from house.lesson_pages import texts_of
 from thorough import sample
 
-from zero_minimal.classroom.lessons import HOUSE, found
+from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.core.blocks import Pool
 from zero_minimal.meters import traces
 from zero_minimal.meters.allocator import CachingAllocator, fails, smallest_capacity
@@ -22,10 +22,7 @@ from zero_minimal.programs import lesson08_figures as program
 from zero_minimal.programs.lesson08_program import record, varied_lengths
 from zero_minimal.workload import data
 
-LESSON = found()["08_defragmentation"]
-PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
-PROSE = " ".join(PAGE.split())  # wherever lines are broken
-MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
+LESSON, PAGE, TEACHER, PROSE, TOLD, MEASURED = texts_of("08_defragmentation")
 RECORDED = MEASURED["traces"]
 ROWS, FAILURE = MEASURED["rows"], MEASURED["failure"]
 MIB = 2**20
@@ -162,7 +159,7 @@ def test_what_the_page_says_of_allocators_that_lack_something():
     slabs = {name: size / MIB for name, size in MEASURED["pools with slabs"].items()}
     assert f"With slabs merging is worth {slabs['never merges'] - slabs['best fit, split, merge']:.0f} MiB" in PROSE
     less = slabs["best fit, split, merge"] - slabs["first fit"]
-    assert f"with slabs {less:.0f} MiB less, one step of the search" in " ".join(TEACHER.split())
+    assert f"with slabs {less:.0f} MiB less, one step of the search" in TOLD
 
 
 def test_the_lengths_with_which_slabs_save_nothing():
@@ -191,7 +188,7 @@ def test_the_gradient_that_lies_alone(recordings):
               if segment.address <= block.address < segment.address + segment.bytes]
     assert inside == [("gradients", 8 * MIB)]
     assert "A gradient of 8 MiB lies in the middle of a segment of 50 MiB" in PROSE
-    assert "a segment of 50 MiB is pinned by one gradient of 8 MiB" in " ".join(TEACHER.split())
+    assert "a segment of 50 MiB is pinned by one gradient of 8 MiB" in TOLD
     large = [size / MIB for _, size in allocator.holes if size > 3 * MIB]
     driver = (MEASURED["capacity"] - allocator.reserved) / MIB
     assert "50 alone would not be enough" in PROSE and FAILURE["requested"] > 50 * MIB
@@ -233,7 +230,7 @@ def test_the_exam_on_the_teachers_page():
     assert [pool.take(size).address for size in (10, 15)] == [50, 85]
     pool.give(b)
     assert pool.holes == [(0, 50)]
-    said = " ".join(TEACHER.split())
+    said = TOLD
     assert f"elements of 2 bytes are {24 * 4 * 4096 * 2048 * 2 / 1e9:.1f} GB" in said
     assert f"An eighth, {24 * 4 * 4096 * 2048 * 2 / 8 / 1e9:.1f} GB" in said
 
@@ -249,12 +246,6 @@ def test_every_figure_in_mib_is_a_known_one():
     known = {f"{size / MIB:.{digits}f} MiB" for size in sizes for digits in (0, 1)}
     said = {figure for text in (PAGE, TEACHER) for figure in re.findall(r"\d[\d.,]* MiB\b", text)}
     assert len(said) > 10 and not said - known
-
-
-def test_how_much_there_is_to_write():
-    assert len(LESSON.tasks) == 7 and "with seven holes" in PROSE
-    lines = sum(len(solution(LESSON, name)) for name in LESSON.tasks)
-    assert abs(lines - 70) <= 5 and "about 70 short lines" in PROSE
 
 
 # -------------------------------------------------------------------------------------------------------- the pictures

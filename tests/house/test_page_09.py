@@ -1,13 +1,11 @@
 """Lesson 09's page: a run or a formula gave each figure on it; what the learner is to find is not there."""
 
-import json
 import re
 
 import pytest
 import toys
-from cells import run_notebook
+from house.lesson_pages import notebook_on, texts_of
 
-from zero_minimal.classroom.lessons import found
 from zero_minimal.meters.turns_of_buffers import watched_turns
 from zero_minimal.offloading.read_ahead import BUFFERS, ReadAhead
 from zero_minimal.paper import formulas
@@ -19,10 +17,7 @@ from zero_minimal.programs.offload_flags import Offload
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.settings import Settings
 
-LESSON = found()["09_offload"]
-PAGE, TEACHER = ((LESSON.folder / name).read_text() for name in ("README.md", "teacher.md"))
-PROSE, TEACHING = " ".join(PAGE.split()), " ".join(TEACHER.split())  # wherever lines are broken
-MEASURED = json.loads((LESSON.folder / "measured.json").read_text())
+LESSON, PAGE, TEACHER, PROSE, TOLD, MEASURED = texts_of("09_offload")
 LADDER = MEASURED["ladder"]
 PSI = parameter_count(Settings().model_config())
 MB = 1e6
@@ -96,15 +91,15 @@ def test_what_the_page_says_of_the_bus():
 
 def test_the_exam_and_the_discussion():
     psi = 10e9
-    assert f"(a) 16Ψ = {16 * psi / 1e9:.0f} GB, and 2Ψ = {2 * psi / 1e9:.0f} GB." in TEACHING
-    assert f"(b) 14Ψ = {14 * psi / 1e9:.0f} GB." in TEACHING
-    assert f"(c) {2 * psi / 1e9:.0f} GB each way, {2 * psi / 12e9:.2f} s each." in TEACHING
+    assert f"(a) 16Ψ = {16 * psi / 1e9:.0f} GB, and 2Ψ = {2 * psi / 1e9:.0f} GB." in TOLD
+    assert f"(b) 14Ψ = {14 * psi / 1e9:.0f} GB." in TOLD
+    assert f"(c) {2 * psi / 1e9:.0f} GB each way, {2 * psi / 12e9:.2f} s each." in TOLD
     a_token = 4 * psi / 40e12
-    assert f"= {a_token * 1e3:g} ms a token, so {2 * psi / 12e9 / a_token:,.0f} tokens" in TEACHING
+    assert f"= {a_token * 1e3:g} ms a token, so {2 * psi / 12e9 / a_token:,.0f} tokens" in TOLD
     seven = 7e9
-    assert f"{2 * seven / 1e9:.0f} GB of parameters in 16 bit stay, {14 * seven / 1e9:.0f} GB go to" in TEACHING
-    assert f"{4 * seven / 1e9:.0f} GB a step over the bus, {4 * seven / 12e9:.1f} s at 12 GB/s" in TEACHING
-    assert 24 - 2 * seven / 1e9 == 10 and "if 10 GB are enough" in TEACHING
+    assert f"{2 * seven / 1e9:.0f} GB of parameters in 16 bit stay, {14 * seven / 1e9:.0f} GB go to" in TOLD
+    assert f"{4 * seven / 1e9:.0f} GB a step over the bus, {4 * seven / 12e9:.1f} s at 12 GB/s" in TOLD
+    assert 24 - 2 * seven / 1e9 == 10 and "if 10 GB are enough" in TOLD
 
 
 def test_every_figure_in_bytes_is_a_known_one():
@@ -151,11 +146,10 @@ def test_the_notebooks_other_drawings():
 
 @pytest.mark.thorough
 @pytest.mark.timeout(240)  # 50 to 60 s where nothing else runs: each rank starts host processes, again and again
-def test_the_notebook_on_3_ranks(monkeypatch, ranks=3):
-    names = run_notebook("09_offload.ipynb", monkeypatch, ranks, ("(12, 25, 64, 900), (1, 4, 16)", "(900,), (1,)"),
-                         ("RUNGS[:2]", "()"), ("RUNGS[2:]", "RUNGS[3:]"), ("speed = 12e9", "speed = 900e9"))
-    world = names["world"]
-    try:
+def test_the_notebook_on_3_ranks(ranks=3):
+    smaller = (("(12, 25, 64, 900), (1, 4, 16)", "(900,), (1,)"), ("RUNGS[:2]", "()"), ("RUNGS[2:]", "RUNGS[3:]"),
+               ("speed = 12e9", "speed = 900e9"))
+    with notebook_on(ranks, "09_offload.ipynb", *smaller) as (_, world):
         psi = world["psi"][0]
         for found_there in world["bus_bytes"]:
             assert found_there["Offloaded1", 4][0] == found_there["Offloaded2", 1][0]
@@ -165,5 +159,3 @@ def test_the_notebook_on_3_ranks(monkeypatch, ranks=3):
             states = [sum(held[state] for state in ("parameters", "gradients", "optimizer")) for held in rungs.values()]
             assert states == [pytest.approx(size, rel=0.01) for size in (16, 4, 2, 2 / ranks)]
         assert all(losses[0] == losses[1] for losses in world["losses"])
-    finally:
-        world.stop()

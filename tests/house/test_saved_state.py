@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import toys
 from house.saved_models import Model, groups_of, names, wrapped
+from misuse import in_ranks
 from thorough import sample
 
 from zero_minimal.checkpoint import as_json, saved_state
@@ -189,32 +190,25 @@ def test_memory_does_not_grow_by_more_than_a_bucket(stage, world, tmp_path):
 # --------------------------------------------------------------------------------------------------------- what is kept
 
 
-def kept_by_hand(folder):
-    zero = Training(1, torch.float32, 0).zero
-    paths = [saved_state.save(zero, folder, {"number": number}, keep=2) for number in range(4)]
-    assert [path.name for path in paths] == [f"step-{number:08}" for number in range(4)]
-    again = saved_state.save(zero, folder, {"number": 9}, step=3, keep=2)
-    assert again.name == "step-00000003.1", "no finished one is overwritten"
-    return names(folder), saved_state.load(zero, folder), saved_state.load(zero, paths[-1])
-
-
+@in_ranks(2)
 def test_keeps_the_newest(tmp_path):
-    for kept, newest, named in toys.run(kept_by_hand, 2, tmp_path):
-        assert kept == ["step-00000003", "step-00000003.1"]
-        assert newest == {"number": 9} and named == {"number": 3}
+    zero = Training(1, torch.float32, 0).zero
+    paths = [saved_state.save(zero, tmp_path, {"number": number}, keep=2) for number in range(4)]
+    assert [path.name for path in paths] == [f"step-{number:08}" for number in range(4)]
+    again = saved_state.save(zero, tmp_path, {"number": 9}, step=3, keep=2)
+    assert again.name == "step-00000003.1", "no finished one is overwritten"
+    assert names(tmp_path) == ["step-00000003", "step-00000003.1"]
+    assert saved_state.load(zero, tmp_path) == {"number": 9} and saved_state.load(zero, paths[-1]) == {"number": 3}
 
 
-def refused_extra(folder):
+@in_ranks(2)
+def test_refuses_what_json_cannot_hold(tmp_path):
     zero = Training(1, torch.float32, 0).zero
     with pytest.raises(TypeError, match=r"extra\['a'\]\[1\] is a function"):
-        saved_state.save(zero, folder, {"a": [1, refused_extra]})
+        saved_state.save(zero, tmp_path, {"a": [1, toys.run]})
     with pytest.raises(ValueError, match="keep is 0"):
-        saved_state.save(zero, folder, keep=0)
-    return list(folder.iterdir())
-
-
-def test_refuses_what_json_cannot_hold(tmp_path):
-    assert toys.run(refused_extra, 2, tmp_path) == [[], []]
+        saved_state.save(zero, tmp_path, keep=0)
+    assert not names(tmp_path)
 
 
 def test_json_holds_what_programs_keep():

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import toys
 from house.saved_models import Wide, disk_has, groups_of, names, wrapped
+from misuse import in_ranks
 from torch import nn
 
 from zero_minimal.checkpoint import saved_state, state_folder
@@ -144,17 +145,13 @@ def test_no_flipped_bit_is_missed(tmp_path):
     assert toys.run(each_bit, 1, tmp_path, timeout=110) == [[]]
 
 
-def nothing_there(folder):
-    zero, words = wrapped(), []
-    for path in (folder / "missing", folder):
+@in_ranks(2)
+def test_an_empty_folder(tmp_path):
+    zero = wrapped()
+    for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(saved_state.Damaged, match="there is no checkpoint in"):
             saved_state.load(zero, path)
-        words.append(saved_state.any_in(zero, path))
-    return words
-
-
-def test_an_empty_folder(tmp_path):
-    assert toys.run(nothing_there, 2, tmp_path) == [[False, False]] * 2
+        assert not saved_state.any_in(zero, path)
 
 
 def test_contents_are_json_with_a_checksum(tmp_path):
@@ -213,51 +210,39 @@ OTHERS = {
 }
 
 
-def refused(folder):
-    words = {}
+@in_ranks(2)
+def test_another_model_is_told_by_its_names(tmp_path):
     saved = wrapped()
     toys.step_of(saved, 0)
-    saved_state.save(saved, folder)
-    for name, (options, _) in OTHERS.items():
+    saved_state.save(saved, tmp_path)
+    for options, words in OTHERS.values():
         for stage in (1, 3):
             zero = wrapped(seed=3, stage=stage, **options)
             before = toys.whole_parameters(zero)
-            with pytest.raises(ValueError) as caught:
-                saved_state.load(zero, folder)
+            with pytest.raises(ValueError, match=f"^this checkpoint is not of this model: .*{words}"):
+                saved_state.load(zero, tmp_path)
             assert toys.identical(before, toys.whole_parameters(zero))
-            words[name, stage] = str(caught.value)
-    return words
-
-
-def test_another_model_is_told_by_its_names(tmp_path):
-    for found in toys.run(refused, 2, tmp_path):
-        for (name, _), words in found.items():
-            assert words.startswith("this checkpoint is not of this model: ")
-            assert re.search(OTHERS[name][1], words), f"{name}: {words}"
 
 
 # -------------------------------------------------------------------------------------------------- a disk that is full
 
 
-def full(folder, meanwhile):
+@pytest.mark.parametrize("meanwhile", (False, True))
+@in_ranks(2)
+def test_a_disk_that_is_full(meanwhile, tmp_path):
     """Rank 1 cannot write more than a few bytes: both hear it, and what was there before stays."""
     zero, write = wrapped(), saved_state.async_save if meanwhile else saved_state.save
     toys.step_of(zero, 0)
-    saved_state.save(zero, folder, {"good": True}, step=1)
+    saved_state.save(zero, tmp_path, {"good": True}, step=1)
     toys.step_of(zero, 0)
     disk_has(1000 if dist.get_rank() == 1 else None)
     with pytest.raises(saved_state.NotSaved, match=r"step 2 was not written.*: rank 1: \[Errno \d+\] File too large"):
-        saving = write(zero, folder, {"good": False}, step=2)
+        saving = write(zero, tmp_path, {"good": False}, step=2)
         if meanwhile:
             toys.step_of(zero, 0)  # goes on
             saving.wait()
     disk_has(None)
     dist.barrier()
-    kept, extra = names(folder), saved_state.load(zero, folder)
-    saved_state.save(zero, folder, {"good": "again"}, step=2)
-    return kept, extra, saved_state.load(zero, folder)
-
-
-@pytest.mark.parametrize("meanwhile", (False, True))
-def test_a_disk_that_is_full(meanwhile, tmp_path):
-    assert toys.run(full, 2, tmp_path, meanwhile) == [(["step-00000001"], {"good": True}, {"good": "again"})] * 2
+    assert names(tmp_path) == ["step-00000001"] and saved_state.load(zero, tmp_path) == {"good": True}
+    saved_state.save(zero, tmp_path, {"good": "again"}, step=2)
+    assert saved_state.load(zero, tmp_path) == {"good": "again"}

@@ -5,7 +5,8 @@ import re
 
 import pytest
 import texts
-from cells import cells_of, run_notebook
+from cells import cells_of
+from house.lesson_pages import notebook_on
 
 from zero_minimal.classroom.lessons import HOUSE, found
 from zero_minimal.classroom.references import reference
@@ -82,9 +83,7 @@ def test_the_notebook_on_3_ranks(monkeypatch, tmp_path, world_size=3):
     file = tmp_path / "assignment.py"
     file.write_text(reference(LESSON))
     monkeypatch.setenv("ZERO_ATTEMPT", str(file))
-    names = run_notebook("08_defragmentation.ipynb", monkeypatch, world_size)
-    world = names["world"]
-    try:
+    with notebook_on(world_size, "08_defragmentation.ipynb") as (names, world):
         longer = rounded(len(read_tokens())) - rounded(texts.RECORDED)  # this Python's text, which is in memory, too
         assert names["failure"].free == MEASURED["failure"]["free"] - longer
         assert names["pools"] == MEASURED["pools"]
@@ -93,8 +92,6 @@ def test_the_notebook_on_3_ranks(monkeypatch, tmp_path, world_size=3):
         assert len(set(map(str, world["needs"]))) == world_size, "each rank has lengths of its own"
         lessons, yours = content_of(world["own"][0])["memories"]
         assert yours["rows"] == lessons["rows"] and yours["name"] == "yours"
-    finally:
-        world.stop()
 
 
 def test_the_notebook_has_the_numbers_of_the_page(traces):
