@@ -1,18 +1,46 @@
-"""Grader client: the grader's end of a judge that waits (grader_server.py): a grade with it begins at once."""
+"""Grader client: the grader's end of the process that judges (grader_server.py). A grade with one that waits begins at
+once; `grade` has one for one grade, `grade --watch` (watch.py) for all.
+"""
 
 import contextlib
 import json
 import os
+import re
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.fork_server import LENGTH
-from zero_minimal.classroom.judging import SECONDS, UNREAD, Process, Reported, lines, reports
-from zero_minimal.classroom.lessons import Lesson
+from zero_minimal.classroom.grades import Grades
+from zero_minimal.classroom.judging import SECONDS, SILENCE, UNREAD, Process, Reported, lines, reports
+from zero_minimal.classroom.lessons import Lesson, Step
+from zero_minimal.classroom.submission import text_of
+from zero_minimal.programs import progress
 
 START = 120.0  # seconds that it may take to import torch, twice, on a machine that has much else to do
+NEVER = float("inf")
+
+
+def grade(lesson: Lesson, file: Path, grades: Grades, show: Callable[[Step], object] = print, only: str = "") -> None:
+    """Run the lesson's tests against the file and fill `grades`. `show(step)` is called when a step is done.
+
+    Args: only: a pattern, to run some of the tests.
+    Raises: RuntimeError if the tests themselves cannot run; Busy.
+    """
+    reported, left = Reported(lesson, grades, whole=not only), list(grades.steps)
+    with contextlib.closing(GraderClient(lesson, file)) as client:
+        client.wait_until_ready()
+        numbers = {step.number for step in grades.steps}
+        tests = [test for test, worth in client.tests.items() if worth["step"] in numbers and re.search(only, test)]
+        with client.reports(text_of(file), tests, reported) as following:
+            for _ in following:
+                while left and (reported.ended or left[0].number < reported.step):
+                    progress.take_back()
+                    show(left.pop(0))
+                if left and sys.stderr.isatty():
+                    progress.announce(f"step {reported.step}: {len(reported.done)} of {len(tests)} checks are done")
 
 
 class GraderClient:
@@ -47,13 +75,13 @@ class GraderClient:
             raise RuntimeError(f"the tests of lesson {self.lesson.name} could not run:\n{said}") from None
         self.tests = {entry.pop("test"): entry for entry in json.loads(line)["tests"]}
 
-    def reports(self, source: str, tests: list[str], reported: Reported, tick: float) -> contextlib.closing:
+    def reports(self, source: str, tests: list[str], reported: Reported, tick: float = NEVER) -> contextlib.closing:
         """Grade this text of the file by these tests, in this order: a context with the iterator of judging.reports(),
         which yields at each tick too."""
         def begin(done: list[str], seconds: float) -> Run:
             return self.begin(source, [test for test in tests if test not in done], seconds, tick)
 
-        reported.tests = {test: self.tests[test] for test in tests}
+        reported.announced({test: self.tests[test] for test in tests})
         return contextlib.closing(reports(begin, reported, SECONDS))
 
     def begin(self, source: str, tests: list[str], seconds: float, tick: float) -> "Run":
@@ -64,11 +92,7 @@ class GraderClient:
         """Raises: RuntimeError if it is gone."""
         message = json.dumps(request).encode()
         try:
-            head = len(message).to_bytes(LENGTH, "big")
-            if descriptors:
-                socket.send_fds(self.control, [head], descriptors)
-            else:
-                self.control.sendall(head)
+            socket.send_fds(self.control, [len(message).to_bytes(LENGTH, "big")], descriptors)
             self.control.sendall(message)
         except OSError:
             raise RuntimeError(f"the grader's own process is gone:\n{self.process.printed()}") from None
@@ -82,14 +106,16 @@ class Run:
     """One grade by a judge that waits. When the context is left it has ended, wherever it was."""
 
     def __init__(self, standby: GraderClient, source: str, tests: list[str], seconds: float, tick: float):
-        self.standby, self.source, self.tests, self.seconds, self.tick = standby, source, tests, seconds, tick
-        self.code = None  # it is not our child: how it ended is not told
+        self.standby, self.tick = standby, tick
+        self.request = {"source": source, "tests": tests, "seconds": seconds}
 
     def __enter__(self) -> "Run":
+        if not self.standby.is_ready():
+            self.standby.wait_until_ready()
         self.pipe, theirs = os.pipe()
         self.standby.process.output.truncate(0)
         try:
-            self.standby.ask({"source": self.source, "tests": self.tests, "seconds": self.seconds}, theirs)
+            self.standby.ask(self.request, theirs)
         except RuntimeError:
             os.close(self.pipe)
             raise
@@ -103,6 +129,10 @@ class Run:
 
     def __exit__(self, *error) -> None:
         os.close(self.pipe)
-        with contextlib.suppress(RuntimeError):
+        self.printed, self.code = self.standby.process.printed(), None
+        try:
             self.standby.ask({})
-        self.printed = self.standby.process.printed()
+            self.code = json.loads(next(lines(self.standby.control.fileno(), SILENCE)))["code"]
+        except (RuntimeError, StopIteration):  # gone, or it stands still: the next grade starts another one
+            self.standby.process.process.kill()
+            self.standby.process.process.wait()

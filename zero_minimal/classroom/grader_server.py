@@ -1,11 +1,12 @@
-"""Grader server: a judge that waits for a file to be saved (grade --watch). Whatever takes long it has done already.
+"""Grader server: a judge that waits for what it is to judge. Whatever takes long it has done already.
 
     grade.py → judge that waits → fork server                 the tests are collected, torch is imported
-                    ↓ forks           ↓ forks             for each save:
+                    ↓ forks           ↓ forks             for each grade:
                   judge     →     fork server → ranks         a copy of both, that ends with this grade
 
 So each grade begins as from nothing, and its ranks come from a process that never held an answer. A request is a
-message of JSON with the pipe for reports beside it; one without a source ends the grade that is under way.
+message of JSON with the pipe for reports beside it; one without a source ends the grade that is under way, and is
+answered by how its judge ended.
 """
 
 import contextlib
@@ -42,18 +43,22 @@ class Server:
     def __init__(self, control: socket.socket, lesson: Lesson, file: Path):
         self.control, self.file = control, file
         self.places = stage(lesson, file, Path(tempfile.mkdtemp(prefix="grading-")))  # goes with the judge's own folder
-        self.fork_server = self._ready()
+        self.fork_server = ForkServer(self.places)
         self.judge, self.lent = 0, None
 
     def announce(self, tests: list[dict]) -> None:
         """It can begin with any of these."""
-        self.control.sendall(json.dumps({"tests": tests}).encode() + b"\n")
+        self._tell({"tests": tests})
+        self.fork_server.wait_until_ready()
+
+    def _tell(self, entries: dict) -> None:
+        self.control.sendall(json.dumps(entries).encode() + b"\n")
 
     def serve(self) -> Request:
         """Returns in a new process for each request that comes; in this one never."""
         while True:
             head, descriptors, *_ = socket.recv_fds(self.control, LENGTH, 1)
-            self._end_judge()
+            code = self._end_judge()
             if len(head) < LENGTH:  # the grader is gone
                 self.fork_server.close()
                 shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
@@ -70,23 +75,24 @@ class Server:
                     return Request(**request, reports=descriptors[0], fork_server=self.lent)
                 self.lent.control.close()
                 os.close(descriptors[0])
-
-    def _ready(self) -> ForkServer:
-        fork_server = ForkServer(self.places)
-        fork_server.wait_until_ready()
-        return fork_server
+            else:
+                self._tell({"code": code})
 
     def _lend(self) -> Lent:
         try:
             return self.fork_server.lend()
         except ChildProcessError:  # it was ended
-            self.fork_server = self._ready()
+            self.fork_server = ForkServer(self.places)
+            self.fork_server.wait_until_ready()
             return self.fork_server.lend()
 
-    def _end_judge(self) -> None:
-        if self.judge:
-            os.kill(self.judge, signal.SIGKILL)  # until we have waited for it, the number is its own
-            os.waitpid(self.judge, 0)
-            self.judge = 0
-            with contextlib.suppress(ChildProcessError):  # the fork server was ended
-                self.lent.take_back()
+    def _end_judge(self) -> int | None:
+        """The exit code of the one that there was. A signal from here changes nothing of one that has ended."""
+        if not self.judge:
+            return None
+        os.kill(self.judge, signal.SIGKILL)  # until we have waited for it, the number is its own
+        _, status = os.waitpid(self.judge, 0)
+        self.judge = 0
+        with contextlib.suppress(ChildProcessError):  # the fork server was ended
+            self.lent.take_back()
+        return os.waitstatus_to_exitcode(status)
