@@ -117,7 +117,8 @@ def _draw_beside(place: SubFigure, name: str, lines: dict[str, Story]) -> None:
             for rank, chunk in differences(story, model, number):
                 axis.text(chunk - 0.42, rank - 0.4, "≠", ha="left", va="top", fontsize=9, fontweight="bold",
                           color=NEXT["edgecolor"], zorder=4)
-            style.rank_cells(axis, len(story.states[0]), range(len(story.states[0][0])), margin=0.55, named=axis is row[0])
+            world_size, chunks = len(story.states[0]), len(story.states[0][0])
+            style.rank_cells(axis, world_size, range(chunks), margin=0.55, named=axis is row[0])
             axis.set_title(_moment(number, len(story.states)), fontsize=9)
         row[0].set_ylabel(whose, fontsize=11, fontweight="bold")
     place.suptitle(name, fontsize=12)
