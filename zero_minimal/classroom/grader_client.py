@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zero_minimal.classroom.accounts import Busy
-from zero_minimal.classroom.fork_server import LENGTH
 from zero_minimal.classroom.grades import Grades
 from zero_minimal.classroom.judging import SECONDS, SILENCE, UNREAD, Process, Reported, lines, reports
 from zero_minimal.classroom.lessons import Lesson, Step
@@ -90,10 +89,10 @@ class GraderClient:
 
     def ask(self, request: dict, *descriptors: int) -> None:
         """Raises: RuntimeError if it is gone."""
-        message = json.dumps(request).encode()
+        line = json.dumps(request).encode() + b"\n"
         try:
-            socket.send_fds(self.control, [len(message).to_bytes(LENGTH, "big")], descriptors)
-            self.control.sendall(message)
+            sent = socket.send_fds(self.control, [line], descriptors)
+            self.control.sendall(line[sent:])
         except OSError:
             raise RuntimeError(f"the grader's own process is gone:\n{self.process.printed()}") from None
 

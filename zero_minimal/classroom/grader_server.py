@@ -5,7 +5,7 @@
                   judge     →     fork server → ranks         a copy of both, that ends with this grade
 
 So each grade begins as from nothing, and its ranks come from a process that never held an answer. A request is a
-message of JSON with the pipe for reports beside it; one without a source ends the grade that is under way, and is
+line of JSON with the pipe for reports beside it; one without a source ends the grade that is under way, and is
 answered by how its judge ended.
 """
 
@@ -21,7 +21,6 @@ from pathlib import Path
 
 from zero_minimal.classroom import sandbox
 from zero_minimal.classroom.course_copy import bring_helpers, stage
-from zero_minimal.classroom.fork_server import LENGTH, read
 from zero_minimal.classroom.lessons import Lesson
 from zero_minimal.classroom.sandboxed_ranks import ForkServer, Lent
 
@@ -57,13 +56,16 @@ class Server:
     def serve(self) -> Request:
         """Returns in a new process for each request that comes; in this one never."""
         while True:
-            head, descriptors, *_ = socket.recv_fds(self.control, LENGTH, 1)
+            line, descriptors, *_ = socket.recv_fds(self.control, 2**16, 1)
             code = self._end_judge()
-            if len(head) < LENGTH:  # the grader is gone
+            while line and not line.endswith(b"\n"):
+                part = self.control.recv(2**16)
+                line = part and line + part
+            if not line:  # the grader is gone
                 self.fork_server.close()
                 shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
                 os._exit(0)
-            request = json.loads(read(self.control, int.from_bytes(head, "big")))
+            request = json.loads(line)
             if "source" in request:
                 bring_helpers(self.file, Path(self.places["work"]))
                 self.lent = self._lend()

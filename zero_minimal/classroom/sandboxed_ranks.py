@@ -14,14 +14,17 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
-from zero_minimal.classroom import hosts, results
+from zero_minimal.classroom import hosts
 from zero_minimal.classroom.accounts import end_all_below, held_by, sent_by
-from zero_minimal.classroom.fork_server import LENGTH, READY
+from zero_minimal.classroom.fork_server import READY
 from zero_minimal.offloading import host_link
 
 START = 60.0  # seconds that a fork server may take to import torch, on a machine that has much else to do
 ANSWER = 60.0  # the same to fork
+HEAD = 4  # bytes of a message that say how long it is
 STACK = 2**15  # bytes of a rank's stack that are read
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 
@@ -82,30 +85,14 @@ class HostHandle(Process):
 class RankHandle(Process):
     """A rank, as the judge sees it."""
 
-    line: socket.socket
+    line: Connection
     folder: str = ""  # of this run
     hosts: list[HostHandle] = field(default_factory=list)
-    received: bytearray = field(default_factory=bytearray)
     sent_before: int | None = None
     held_before: int | None = None
     most: int = 0
     most_of_hosts: int = 0
     has_data: bool = False
-
-    def read(self) -> bytes | None:
-        """What has come so far; the whole message once it is there. Raises: EOFError if the rank is gone."""
-        part = self.line.recv(2**20)
-        if not part:
-            raise EOFError
-        self.received += part
-        length = int.from_bytes(self.received[:LENGTH], "big")
-        if len(self.received) < LENGTH or len(self.received) < LENGTH + min(length, results.MOST):
-            return None
-        if length > results.MOST:
-            raise EOFError
-        message = bytes(self.received[LENGTH : LENGTH + length])
-        del self.received[: LENGTH + length]
-        return message
 
     def close(self) -> None:
         for host in self.hosts:
@@ -115,33 +102,34 @@ class RankHandle(Process):
 
     def lend_host(self, setup: dict, size: int) -> None:
         """Give it a host process, a line to that, and memory that both see. Nothing, if it has had too many."""
-        if size > hosts.MOST_BYTES or len(self.hosts) >= hosts.MOST_HOSTS:
-            self._send(b"")
-            return
-        (ours, theirs), (ends, writes) = socket.socketpair(), os.pipe()
-        memory = host_link.shared_file(size)
-        try:
-            self.hosts.append(self.fork_server.fork_host(setup, theirs.fileno(), writes, memory))
-            socket.send_fds(self.line, [b"!"], [ours.fileno(), ends, memory])
-        finally:
-            ours.close()
-            theirs.close()
-            for descriptor in (ends, writes, memory):
-                os.close(descriptor)
+        with socket.fromfd(self.line.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            if size > hosts.MOST_BYTES or len(self.hosts) >= hosts.MOST_HOSTS:
+                line.sendall(b"!")
+                return
+            (ours, theirs), (ends, writes) = socket.socketpair(), os.pipe()
+            memory = host_link.shared_file(size)
+            try:
+                self.hosts.append(self.fork_server.fork_host(setup, theirs.fileno(), writes, memory))
+                socket.send_fds(line, [b"!"], [ours.fileno(), ends, memory])
+            finally:
+                ours.close()
+                theirs.close()
+                for descriptor in (ends, writes, memory):
+                    os.close(descriptor)
 
     def begin(self, work: bytes) -> None:
         self.sent_before, self.held_before = sent_by(self.process), held_by(self.process)
-        self._send(work)
+        self.send(work)
 
     def give_data(self, secret: int) -> None:
         """What is held counts from now on; who asks again is given it again, and nothing else changes."""
         self.most = self.most if self.has_data else 0
         self.has_data = True
-        self._send(secret.to_bytes(LENGTH, "big"))
+        self.send(secret.to_bytes(8, "big"))
 
-    def _send(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         with contextlib.suppress(OSError):  # gone, as will be seen
-            self.line.sendall(len(message).to_bytes(LENGTH, "big") + message)
+            self.line.send_bytes(message)
 
     def processes(self) -> list[int]:
         """Its own and its hosts' that have not ended."""
@@ -154,7 +142,7 @@ class RankHandle(Process):
     def account(self, answer: bytes) -> Account:
         """Without the bytes of its answer."""
         after = sent_by(self.process)
-        sent = None if self.sent_before is None or after is None else after - self.sent_before - LENGTH - len(answer)
+        sent = None if self.sent_before is None or after is None else after - self.sent_before - HEAD - len(answer)
         if self.held_before is None:
             return Account(sent, None)
         return Account(sent, self.most - self.held_before, self.most_of_hosts)
@@ -192,23 +180,21 @@ class ForkServer:
         return self.process.poll() is None
 
     def fork(self, setup: dict) -> RankHandle:
-        ours, theirs = socket.socketpair()
-        stacks, writes = os.pipe()
-        os.set_blocking(stacks, False)
-        try:
-            return RankHandle(self, self._ask({"start": setup}, theirs.fileno(), writes), stacks, ours)
-        finally:
-            theirs.close()
-            os.close(writes)
+        ours, theirs = Pipe()
+        with theirs:
+            return RankHandle(self, *self._start({"start": setup}, theirs.fileno()), ours)
 
     def fork_host(self, setup: dict, *descriptors: int) -> HostHandle:
         """descriptors: its line, the end of a pipe that closes with it, the memory of its bus."""
+        process, stacks = self._start({"host": setup}, *descriptors)
+        return HostHandle(self, process, stacks, held_by(process))
+
+    def _start(self, request: dict, line: int, *others: int) -> tuple[int, int]:
+        """A process, and the pipe that it writes its stack into."""
         stacks, writes = os.pipe()
         os.set_blocking(stacks, False)
-        line, *others = descriptors
         try:
-            process = self._ask({"host": setup}, line, writes, *others)
-            return HostHandle(self, process, stacks, held_by(process))
+            return self._ask(request, line, writes, *others), stacks
         finally:
             os.close(writes)
 
