@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cheats
 from test_classroom import COLLECTIVES, GRADIENTS, messages, on_linux  # noqa: F401  (messages is a fixture)
 
-from zero_minimal.classroom import accounts, judging, results, sandbox
+from zero_minimal.classroom import accounts, grader_client, judging, results, sandbox
 from zero_minimal.classroom import grade as grader
 from zero_minimal.classroom.accounts import descendants, lives
 from zero_minimal.classroom.grades import Grades
@@ -158,11 +158,12 @@ def test_a_file_in_any_usual_encoding_is_read(tmp_path, data, says):
 def test_ranks_that_are_nobodys_can_reach_their_folder(monkeypatch):
     """It lies in the judge's own, which is closed to all others unless it is opened."""
     environments = []
-    monkeypatch.setattr(judging.subprocess, "Popen", lambda *_, env, **__: environments.append(env))
-    process = judging.Process(COLLECTIVES.tests, [], 0)
+    monkeypatch.setattr(grader_client.subprocess, "Popen", lambda *_, env, **__: environments.append(env))
+    client = grader_client.GraderClient(COLLECTIVES, COLLECTIVES.starter)
     assert os.stat(environments[0]["TMPDIR"]).st_mode & 0o077 == 0o011
-    process.folder.cleanup()
-    process.output.close()
+    client.folder.cleanup()
+    client.output.close()
+    client.control.close()
 
 
 @on_linux

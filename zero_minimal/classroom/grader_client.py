@@ -6,15 +6,18 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from zero_minimal.classroom.accounts import Busy
+from zero_minimal.classroom.accounts import Busy, end_all_below
 from zero_minimal.classroom.grades import Grades
-from zero_minimal.classroom.judging import SECONDS, SILENCE, UNREAD, Process, Reported, lines, reports
-from zero_minimal.classroom.lessons import Lesson, Step
+from zero_minimal.classroom.judging import SECONDS, SILENCE, UNREAD, Reported, lines, reports
+from zero_minimal.classroom.lessons import HOUSE, Lesson, Step
 from zero_minimal.classroom.submission import text_of
 from zero_minimal.programs import progress
 
@@ -43,22 +46,31 @@ def grade(lesson: Lesson, file: Path, grades: Grades, show: Callable[[Step], obj
 
 
 class GraderClient:
-    """A judge that waits. `tests` are those that it can begin with, and what each is worth. Close it."""
+    """A judge that waits: pytest on a lesson's tests, with our plugin, in a session and with a folder of its own that
+    end with it. `tests` are those that it can begin with, and what each is worth. Close it."""
 
     def __init__(self, lesson: Lesson, file: Path):
         self.lesson, self.file = lesson, file
         self._start()
 
     def _start(self) -> None:
-        self.control, theirs = socket.socketpair()
-        self.process = Process(self.lesson.tests, ["--submission", str(self.file), "--lesson", self.lesson.name,
-                                                   "--serve", str(theirs.fileno())], theirs.fileno())
-        theirs.close()
         self.tests: dict[str, dict] = {}
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        os.chmod(self.folder.name, 0o711)  # ranks that are nobody's come through it to theirs
+        self.output = tempfile.TemporaryFile("ab+")  # who shortens it does not leave a hole
+        self.control, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", str(self.lesson.tests), "-q", "--rootdir", str(HOUSE),
+                 "-p", "no:cacheprovider", "-p", "zero_minimal.classroom.plugin", "--submission", str(self.file),
+                 "--lesson", self.lesson.name, "--serve", str(theirs.fileno())],
+                cwd=HOUSE, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self.output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": self.folder.name})
 
     def is_ready(self) -> bool:
         """Whether it can begin at once. One that was ended starts anew."""
-        if self.process.process.poll() is not None:
+        if self.process.poll() is not None:
             self.close()
             self._start()
         return bool(self.tests)
@@ -70,7 +82,7 @@ class GraderClient:
         except StopIteration as ended:
             if ended.value:  # it was late
                 raise Busy(UNREAD.format(START)) from None
-            said = self.process.printed()
+            said = self.printed()
             raise RuntimeError(f"the tests of lesson {self.lesson.name} could not run:\n{said}") from None
         self.tests = {entry.pop("test"): entry for entry in json.loads(line)["tests"]}
 
@@ -94,11 +106,22 @@ class GraderClient:
             sent = socket.send_fds(self.control, [line], descriptors)
             self.control.sendall(line[sent:])
         except OSError:
-            raise RuntimeError(f"the grader's own process is gone:\n{self.process.printed()}") from None
+            raise RuntimeError(f"the grader's own process is gone:\n{self.printed()}") from None
+
+    def printed(self) -> str:
+        """The end of what it wrote."""
+        self.output.seek(0)
+        return self.output.read().decode(errors="replace")[-3000:]
 
     def close(self) -> None:
+        """End it, and all below it."""
         self.control.close()
-        self.process.end()
+        end_all_below(self.process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.folder.cleanup()
+        self.output.close()
 
 
 class Run:
@@ -112,7 +135,7 @@ class Run:
         if not self.standby.is_ready():
             self.standby.wait_until_ready()
         self.pipe, theirs = os.pipe()
-        self.standby.process.output.truncate(0)
+        self.standby.output.truncate(0)
         try:
             self.standby.ask(self.request, theirs)
         except RuntimeError:
@@ -128,10 +151,10 @@ class Run:
 
     def __exit__(self, *error) -> None:
         os.close(self.pipe)
-        self.printed, self.code = self.standby.process.printed(), None
+        self.printed, self.code = self.standby.printed(), None
         try:
             self.standby.ask({})
             self.code = json.loads(next(lines(self.standby.control.fileno(), SILENCE)))["code"]
         except (RuntimeError, StopIteration):  # gone, or it stands still: the next grade starts another one
-            self.standby.process.process.kill()
-            self.standby.process.process.wait()
+            self.standby.process.kill()
+            self.standby.process.wait()

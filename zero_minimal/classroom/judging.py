@@ -5,22 +5,17 @@ is taken once. The submission itself runs in ranks far below (fork_server.py). S
 the test under way has failed, and another goes on.
 """
 
-import contextlib
 import json
 import os
 import select
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 
-from zero_minimal.classroom.accounts import Busy, end_all_below
+from zero_minimal.classroom.accounts import Busy
 from zero_minimal.classroom.grades import Grades
-from zero_minimal.classroom.lessons import HOUSE, USED_UP, Lesson
+from zero_minimal.classroom.lessons import USED_UP, Lesson
 
 SECONDS = 120  # for a lesson, as accounts.Clock counts them
 SILENCE = 60.0  # seconds after which a judge that reports nothing is taken for stopped: it does while ranks run
@@ -157,33 +152,3 @@ def lines(pipe: int, silence: float = SILENCE, tick: float = float("inf")) -> Ge
             return True
         else:
             yield b""
-
-
-class Process:
-    """pytest on a lesson's tests, with our plugin, in a session and with a folder of its own that end with it."""
-
-    def __init__(self, tests: Path, arguments: list[str], descriptor: int):
-        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        os.chmod(self.folder.name, 0o711)  # ranks that are nobody's come through it to theirs
-        self.output = tempfile.TemporaryFile("ab+")  # who shortens it does not leave a hole
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", str(tests), "-q", "--rootdir", str(HOUSE), "-p", "no:cacheprovider",
-             "-p", "zero_minimal.classroom.plugin", *arguments],
-            cwd=HOUSE, pass_fds=[descriptor], stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": self.folder.name},
-        )
-
-    def printed(self) -> str:
-        """The end of what it wrote."""
-        self.output.seek(0)
-        return self.output.read().decode(errors="replace")[-3000:]
-
-    def end(self) -> None:
-        """End it, and all below it."""
-        end_all_below(self.process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.folder.cleanup()
-        self.output.close()
