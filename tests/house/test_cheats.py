@@ -104,7 +104,7 @@ def judged(lesson, file, only, what):
     while judge is None and grading.is_alive():
         time.sleep(0.05)
         below = set(descendants(os.getpid())) - before
-        if len(below) > 4:  # what waits, a fork server, its copy for this grade, a judge, and a rank
+        if len(below) > 3:  # what waits, a fork server, a judge, and a rank
             judge = next((process for process in below if b"pytest" in Path(f"/proc/{process}/cmdline").read_bytes()
                           and not descendants(process)), None)
     what(judge)

@@ -27,7 +27,7 @@ HERE = b"here"  # its rank's first message: it has joined, and no line of the su
 
 
 def main(control: socket.socket, settings: dict) -> None:
-    """Fork ranks and report how they ended, until the judge is gone."""
+    """Fork ranks and report how they ended, until nobody is left who could ask."""
     from zero_minimal.classroom import hosts, sandbox
 
     os.setsid()
@@ -38,26 +38,24 @@ def main(control: socket.socket, settings: dict) -> None:
     _get_ready()
     sys.path.append(settings["work"])  # last: a helper file hides no module
     control.sendall(READY)
+    processes: set[int] = set()
     while True:
         request, descriptors, *_ = socket.recv_fds(control, 2**16, 4)
         if not request:
             os._exit(0)
         request = json.loads(request)
         if "start" in request:
-            answer = _fork(_rank, request["start"], control, *descriptors)
+            processes.add(answer := _fork(_rank, request["start"], control, *descriptors))
         elif "host" in request:
-            answer = _fork(hosts.host, request["host"], control, *descriptors)
-        elif "lend" in request:
-            answer = os.fork()
-            if not answer:  # from now on for another judge alone
-                os.setsid()  # with its ranks: they can be ended together
-                sandbox.end_with_parent()
-                control.close()
-                control = socket.socket(fileno=descriptors[0])
-                continue
-            os.close(descriptors[0])
+            processes.add(answer := _fork(hosts.host, request["host"], control, *descriptors))
+        elif "anew" in request:  # another judge asks from here on, and nothing of the last one's is left
+            for process in processes:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+            processes, answer = set(), request["anew"]
         else:
             _, status = os.waitpid(request["ended"], 0)
+            processes.remove(request["ended"])
             answer = os.waitstatus_to_exitcode(status)
         control.sendall(json.dumps(answer).encode() + b"\n")
 

@@ -2,14 +2,13 @@
 
     grade.py → judge that waits → fork server                 the tests are collected, torch is imported
                     ↓ forks           ↓ forks             for each grade:
-                  judge     →     fork server → ranks         a copy of both, that ends with this grade
+                  judge     ───────►  ranks                   all that ends with it
 
 So each grade begins as from nothing, and its ranks come from a process that never held an answer. A request is a
 line of JSON with the pipe for reports beside it; one without a source ends the grade that is under way, and is
 answered by how its judge ended.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from pathlib import Path
 from zero_minimal.classroom import sandbox
 from zero_minimal.classroom.course_copy import bring_helpers, stage
 from zero_minimal.classroom.lessons import Lesson
-from zero_minimal.classroom.sandboxed_ranks import ForkServer, Lent
+from zero_minimal.classroom.sandboxed_ranks import ForkServer
 
 
 @dataclass
@@ -43,7 +42,7 @@ class Server:
         self.control, self.file = control, file
         self.places = stage(lesson, file, Path(tempfile.mkdtemp(prefix="grading-")))  # goes with the judge's own folder
         self.fork_server = ForkServer(self.places)
-        self.judge, self.lent = 0, None
+        self.judge = 0
 
     def announce(self, tests: list[dict]) -> None:
         """It can begin with any of these."""
@@ -68,25 +67,14 @@ class Server:
             request = json.loads(line)
             if "source" in request:
                 bring_helpers(self.file, Path(self.places["work"]))
-                self.lent = self._lend()
                 self.judge = os.fork()
                 if not self.judge:
                     sandbox.end_with_parent()
                     self.control.close()
-                    self.fork_server.control.close()
-                    return Request(**request, reports=descriptors[0], fork_server=self.lent)
-                self.lent.control.close()
+                    return Request(**request, reports=descriptors[0], fork_server=self.fork_server)
                 os.close(descriptors[0])
             else:
                 self._tell({"code": code})
-
-    def _lend(self) -> Lent:
-        try:
-            return self.fork_server.lend()
-        except ChildProcessError:  # it was ended
-            self.fork_server = ForkServer(self.places)
-            self.fork_server.wait_until_ready()
-            return self.fork_server.lend()
 
     def _end_judge(self) -> int | None:
         """The exit code of the one that there was. A signal from here changes nothing of one that has ended."""
@@ -95,6 +83,9 @@ class Server:
         os.kill(self.judge, signal.SIGKILL)  # until we have waited for it, the number is its own
         _, status = os.waitpid(self.judge, 0)
         self.judge = 0
-        with contextlib.suppress(ChildProcessError):  # the fork server was ended
-            self.lent.take_back()
+        try:
+            self.fork_server.begin_anew()
+        except OSError:  # it was ended
+            self.fork_server = ForkServer(self.places)
+            self.fork_server.wait_until_ready()
         return os.waitstatus_to_exitcode(status)

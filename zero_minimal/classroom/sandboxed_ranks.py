@@ -7,6 +7,7 @@ cannot write.
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -177,7 +178,10 @@ class ForkServer:
         self.control.settimeout(ANSWER)
 
     def lives(self) -> bool:
-        return self.process.poll() is None
+        try:
+            return not select.select([self.control], [], [], 0)[0]  # who has ended is heard: the end of its line
+        except (OSError, ValueError):  # closed
+            return False
 
     def fork(self, setup: dict) -> RankHandle:
         ours, theirs = Pipe()
@@ -198,13 +202,11 @@ class ForkServer:
         finally:
             os.close(writes)
 
-    def lend(self) -> "Lent":
-        """A copy of it for one judge: it ends when the judge does, whatever state that left it in."""
-        ours, theirs = socket.socketpair()
-        try:
-            return Lent(self, self._ask({"lend": True}, theirs.fileno()), ours)
-        finally:
-            theirs.close()
+    def begin_anew(self) -> None:
+        """For another judge, wherever the last one was when it ended."""
+        mark = secrets.token_hex(8)
+        if self._ask({"anew": mark}) != mark:  # that was the last one's answer
+            self._answer()
 
     def ended(self, process: int) -> int:
         """The exit code of a process of its own that has ended, or was killed."""
@@ -213,47 +215,25 @@ class ForkServer:
     def _ask(self, request: dict, *descriptors: int):
         try:
             socket.send_fds(self.control, [json.dumps(request).encode()], descriptors)
-            answer = self.control.recv(100)
+            return self._answer()
         except OSError:
-            answer = b""
-        if not answer.endswith(b"\n"):
             self.close()
-            raise ChildProcessError("a process of the grader's was killed while this test ran")
-        return json.loads(answer)
+            raise ChildProcessError("a process of the grader's was killed while this test ran") from None
+
+    def _answer(self):
+        """Raises: OSError if it is gone."""
+        answer = self.control.recv(100)
+        if not answer.endswith(b"\n"):
+            raise ConnectionResetError
+        return json.loads(answer.splitlines()[-1])
 
     def close(self) -> None:
+        """By whoever has its handle: it need not be a child."""
+        if self.control.fileno() < 0:
+            return  # it is
         end_all_below(self.pid)
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
         self.process.wait()
         self.control.close()
         self.printed.close()
-
-
-class Lent(ForkServer):
-    """A fork server forked from another one, in no time: `owner` has imported all that ranks need."""
-
-    def __init__(self, owner: ForkServer, pid: int, control: socket.socket):
-        self.owner, self.pid, self.control = owner, pid, control
-        self.control.settimeout(ANSWER)
-
-    def wait_until_ready(self) -> None:
-        """It is from the start."""
-
-    def lives(self) -> bool:
-        try:
-            return not select.select([self.control], [], [], 0)[0]  # who has ended is heard: the end of its line
-        except (OSError, ValueError):  # closed
-            return False
-
-    def close(self) -> None:
-        """By a judge. It ends when it hears no more from us."""
-        end_all_below(self.pid)
-        self.control.close()
-
-    def take_back(self) -> None:
-        """By the owner's judge, once the other one is gone."""
-        self.close()
-        for end in os.killpg, os.kill:  # it may not have come to lead a group
-            with contextlib.suppress(OSError):
-                end(self.pid, signal.SIGKILL)
-        self.owner.ended(self.pid)

@@ -102,8 +102,8 @@ class Supervisor:
             self.fork_server = None
 
     def close(self) -> None:
-        self.close_nursery()
-        if self.folder:
+        if self.folder:  # else they are another one's
+            self.close_nursery()
             self.folder.cleanup()
 
     def _gather(self, handles: list[RankHandle], work: bytes, clock: Clock, timeout: float, counted: bool) -> list:
