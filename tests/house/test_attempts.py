@@ -14,7 +14,7 @@ from zero_minimal import notebook
 from zero_minimal.classroom import lessons
 from zero_minimal.meters import deliveries
 from zero_minimal.notebook import attempt
-from zero_minimal.pictures.attempts import draw_attempt
+from zero_minimal.pictures.ring_chart import draw_attempt
 
 LESSONS = lessons.found()
 RINGS, GRADIENTS = LESSONS["00_collectives"], LESSONS["03_gradients"]

@@ -14,8 +14,7 @@ from house.lesson_pages import notebook_on, texts_of
 from zero_minimal.classroom.lessons import HOUSE
 from zero_minimal.meters.layer_errors import label
 from zero_minimal.paper import formulas
-from zero_minimal.pictures.batches import draw_sent_by_batch
-from zero_minimal.pictures.layer_error_chart import RIGHT
+from zero_minimal.pictures.tensor_chart import RIGHT, draw_sent_by_batch
 from zero_minimal.programs import patients
 from zero_minimal.workload.settings import Settings
 

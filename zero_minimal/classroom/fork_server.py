@@ -5,7 +5,8 @@ holds no answer, in a sandbox, and never runs a submission itself.
     trusted    trusted                     sandboxed     sandboxed, each with a folder of its own
 
 The judge asks through a socket, a line of JSON each; so does a rank answer, by `results`. A rank gets its work as a
-pickle, since that comes from the judge; nothing is ever unpickled on the way back.
+pickle, since that comes from the judge; nothing is ever unpickled on the way back. (A Connection sends by write(),
+which the kernel counts.)
 """
 
 import faulthandler
@@ -18,15 +19,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 READY = b"ready\n"  # to fork
-LENGTH = 8  # bytes that say how long a message is
 DATA = b"data"  # a rank's question for the secret of its data
 HERE = b"here"  # its rank's first message: it has joined, and no line of the submission has run
 
 
 def main(control: socket.socket, settings: dict) -> None:
-    """Fork ranks and report how they ended, until the judge is gone."""
+    """Fork ranks and report how they ended, until nobody is left who could ask."""
     from zero_minimal.classroom import hosts, sandbox
 
     os.setsid()
@@ -37,26 +38,24 @@ def main(control: socket.socket, settings: dict) -> None:
     _get_ready()
     sys.path.append(settings["work"])  # last: a helper file hides no module
     control.sendall(READY)
+    processes: set[int] = set()
     while True:
         request, descriptors, *_ = socket.recv_fds(control, 2**16, 4)
         if not request:
             os._exit(0)
         request = json.loads(request)
         if "start" in request:
-            answer = _fork(_rank, request["start"], control, *descriptors)
+            processes.add(answer := _fork(_rank, request["start"], control, *descriptors))
         elif "host" in request:
-            answer = _fork(hosts.host, request["host"], control, *descriptors)
-        elif "lend" in request:
-            answer = os.fork()
-            if not answer:  # from now on for another judge alone
-                os.setsid()  # with its ranks: they can be ended together
-                sandbox.end_with_parent()
-                control.close()
-                control = socket.socket(fileno=descriptors[0])
-                continue
-            os.close(descriptors[0])
+            processes.add(answer := _fork(hosts.host, request["host"], control, *descriptors))
+        elif "anew" in request:  # another judge asks from here on, and nothing of the last one's is left
+            for process in processes:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+            processes, answer = set(), request["anew"]
         else:
             _, status = os.waitpid(request["ended"], 0)
+            processes.remove(request["ended"])
             answer = os.waitstatus_to_exitcode(status)
         control.sendall(json.dumps(answer).encode() + b"\n")
 
@@ -77,22 +76,42 @@ def _get_ready() -> None:
     gc.freeze()
 
 
-def _fork(work: Callable, setup: dict, control: socket.socket, line: int, *others: int) -> int:
+def _fork(work: Callable, setup: dict, control: socket.socket, line: int, stacks: int, *others: int) -> int:
     process = os.fork()
     if process:
-        for descriptor in (line, *others):
+        for descriptor in (line, stacks, *others):
             os.close(descriptor)
         return process
     control.close()  # a submission could answer the judge through it
     try:
-        work(setup, socket.socket(fileno=line), *others)
+        _settle(setup, stacks)
+        work(setup, Connection(line), *others)
     finally:
         os._exit(1)
 
 
-def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
-    """What a rank does: join, get its work, do it, answer, and wait until every rank is done."""
+def _settle(setup: dict, stacks: int) -> None:
+    """A process that will run a submission: it ends with its parent, says where it stands when it is asked to or when
+    it crashes, and writes into a folder of its own, and into the store in which ranks meet."""
     import checks
+
+    from zero_minimal.classroom import sandbox
+
+    sandbox.end_with_parent()
+    checks.listen_in_threads()
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+    faulthandler.enable(file=stacks, all_threads=False)
+    folder, store = f"{setup['folder']}/{setup['rank']}", f"{setup['folder']}/store"
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    with open(store, "a"):
+        pass
+    sandbox.only_files(["/"], [folder, store, "/dev/null"])
+
+
+def _rank(setup: dict, line: Connection) -> None:
+    """What a rank does: join, get its work, do it, answer, and wait until every rank is done."""
     import torch.distributed as dist
     import toys
 
@@ -100,73 +119,38 @@ def _rank(setup: dict, line: socket.socket, stacks: int) -> None:
     from zero_minimal.offloading import host_process
     from zero_minimal.processes import failures, joining
 
-    sandbox.end_with_parent()
-    checks.listen_in_threads()
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
-    faulthandler.enable(file=stacks, all_threads=False)  # for a crash
-    folder = f"{setup['folder']}/{setup['rank']}"
-    os.makedirs(folder)
-    os.chdir(folder)
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    with open(f"{setup['folder']}/store", "a"):
-        pass
-    sandbox.only_files(["/"], [folder, f"{setup['folder']}/store", "/dev/null"])
     toys.secrets, toys.data_secrets = {setup["rank"]: setup["secret"]}, Asked(setup["rank"], line)
     host_process.lend = hosts.Lender(line)
     try:
         store = dist.FileStore(f"{setup['folder']}/store", setup["world_size"])
         joining.join(store, setup["rank"], setup["world_size"], "cpu", "gloo", timeout=setup["timeout"])
         sandbox.no_other_processes()
-        _send(line, HERE)
-        function, args = pickle.loads(receive(line))
+        line.send_bytes(HERE)
+        function, args = pickle.loads(line.recv_bytes())
         answer = b"result\n" + results.encode(function(*args))
         joining.say_goodbye()
     except BaseException as error:  # SystemExit too: the judge must hear of it
         told = {"words": str(error) or type(error).__name__, "kind": type(error).__name__,
                 "lost_a_peer": failures.lost_a_peer(error), "seconds": time.time()}
         answer = b"failure\n" + json.dumps(told).encode()
-    _send(line, answer)
+    line.send_bytes(answer)
     if answer.startswith(b"result"):  # after a failure the others shall see at once that we are gone
-        line.recv(1)  # leaving earlier would close connections that the others still use
+        line.recv_bytes()  # leaving earlier would close connections that the others still use
     os._exit(0)
 
 
 class Asked(dict):
     """{rank: the secret of its data}, for which it asks when it wants its first batch."""
 
-    def __init__(self, rank: int, line: socket.socket):
+    def __init__(self, rank: int, line: Connection):
         self.rank, self.line = rank, line
 
     def __missing__(self, rank: int) -> int:
         if rank != self.rank:
             raise KeyError(f"rank {self.rank} does not know the data of rank {rank}")
-        _send(self.line, DATA)
-        self[rank] = int.from_bytes(receive(self.line), "big")
+        self.line.send_bytes(DATA)
+        self[rank] = int.from_bytes(self.line.recv_bytes(), "big")
         return self[rank]
-
-
-def _send(line: socket.socket, message: bytes) -> None:
-    """By write(), which the kernel counts."""
-    rest = memoryview(len(message).to_bytes(LENGTH, "big") + message)
-    while rest:
-        rest = rest[os.write(line.fileno(), rest) :]
-
-
-def receive(line: socket.socket) -> bytes:
-    """One message. Raises: EOFError if the other side is gone."""
-    return read(line, int.from_bytes(read(line, LENGTH), "big"))
-
-
-def read(line: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises: EOFError if the other side is gone."""
-    parts = []
-    while count:
-        part = line.recv(min(count, 2**20))
-        if not part:
-            raise EOFError
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from zero_minimal.classroom import attempt_page, drawn, open_part, sandbox
 from zero_minimal.classroom.accounts import Busy
+from zero_minimal.classroom.grader_client import grade
 from zero_minimal.classroom.grades import Grades, gradescope
-from zero_minimal.classroom.judging import grade
 from zero_minimal.classroom.lessons import Lesson, Step, found
 from zero_minimal.classroom.submission import syntax_error, text_of
 from zero_minimal.classroom.watch import watch

@@ -1,37 +1,76 @@
-"""Grader client: the grader's end of a judge that waits (grader_server.py): a grade with it begins at once."""
+"""Grader client: the grader's end of the process that judges (grader_server.py). A grade with one that waits begins at
+once; `grade` has one for one grade, `grade --watch` (watch.py) for all.
+"""
 
 import contextlib
 import json
 import os
+import re
+import signal
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from zero_minimal.classroom.accounts import Busy
-from zero_minimal.classroom.fork_server import LENGTH
-from zero_minimal.classroom.judging import SECONDS, UNREAD, Process, Reported, lines, reports
-from zero_minimal.classroom.lessons import Lesson
+from zero_minimal.classroom.accounts import Busy, end_all_below
+from zero_minimal.classroom.grades import Grades
+from zero_minimal.classroom.judging import SECONDS, SILENCE, UNREAD, Reported, lines, reports
+from zero_minimal.classroom.lessons import HOUSE, Lesson, Step
+from zero_minimal.classroom.submission import text_of
+from zero_minimal.programs import progress
 
 START = 120.0  # seconds that it may take to import torch, twice, on a machine that has much else to do
+NEVER = float("inf")
+
+
+def grade(lesson: Lesson, file: Path, grades: Grades, show: Callable[[Step], object] = print, only: str = "") -> None:
+    """Run the lesson's tests against the file and fill `grades`. `show(step)` is called when a step is done.
+
+    Args: only: a pattern, to run some of the tests.
+    Raises: RuntimeError if the tests themselves cannot run; Busy.
+    """
+    reported, left = Reported(lesson, grades, whole=not only), list(grades.steps)
+    with contextlib.closing(GraderClient(lesson, file)) as client:
+        client.wait_until_ready()
+        numbers = {step.number for step in grades.steps}
+        tests = [test for test, worth in client.tests.items() if worth["step"] in numbers and re.search(only, test)]
+        with client.reports(text_of(file), tests, reported) as following:
+            for _ in following:
+                while left and (reported.ended or left[0].number < reported.step):
+                    progress.take_back()
+                    show(left.pop(0))
+                if left and sys.stderr.isatty():
+                    progress.announce(f"step {reported.step}: {len(reported.done)} of {len(tests)} checks are done")
 
 
 class GraderClient:
-    """A judge that waits. `tests` are those that it can begin with, and what each is worth. Close it."""
+    """A judge that waits: pytest on a lesson's tests, with our plugin, in a session and with a folder of its own that
+    end with it. `tests` are those that it can begin with, and what each is worth. Close it."""
 
     def __init__(self, lesson: Lesson, file: Path):
         self.lesson, self.file = lesson, file
         self._start()
 
     def _start(self) -> None:
-        self.control, theirs = socket.socketpair()
-        self.process = Process(self.lesson.tests, ["--submission", str(self.file), "--lesson", self.lesson.name,
-                                                   "--serve", str(theirs.fileno())], theirs.fileno())
-        theirs.close()
         self.tests: dict[str, dict] = {}
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        os.chmod(self.folder.name, 0o711)  # ranks that are nobody's come through it to theirs
+        self.output = tempfile.TemporaryFile("ab+")  # who shortens it does not leave a hole
+        self.control, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", str(self.lesson.tests), "-q", "--rootdir", str(HOUSE),
+                 "-p", "no:cacheprovider", "-p", "zero_minimal.classroom.plugin", "--submission", str(self.file),
+                 "--lesson", self.lesson.name, "--serve", str(theirs.fileno())],
+                cwd=HOUSE, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self.output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": self.folder.name})
 
     def is_ready(self) -> bool:
         """Whether it can begin at once. One that was ended starts anew."""
-        if self.process.process.poll() is not None:
+        if self.process.poll() is not None:
             self.close()
             self._start()
         return bool(self.tests)
@@ -43,17 +82,17 @@ class GraderClient:
         except StopIteration as ended:
             if ended.value:  # it was late
                 raise Busy(UNREAD.format(START)) from None
-            said = self.process.printed()
+            said = self.printed()
             raise RuntimeError(f"the tests of lesson {self.lesson.name} could not run:\n{said}") from None
         self.tests = {entry.pop("test"): entry for entry in json.loads(line)["tests"]}
 
-    def reports(self, source: str, tests: list[str], reported: Reported, tick: float) -> contextlib.closing:
+    def reports(self, source: str, tests: list[str], reported: Reported, tick: float = NEVER) -> contextlib.closing:
         """Grade this text of the file by these tests, in this order: a context with the iterator of judging.reports(),
         which yields at each tick too."""
         def begin(done: list[str], seconds: float) -> Run:
             return self.begin(source, [test for test in tests if test not in done], seconds, tick)
 
-        reported.tests = {test: self.tests[test] for test in tests}
+        reported.announced({test: self.tests[test] for test in tests})
         return contextlib.closing(reports(begin, reported, SECONDS))
 
     def begin(self, source: str, tests: list[str], seconds: float, tick: float) -> "Run":
@@ -62,34 +101,43 @@ class GraderClient:
 
     def ask(self, request: dict, *descriptors: int) -> None:
         """Raises: RuntimeError if it is gone."""
-        message = json.dumps(request).encode()
+        line = json.dumps(request).encode() + b"\n"
         try:
-            head = len(message).to_bytes(LENGTH, "big")
-            if descriptors:
-                socket.send_fds(self.control, [head], descriptors)
-            else:
-                self.control.sendall(head)
-            self.control.sendall(message)
+            sent = socket.send_fds(self.control, [line], descriptors)
+            self.control.sendall(line[sent:])
         except OSError:
-            raise RuntimeError(f"the grader's own process is gone:\n{self.process.printed()}") from None
+            raise RuntimeError(f"the grader's own process is gone:\n{self.printed()}") from None
+
+    def printed(self) -> str:
+        """The end of what it wrote."""
+        self.output.seek(0)
+        return self.output.read().decode(errors="replace")[-3000:]
 
     def close(self) -> None:
+        """End it, and all below it."""
         self.control.close()
-        self.process.end()
+        end_all_below(self.process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.folder.cleanup()
+        self.output.close()
 
 
 class Run:
     """One grade by a judge that waits. When the context is left it has ended, wherever it was."""
 
     def __init__(self, standby: GraderClient, source: str, tests: list[str], seconds: float, tick: float):
-        self.standby, self.source, self.tests, self.seconds, self.tick = standby, source, tests, seconds, tick
-        self.code = None  # it is not our child: how it ended is not told
+        self.standby, self.tick = standby, tick
+        self.request = {"source": source, "tests": tests, "seconds": seconds}
 
     def __enter__(self) -> "Run":
+        if not self.standby.is_ready():
+            self.standby.wait_until_ready()
         self.pipe, theirs = os.pipe()
-        self.standby.process.output.truncate(0)
+        self.standby.output.truncate(0)
         try:
-            self.standby.ask({"source": self.source, "tests": self.tests, "seconds": self.seconds}, theirs)
+            self.standby.ask(self.request, theirs)
         except RuntimeError:
             os.close(self.pipe)
             raise
@@ -103,6 +151,10 @@ class Run:
 
     def __exit__(self, *error) -> None:
         os.close(self.pipe)
-        with contextlib.suppress(RuntimeError):
+        self.printed, self.code = self.standby.printed(), None
+        try:
             self.standby.ask({})
-        self.printed = self.standby.process.printed()
+            self.code = json.loads(next(lines(self.standby.control.fileno(), SILENCE)))["code"]
+        except (RuntimeError, StopIteration):  # gone, or it stands still: the next grade starts another one
+            self.standby.process.kill()
+            self.standby.process.wait()

@@ -1,14 +1,14 @@
-"""Grader server: a judge that waits for a file to be saved (grade --watch). Whatever takes long it has done already.
+"""Grader server: a judge that waits for what it is to judge. Whatever takes long it has done already.
 
     grade.py → judge that waits → fork server                 the tests are collected, torch is imported
-                    ↓ forks           ↓ forks             for each save:
-                  judge     →     fork server → ranks         a copy of both, that ends with this grade
+                    ↓ forks           ↓ forks             for each grade:
+                  judge     ───────►  ranks                   all that ends with it
 
 So each grade begins as from nothing, and its ranks come from a process that never held an answer. A request is a
-message of JSON with the pipe for reports beside it; one without a source ends the grade that is under way.
+line of JSON with the pipe for reports beside it; one without a source ends the grade that is under way, and is
+answered by how its judge ended.
 """
 
-import contextlib
 import json
 import os
 import shutil
@@ -20,9 +20,8 @@ from pathlib import Path
 
 from zero_minimal.classroom import sandbox
 from zero_minimal.classroom.course_copy import bring_helpers, stage
-from zero_minimal.classroom.fork_server import LENGTH, read
 from zero_minimal.classroom.lessons import Lesson
-from zero_minimal.classroom.sandboxed_ranks import ForkServer, Lent
+from zero_minimal.classroom.sandboxed_ranks import ForkServer
 
 
 @dataclass
@@ -42,51 +41,51 @@ class Server:
     def __init__(self, control: socket.socket, lesson: Lesson, file: Path):
         self.control, self.file = control, file
         self.places = stage(lesson, file, Path(tempfile.mkdtemp(prefix="grading-")))  # goes with the judge's own folder
-        self.fork_server = self._ready()
-        self.judge, self.lent = 0, None
+        self.fork_server = ForkServer(self.places)
+        self.judge = 0
 
     def announce(self, tests: list[dict]) -> None:
         """It can begin with any of these."""
-        self.control.sendall(json.dumps({"tests": tests}).encode() + b"\n")
+        self._tell({"tests": tests})
+        self.fork_server.wait_until_ready()
+
+    def _tell(self, entries: dict) -> None:
+        self.control.sendall(json.dumps(entries).encode() + b"\n")
 
     def serve(self) -> Request:
         """Returns in a new process for each request that comes; in this one never."""
         while True:
-            head, descriptors, *_ = socket.recv_fds(self.control, LENGTH, 1)
-            self._end_judge()
-            if len(head) < LENGTH:  # the grader is gone
+            line, descriptors, *_ = socket.recv_fds(self.control, 2**16, 1)
+            code = self._end_judge()
+            while line and not line.endswith(b"\n"):
+                part = self.control.recv(2**16)
+                line = part and line + part
+            if not line:  # the grader is gone
                 self.fork_server.close()
                 shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
                 os._exit(0)
-            request = json.loads(read(self.control, int.from_bytes(head, "big")))
+            request = json.loads(line)
             if "source" in request:
                 bring_helpers(self.file, Path(self.places["work"]))
-                self.lent = self._lend()
                 self.judge = os.fork()
                 if not self.judge:
                     sandbox.end_with_parent()
                     self.control.close()
-                    self.fork_server.control.close()
-                    return Request(**request, reports=descriptors[0], fork_server=self.lent)
-                self.lent.control.close()
+                    return Request(**request, reports=descriptors[0], fork_server=self.fork_server)
                 os.close(descriptors[0])
+            else:
+                self._tell({"code": code})
 
-    def _ready(self) -> ForkServer:
-        fork_server = ForkServer(self.places)
-        fork_server.wait_until_ready()
-        return fork_server
-
-    def _lend(self) -> Lent:
+    def _end_judge(self) -> int | None:
+        """The exit code of the one that there was. A signal from here changes nothing of one that has ended."""
+        if not self.judge:
+            return None
+        os.kill(self.judge, signal.SIGKILL)  # until we have waited for it, the number is its own
+        _, status = os.waitpid(self.judge, 0)
+        self.judge = 0
         try:
-            return self.fork_server.lend()
-        except ChildProcessError:  # it was ended
-            self.fork_server = self._ready()
-            return self.fork_server.lend()
-
-    def _end_judge(self) -> None:
-        if self.judge:
-            os.kill(self.judge, signal.SIGKILL)  # until we have waited for it, the number is its own
-            os.waitpid(self.judge, 0)
-            self.judge = 0
-            with contextlib.suppress(ChildProcessError):  # the fork server was ended
-                self.lent.take_back()
+            self.fork_server.begin_anew()
+        except OSError:  # it was ended
+            self.fork_server = ForkServer(self.places)
+            self.fork_server.wait_until_ready()
+        return os.waitstatus_to_exitcode(status)

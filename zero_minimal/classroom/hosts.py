@@ -7,16 +7,12 @@ fork server fork the host:
          ◄── a line to the host, and the memory of the bus ──
 
 Then the two speak by themselves. The judge holds the host as it holds the rank: it asks for its stack, counts its
-memory,
-and ends it.
+memory, and ends it.
 """
 
-import faulthandler
 import os
 import pickle
-import signal
 import socket
-import tempfile
 from multiprocessing.connection import Connection
 
 import cloudpickle
@@ -36,14 +32,14 @@ class Lender:
     line: the rank's to the judge. submission: whose file the host runs, too.
     """
 
-    def __init__(self, line: socket.socket):
+    def __init__(self, line: Connection):
         self.line, self.submission = line, None
 
     def __call__(self, size: int, setup: dict, serve) -> tuple["LentProcess", Connection, int]:
         """A host's process, a connection to it, and a descriptor of the bus's memory."""
-        request = REQUEST + size.to_bytes(8, "big")
-        os.write(self.line.fileno(), len(request).to_bytes(8, "big") + request)
-        _, descriptors, *_ = socket.recv_fds(self.line, 1, 3)
+        self.line.send_bytes(REQUEST + size.to_bytes(8, "big"))
+        with socket.fromfd(self.line.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            _, descriptors, *_ = socket.recv_fds(line, 1, 3)
         if len(descriptors) != 3:
             raise RuntimeError(f"no more than {MOST_HOSTS} hosts a rank, of {MOST_BYTES // 2**20} MB a buffer")
         line, ends, memory = descriptors
@@ -69,27 +65,17 @@ class LentProcess:
 # ------------------------------------------------------------------------------------------------------------ in a host
 
 
-def host(setup: dict, line: socket.socket, stacks: int, ends: int, memory: int) -> None:
+def host(setup: dict, connection: Connection, ends: int, memory: int) -> None:
     """What a host does, forked by the fork server. It never returns."""
-    import checks
     import toys
 
     from zero_minimal.classroom import sandbox
     from zero_minimal.classroom.guard import guarded
 
     try:
-        sandbox.end_with_parent()
         os.set_inheritable(ends, False)
-        checks.listen_in_threads()
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
-        faulthandler.enable(file=stacks, all_threads=False)
-        folder = f"{setup['folder']}/{setup['rank']}"
-        os.chdir(folder)
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
-        sandbox.only_files(["/"], [folder, "/dev/null"])
         sandbox.no_other_processes()
         toys.secrets = {}
-        connection = Connection(line.detach())
         submission = pickle.loads(connection.recv_bytes())
         there = {}
 

@@ -1,7 +1,7 @@
 """The grader's part inside pytest: run a lesson's graded tests against a submission, and report each one as it ends.
 
-Lines of JSON go to the pipe that --report names. The first holds all "tests" and what they are worth; one with "begins"
-says which is next, so that the grader knows it should this process be killed; then {"test", "passed", "message"}.
+It reads the tests, and then waits (grader_server.py). Of each grade lines of JSON go to its own pipe: one with "begins"
+says which test is next, so that the grader knows it should this process be killed; then {"test", "passed", "message"}.
 """
 
 import ast
@@ -15,7 +15,7 @@ import pytest
 
 from zero_minimal.classroom import messages
 from zero_minimal.classroom.accounts import Busy
-from zero_minimal.classroom.grader_server import Request, Server
+from zero_minimal.classroom.grader_server import Server
 from zero_minimal.classroom.guard import guarded, unwritten
 from zero_minimal.classroom.lessons import UNWRITTEN, USED_UP, found, needs
 from zero_minimal.classroom.starters import functions_of
@@ -32,10 +32,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("grading")
     group.addoption("--submission", help="the learner's file")
     group.addoption("--lesson", help="its lesson")
-    group.addoption("--steps", help="the numbers of those that are looked at, with commas; default: all")
-    group.addoption("--report", type=int, help="file descriptor to write results to")
-    group.addoption("--seconds", type=float, help="time for all tests together")
-    group.addoption("--serve", type=int, help="instead of these two: a socket for requests (grader_server.py)")
+    group.addoption("--serve", type=int, help="a socket for requests (grader_server.py)")
 
 
 def pytest_configure(config):
@@ -46,10 +43,9 @@ def pytest_configure(config):
 class Runner:
     """What tests use as toys.run while a submission is graded: guarded in the ranks, never for long, nothing left."""
 
-    def __init__(self, submission: Submission, seconds: float, supervisor: Supervisor | None = None):
-        self.submission = submission
+    def __init__(self, submission: Submission, seconds: float, supervisor: Supervisor):
+        self.submission, self.supervisor = submission, supervisor
         self.patience = submission.lesson.patience  # seconds
-        self.supervisor = supervisor or Supervisor(submission.lesson, Path(submission.path))
         self.until = self.supervisor.spent + seconds
         self.tell = lambda **entries: None  # the grader: that ranks run, or that they cannot
 
@@ -105,42 +101,30 @@ class Grading:
     yet, or two have run out of time at the same line, the others of the step are not run: they would say the same."""
 
     def __init__(self, config):
-        self.config, self.runner, self.forked = config, None, False
+        self.config, self.runner = config, None
 
     def pytest_collection_modifyitems(self, items):
-        steps = set((self.config.option.steps or "").split(",")) - {""}
-        graded = [item for item in items if item.get_closest_marker("step")
-                  and (not steps or str(_worth(item)["step"]) in steps)]
-        items[:] = sorted(graded, key=lambda item: _worth(item)["step"])
+        items[:] = sorted((item for item in items if item.get_closest_marker("step")),
+                          key=lambda item: _worth(item)["step"])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
         if session.testsfailed:  # they could not be read: pytest says so
             return
-        option, submission = self.config.option, self.config.submission
-        tests = [{"test": item.nodeid, **_worth(item)} for item in session.items]
-        if option.serve is None:
-            self._begin(option.report, Runner(submission, option.seconds))
-            self._tell(tests=tests)
-        else:
-            server = Server(socket.socket(fileno=option.serve), submission.lesson, Path(submission.path))
-            server.announce(tests)
-            self._do(server.serve(), session, server.places)  # in a process for this one request
-
-    def _do(self, request: Request, session, places: dict) -> None:
-        self.forked, items = True, {item.nodeid: item for item in session.items}
-        session.items[:] = [items[test] for test in request.tests]
         path, lesson = Path(self.config.submission.path), self.config.submission.lesson
+        server = Server(socket.socket(fileno=self.config.option.serve), lesson, path)
+        server.announce([{"test": item.nodeid, **_worth(item)} for item in session.items])
+        request = server.serve()  # from here on in a process for this one request
+        items = {item.nodeid: item for item in session.items}
+        session.items[:] = [items[test] for test in request.tests]
         self.config.submission = Submission(path, lesson, request.source)
-        supervisor = Supervisor(lesson, path, places, request.fork_server)
-        self._begin(request.reports, Runner(self.config.submission, request.seconds, supervisor))
-
-    def _begin(self, reports: int, runner: Runner) -> None:
-        self.reports, self.runner, self.late = os.fdopen(reports, "w", buffering=1), runner, Late()
-        self.over = unwritten_steps(runner.submission)  # step: the message of all its tests from now on
-        self.functions = Functions(runner.submission)
-        runner.tell = self._tell
-        runner.install()
+        supervisor = Supervisor(lesson, path, server.places, request.fork_server)
+        self.runner = Runner(self.config.submission, request.seconds, supervisor)
+        self.reports, self.late = os.fdopen(request.reports, "w", buffering=1), Late()
+        self.over = unwritten_steps(self.config.submission)  # step: the message of all its tests from now on
+        self.functions = Functions(self.config.submission)
+        self.runner.tell = self._tell
+        self.runner.install()
 
     def pytest_runtest_protocol(self, item):
         self._tell(begins=item.nodeid)
@@ -169,8 +153,7 @@ class Grading:
         if self.runner:  # else the tests could not even be read
             self.runner.close()
             self._tell(end=True)
-        if self.forked:  # what ends with a process of Python's is not this one's
-            os._exit(0)
+            os._exit(0)  # what ends with a process of Python's is not this one's
 
     def _tell(self, **entries):
         self.reports.write(json.dumps(entries) + "\n")

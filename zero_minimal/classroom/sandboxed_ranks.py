@@ -7,6 +7,7 @@ cannot write.
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -14,14 +15,17 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
-from zero_minimal.classroom import hosts, results
+from zero_minimal.classroom import hosts
 from zero_minimal.classroom.accounts import end_all_below, held_by, sent_by
-from zero_minimal.classroom.fork_server import LENGTH, READY
+from zero_minimal.classroom.fork_server import READY
 from zero_minimal.offloading import host_link
 
 START = 60.0  # seconds that a fork server may take to import torch, on a machine that has much else to do
 ANSWER = 60.0  # the same to fork
+HEAD = 4  # bytes of a message that say how long it is
 STACK = 2**15  # bytes of a rank's stack that are read
 KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 
@@ -82,30 +86,14 @@ class HostHandle(Process):
 class RankHandle(Process):
     """A rank, as the judge sees it."""
 
-    line: socket.socket
+    line: Connection
     folder: str = ""  # of this run
     hosts: list[HostHandle] = field(default_factory=list)
-    received: bytearray = field(default_factory=bytearray)
     sent_before: int | None = None
     held_before: int | None = None
     most: int = 0
     most_of_hosts: int = 0
     has_data: bool = False
-
-    def read(self) -> bytes | None:
-        """What has come so far; the whole message once it is there. Raises: EOFError if the rank is gone."""
-        part = self.line.recv(2**20)
-        if not part:
-            raise EOFError
-        self.received += part
-        length = int.from_bytes(self.received[:LENGTH], "big")
-        if len(self.received) < LENGTH or len(self.received) < LENGTH + min(length, results.MOST):
-            return None
-        if length > results.MOST:
-            raise EOFError
-        message = bytes(self.received[LENGTH : LENGTH + length])
-        del self.received[: LENGTH + length]
-        return message
 
     def close(self) -> None:
         for host in self.hosts:
@@ -115,33 +103,34 @@ class RankHandle(Process):
 
     def lend_host(self, setup: dict, size: int) -> None:
         """Give it a host process, a line to that, and memory that both see. Nothing, if it has had too many."""
-        if size > hosts.MOST_BYTES or len(self.hosts) >= hosts.MOST_HOSTS:
-            self._send(b"")
-            return
-        (ours, theirs), (ends, writes) = socket.socketpair(), os.pipe()
-        memory = host_link.shared_file(size)
-        try:
-            self.hosts.append(self.fork_server.fork_host(setup, theirs.fileno(), writes, memory))
-            socket.send_fds(self.line, [b"!"], [ours.fileno(), ends, memory])
-        finally:
-            ours.close()
-            theirs.close()
-            for descriptor in (ends, writes, memory):
-                os.close(descriptor)
+        with socket.fromfd(self.line.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            if size > hosts.MOST_BYTES or len(self.hosts) >= hosts.MOST_HOSTS:
+                line.sendall(b"!")
+                return
+            (ours, theirs), (ends, writes) = socket.socketpair(), os.pipe()
+            memory = host_link.shared_file(size)
+            try:
+                self.hosts.append(self.fork_server.fork_host(setup, theirs.fileno(), writes, memory))
+                socket.send_fds(line, [b"!"], [ours.fileno(), ends, memory])
+            finally:
+                ours.close()
+                theirs.close()
+                for descriptor in (ends, writes, memory):
+                    os.close(descriptor)
 
     def begin(self, work: bytes) -> None:
         self.sent_before, self.held_before = sent_by(self.process), held_by(self.process)
-        self._send(work)
+        self.send(work)
 
     def give_data(self, secret: int) -> None:
         """What is held counts from now on; who asks again is given it again, and nothing else changes."""
         self.most = self.most if self.has_data else 0
         self.has_data = True
-        self._send(secret.to_bytes(LENGTH, "big"))
+        self.send(secret.to_bytes(8, "big"))
 
-    def _send(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         with contextlib.suppress(OSError):  # gone, as will be seen
-            self.line.sendall(len(message).to_bytes(LENGTH, "big") + message)
+            self.line.send_bytes(message)
 
     def processes(self) -> list[int]:
         """Its own and its hosts' that have not ended."""
@@ -154,7 +143,7 @@ class RankHandle(Process):
     def account(self, answer: bytes) -> Account:
         """Without the bytes of its answer."""
         after = sent_by(self.process)
-        sent = None if self.sent_before is None or after is None else after - self.sent_before - LENGTH - len(answer)
+        sent = None if self.sent_before is None or after is None else after - self.sent_before - HEAD - len(answer)
         if self.held_before is None:
             return Account(sent, None)
         return Account(sent, self.most - self.held_before, self.most_of_hosts)
@@ -189,36 +178,35 @@ class ForkServer:
         self.control.settimeout(ANSWER)
 
     def lives(self) -> bool:
-        return self.process.poll() is None
+        try:
+            return not select.select([self.control], [], [], 0)[0]  # who has ended is heard: the end of its line
+        except (OSError, ValueError):  # closed
+            return False
 
     def fork(self, setup: dict) -> RankHandle:
-        ours, theirs = socket.socketpair()
-        stacks, writes = os.pipe()
-        os.set_blocking(stacks, False)
-        try:
-            return RankHandle(self, self._ask({"start": setup}, theirs.fileno(), writes), stacks, ours)
-        finally:
-            theirs.close()
-            os.close(writes)
+        ours, theirs = Pipe()
+        with theirs:
+            return RankHandle(self, *self._start({"start": setup}, theirs.fileno()), ours)
 
     def fork_host(self, setup: dict, *descriptors: int) -> HostHandle:
         """descriptors: its line, the end of a pipe that closes with it, the memory of its bus."""
+        process, stacks = self._start({"host": setup}, *descriptors)
+        return HostHandle(self, process, stacks, held_by(process))
+
+    def _start(self, request: dict, line: int, *others: int) -> tuple[int, int]:
+        """A process, and the pipe that it writes its stack into."""
         stacks, writes = os.pipe()
         os.set_blocking(stacks, False)
-        line, *others = descriptors
         try:
-            process = self._ask({"host": setup}, line, writes, *others)
-            return HostHandle(self, process, stacks, held_by(process))
+            return self._ask(request, line, writes, *others), stacks
         finally:
             os.close(writes)
 
-    def lend(self) -> "Lent":
-        """A copy of it for one judge: it ends when the judge does, whatever state that left it in."""
-        ours, theirs = socket.socketpair()
-        try:
-            return Lent(self, self._ask({"lend": True}, theirs.fileno()), ours)
-        finally:
-            theirs.close()
+    def begin_anew(self) -> None:
+        """For another judge, wherever the last one was when it ended."""
+        mark = secrets.token_hex(8)
+        if self._ask({"anew": mark}) != mark:  # that was the last one's answer
+            self._answer()
 
     def ended(self, process: int) -> int:
         """The exit code of a process of its own that has ended, or was killed."""
@@ -227,47 +215,25 @@ class ForkServer:
     def _ask(self, request: dict, *descriptors: int):
         try:
             socket.send_fds(self.control, [json.dumps(request).encode()], descriptors)
-            answer = self.control.recv(100)
+            return self._answer()
         except OSError:
-            answer = b""
-        if not answer.endswith(b"\n"):
             self.close()
-            raise ChildProcessError("a process of the grader's was killed while this test ran")
-        return json.loads(answer)
+            raise ChildProcessError("a process of the grader's was killed while this test ran") from None
+
+    def _answer(self):
+        """Raises: OSError if it is gone."""
+        answer = self.control.recv(100)
+        if not answer.endswith(b"\n"):
+            raise ConnectionResetError
+        return json.loads(answer.splitlines()[-1])
 
     def close(self) -> None:
+        """By whoever has its handle: it need not be a child."""
+        if self.control.fileno() < 0:
+            return  # it is
         end_all_below(self.pid)
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
         self.process.wait()
         self.control.close()
         self.printed.close()
-
-
-class Lent(ForkServer):
-    """A fork server forked from another one, in no time: `owner` has imported all that ranks need."""
-
-    def __init__(self, owner: ForkServer, pid: int, control: socket.socket):
-        self.owner, self.pid, self.control = owner, pid, control
-        self.control.settimeout(ANSWER)
-
-    def wait_until_ready(self) -> None:
-        """It is from the start."""
-
-    def lives(self) -> bool:
-        try:
-            return not select.select([self.control], [], [], 0)[0]  # who has ended is heard: the end of its line
-        except (OSError, ValueError):  # closed
-            return False
-
-    def close(self) -> None:
-        """By a judge. It ends when it hears no more from us."""
-        end_all_below(self.pid)
-        self.control.close()
-
-    def take_back(self) -> None:
-        """By the owner's judge, once the other one is gone."""
-        self.close()
-        for end in os.killpg, os.kill:  # it may not have come to lead a group
-            with contextlib.suppress(OSError):
-                end(self.pid, signal.SIGKILL)
-        self.owner.ended(self.pid)

@@ -12,7 +12,7 @@ from zero_minimal.classroom.submission import decoded, syntax_error
 POLL = 0.1  # seconds between two looks
 SETTLED = 0.1  # seconds for which a file must have stayed as it is
 DOUBTFUL = 0.6  # the same, of one that is empty or no Python: it may be half a file
-COARSE = 2.0  # seconds: no file system's clock is coarser
+GONE = 2.0  # seconds after which a file that is not there is missing
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class Place:
 
     def __init__(self, file: Path):
         self.file, self.taken = file, Saved("", "")
-        self._signature, self._at, self._read = None, 0.0, None
 
     def wait(self, missing=lambda: None) -> Saved:
         """Until there is something else than before. missing() is called once if the file is gone for a while."""
@@ -42,7 +41,7 @@ class Place:
             now, found = time.monotonic(), self.look()
             if found != seen:
                 seen, since = found, now
-            elif found is None and now - since > COARSE and not gone:
+            elif found is None and now - since > GONE and not gone:
                 gone = True
                 missing()
             elif found and found.digest != known and now - since >= (
@@ -59,24 +58,10 @@ class Place:
         return True
 
     def look(self) -> Saved | None:
-        """What is there now; None if there is no file. It is read where its dates or its size say that it may be new,
-        or its dates are too young to say so."""
+        """What is there now; None if there is no file. (Dates are not asked: they can be too coarse to tell.)"""
         try:
-            files = [self.file, *helpers(self.file)]
-            states = [(file.name, file.stat()) for file in files]
-            signature = [(name, state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino)
-                         for name, state in states]
-            young = time.time() - max(state.st_ctime for _, state in states) < COARSE
-            if signature != self._signature or young:
-                self._read = _read(files)
-                self._signature = signature
+            texts = {file.name: file.read_bytes() for file in (self.file, *helpers(self.file))}
         except OSError:  # in the middle of a rename
-            self._signature = self._read = None
-        return self._read
-
-
-def _read(files: list[Path]) -> Saved:
-    sum, own, *others = hashlib.sha256(), *(file.read_bytes() for file in files)
-    for file, data in zip(files, (own, *others), strict=True):
-        sum.update(f"{file.name} {len(data)} ".encode() + data)
-    return Saved(decoded(own), sum.hexdigest())
+            return None
+        digest = hashlib.sha256(repr(texts).encode()).hexdigest()
+        return Saved(decoded(texts[self.file.name]), digest)

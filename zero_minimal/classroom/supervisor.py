@@ -6,7 +6,6 @@ cannot write; and its processes are looked for there until none is left. Its tim
 the processors, it does not count.
 """
 
-import contextlib
 import json
 import os
 import secrets
@@ -103,8 +102,8 @@ class Supervisor:
             self.fork_server = None
 
     def close(self) -> None:
-        self.close_nursery()
-        if self.folder:
+        if self.folder:  # else they are another one's
+            self.close_nursery()
             self.folder.cleanup()
 
     def _gather(self, handles: list[RankHandle], work: bytes, clock: Clock, timeout: float, counted: bool) -> list:
@@ -126,16 +125,14 @@ class Supervisor:
             for handle in handles if counted else ():
                 handle.look()
             for rank in map(pending.get, ready):
-                with contextlib.suppress(BlockingIOError):
-                    self._hear(rank, handles, work, begun, answers, failures)
+                self._hear(rank, handles, work, begun, answers, failures)
                 if failures:
                     until = min(until, clock.spent + GRACE)
         if failures:
             raise_first(failures, len(handles))
         self.accounts = [handle.account(answers[rank]) for rank, handle in enumerate(handles)] if counted else []
         for handle in handles:
-            with contextlib.suppress(OSError):
-                handle.line.sendall(b"!")  # all are done
+            handle.send(b"!")  # all are done
         return [_decoded(rank, answers[rank]) for rank in range(len(handles))]
 
     def _hear(
@@ -143,7 +140,7 @@ class Supervisor:
     ) -> None:
         handle = handles[rank]
         try:
-            message = handle.read()
+            message = handle.line.recv_bytes(results.MOST)  # who sends but half of one is ended with this judge
         except (EOFError, OSError):  # it died without a word
             until = time.monotonic() + GRACE  # it may only have closed the line
             while lives(handle.process) and time.monotonic() < until:
@@ -152,8 +149,6 @@ class Supervisor:
             death = Failure.of_death(handle.ended())
             stack = handle.stack()
             failures[rank] = replace(death, words=f"{death.words}{DIED_AT}{stack}") if stack else death
-            return
-        if message is None:
             return
         if message == HERE and rank not in begun:
             begun.add(rank)

@@ -1,7 +1,7 @@
 """Deliveries: what every message of a ring algorithm carried. So an algorithm can be drawn however it is written.
 
     seen = deliveries.watch(mine, "reduce_scatter")     on each rank; `mine` is a module
-    story = deliveries.told(world["seen"])              who held what, step by step: pictures/attempts.py draws it
+    story = deliveries.told(world["seen"])              who held what, step by step: pictures/ring_chart.py draws it
 
 messages.py looks into the tensor that an algorithm works in; a learner's may work in several, or in copies. This looks
 at the numbers alone. They are marked: chunk c of rank r begins as (2c+1)·16^r. So the digits of any sum, to the base

@@ -4,10 +4,20 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 
 from zero_minimal.pictures.memory_chart import held_bar
-from zero_minimal.pictures.style import PAGE, SENT, figure, legend_outside, rank_cells, stacked_areas
+from zero_minimal.pictures.style import (
+    PAGE,
+    SENT,
+    WHITE,
+    bare,
+    cell,
+    figure,
+    keys,
+    legend_outside,
+    rank_cells,
+    stacked_areas,
+)
 
 PHASES = {  # of a block: the look of its messages, and words
     "forward": (SENT, "forward"),
@@ -34,7 +44,7 @@ def draw_staircase(stairs: dict[str, dict]) -> Figure:
         kept = heights[begin - 1]
         axis.plot(begin - 1, kept, "kv", markersize=6)
         axis.annotate(f"kept: {kept:.1f} MB", (begin - 1, kept), (-6, 6), textcoords="offset points", ha="right",
-                      fontsize=9, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+                      fontsize=9, bbox=WHITE)
         axis.set(xlim=(0, len(heights) - 1), ylim=(0, 1.18 * highest), xticks=[])
         axis.set_title(mode, fontsize=11)
         axis.set_xlabel("allocations and frees, in order →", fontsize=9)
@@ -74,11 +84,8 @@ def draw_messages(messages: dict[str, list], size: int) -> Figure:
         longest = max(longest, place)
     axis.set(xlim=(-0.1, longest + 0.8), ylim=(len(messages) - 0.4, -0.6), xticks=[])
     axis.set_yticks(range(len(messages)), messages)
-    axis.tick_params(length=0)
-    axis.spines[:].set_visible(False)
-    axis.grid(visible=False)
-    legend_outside(result, {words: Patch(facecolor=colour, hatch=hatch, edgecolor="white")
-                            for (colour, hatch), words in PHASES.values()})
+    bare(axis)
+    legend_outside(result, keys({words: look for look, words in PHASES.values()}))
     return result
 
 
@@ -86,10 +93,8 @@ def _squares(axis: Axes, line: int, calls: list, size: int) -> int:
     """Draws them; returns how many there are."""
     place = 0
     for phase, name, count in calls:
-        (colour, hatch), _ = PHASES[phase]
         width = round(count / size * (2 if name == "all_reduce" else 1))
         for number in range(width):
-            axis.add_patch(Rectangle((place + number, line - 0.36), 0.96, 0.72, facecolor=colour, hatch=hatch,
-                                     edgecolor="white", linewidth=0))
+            cell(axis, place + number, line - 0.36, 0.96, 0.72, PHASES[phase][0])
         place += width
     return place

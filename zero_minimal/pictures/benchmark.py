@@ -7,20 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from zero_minimal.meters.rounds import ratios, run_seconds
-from zero_minimal.pictures.style import (
-    GRID,
-    MARKERS,
-    ON_THE_WIRE,
-    PAGE,
-    SENT,
-    Look,
-    entries_of,
-    figure,
-    flat_bars,
-    formula_marks,
-    legend_outside,
-    name_lines,
-)
+from zero_minimal.pictures import style
 
 LEDGER, RESIDENT = ("#444444", ""), ("#AAAAAA", "xx")  # peak memory: as the ledger counts, and as the system saw it
 OURS = {"color": "black", "linewidth": 1.6, "markerfacecolor": "black", "markeredgecolor": "black"}
@@ -49,7 +36,7 @@ def draw_speeds(runs: list[dict[str, list]]) -> Figure:
 
     Args: runs [rank] {contender: a report of timing.time_steps for each round}.
     """
-    result, axes = figure(1, 2, PAGE, 0.5 + 0.55 * len(runs[0]) + 0.9)
+    result, axes = style.figure(1, 2, style.PAGE, 0.5 + 0.55 * len(runs[0]) + 0.9)
     seconds = {
         name: [run_seconds([rank[name][turn] for rank in runs]) for turn in range(len(rounds))]
         for name, rounds in runs[0].items()
@@ -59,12 +46,12 @@ def draw_speeds(runs: list[dict[str, list]]) -> Figure:
     ])
     wire = [[each["wire_bytes"] for each in rounds] for rounds in runs[0].values()]
     wire = [None if None in counts else statistics.median(counts) / 1e6 for counts in wire]
-    drawn = flat_bars(axes[0][1], range(len(wire)), [count or 0 for count in wire], ON_THE_WIRE, height=0.5)
+    drawn = style.flat_bars(axes[0][1], range(len(wire)), [count or 0 for count in wire], style.ON_THE_WIRE, height=0.5)
     words = ["not known here" if count is None else f"{count:.1f}" for count in wire]
     axes[0][1].bar_label(drawn, words, padding=4, fontsize=9)
     axes[0][1].margins(x=0.14)
     axes[0][1].set_title("MB of a rank on the wire, a step")
-    name_lines(axes[0], list(seconds))
+    style.name_lines(axes[0], list(seconds))
     return result
 
 
@@ -75,7 +62,7 @@ def run_look(name: str) -> dict:
     ours = {"stage": OURS, "late": LATE, "kept": LATE}.get(name.split()[0])
     look = ours or (TORCHS if name in PEER_OF else DEEPSPEEDS)
     stage = PEER_OF[name] if name in PEER_OF else int(name[-1])
-    return look | {"marker": MARKERS[stage], "markersize": 6}
+    return look | {"marker": style.MARKERS[stage], "markersize": 6}
 
 
 # --------------------------------------------------------------------------------------------------- a line a contender
@@ -85,17 +72,17 @@ def draw_models(rows: list[dict]) -> Figure:
     """For each model: times beside DDP's, traffic, and memory; a line for each contender."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     lines = max(sum(row["model"] == model for row in rows) for model in models)
-    result, axes = figure(len(models), 3, PAGE, 1.6 + (0.8 + 0.36 * lines) * len(models))
+    result, axes = style.figure(len(models), 3, style.PAGE, 1.6 + (0.8 + 0.36 * lines) * len(models))
     for panels, model in zip(axes, models, strict=True):
         own = [row for row in rows if row["model"] == model]
         spread_panel(panels[0], own)
         sent_panel(panels[1], own)
         peak_panel(panels[2], own)
         panels[0].set_ylabel(f"{own[0]['parameters'] / 1e6:.3g} million parameters", fontsize=11)
-        name_lines(panels, [row["name"] for row in own])
+        style.name_lines(panels, [row["name"] for row in own])
         for axis in panels:
-            axis.grid(axis="x", **GRID)
-    legend_outside(result, entries_of(axes[0]), columns=4)
+            axis.grid(axis="x", **style.GRID)
+    style.legend_outside(result, style.entries_of(axes[0]), columns=4)
     first = rows[0]
     bits = first.get("link_bits_per_second")
     link = f", link of {bits / 1e6:g} Mbit/s" if bits else ""
@@ -128,10 +115,10 @@ def spread_panel(axis: Axes, rows: list[dict]) -> None:
 def sent_panel(axis: Axes, rows: list[dict]) -> None:
     """Bytes that a rank sends in a step: counted, measured, and by the formula."""
     bar_pairs(axis, {
-        "sent, as a ring sends": ([row["sent_bytes_per_step"] for row in rows], SENT),
-        "on the wire": ([row["wire_bytes_per_step"] for row in rows], ON_THE_WIRE),
+        "sent, as a ring sends": ([row["sent_bytes_per_step"] for row in rows], style.SENT),
+        "on the wire": ([row["wire_bytes_per_step"] for row in rows], style.ON_THE_WIRE),
     })
-    formula_marks(axis, range(len(rows)), [row["theory_bytes_per_step"] / 1e6 for row in rows], 0.84, flat=True)
+    style.formula_marks(axis, range(len(rows)), [row["theory_bytes_per_step"] / 1e6 for row in rows], 0.84, flat=True)
     axis.set_title("MB sent by a rank in a step", fontsize=11)
 
 
@@ -144,11 +131,11 @@ def peak_panel(axis: Axes, rows: list[dict]) -> None:
     axis.set_title("MB held by a rank at its peak", fontsize=11)
 
 
-def bar_pairs(axis: Axes, pair: dict[str, tuple[list[float | None], Look]]) -> None:
+def bar_pairs(axis: Axes, pair: dict[str, tuple[list[float | None], style.Look]]) -> None:
     """Two bars on each line. pair: {label: (bytes of each line, look)}; None, not known, is no bar."""
     for shift, (label, (values, look)) in zip((-0.2, 0.2), pair.items(), strict=True):
         lengths = [(value or 0) / 1e6 for value in values]
-        flat_bars(axis, [position + shift for position in range(len(values))], lengths, look, label, 0.38)
+        style.flat_bars(axis, [position + shift for position in range(len(values))], lengths, look, label, 0.38)
 
 
 # -------------------------------------------------------------------------------------------------------- along a sweep
@@ -156,7 +143,7 @@ def bar_pairs(axis: Axes, pair: dict[str, tuple[list[float | None], Look]]) -> N
 
 def draw_curves(rows: list[dict], curves: list[str]) -> Figure:
     """For each curve of a sweep: how the times grow, and how they stand beside DDP's."""
-    result, axes = figure(len(curves), 2, PAGE, 4.2 * len(curves))
+    result, axes = style.figure(len(curves), 2, style.PAGE, 4.2 * len(curves))
     for (growth, beside), curve in zip(axes, curves, strict=True):
         field, words, title = CURVES[curve]
         own = sorted((row for row in rows if curve in row["sweeps"]), key=lambda row: row[field])

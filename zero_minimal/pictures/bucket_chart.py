@@ -3,15 +3,14 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zero_minimal.pictures.style import LOOKS, PAGE, Look, entries_of, figure, legend_outside
+from zero_minimal.pictures.style import HATCHED, IDLE, LOOKS, PAGE, Look, bare, entries_of, figure, legend_outside
 
 KINDS: dict[str, tuple[Look, str]] = {  # from the bottom of a lane to its top
     "shard": (("#6B3A00", ""), "own shard of the mean"),
     "sent": (LOOKS["gradients"], "whole, on its way to the other ranks"),
     "coming": (("#FBE3B0", ""), "whole, as backward makes it"),
-    "idle": (("white", "..."), "kept, and nobody reads it"),
+    "idle": (IDLE, "kept, and nobody reads it"),  # in grey it must not look like what backward makes
 }
-DOTS = "#808080"  # of what is kept for nobody: in grey it must not look like what backward makes
 STEP = 1.65  # from lane to lane, in heights of a whole bucket: while it is sent there is more than that
 AFTER = 0.06  # of the pass: for so much longer the picture shows what is left of it
 
@@ -34,9 +33,7 @@ def draw_buckets(stages: dict[str, dict]) -> Figure:
         axis.margins(x=0.01)
         axis.set_yticks([0.4 - STEP * number for number in range(lanes)],
                         [f"bucket {number}" for number in range(lanes)] if axis is axes[0][0] else [])
-        axis.tick_params(axis="y", length=0, labelsize=9)
-        axis.spines[:].set_visible(False)
-        axis.grid(visible=False)
+        bare(axis)
         axis.set_ylim(-STEP * (lanes - 1) - 0.05, STEP - 0.05)
     legend_outside(result, entries_of([axes[0][0]]))
     return result
@@ -47,11 +44,11 @@ def lane(axis: Axes, heights: dict[str, list[float]], floor: float) -> None:
     moments = len(heights["shard"])
     times = [*range(moments), moments * (1 + AFTER)]
     bottom = [floor] * len(times)
-    for kind, ((colour, hatch), words) in KINDS.items():
+    for kind, (look, words) in KINDS.items():
         values = [*heights[kind], heights[kind][-1]]
         top = [low + value for low, value in zip(bottom, values, strict=True)]
-        axis.fill_between(times, bottom, top, step="post", facecolor=colour, hatch=hatch, linewidth=0, label=words,
-                          edgecolor=DOTS if kind == "idle" else "white")
+        axis.fill_between(times, bottom, top, step="post", facecolor=look[0], hatch=look[1], linewidth=0, label=words,
+                          edgecolor=HATCHED.get(look, "white"))
         bottom = top
     axis.plot(times, bottom, color="#555555", linewidth=0.7, drawstyle="steps-post")
     axis.axhline(floor, color="#555555", linewidth=0.7)

@@ -5,23 +5,10 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from zero_minimal.paper.formulas import STATES
-from zero_minimal.pictures.style import (
-    GRID,
-    LOOKS,
-    MARKERS,
-    PAGE,
-    STAGE_COLOURS,
-    bars,
-    entries_of,
-    figure,
-    legend_outside,
-    name_bars,
-    stacked_bars,
-    words_above,
-)
-from zero_minimal.pictures.time_line import COMPUTING, UNDER_WAY, WAITING, span_bar
+from zero_minimal.pictures import style
+from zero_minimal.pictures.time_line import COMPUTING, UNDER_WAY, WAITING, name_lanes, span_bar
 
-BUS = LOOKS["buffers"]
+BUS = style.LOOKS["buffers"]
 HOST = ("#BBBBBB", "..")
 LANES = ("computes", "messages", "bus to the host", "bus from the host")
 STANDS = "stands at a message or at the bus"
@@ -32,7 +19,7 @@ def draw_crossings(steps: dict[str, tuple]) -> Figure:
 
     Args: steps, {title: (computing, collectives, crossings)} as in meters/spans.py and meters/host_link_times.py.
     """
-    result, axes = figure(len(steps), 1, PAGE, 0.9 + 1.75 * len(steps))
+    result, axes = style.figure(len(steps), 1, style.PAGE, 0.9 + 1.75 * len(steps))
     longest = max(max(span[2] for span in computing) for computing, _, _ in steps.values())
     for (title, (computing, under_way, crossings)), axis in zip(steps.items(), axes[:, 0], strict=True):
         for name, start, end in computing:
@@ -41,20 +28,16 @@ def draw_crossings(steps: dict[str, tuple]) -> Figure:
             span_bar(axis, 1, start, end, UNDER_WAY[name], f"{name} under way", 0.55)
             span_bar(axis, 0, wait, end, WAITING, STANDS, 0.45, edge="black")
         for each in crossings:
-            lane, look, label = ((2, LOOKS["gradients"], "gradients leave") if each.leaves else
-                                 (3, LOOKS["parameters"], "parameters return"))
+            lane, look, label = ((2, style.LOOKS["gradients"], "gradients leave") if each.leaves else
+                                 (3, style.LOOKS["parameters"], "parameters return"))
             span_bar(axis, lane, each.start, each.end, look, label, 0.55)
             if each.had - each.asked > 1e-3:
                 span_bar(axis, 0, each.asked, each.had, WAITING, STANDS, 0.45, edge="black")
-        axis.set_yticks(range(len(LANES)), LANES)
-        axis.set_ylim(len(LANES) - 0.4, -0.6)
+        name_lanes(axis, range(len(LANES)), LANES)
         axis.set_xlim(0, 1000 * longest)
         axis.set_title(title, fontsize=10, loc="left")
-        axis.tick_params(axis="y", length=0)
-        axis.grid(visible=False, axis="y")
-        axis.grid(axis="x", **GRID)
     axes[-1][0].set_xlabel("ms")
-    legend_outside(result, entries_of(axes[:, 0]), side="upper", columns=4)
+    style.legend_outside(result, style.entries_of(axes[:, 0]), side="upper", columns=4)
     return result
 
 
@@ -64,21 +47,23 @@ def draw_elsewhere(rungs: dict[str, dict[str, float]]) -> Figure:
 
     Args: rungs, {name: {state: bytes a parameter on the device, "bus": of its buffers, "host": on the host}}.
     """
-    result, axes = figure(1, 1, 7.5, 4.0)
+    result, axes = style.figure(1, 1, 7.5, 4.0)
     axis, places = axes[0][0], range(len(rungs))
-    tops = stacked_bars(axis, places, [(state, LOOKS.get(state, BUS), [held[state] for held in rungs.values()])
-                                       for state in (*STATES, "bus")], width=0.6)
+    tops = style.stacked_bars(axis, places, [
+        (state, style.LOOKS.get(state, BUS), [held[state] for held in rungs.values()]) for state in (*STATES, "bus")
+    ], width=0.6)
     below = [held["host"] for held in rungs.values()]
-    bars(axis, places, [-size for size in below], HOST, "on the host", width=0.6)
+    style.bars(axis, places, [-size for size in below], HOST, "on the host", width=0.6)
     states = [sum(held[state] for state in STATES) for held in rungs.values()]
-    words_above(axis, places, tops, [f"{size:.3g}" for size in states])
-    words_above(axis, places, [-size for size in below], [f"{size:.3g}" if size else "" for size in below], gap=-12)
+    style.words_above(axis, places, tops, [f"{size:.3g}" for size in states])
+    style.words_above(axis, places, [-size for size in below], [f"{size:.3g}" if size else "" for size in below],
+                      gap=-12)
     axis.axhline(0, color="black", linewidth=1)
     axis.set_ylim(-1.15 * max(below) - 1, 1.1 * max(tops))
     axis.set_yticks(range(-12, 17, 4), [abs(value) for value in range(-12, 17, 4)])
     axis.set_ylabel("bytes a parameter: host below, device above", fontsize=9)
-    name_bars(axis, places, list(rungs))
-    legend_outside(result, entries_of([axis]), side="upper")
+    style.name_bars(axis, places, list(rungs))
+    style.legend_outside(result, style.entries_of([axis]), side="upper")
     return result
 
 
@@ -87,9 +72,9 @@ def draw_slowed(slowed: dict[int, Sequence]) -> Figure:
 
     Args: slowed, {tokens of a rank: [(GB/s, step time as a multiple of that over an endless bus)]}.
     """
-    result, axes = figure(1, 1, PAGE, 4.3)
+    result, axes = style.figure(1, 1, style.PAGE, 4.3)
     axis = axes[0][0]
-    for (tokens, line), marker, colour in zip(slowed.items(), MARKERS, STAGE_COLOURS[1:], strict=False):
+    for (tokens, line), marker, colour in zip(slowed.items(), style.MARKERS, style.STAGE_COLOURS[1:], strict=False):
         speeds, times = zip(*line, strict=True)
         axis.plot(speeds, times, marker=marker, color=colour, label=f"{tokens:,} tokens a rank")
     axis.axhline(1, color="black", linewidth=1, label="a bus that takes no time")
@@ -108,21 +93,18 @@ def draw_turns(found: dict[str, Sequence]) -> Figure:
 
     Args: found, {title: list of meters.turns_of_buffers.Turn}.
     """
-    result, axes = figure(len(found), 1, PAGE, 0.8 + 1.4 * len(found))
+    result, axes = style.figure(len(found), 1, style.PAGE, 0.8 + 1.4 * len(found))
     lanes, longest = ("read", "work", "write"), max(turn.end for turns in found.values() for turn in turns)
     for (title, turns), axis in zip(found.items(), axes[:, 0], strict=True):
         for turn in turns:
-            colour = STAGE_COLOURS[1 + turn.buffer]
+            colour = style.STAGE_COLOURS[1 + turn.buffer]
             span_bar(axis, lanes.index(turn.what), turn.start, turn.end, (colour, ""), f"buffer {turn.buffer}")
             if turn.end - turn.start > 0.02 * longest:
                 axis.text(500 * (turn.start + turn.end), lanes.index(turn.what), str(turn.shard), fontsize=8,
                           ha="center", va="center")
-        axis.set_yticks(range(3), ("read", "work", "write"))
-        axis.set_ylim(2.6, -0.6)
+        name_lanes(axis, range(len(lanes)), lanes)
         axis.set_xlim(0, 1000 * longest)
         axis.set_title(title, fontsize=10, loc="left")
-        axis.tick_params(axis="y", length=0)
-        axis.grid(visible=False, axis="y")
     axes[-1][0].set_xlabel("ms")
-    legend_outside(result, dict(sorted(entries_of(axes[:, 0]).items())), side="upper")
+    style.legend_outside(result, dict(sorted(style.entries_of(axes[:, 0]).items())), side="upper")
     return result

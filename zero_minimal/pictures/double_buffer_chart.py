@@ -2,20 +2,11 @@
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 
-from zero_minimal.pictures.style import (
-    GRID,
-    LOOKS,
-    MARKERS,
-    PAGE,
-    STAGE_COLOURS,
-    figure,
-    legend_outside,
-)
+from zero_minimal.pictures import style
 
-FILLED, TRAVELS, READ = LOOKS["gradients"], ("#CFE3F2", "////"), LOOKS["parameters"]
-HATCH = {TRAVELS[0]: "#5B9BC8"}  # the colour of the hatch, white elsewhere
+FILLED, TRAVELS, READ = style.LOOKS["gradients"], style.COMING, style.LOOKS["parameters"]
 TENSORS = ("#E6E6E6", "#BDBDBD")  # one beside the other in the long vector
 
 
@@ -27,20 +18,17 @@ def draw_trays(records: dict[str, dict], names: str = "g") -> Figure:
         number.
     """
     heights = [height for _ in records for height in (0.65, 1.5)]
-    result = Figure(figsize=(PAGE, sum(heights) + 0.9 * len(records)), layout="constrained")
+    result = Figure(figsize=(style.PAGE, sum(heights) + 0.9 * len(records)), layout="constrained")
     axes = result.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for (title, record), vector, lanes in zip(records.items(), axes[::2], axes[1::2], strict=True):
         _vector(vector, record, names)
         _lanes(lanes, record)
         vector.set_title(title, fontsize=11)
         for axis in (vector, lanes):
-            axis.tick_params(length=0, labelsize=9)
-            axis.spines[:].set_visible(False)
-    words = {"the rank fills it": FILLED, "on its way, among the ranks": TRAVELS,
-             "back: the rank writes the result to the tensors": READ}
-    legend_outside(result, {
-        word: Patch(facecolor=colour, hatch=hatch, edgecolor=HATCH.get(colour, "white"), linewidth=0)
-        for word, (colour, hatch) in words.items()})
+            style.bare(axis)
+    style.legend_outside(result, style.keys({
+        "the rank fills it": FILLED, "on its way, among the ranks": TRAVELS,
+        "back: the rank writes the result to the tensors": READ}))
     return result
 
 
@@ -110,11 +98,9 @@ def _lanes(axis: Axes, record: dict) -> None:
 
 def _cell(axis: Axes, start: float, length: float, line: int, look: tuple, words: str, colour: str,
           height: float = 0.8) -> None:
-    face, hatch = look
-    axis.add_patch(Rectangle((start + 0.03, line - height / 2), length - 0.06, height, facecolor=face, hatch=hatch,
-                             edgecolor=HATCH.get(face, "white"), linewidth=0))
+    style.cell(axis, start + 0.03, line - height / 2, length - 0.06, height, look)
     axis.text(start + length / 2, line, words, ha="center", va="center", fontsize=10, color=colour,
-              bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5} if hatch else None)
+              bbox=style.WHITE | {"pad": 1.5} if look[1] else None)
 
 
 # ------------------------------------------------------------------------------------------------------- what they cost
@@ -128,41 +114,41 @@ def draw_sizes(rows: list[dict], prices: list[dict]) -> Figure:
         rows: "parameters", "fused" and "constant" in bytes, "measured": False for those that are calculated.
         prices: "size" of a buffer in bytes, or None for one buffer for all; "seconds"; "collectives".
     """
-    result, ((memory, time),) = figure(1, 2, PAGE, 3.9)
+    result, ((memory, time),) = style.figure(1, 2, style.PAGE, 3.9)
     for number, (name, words) in enumerate((("fused", "one buffer for all"), ("constant", "two constant buffers"))):
         places = [(row["parameters"], row[name] / 1e6) for row in rows]
-        memory.plot(*zip(*places, strict=True), color=STAGE_COLOURS[3 - number], label=words, zorder=1)
+        memory.plot(*zip(*places, strict=True), color=style.STAGE_COLOURS[3 - number], label=words, zorder=1)
         for measured in (True, False):
             marks = [place for place, row in zip(places, rows, strict=True) if row["measured"] == measured]
             if marks:
-                memory.scatter(*zip(*marks, strict=True), marker=MARKERS[number], s=45, zorder=2,
-                               color=STAGE_COLOURS[3 - number], facecolor=None if measured else "white")
+                memory.scatter(*zip(*marks, strict=True), marker=style.MARKERS[number], s=45, zorder=2,
+                               color=style.STAGE_COLOURS[3 - number], facecolor=None if measured else "white")
     memory.set(xscale="log", yscale="log", xlabel="parameters of the model", ylabel="MB of buffers")
     memory.legend(frameon=False, fontsize=9, title="filled: measured, hollow: calculated", title_fontsize=9,
                   alignment="left")
     fused = next(row for row in prices if row["size"] is None)
     rest = [row for row in prices if row["size"] is not None]
-    time.axhline(1e3 * fused["seconds"], color=STAGE_COLOURS[3], label="one buffer for all")
-    time.plot([row["size"] / 1e6 for row in rest], [1e3 * row["seconds"] for row in rest], color=STAGE_COLOURS[2],
-              marker=MARKERS[1], label="two constant buffers, with the number of collectives")
+    time.axhline(1e3 * fused["seconds"], color=style.STAGE_COLOURS[3], label="one buffer for all")
+    time.plot([row["size"] / 1e6 for row in rest], [1e3 * row["seconds"] for row in rest], color=style.STAGE_COLOURS[2],
+              marker=style.MARKERS[1], label="two constant buffers, with the number of collectives")
     for row in rest:
         time.annotate(f"{row['collectives']:,}", (row["size"] / 1e6, 1e3 * row["seconds"]), (0, 7),
                       textcoords="offset points", ha="center", fontsize=9)
     time.set(xscale="log", yscale="log", xlabel="MB of each buffer", ylabel="ms of one all-reduce")
     time.legend(frameon=False, fontsize=9)
     for axis in (memory, time):
-        axis.grid(axis="x", **GRID)
+        axis.grid(axis="x", **style.GRID)
         axis.margins(y=0.15)
     return result
 
 
 def draw_ones(sums: dict[str, list[float]], every: int) -> Figure:
     """A sum of ones, rank after rank, a line for each dtype. sums: {dtype: the sum after each `every` ranks}."""
-    result, axes = figure(1, 1, PAGE, 3.3)
+    result, axes = style.figure(1, 1, style.PAGE, 3.3)
     axis = axes[0][0]
     for number, (name, values) in enumerate(sums.items()):
         places = [every * (place + 1) for place in range(len(values))]
-        axis.plot(places, values, color=STAGE_COLOURS[3 - number], marker=MARKERS[number], markersize=5,
+        axis.plot(places, values, color=style.STAGE_COLOURS[3 - number], marker=style.MARKERS[number], markersize=5,
                   markevery=max(1, len(values) // 8), label=name)
     axis.set(xlabel="ranks that have added their 1", ylabel="the sum so far", xlim=(0, None), ylim=(0, None))
     axis.legend(frameon=False, fontsize=9)

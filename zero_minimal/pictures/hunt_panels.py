@@ -4,21 +4,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zero_minimal.meters.spans import Collective
-from zero_minimal.pictures.style import (
-    GRID,
-    LOOKS,
-    MARKERS,
-    PAGE,
-    STAGE_COLOURS,
-    bars,
-    entries_of,
-    figure,
-    legend_outside,
-    name_bars,
-    stacked_bars,
-    words_above,
-)
-from zero_minimal.pictures.time_line import COMPUTING, UNDER_WAY, WAITING, span_bar
+from zero_minimal.pictures import style
+from zero_minimal.pictures.time_line import COMPUTING, UNDER_WAY, WAITING, name_lanes, span_bar
 
 MB = 1e6
 PALE, DARK = "#C9B8E8", "#5E3C99"  # the healthy run and the broken one, where no category has its own colour
@@ -32,7 +19,7 @@ def draw_hunt(hunt: dict) -> Figure:
     """Six panels, and the time line of a step of each run. `hunt`: a hunt's file."""
     healthy, broken = hunt["runs"]["healthy"], hunt["runs"]["broken"]
     lanes = 2 * len(healthy)
-    result, axes = figure(4, 3, PAGE, 6.4 + 0.62 * lanes)
+    result, axes = style.figure(4, 3, style.PAGE, 6.4 + 0.62 * lanes)
     grid = axes[0][0].get_gridspec()
     grid.set_height_ratios([2.6, 2.6, 0.36 * lanes, 0.36 * lanes])
     for row in (2, 3):
@@ -52,8 +39,8 @@ def draw_hunt(hunt: dict) -> Figure:
         axis.set_title(f"one step of the {name} run, ms", fontsize=9, loc="left")
         if row == 2:
             axis.tick_params(axis="x", labelbottom=False)
-    lines = entries_of([*axes[0], *axes[1], *result.axes[-2:]])
-    legend_outside(result, lines, side="lower", columns=4)
+    lines = style.entries_of([*axes[0], *axes[1], *result.axes[-2:]])
+    style.legend_outside(result, lines, side="lower", columns=4)
     return result
 
 
@@ -63,8 +50,8 @@ def draw_lines(axis: Axes, healthy: list, broken: list, key: str, title: str) ->
     for each in healthy:
         axis.plot(*means(each[key], every), label="healthy run, each rank", **HEALTHY)
     for rank, each in enumerate(broken):
-        axis.plot(*means(each[key], every), color=STAGE_COLOURS[(rank + 1) % 4], linewidth=1.2,
-                  marker=MARKERS[rank], markersize=3.5, markevery=max(1, len(each[key]) // every // 16),
+        axis.plot(*means(each[key], every), color=style.STAGE_COLOURS[(rank + 1) % 4], linewidth=1.2,
+                  marker=style.MARKERS[rank], markersize=3.5, markevery=max(1, len(each[key]) // every // 16),
                   linestyle=("-", "--", ":", "-.")[rank % 4], label=f"broken run, rank {rank}")
     axis.set_title(title, fontsize=9, loc="left")
     axis.set_xlabel("step" if every == 1 else f"step; each point is the mean of {every} steps", fontsize=8)
@@ -91,8 +78,8 @@ def draw_apart(axis: Axes, healthy: list, broken: list) -> None:
     axis.plot(range(len(healthy[0]["apart"])), [max(values) for values in
                                                 zip(*(each["apart"] for each in healthy), strict=True)], **HEALTHY)
     for rank, each in enumerate(broken[1:], 1):
-        axis.plot(range(len(each["apart"])), each["apart"], color=STAGE_COLOURS[(rank + 1) % 4], linewidth=1.2,
-                  marker=MARKERS[rank], markersize=3.5, markevery=max(1, len(each["apart"]) // 16))
+        axis.plot(range(len(each["apart"])), each["apart"], color=style.STAGE_COLOURS[(rank + 1) % 4], linewidth=1.2,
+                  marker=style.MARKERS[rank], markersize=3.5, markevery=max(1, len(each["apart"]) // 16))
     if not any(any(each["apart"]) for each in (*healthy, *broken)):
         axis.set_ylim(-0.05, 1)
 
@@ -104,11 +91,12 @@ def draw_memory(axis: Axes, healthy: dict, broken: dict, key: str, title: str) -
     columns = [(run["memory"][step - 1][key], f"{name}\nstep {step}")
                for name, run in (("healthy", healthy), ("broken", broken)) for step in (2, last)]
     positions = [0, 1, 2.4, 3.4]
-    layers = [(name, LOOKS[name], [column[name] / MB for column, _ in columns]) for name in SHOWN]
-    tops = stacked_bars(axis, positions, layers)
+    layers = [(name, style.LOOKS[name], [column[name] / MB for column, _ in columns]) for name in SHOWN]
+    tops = style.stacked_bars(axis, positions, layers)
     if key == "at the end":
-        words_above(axis, positions, tops, [f"{top:.2f}" if top < 10 else f"{top:.1f}" for top in tops], fontsize=8)
-    name_bars(axis, positions, [name for _, name in columns])
+        words = [f"{top:.2f}" if top < 10 else f"{top:.1f}" for top in tops]
+        style.words_above(axis, positions, tops, words, fontsize=8)
+    style.name_bars(axis, positions, [name for _, name in columns])
     axis.tick_params(axis="x", labelsize=8)
     axis.set_title(title, fontsize=9, loc="left")
     axis.set_ylim(top=1.12 * max(tops))
@@ -123,9 +111,9 @@ def draw_traffic(axis: Axes, healthy: dict, broken: dict) -> None:
         counts = [run["traffic"]["collectives"].get(name, nothing) for name in names]
         positions = [number - 0.2 + 0.4 * shift for number in range(len(names))]
         heights = [each["bytes"] / MB for each in counts]
-        bars(axis, positions, heights, look, label, width=0.38)
-        words_above(axis, positions, heights, [f"{each['calls']}×" for each in counts], fontsize=8)
-    name_bars(axis, range(len(names)), [name.replace("_", "\n") for name in names])
+        style.bars(axis, positions, heights, look, label, width=0.38)
+        style.words_above(axis, positions, heights, [f"{each['calls']}×" for each in counts], fontsize=8)
+    style.name_bars(axis, range(len(names)), [name.replace("_", "\n") for name in names])
     axis.set_title("collectives of a step: calls, MB", fontsize=9, loc="left")
     axis.set_ylim(top=1.15 * axis.get_ylim()[1])
 
@@ -143,9 +131,5 @@ def draw_step(axis: Axes, run: list, longest: float) -> None:
             span_bar(axis, messages - 0.16 + 0.32 * (index % 2), one.start, one.end, UNDER_WAY[one.name],
                      f"{one.name} under way", 0.3)
             span_bar(axis, own, one.wait, one.end, WAITING, "waits for a message, or sums it", edge="black")
-    axis.set_yticks([2 * rank for rank in range(len(run))], [f"rank {rank}" for rank in range(len(run))])
-    axis.set_ylim(2 * len(run) - 0.6, -0.6)
-    axis.set_xlim(0, 1.02 * longest)
-    axis.tick_params(axis="y", length=0)
-    axis.grid(visible=False, axis="y")
-    axis.grid(axis="x", **GRID)
+    name_lanes(axis, [2 * rank for rank in range(len(run))], [f"rank {rank}" for rank in range(len(run))])
+    axis.set(xlim=(0, 1.02 * longest), ylim=(2 * len(run) - 0.6, -0.6))

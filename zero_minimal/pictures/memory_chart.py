@@ -1,4 +1,4 @@
-"""Memory: what a rank holds at its peak, before and after a step, through a step, and with buckets of several sizes."""
+"""Memory: what a rank holds at its peak, in the phases of a step, through a step, and with buckets of several sizes."""
 
 from collections.abc import Sequence
 
@@ -7,19 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from zero_minimal.paper.formulas import STATES
-from zero_minimal.pictures.style import (
-    LOOKS,
-    PAGE,
-    entries_of,
-    figure,
-    formula_marks,
-    legend,
-    legend_outside,
-    rank_cells,
-    stacked_areas,
-    stacked_bars,
-    words_above,
-)
+from zero_minimal.pictures import style
 
 
 def memory_panel(axis: Axes, rows: list[dict], positions: Sequence[float], columns: int = 3) -> None:
@@ -28,16 +16,16 @@ def memory_panel(axis: Axes, rows: list[dict], positions: Sequence[float], colum
     rows: reports of runs, as `compare --json` writes them; a bar for each. columns: of the legend.
     """
     held = [row["memory"]["peak_by_category"] for row in rows]
-    tops = stacked_bars(axis, positions, [
-        (category, look, [own.get(category, 0) / 1e6 for own in held]) for category, look in LOOKS.items()
+    tops = style.stacked_bars(axis, positions, [
+        (category, look, [own.get(category, 0) / 1e6 for own in held]) for category, look in style.LOOKS.items()
     ])
     if "theory" in rows[0]:
         theory = [sum(row["theory"].values()) / 1e6 for row in rows]
-        formula_marks(axis, positions, theory, label="states, formula")
-    words_above(axis, positions, tops, [f"{top:,.0f}" if top >= 10 else f"{top:.2g}" for top in tops])
+        style.formula_marks(axis, positions, theory, label="states, formula")
+    style.words_above(axis, positions, tops, [f"{top:,.0f}" if top >= 10 else f"{top:.2g}" for top in tops])
     axis.set_title("Memory of a rank at its peak", fontsize=11)
     axis.set_ylabel("MB")
-    legend(axis, columns, headroom=0.22)
+    style.legend(axis, columns, headroom=0.22)
 
 
 # ------------------------------------------------------------------------------------------------------- who holds what
@@ -52,7 +40,8 @@ def draw_holdings(measured: dict[str, list], whole: dict[str, float]) -> Figure:
     The length of a bar is measured; it stands where the rank's shard lies.
     """
     stages, world_size = list(measured), len(next(iter(measured.values())))
-    result, axes = figure(2, len(stages), min(PAGE, 2.6 * len(stages) + 0.6), 2 * (0.36 * world_size + 0.75) + 0.5)
+    width, height = min(style.PAGE, 2.6 * len(stages) + 0.6), 2 * (0.36 * world_size + 0.75) + 0.5
+    result, axes = style.figure(2, len(stages), width, height)
     for moment, words in enumerate(("before the step", "after the step")):
         for axis, stage in zip(axes[moment], stages, strict=True):
             for rank, moments in enumerate(measured[stage]):
@@ -61,8 +50,8 @@ def draw_holdings(measured: dict[str, list], whole: dict[str, float]) -> Figure:
                     shard = rank / (world_size - 1) if world_size > 1 else 0.0
                     held_bar(axis, rank, column, held / whole[state], shard, state)
                     axis.text(column, rank, f"{held / 1e6:.1f}", ha="center", va="center", fontsize=9,
-                              bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85})
-            rank_cells(axis, world_size, STATES, margin=0.5, named=axis is axes[moment][0])
+                              bbox=style.WHITE | {"pad": 0.8, "alpha": 0.85})
+            style.rank_cells(axis, world_size, STATES, margin=0.5, named=axis is axes[moment][0])
             axis.set_title(f"{stage}, {words}", fontsize=10)
     result.supxlabel("Numbers are MB, measured. A cell is full where the rank holds all of it.", fontsize=9)
     return result
@@ -73,12 +62,60 @@ def held_bar(axis: Axes, rank: int, column: int, share: float, position: float, 
 
     position: from 0, the filled part stands at the left end of the cell, to 1, at its right end.
     """
-    colour, hatch = LOOKS[state]
     left, width = column - 0.45, 0.9
     share = min(share, 1.0)
-    axis.add_patch(Rectangle((left + (1 - share) * width * position, rank - 0.4), share * width, 0.8,
-                             facecolor=colour, hatch=hatch, edgecolor="white", linewidth=0.0))
+    style.cell(axis, left + (1 - share) * width * position, rank - 0.4, share * width, 0.8, style.LOOKS[state])
     axis.add_patch(Rectangle((left, rank - 0.4), width, 0.8, facecolor="none", edgecolor="#777777", linewidth=0.7))
+
+
+# ------------------------------------------------------------------------------------------ an all-reduce in two halves
+
+KINDS: dict[str, tuple[style.Look, str, str]] = {  # kind: look, letter in a cell, words of the legend
+    "own": (("#FBE3B0", ""), "g", "g: a rank's own gradient"),
+    "mean": (style.LOOKS["gradients"], "ḡ", "ḡ: the mean of all ranks"),
+    "new": (style.LOOKS["parameters"], "p′", "p′: the updated parameter"),
+    "old": (("#EEEEEE", ""), "", "empty: an old parameter"),
+}
+SHORT = {"parameters": "p", "gradients": "g", "optimizer": "os"}
+
+
+def draw_halves(passes: dict[str, dict[str, list]], held: dict[str, list]) -> Figure:
+    """A line for each way to train. To the left what each rank's vector holds after one phase and the next, cut into
+    shards; at the right end what a rank holds after the step.
+
+    Args:
+        passes: {way: {phase: [rank][shard], a kind of KINDS}}.
+        held: {way: [rank]: {state: share of all of it}}.
+    """
+    columns = max(map(len, passes.values())) + 1
+    result, axes = style.figure(len(passes), columns, style.PAGE, 2.35 * len(passes) + 0.3)
+    for line, (way, phases) in zip(axes, passes.items(), strict=True):
+        for axis, (phase, ranks) in zip(line, phases.items(), strict=False):
+            cells(axis, ranks, named=axis is line[0])
+            axis.set_title(phase, fontsize=10)
+        line[0].set_ylabel(way, fontsize=11)
+        world_size = len(held[way])
+        for rank, shares in enumerate(held[way]):
+            for column, state in enumerate(STATES):
+                held_bar(line[-1], rank, column, shares[state], rank / (world_size - 1), state)
+        style.rank_cells(line[-1], world_size, [SHORT[state] for state in STATES], 0.6, named=False)
+        line[-1].set_title("held after the step", fontsize=10)
+    result.supxlabel("   ".join(words for _, _, words in KINDS.values())
+                     + "\nAt the right: parameters, gradients, optimizer state; a cell is full where a rank holds all.",
+                     fontsize=9)
+    return result
+
+
+def cells(axis, ranks: list[list[str]], named: bool) -> None:
+    """A line for each rank, a cell for each shard."""
+    for rank, shards in enumerate(ranks):
+        for number, kind in enumerate(shards):
+            look, letter, _ = KINDS[kind]
+            style.cell(axis, number - 0.46, rank - 0.42, 0.92, 0.84, look)
+            axis.text(number, rank, letter, ha="center", va="center", fontsize=9,
+                      color="white" if kind == "new" else "black",
+                      bbox=style.WHITE | {"facecolor": look[0], "pad": 0.8} if look[1] else None)
+    style.rank_cells(axis, len(ranks), [""] * len(ranks[0]), 0.6, named)
 
 
 # ------------------------------------------------------------------------------------------------------- through a step
@@ -92,7 +129,7 @@ def draw_memory_of_a_step(timelines: dict[str, list], timed: bool = True) -> Fig
     """
     world_size = len(next(iter(timelines.values())))
     lines, columns = (1, len(timelines)) if world_size == 1 else (len(timelines), world_size)
-    result, axes = figure(lines, columns, min(PAGE, 1.2 + 4.4 * columns), 2.7 * lines + 0.4)
+    result, axes = style.figure(lines, columns, min(style.PAGE, 1.2 + 4.4 * columns), 2.7 * lines + 0.4)
     panels = [(stage, rank) for stage in timelines for rank in range(world_size)]
     highest = max(moment.total for ranks in timelines.values() for timeline in ranks for moment in timeline)
     for axis, (stage, rank) in zip(axes.flat, panels, strict=True):
@@ -105,7 +142,7 @@ def draw_memory_of_a_step(timelines: dict[str, list], timed: bool = True) -> Fig
         axis.set_xlabel("ms (the ledger slows the step)" if timed else "what takes and frees memory, in order →")
         if not timed:
             axis.set_xticks([])
-    legend_outside(result, entries_of([axes[0][0]]))
+    style.legend_outside(result, style.entries_of([axes[0][0]]))
     return result
 
 
@@ -115,7 +152,8 @@ def step_panel(axis: Axes, timeline: list, timed: bool) -> None:
     timeline = timeline[began[-1] if began else 0 :]
     times = [1000 * moment.seconds if timed else number for number, moment in enumerate(timeline)]
     # the ledger's scalars are left out: a few bytes
-    stacked_areas(axis, times, {category: [moment.bytes[category] / 1e6 for moment in timeline] for category in LOOKS})
+    style.stacked_areas(axis, times, {
+        category: [moment.bytes[category] / 1e6 for moment in timeline] for category in style.LOOKS})
     backward = [time for time, moment in zip(times, timeline, strict=True) if moment.what.endswith("backward")]
     for time, words, side in ((backward[0], "forward ", "right"), (backward[-1], " update", "left")):
         axis.axvline(time, color="black", linewidth=0.8, linestyle=":")
@@ -125,7 +163,7 @@ def step_panel(axis: Axes, timeline: list, timed: bool) -> None:
     top = max(moment.total for moment in timeline) / 1e6
     axis.axhline(top, color="black", linewidth=0.8)
     axis.annotate(f"highest: {top:.0f} MB", (times[0], top), (0, 2), textcoords="offset points", fontsize=9,
-                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
+                  bbox=style.WHITE)
 
 
 # ----------------------------------------------------------------------------------------------------- sizes of buckets
@@ -137,11 +175,11 @@ def draw_bucket_sizes(rows: list[dict], shards: float, whole: float) -> Figure:
     Args: rows, a dict for each size: bucket_bytes, gradients, buffers (bytes); shards and whole: bytes of gradients
     that a rank keeps at stage 2, and of all.
     """
-    result, axes = figure(1, 1, 7.0, 3.6)
+    result, axes = style.figure(1, 1, 7.0, 3.6)
     axis, positions = axes[0][0], range(len(rows))
-    stacked_bars(axis, positions, [
-        ("gradients", LOOKS["gradients"], [row["gradients"] / 1e6 for row in rows]),
-        ("scratch of reductions", LOOKS["buffers"], [row["buffers"] / 1e6 for row in rows]),
+    style.stacked_bars(axis, positions, [
+        ("gradients", style.LOOKS["gradients"], [row["gradients"] / 1e6 for row in rows]),
+        ("scratch of reductions", style.LOOKS["buffers"], [row["buffers"] / 1e6 for row in rows]),
     ], width=0.55)
     for height, words in ((shards, "its own shard, 4Ψ/N"), (whole, "whole gradients, 4Ψ")):
         axis.axhline(height / 1e6, color="black", linewidth=1.0, linestyle="--")
@@ -151,7 +189,7 @@ def draw_bucket_sizes(rows: list[dict], shards: float, whole: float) -> Figure:
     axis.set_xticks(positions, [bucket_words(row["bucket_bytes"]) for row in rows])
     axis.set_xlabel("size of a bucket")
     axis.set_ylabel("MB at the peak")
-    legend(axis, columns=2, headroom=0.2)
+    style.legend(axis, columns=2, headroom=0.2)
     return result
 
 

@@ -1,4 +1,5 @@
-"""Fragmentation: who lies where in memory, with slabs and without, as a model of the allocator replays it."""
+"""Fragmentation: who lies where in memory, with slabs and without, as a model of the allocator replays it; and how much
+memory allocators need that lack best fit, splitting or merging."""
 
 import bisect
 
@@ -8,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from zero_minimal.meters.allocator import MIB, CachingAllocator, Finding, OutOfMemory, Row, memory_map
-from zero_minimal.pictures.style import LOOKS, legend_outside
+from zero_minimal.pictures import style
 
 HOLE = {"facecolor": "#F4F4F4", "edgecolor": "#ADADAD", "hatch": "xxx", "linewidth": 0}
 SEGMENT = {"facecolor": "none", "edgecolor": "black", "linewidth": 0.5}
@@ -43,7 +44,7 @@ def draw_map(recordings: dict, finding: Finding) -> Figure:
             axes[f"bar {number}"].set_visible(False)
     for number in (0, 1):
         axes[f"map {number}"].set(ylim=(0, top / MIB), ylabel="" if number else "address, MiB")
-    legend_outside(picture, _entries(seen, finding), columns=4)
+    style.legend_outside(picture, _entries(seen, finding), columns=4)
     picture.suptitle(f"Who lies where in {capacity / MIB:,.0f} MiB", fontsize=13)
     return picture
 
@@ -69,7 +70,7 @@ def _draw_time(axis: Axes, rows: list[Row], allocator: CachingAllocator, begins:
     lives = [Row(segment.begin, segment.end or last, segment.address, segment.bytes, "")
              for segment in _all_segments(allocator)]
     _rectangles(axis, lives, **HOLE)
-    for category, (colour, hatch) in LOOKS.items():
+    for category, (colour, hatch) in style.LOOKS.items():
         own = [row for row in rows if look_of(row.category) == category]
         large = [row for row in own if row.bytes >= LARGE * allocator.capacity]
         _rectangles(axis, own, facecolor=colour, linewidth=0)
@@ -113,7 +114,7 @@ def _draw_moment(axis: Axes, name: str, trace: list, capacity: int, failure: Out
         return (starts[segment] + address - segment) / MIB
 
     for row in alive:
-        colour, hatch = LOOKS[look_of(row.category)]
+        colour, hatch = style.LOOKS[look_of(row.category)]
         axis.barh(0, row.bytes / MIB, 1, left=place(row.address), facecolor=colour, edgecolor="white", hatch=hatch,
                   linewidth=0)
     for address, bytes in allocator.holes:
@@ -142,7 +143,7 @@ def _draw_moment(axis: Axes, name: str, trace: list, capacity: int, failure: Out
 def _name(axis: Axes, start: float, bytes: int, capacity: int) -> None:
     if bytes >= LARGE * capacity:
         axis.text(start + bytes / MIB / 2, 0, f"{bytes / MIB:.1f}", ha="center", va="center", fontsize=9,
-                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0})
+                  bbox=style.WHITE | {"pad": 1.0})
 
 
 def _all_segments(allocator: CachingAllocator) -> list:
@@ -156,6 +157,33 @@ def look_of(category: str) -> str:
 
 def _entries(seen: set[str], finding: Finding) -> dict[str, Patch]:
     entries = {category: Patch(facecolor=colour, hatch=hatch, edgecolor="white", linewidth=0)
-               for category, (colour, hatch) in LOOKS.items() if category in seen}
+               for category, (colour, hatch) in style.LOOKS.items() if category in seen}
     entries |= {"free, in a segment": Patch(**HOLE), "a segment's border; white: the driver's": Patch(**SEGMENT)}
     return entries | ({"asked for": Patch(**ASKED)} if finding.failure else {})
+
+
+# --------------------------------------------------------------------------------------- allocators that lack something
+
+
+def draw_least(measured: dict) -> Figure:
+    """A bar for each allocator of measured["pools"], {name: least capacity that is enough}, and one for the run with
+    slabs; a line at what was in use at the peak."""
+    rows = list(measured["rows"].values())
+    bars = measured["pools"] | {"the first one, with slabs": rows[1]["least"]}
+    picture, axes = style.figure(1, 1, 8.6, 2.9)
+    axis = axes[0][0]
+    for place, size in enumerate(bars.values()):
+        with_slabs = place == len(bars) - 1
+        axis.barh(-place, size / MIB, 0.62, facecolor="white" if with_slabs else style.PLAIN[0],
+                  edgecolor=style.PLAIN[0], hatch="//" if with_slabs else "", linewidth=1)
+        axis.annotate(f"{size / MIB:,.0f} MiB", (size / MIB, -place), (5, 0), textcoords="offset points", va="center",
+                      fontsize=9, bbox=style.WHITE)
+    used = rows[0]["allocated"] / MIB
+    axis.axvline(used, color="black", linewidth=1.6, linestyle="--")
+    axis.text(used, 0.5, f" in use at the peak: {used:,.0f} MiB", va="bottom", fontsize=9)
+    axis.set_yticks([-place for place in range(len(bars))], list(bars))
+    axis.set(xlabel="least memory, in MiB, that is enough for the same training", ylim=(None, 1.0),
+             xlim=(0, 1.12 * max(bars.values()) / MIB))
+    axis.grid(visible=False, axis="y")
+    axis.grid(axis="x", **style.GRID)
+    return picture

@@ -3,34 +3,23 @@
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from zero_minimal.pictures.style import (
-    LOOKS,
-    PAGE,
-    PLAIN,
-    SENT,
-    bars,
-    entries_of,
-    figure,
-    legend_outside,
-    stacked_bars,
-    words_above,
-)
+from zero_minimal.pictures import style
 
 
 def draw_mesh(replicas: int, model_parallel: int) -> Figure:
     """The ranks as a grid: a line for each replica, a column for each part of the model; the two groups of each."""
-    result, axes = figure(1, 1, min(PAGE, 3.4 * model_parallel + 2.4), 1.55 * replicas + 1.2)
+    result, axes = style.figure(1, 1, min(style.PAGE, 3.4 * model_parallel + 2.4), 1.55 * replicas + 1.2)
     axis = axes[0][0]
     axis.grid(False)
     for replica in range(replicas):
         row = replicas - 1 - replica
-        _frame(axis, -0.47, row - 0.24, model_parallel - 0.06, 0.48, LOOKS["activations"][0], "-")
+        _frame(axis, -0.47, row - 0.24, model_parallel - 0.06, 0.48, style.LOOKS["activations"][0], "-")
         axis.text(model_parallel - 0.45, row, "the same sequences", va="center", fontsize=9)
         for part in range(model_parallel):
             axis.text(part, row, f"rank {replica * model_parallel + part}\npart {part} of replica {replica}",
                       ha="center", va="center", fontsize=10)
     for part in range(model_parallel):
-        _frame(axis, part - 0.4, -0.38, 0.8, replicas - 0.24, LOOKS["optimizer"][0], "--")
+        _frame(axis, part - 0.4, -0.38, 0.8, replicas - 0.24, style.LOOKS["optimizer"][0], "--")
         axis.text(part, -0.46, "the same part of the weights", ha="center", va="top", fontsize=9)
     axis.set_xlim(-0.6, model_parallel + 0.35)
     axis.set_ylim(-0.7, replicas - 0.4)
@@ -48,27 +37,27 @@ def draw_ladder(rows: dict[str, dict]) -> Figure:
 
     rows: {way: peak_by_category, peak, sent}, in bytes.
     """
-    result, axes = figure(2, 1, PAGE, 6.6)
+    result, axes = style.figure(2, 1, style.PAGE, 6.6)
     positions = list(range(len(rows)))
     _stack(axes[0][0], rows)
     axes[0][0].set_title("Memory of a rank at its peak", fontsize=11)
     sent = [row["sent"] / 1e6 for row in rows.values()]
-    bars(axes[1][0], positions, sent, SENT)
-    words_above(axes[1][0], positions, sent, [f"{size:.0f}" for size in sent])
+    style.bars(axes[1][0], positions, sent, style.SENT)
+    style.words_above(axes[1][0], positions, sent, [f"{size:.0f}" for size in sent])
     axes[1][0].set_title("Sent by a rank in a step", fontsize=11)
     for line in axes:
         line[0].set_xticks(positions, list(rows), rotation=20, ha="right", rotation_mode="anchor")
         line[0].set_ylabel("MB")
         line[0].margins(y=0.12)
-    legend_outside(result, entries_of([axes[0][0]]))
+    style.legend_outside(result, style.entries_of([axes[0][0]]))
     return result
 
 
 def _stack(axis, rows: dict[str, dict]) -> None:
     held, positions = [row["peak_by_category"] for row in rows.values()], list(range(len(rows)))
-    tops = stacked_bars(axis, positions, [
-        (category, LOOKS[category], [own[category] / 1e6 for own in held]) for category in held[0]])
-    words_above(axis, positions, tops, [f"{top:.0f}" for top in tops])
+    tops = style.stacked_bars(axis, positions, [
+        (category, style.LOOKS[category], [own[category] / 1e6 for own in held]) for category in held[0]])
+    style.words_above(axis, positions, tops, [f"{top:.0f}" for top in tops])
 
 
 def draw_worth(panels: dict[str, dict[str, dict]]) -> Figure:
@@ -76,12 +65,12 @@ def draw_worth(panels: dict[str, dict[str, dict]]) -> Figure:
 
     panels: {title: {part: its row, with `peak` in bytes}}; the first row is without any part.
     """
-    result, axes = figure(1, len(panels), PAGE, 3.6)
+    result, axes = style.figure(1, len(panels), style.PAGE, 3.6)
     for axis, (title, rows) in zip(axes[0], panels.items(), strict=True):
         names = list(rows)[1:][::-1]
         before = next(iter(rows.values()))["peak"]
         changes = [(rows[name]["peak"] - before) / 1e6 for name in names]
-        axis.barh(range(len(names)), changes, 0.6, color=PLAIN[0])
+        axis.barh(range(len(names)), changes, 0.6, color=style.PLAIN[0])
         for place, change in enumerate(changes):
             axis.annotate(f"{change:+.1f}", (max(change, 0.0), place), (4, 0), textcoords="offset points", va="center",
                           fontsize=9)

@@ -5,18 +5,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrow, Rectangle
 
 from zero_minimal.paper.quantities import size_text
-from zero_minimal.pictures.style import (
-    LOOKS,
-    PAGE,
-    PLAIN,
-    bars,
-    figure,
-    formula_marks,
-    legend_outside,
-    name_bars,
-    stacked_bars,
-    words_above,
-)
+from zero_minimal.pictures import style
 
 HOST = ("#999999", "..")
 
@@ -27,30 +16,28 @@ HOST = ("#999999", "..")
 def draw_ladder(ladder: list[dict]) -> Figure:
     """Bytes a parameter on each rung: on the device what tensors are, and the memory of the two processes, beside the
     formulas. ladder: reports of programs/offload_ladder.py."""
-    result, axes = figure(1, 2, PAGE, 4.6)
+    result, axes = style.figure(1, 2, style.PAGE, 4.6)
     names = [rung["name"].replace(" ", "\n", 1) for rung in ladder]
     places = [float(place) for place in range(len(ladder))]
     tensors, memory = axes[0]
-    tops = stacked_bars(tensors, places, [
-        (state, LOOKS[state], [rung["ledger"][state] / rung["parameters"] for rung in ladder])
+    tops = style.stacked_bars(tensors, places, [
+        (state, style.LOOKS[state], [rung["ledger"][state] / rung["parameters"] for rung in ladder])
         for state in ladder[0]["ledger"]])
-    formula_marks(tensors, places, [rung["formula"]["device"] for rung in ladder])
-    words_above(tensors, places, tops, [f"{top:.4g}" for top in tops], gap=5)
+    style.formula_marks(tensors, places, [rung["formula"]["device"] for rung in ladder])
+    style.words_above(tensors, places, tops, [f"{top:.4g}" for top in tops], gap=5)
     tensors.set_title("tensors on the device", fontsize=11)
     tensors.set_ylabel("bytes a parameter")
-    for side, shift, look in (("device", -0.21, PLAIN), ("host", 0.21, HOST)):
+    for side, shift, look in (("device", -0.21, style.PLAIN), ("host", 0.21, HOST)):
         at = [place + shift for place in places]
         heights = [(rung["resident"] or {side: 0})[side] / rung["parameters"] for rung in ladder]
-        bars(memory, at, heights, look, f"process of the {'rank' if side == 'device' else 'host'}", 0.38)
-        formula_marks(memory, at, [rung["formula"][side] for rung in ladder], 0.4, label=None)
-        words_above(memory, at, heights, [f"{height:.3g}" for height in heights], gap=5, fontsize=9)
+        style.bars(memory, at, heights, look, f"process of the {'rank' if side == 'device' else 'host'}", 0.38)
+        style.formula_marks(memory, at, [rung["formula"][side] for rung in ladder], 0.4, label=None)
+        style.words_above(memory, at, heights, [f"{height:.3g}" for height in heights], gap=5, fontsize=9)
     memory.set_title("resident memory, of the two processes", fontsize=11)
     for axis in axes[0]:
-        name_bars(axis, places, names)
+        style.name_bars(axis, places, names)
         axis.set_ylim(0, 1.08 * axis.get_ylim()[1])  # each its own: a process has more than the states
-    entries = {label: handle for axis in axes[0] for handle, label
-               in zip(*axis.get_legend_handles_labels(), strict=True)}
-    legend_outside(result, entries)
+    style.legend_outside(result, style.entries_of(axes[0]))
     return result
 
 
@@ -59,7 +46,7 @@ def draw_ladder(ladder: list[dict]) -> Figure:
 
 def draw_boxes(rung: dict) -> Figure:
     """Device, bus and host, each with the bytes of the run. rung: the report of the lowest rung."""
-    result, axes = figure(1, 1, PAGE, 3.9)
+    result, axes = style.figure(1, 1, style.PAGE, 3.9)
     axis, psi = axes[0][0], rung["parameters"]
     axis.set(xlim=(0, 100), ylim=(0, 44), xticks=[], yticks=[])
     axis.grid(visible=False)
@@ -70,14 +57,13 @@ def draw_boxes(rung: dict) -> Figure:
     for height, (what, count), start, step in ((27, ("gradients", rung["bus"]["to_host"]), 30, 38),
                                                (11, ("parameters", rung["bus"]["to_device"]), 68, -38)):
         axis.add_patch(FancyArrow(start, height, step, 0, width=3.4, head_width=6.5, head_length=4,
-                                  length_includes_head=True, facecolor=LOOKS[what][0], edgecolor="none"))
+                                  length_includes_head=True, facecolor=style.LOOKS[what][0], edgecolor="none"))
         axis.text(49, height + 4.2, f"{what}: {size_text(count)} a step", ha="center", va="bottom", fontsize=10)
         axis.text(49, height - 4.4, f"{count / psi:.3g} bytes a parameter", ha="center", va="top", fontsize=9)
     axis.text(49, 40, "bus", ha="center", va="center", fontsize=12)
     return result
 
 
-KIND = {"parameters": "parameters", "gradients": "gradients"}  # of what is kept; all else is optimizer state
 WORDS = {"masters": "fp32 masters", "exp_avg": "momentum", "exp_avg_sq": "variance"}
 
 
@@ -88,16 +74,11 @@ def box(axis: Axes, place: tuple, title: str, held: dict[str, int], psi: int) ->
     axis.text(left + width / 2, bottom + height + 4, title, ha="center", va="center", fontsize=12)
     below, unit = bottom + 1, (height - 2) / 14.2  # of a byte a parameter: the host's 14 fill the box
     for what, count in held.items():
-        colour, hatch = LOOKS[KIND.get(what, "optimizer")]
         tall = count / psi * unit
-        axis.add_patch(Rectangle((left + 1, below), width - 2, tall, facecolor=colour, hatch=hatch,
-                                 edgecolor="white", linewidth=0.8))
+        style.cell(axis, left + 1, below, width - 2, tall, style.LOOKS.get(what, style.LOOKS["optimizer"]), 0.8)
         axis.text(left + width / 2, below + tall / 2, f"{WORDS.get(what, what)}: {count / psi:.3g} bytes",
-                  ha="center", va="center", fontsize=9, color="black",
-                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0})
+                  ha="center", va="center", fontsize=9, color="black", bbox=style.WHITE | {"pad": 1.0})
         below += tall
-
-
 
 
 # --------------------------------------------------------------------------------------------- `compare --offload cpu`
@@ -108,37 +89,37 @@ def draw_offloaded(rows: list[dict], says: list[dict]) -> Figure:
 
     Args: rows: reports of `compare --offload`; says: for each, the bytes of the formulas.
     """
-    result, axes = figure(2, 2, PAGE, 7.0)
+    result, axes = style.figure(2, 2, style.PAGE, 7.0)
     places, psi = [place + (0.4 if "bus" in row else 0) for place, row in enumerate(rows)], rows[0]["parameters"]
     (device, host), (bus, time) = axes
-    tops = stacked_bars(device, places, [
-        (state, LOOKS[state], [row["memory"][state] / psi for row in rows])
+    tops = style.stacked_bars(device, places, [
+        (state, style.LOOKS[state], [row["memory"][state] / psi for row in rows])
         for state in ("parameters", "gradients", "optimizer")])
     beside(device, places, tops, [each["device"] / psi for each in says],
            "model states on the device, bytes a parameter")
     kept = [row.get("host_memory", 0) / psi for row in rows]
-    bars(host, places, kept, HOST, "kept on the host")
+    style.bars(host, places, kept, HOST, "kept on the host")
     beside(host, places, kept, [each["host"] / psi for each in says], "kept on the host, bytes a parameter")
-    for way, shift, look in (("to_host", -0.19, LOOKS["gradients"]), ("to_device", 0.19, LOOKS["parameters"])):
+    for way, shift, what in (("to_host", -0.19, "gradients"), ("to_device", 0.19, "parameters")):
         at = [place + shift for place in places]
         crossed = [row.get("bus", {way: 0})[way] / psi for row in rows]
-        bars(bus, at, crossed, look, None, 0.36)
+        style.bars(bus, at, crossed, style.LOOKS[what], None, 0.36)
         beside(bus, at, crossed, [each[way] / psi for each in says], "over the bus, a step: there, and back", 0.36)
     milliseconds = [row["step_seconds"] * 1e3 for row in rows]
-    bars(time, places, milliseconds, PLAIN)
-    words_above(time, places, milliseconds, [f"{each:,.0f}" for each in milliseconds], fontsize=9)
+    style.bars(time, places, milliseconds, style.PLAIN)
+    style.words_above(time, places, milliseconds, [f"{each:,.0f}" for each in milliseconds], fontsize=9)
     time.set_title("milliseconds a step", fontsize=11)
     for axis in axes.flat:
-        name_bars(axis, places, [row["name"].replace(", ", ",\n") for row in rows])
+        style.name_bars(axis, places, [row["name"].replace(", ", ",\n") for row in rows])
         axis.tick_params(axis="x", labelsize=8)
         axis.margins(y=0.12)
-    legend_outside(result, {label: handle for axis in axes.flat for handle, label
-                            in zip(*axis.get_legend_handles_labels(), strict=True)})
+    style.legend_outside(result, style.entries_of(axes.flat))
     return result
 
 
 def beside(axis: Axes, places: list, heights: list, formula: list, title: str, width: float = 0.8) -> None:
     """Marks of a formula, numbers above, a title."""
-    formula_marks(axis, places, formula, width)
-    words_above(axis, places, heights, [f"{height:.3g}" if height else "" for height in heights], gap=4, fontsize=9)
+    style.formula_marks(axis, places, formula, width)
+    words = [f"{height:.3g}" if height else "" for height in heights]
+    style.words_above(axis, places, heights, words, gap=4, fontsize=9)
     axis.set_title(title, fontsize=11)

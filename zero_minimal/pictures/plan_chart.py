@@ -5,24 +5,12 @@ from matplotlib.figure import Figure
 
 from zero_minimal.paper.formulas import STATES
 from zero_minimal.paper.quantities import plural
-from zero_minimal.pictures.style import (
-    DEVICE,
-    LOOKS,
-    MARKERS,
-    PAGE,
-    STAGE_COLOURS,
-    figure,
-    legend,
-    log_ranks,
-    name_bars,
-    stacked_bars,
-    words_above,
-)
+from zero_minimal.pictures import style
 
 
 def draw_plan(told: dict) -> Figure:
     """The figures of `python -m zero_minimal plan`: memory on a device by stage, and how it falls with the ranks."""
-    result, axes = figure(1, 2, PAGE, 5.0)
+    result, axes = style.figure(1, 2, style.PAGE, 5.0)
     stages_panel(axes[0][0], told)
     ranks_panel(axes[0][1], told)
     result.suptitle(f"{told['parameters'] / 1e9:,.4g} billion parameters, {told['dtype']}, by formula",
@@ -35,17 +23,16 @@ def stages_panel(axis: Axes, told: dict) -> None:
     device holds. Where the moment comes before the gradients there are none."""
     rows, positions, device = told["rows"], range(len(told["rows"])), told["device_bytes"] / 1e9
     labels = {name: name for name in (*STATES, "activations")} | {"passing": "whole for a moment"}
-    looks = LOOKS | {"passing": LOOKS["buffers"]}
-    tops = stacked_bars(axis, positions, [
+    looks = style.LOOKS | {"passing": style.LOOKS["buffers"]}
+    tops = style.stacked_bars(axis, positions, [
         (label, looks[part], [there(row, part) / 1e9 for row in rows]) for part, label in labels.items()
     ])
-    words_above(axis, positions, tops, [f"{top:,.4g}" for top in tops],
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
-    axis.axhline(device, label=f"a device: {device:,.4g} GB", **DEVICE)
-    name_bars(axis, positions, [f"stage {row['stage']}\n{row['name']}" for row in rows])
+    style.words_above(axis, positions, tops, [f"{top:,.4g}" for top in tops])
+    axis.axhline(device, label=f"a device: {device:,.4g} GB", **style.DEVICE)
+    style.name_bars(axis, positions, [f"stage {row['stage']}\n{row['name']}" for row in rows])
     axis.set_ylabel("GB on a device")
     axis.set_title(f"at the peak of a step, on {plural(told['ranks'], 'rank')}")
-    legend(axis, columns=3, headroom=0.16)
+    style.legend(axis, columns=3, headroom=0.16)
 
 
 def there(row: dict, part: str) -> float:
@@ -60,10 +47,10 @@ def ranks_panel(axis: Axes, told: dict) -> None:
     for row in told["rows"]:
         whole = sum(row[state] for state in row["whole"]) / 1e9
         shared = (row["states"] / 1e9 - whole) * told["shards"]
-        axis.plot(counts, [whole + shared / count for count in counts], color=STAGE_COLOURS[row["stage"]],
-                  marker=MARKERS[row["stage"]], markersize=5, label=f"stage {row['stage']}")
-    axis.axhline(told["device_bytes"] / 1e9, **DEVICE)
-    log_ranks(axis, counts)
+        axis.plot(counts, [whole + shared / count for count in counts], color=style.STAGE_COLOURS[row["stage"]],
+                  marker=style.MARKERS[row["stage"]], markersize=5, label=f"stage {row['stage']}")
+    axis.axhline(told["device_bytes"] / 1e9, **style.DEVICE)
+    style.log_ranks(axis, counts)
     axis.set_ylabel("GB on a device")
     axis.set_title("model states alone, on more or fewer ranks")
     axis.legend(fontsize=9, frameon=False)

@@ -3,7 +3,7 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zero_minimal.pictures.style import LOOKS, PAGE, PLAIN, bars, figure, stacked_areas, words_above
+from zero_minimal.pictures import style
 
 
 def draw_simulation(run) -> Figure:
@@ -11,11 +11,11 @@ def draw_simulation(run) -> Figure:
 
     run: what programs/simulate.py returns: its report, its timeline and its phases, (name, seconds at its begin) each.
     """
-    result, axes = figure(1, 1, PAGE, 5.0)
+    result, axes = style.figure(1, 1, style.PAGE, 5.0)
     axis, drawn = axes[0][0], worth_drawing(run.timeline)
-    categories = [category for category in LOOKS if category != "other"]
+    categories = [category for category in style.LOOKS if category != "other"]
     levels = {name: [run.timeline[position].bytes[name] / 1e9 for position in drawn] for name in categories}
-    stacked_areas(axis, drawn, levels)
+    style.stacked_areas(axis, drawn, levels)
     totals = [sum(level) for level in zip(*levels.values(), strict=True)]
     highest = max(range(len(drawn)), key=totals.__getitem__)
     axis.set_ylim(0, 1.3 * totals[highest])
@@ -26,7 +26,7 @@ def draw_simulation(run) -> Figure:
         is_last, height = number == len(run.phases) - 1, (1.08, 1.15)[number % 2] * totals[highest]
         axis.annotate(name, (start, height), (-3 if is_last else 3, 0), textcoords="offset points", fontsize=9,
                       ha="right" if is_last else "left",
-                      bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
+                      bbox=style.WHITE)
     axis.plot(drawn[highest], totals[highest], color="black", marker="v", markersize=7, linestyle="none",
               label=f"highest: {totals[highest]:,.4g} GB")
     axis.set_xlim(drawn[0], drawn[-1])
@@ -43,8 +43,8 @@ def draw_simulation(run) -> Figure:
 def draw_host(axis: Axes, end: int, told: dict) -> None:
     """What an offloaded rank's host keeps, a bar beyond the end of the steps, and what crosses between them."""
     kept, there, back = (size / 1e9 for size in (told["host_memory"], told["bus"]["to_host"], told["bus"]["to_device"]))
-    bars(axis, [1.05 * end], [kept], PLAIN, width=0.06 * end)
-    words_above(axis, [1.05 * end], [kept], [f"its host:\n{kept:,.4g} GB"], fontsize=9)
+    style.bars(axis, [1.05 * end], [kept], style.PLAIN, width=0.06 * end)
+    style.words_above(axis, [1.05 * end], [kept], [f"its host:\n{kept:,.4g} GB"], fontsize=9)
     axis.set_xlim(right=1.1 * end)
     axis.set_ylim(top=max(axis.get_ylim()[1], 1.3 * kept))
     axis.set_xlabel(f"{axis.get_xlabel()}; over the bus, a step: {there:,.3g} GB there, {back:,.3g} GB back")

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 
 Look = tuple[str, str]  # colour, hatch
@@ -28,6 +29,9 @@ LOOKS: dict[str, Look] = {  # of the categories of memory, from the bottom of a 
 }
 SENT, ON_THE_WIRE = ("#CC79A7", ""), ("#D55E00", "//")  # traffic: as a ring sends, and as its connections carried it
 PLAIN = ("#777777", "")  # what is of no category: speeds, numbers of blocks
+COMING, IDLE = ("#CFE3F2", "////"), ("white", "...")  # memory that waits for messages; that nobody reads
+HATCHED = {COMING: "#5B9BC8", IDLE: "#808080"}  # the colour of their hatch, white elsewhere
+WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # behind words that a line crosses
 STAGE_COLOURS = ("#777777", "#E69F00", "#009E73", "#0072B2")  # stages 0 to 3, where each is a line
 MARKERS = "osD^vPX*"  # one for each run, where runs share an axis
 FORMULA = {"color": "black", "linewidth": 2.2, "solid_capstyle": "butt"}
@@ -123,10 +127,32 @@ def formula_marks(axis: Axes, positions: Sequence[float], values: Sequence[float
 def words_above(axis: Axes, positions: Sequence[float], heights: Sequence[float], words: Iterable[str],
                 gap: float = 3, **options) -> None:
     """A word above each bar, `gap` points away from it, and readable where a line crosses it."""
-    plain = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     for position, height, word in zip(positions, heights, words, strict=True):
         axis.annotate(word, (position, height), (0, gap), textcoords="offset points", ha="center",
-                      **{"bbox": plain, **options})
+                      **{"bbox": WHITE, **options})
+
+
+# ---------------------------------------------------------------------------------------------------------------- cells
+
+
+def cell(axis: Axes, left: float, bottom: float, width: float, height: float, look: Look, line: float = 0.0) -> None:
+    """A rectangle in the look of its meaning."""
+    colour, hatch = look
+    axis.add_patch(Rectangle((left, bottom), width, height, facecolor=colour, hatch=hatch,
+                             edgecolor=HATCHED.get(look, "white"), linewidth=line))
+
+
+def keys(looks: dict[str, Look]) -> dict[str, Artist]:
+    """Entries of a legend of cells: {words: what they stand for}."""
+    return {words: Patch(facecolor=look[0], hatch=look[1], edgecolor=HATCHED.get(look, "white"), linewidth=0)
+            for words, look in looks.items()}
+
+
+def bare(axis: Axes) -> None:
+    """Nothing of an axis but the names at its ticks."""
+    axis.tick_params(length=0, labelsize=9)
+    axis.grid(visible=False)
+    axis.spines[:].set_visible(False)
 
 
 # ----------------------------------------------------------------------------------------------------- axes and legends
@@ -155,9 +181,7 @@ def rank_cells(axis: Axes, world_size: int, columns: Sequence, margin: float, na
     axis.set(xlim=(-margin, len(columns) - 1 + margin), ylim=(world_size - 0.5, -0.5))
     axis.set_xticks(range(len(columns)), columns)
     axis.set_yticks(range(world_size), [f"rank {rank}" for rank in range(world_size)] if named else [])
-    axis.tick_params(length=0, labelsize=9)
-    axis.grid(visible=False)
-    axis.spines[:].set_visible(False)
+    bare(axis)
 
 
 def log_ranks(axis: Axes, counts: Sequence[int]) -> None:

@@ -1,5 +1,7 @@
 """Time line: when ranks compute, and when their collectives are under way."""
 
+from collections.abc import Sequence
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -25,15 +27,20 @@ def draw_time_line(ranks: list) -> Figure:
             position = messages - 0.2 + 0.4 * (index % 2)  # one and the next are under way at the same time
             span_bar(axis, position, each.start, each.end, UNDER_WAY[each.name], f"{each.name} under way", 0.36)
             span_bar(axis, own, each.wait, each.end, WAITING, "waits for a message, sums", edge="black")
-    axis.set_yticks([position for pair in lanes for position in pair],
-                    [words for rank in range(len(ranks)) for words in (f"rank {rank} computes", "messages")])
-    axis.set_ylim(2.4 * len(ranks) - 0.8, -0.6)
+    name_lanes(axis, [position for pair in lanes for position in pair],
+               [words for rank in range(len(ranks)) for words in (f"rank {rank} computes", "messages")])
     axis.set_xlabel("ms")
+    legend_outside(result, entries_of([axis]), side="upper", columns=6)
+    return result
+
+
+def name_lanes(axis: Axes, positions: Sequence[float], names: Sequence[str]) -> None:
+    """Lanes from the top down, their names at the left."""
+    axis.set_yticks(positions, names)
+    axis.set_ylim(positions[-1] + 0.6, -0.6)
     axis.tick_params(axis="y", length=0)
     axis.grid(visible=False, axis="y")
     axis.grid(axis="x", **GRID)
-    legend_outside(result, entries_of([axis]), side="upper", columns=6)
-    return result
 
 
 def span_bar(axis: Axes, position: float, start: float, end: float, look: Look, label: str, height: float = 0.8,

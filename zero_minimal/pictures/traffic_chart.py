@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zero_minimal.pictures.style import MARKERS, ON_THE_WIRE, SENT, bars, figure, formula_marks, legend, name_bars
+from zero_minimal.pictures import style
 
 
 def traffic_panel(axis: Axes, rows: list[dict], positions: Sequence[float]) -> None:
@@ -13,25 +13,26 @@ def traffic_panel(axis: Axes, rows: list[dict], positions: Sequence[float]) -> N
     sent = [row["traffic"]["sent_bytes"] / 1e6 for row in rows]
     wire = [(row["traffic"]["wire_bytes"] or 0) / 1e6 for row in rows]
     crossed = "on the wire" + (": not known here" if not any(wire) else "")
-    bars(axis, [position - 0.18 for position in positions], sent, SENT, "sent, as a ring sends", width=0.34)
-    bars(axis, [position + 0.18 for position in positions], wire, ON_THE_WIRE, crossed, width=0.34)
-    formula_marks(axis, positions, [row["traffic"]["theory_bytes"] / 1e6 for row in rows])
+    style.bars(axis, [position - 0.18 for position in positions], sent, style.SENT, "sent, as a ring sends", width=0.34)
+    style.bars(axis, [position + 0.18 for position in positions], wire, style.ON_THE_WIRE, crossed, width=0.34)
+    style.formula_marks(axis, positions, [row["traffic"]["theory_bytes"] / 1e6 for row in rows])
     axis.set_title("Traffic of a rank in a step", fontsize=11)
     axis.set_ylabel("MB")
-    legend(axis, columns=2, headroom=0.2)
+    style.legend(axis, columns=2, headroom=0.2)
 
 
 def draw_sent_by_stage(sent: dict[str, float], formula: dict[str, float]) -> Figure:
     """Bytes that a rank sends in a step of each stage, with the formula."""
-    result, axes = figure(1, 1, 6.0, 3.4)
+    result, axes = style.figure(1, 1, 6.0, 3.4)
     axis, positions = axes[0][0], range(len(sent))
-    drawn = bars(axis, positions, [count / 1e6 for count in sent.values()], SENT, "sent, measured", width=0.5)
-    axis.bar_label(drawn, [f"{count / 1e6:.1f}" for count in sent.values()], label_type="center",
-                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5}, fontsize=9)
-    formula_marks(axis, positions, [count / 1e6 for count in formula.values()], width=0.7)
-    name_bars(axis, positions, list(sent))
+    heights = [count / 1e6 for count in sent.values()]
+    drawn = style.bars(axis, positions, heights, style.SENT, "sent, measured", width=0.5)
+    axis.bar_label(drawn, [f"{height:.1f}" for height in heights], label_type="center",
+                   bbox=style.WHITE | {"pad": 1.5}, fontsize=9)
+    style.formula_marks(axis, positions, [count / 1e6 for count in formula.values()], width=0.7)
+    style.name_bars(axis, positions, list(sent))
     axis.set_ylabel("MB that a rank sends in a step")
-    legend(axis, columns=2, headroom=0.2)
+    style.legend(axis, columns=2, headroom=0.2)
     return result
 
 
@@ -40,14 +41,14 @@ def draw_ring_traffic(measured: dict[str, dict[int, float]], formulas: dict[str,
 
     Args: measured {algorithm: {ranks: share of the payload}}; formulas {algorithm: function of the number of ranks}.
     """
-    result, axes = figure(1, 1, 6.4, 3.4)
+    result, axes = style.figure(1, 1, 6.4, 3.4)
     axis = axes[0][0]
     fine = [1 + step / 50 for step in range(7 * 50 + 1)]
     for index, (name, points) in enumerate(measured.items()):
         axis.plot(fine, [formulas[name](count) for count in fine], color="black", linewidth=1.0,
                   linestyle=("-", "--", ":")[index % 3], label=f"formula, {name}")
-        axis.plot(list(points), list(points.values()), linestyle="", marker=MARKERS[index], markersize=8,
-                  markerfacecolor=SENT[0], markeredgecolor="black", label=f"measured, {name}")
+        axis.plot(list(points), list(points.values()), linestyle="", marker=style.MARKERS[index], markersize=8,
+                  markerfacecolor=style.SENT[0], markeredgecolor="black", label=f"measured, {name}")
     axis.set_xlabel("ranks N")
     axis.set_ylabel("sent by a rank, payloads")
     axis.set_xticks(range(1, 9))

@@ -2,29 +2,16 @@
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 
-from zero_minimal.pictures.style import (
-    GRID,
-    LOOKS,
-    MARKERS,
-    PAGE,
-    STAGE_COLOURS,
-    Look,
-    bars,
-    figure,
-    legend_outside,
-    words_above,
-)
+from zero_minimal.pictures import style
 
-LOOK_OF: dict[str, tuple[Look, str]] = {  # of the states of meters/unit_trace.py, and of gradients
-    "whole": (LOOKS["parameters"], "whole"),
-    "coming": (("#CFE3F2", "////"), "on its way: the other ranks send their shards"),
+LOOK_OF: dict[str, tuple[style.Look, str]] = {  # of the states of meters/unit_trace.py, and of gradients
+    "whole": (style.LOOKS["parameters"], "whole"),
+    "coming": (style.COMING, "on its way: the other ranks send their shards"),
     "shard": (("#002F4B", ""), "its own shard, which stays"),
-    "idle": (("white", "..."), "memory that nobody can read"),
-    "gradients": (LOOKS["gradients"], "its gradients, on their way to their shards"),
+    "idle": (style.IDLE, "memory that nobody can read"),
+    "gradients": (style.LOOKS["gradients"], "its gradients, on their way to their shards"),
 }
-HATCH = {"coming": "#5B9BC8", "idle": "#808080"}  # the colour of the hatch, white elsewhere
 RAIL = 0.16  # of the height of a line: the shard
 GAP = 0.6  # between forward, backward and the end
 WORDS = {"forward": "forward", "backward": "backward", "evaluation": "evaluation", "end": ""}
@@ -38,7 +25,7 @@ def draw_conveyor(records: dict[str, dict]) -> Figure:
     """
     units = max(len(record["units"]) for record in records.values())
     heights = [height for _ in records for height in (0.32 * units + 0.75, 1.35)]
-    result = Figure(figsize=(PAGE, sum(heights) + 0.4), layout="constrained")
+    result = Figure(figsize=(style.PAGE, sum(heights) + 0.4), layout="constrained")
     axes = result.subplots(len(heights), 1, height_ratios=heights)
     highest = max(max(record["bytes"]) for record in records.values())
     longest = max(_places(record)[-1] for record in records.values())
@@ -49,16 +36,14 @@ def draw_conveyor(records: dict[str, dict]) -> Figure:
         _memory(memory, record, places, highest)
         for axis in (belt, memory):
             axis.set_xlim(-0.6, longest + 0.6)
-            axis.tick_params(length=0, labelsize=9)
-            axis.grid(visible=False)
-            axis.spines[:].set_visible(False)
+            style.bare(axis)
     seen = {state for record in records.values() for line in record["states"] for state in line}
     if any(number is not None for record in records.values() for number in record["reducing"]):
         seen.add("gradients")
     if any(any(_lost(record)) for record in records.values()):
         seen.add("idle")
-    legend_outside(result, {words: Patch(facecolor=colour, hatch=hatch, edgecolor=HATCH.get(kind, "white"), linewidth=0)
-                            for kind, ((colour, hatch), words) in LOOK_OF.items() if kind in seen}, columns=2)
+    style.legend_outside(result, style.keys({words: look for kind, (look, words) in LOOK_OF.items() if kind in seen}),
+                         columns=2)
     return result
 
 
@@ -91,9 +76,7 @@ def _belt(axis: Axes, record: dict, places: list[float]) -> None:
 
 def _cell(axis: Axes, place: float, unit: int, floor: float, top: float, kind: str) -> None:
     """A part of a cell, from its floor (0) to its top (1)."""
-    (colour, hatch), _ = LOOK_OF[kind]
-    axis.add_patch(Rectangle((place - 0.5, unit + 0.4 - 0.8 * top), 1.0, 0.8 * (top - floor), facecolor=colour,
-                             hatch=hatch, edgecolor=HATCH.get(kind, "white"), linewidth=0))
+    style.cell(axis, place - 0.5, unit + 0.4 - 0.8 * top, 1.0, 0.8 * (top - floor), LOOK_OF[kind][0])
 
 
 def _phases(axis: Axes, record: dict, places: list[float]) -> None:
@@ -109,10 +92,11 @@ def _memory(axis: Axes, record: dict, places: list[float], highest: float) -> No
     heights = [count / 1e6 for count in record["bytes"]]
     lost = [count / 1e6 for count in _lost(record)]
     known = [height - rest for height, rest in zip(heights, lost, strict=True)]
-    bars(axis, places, known, LOOKS["parameters"], width=1.0)
-    for bar in bars(axis, places, lost, LOOK_OF["idle"][0], width=1.0, bottom=known) if any(lost) else ():
-        bar.set_edgecolor(HATCH["idle"])
-    words_above(axis, places, heights, [f"{height:.2f}" if height else "0" for height in heights], gap=2, fontsize=9)
+    style.bars(axis, places, known, style.LOOKS["parameters"], width=1.0)
+    for bar in style.bars(axis, places, lost, LOOK_OF["idle"][0], width=1.0, bottom=known) if any(lost) else ():
+        bar.set_edgecolor(style.HATCHED[style.IDLE])
+    words = [f"{height:.2f}" if height else "0" for height in heights]
+    style.words_above(axis, places, heights, words, gap=2, fontsize=9)
     axis.set_ylim(0, 1.25 * highest / 1e6)
     axis.set_ylabel("MB whole", fontsize=9)
     axis.set_xticks(places, [_short(record["units"], number) for _, number in record["turns"]], fontsize=9)
@@ -138,14 +122,14 @@ def draw_kept(ways: dict[str, list[dict]], others: dict[str, dict]) -> Figure:
 
     Args: ways {name: dicts with kept, sent and peak (bytes)}; others {name: such a dict}, for what is a single mark.
     """
-    result, axes = figure(1, 1, PAGE, 4.4)
+    result, axes = style.figure(1, 1, style.PAGE, 4.4)
     axis = axes[0][0]
     named: set = set()
     entries = [*ways.items(), *((name, [row]) for name, row in others.items())]
     for number, (name, rows) in enumerate(entries):
         places = [(row["sent"] / 1e6, row["peak"] / 1e6) for row in rows]
-        axis.plot(*zip(*places, strict=True), label=name, color=STAGE_COLOURS[3 - number], marker=MARKERS[number],
-                  markersize=8, linestyle="-" if len(rows) > 1 else "", linewidth=1.5)
+        axis.plot(*zip(*places, strict=True), label=name, linestyle="-" if len(rows) > 1 else "", linewidth=1.5,
+                  color=style.STAGE_COLOURS[3 - number], marker=style.MARKERS[number], markersize=8)
         for row, place in zip(rows, places, strict=True):
             if name in ways and place not in named:
                 axis.annotate(f"{row['kept']}", place, (0, -16 if number else 8), textcoords="offset points",
@@ -153,7 +137,7 @@ def draw_kept(ways: dict[str, list[dict]], others: dict[str, dict]) -> Figure:
                 named.add(place)
     axis.set_xlabel("MB that a rank sends in a step")
     axis.set_ylabel("MB at the peak")
-    axis.grid(axis="x", **GRID)
+    axis.grid(axis="x", **style.GRID)
     axis.margins(x=0.05, y=0.12)
     axis.legend(fontsize=9, frameon=False, title="numbers: so many blocks stay whole from forward to backward",
                 title_fontsize=9, loc="upper right", alignment="left")

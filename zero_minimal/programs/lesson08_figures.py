@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from zero_minimal.core.blocks import Pool
 from zero_minimal.meters import traces
 from zero_minimal.meters.allocator import CachingAllocator, OutOfMemory, fails, find_capacity, replay, smallest_capacity
-from zero_minimal.pictures.allocators import draw_least
-from zero_minimal.pictures.memory_map import draw_map
+from zero_minimal.pictures.memory_map import draw_least, draw_map
 from zero_minimal.programs import figures, report
 from zero_minimal.programs.lesson08_program import Recording, mib, record, varied_lengths
 from zero_minimal.workload.model import GPTConfig
