@@ -48,7 +48,7 @@ def grade(lesson: Lesson, file: Path, grades: Grades, seconds: float = SECONDS, 
                 show(step)
                 shown += 1
         if sys.stderr.isatty():
-            progress.announce(f"step {reported.step}: {len(reported.done)} of {len(reported.tests)} checks are done")
+            progress.announce(f"{grades.steps[shown].label}: {len(reported.done)} of {len(reported.tests)} checks are done")
     progress.take_back()
     for step in grades.steps[shown:]:
         show(step)
