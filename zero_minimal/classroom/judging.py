@@ -48,7 +48,8 @@ def grade(lesson: Lesson, file: Path, grades: Grades, seconds: float = SECONDS, 
                 show(step)
                 shown += 1
         if sys.stderr.isatty():
-            progress.announce(f"{grades.steps[shown].label}: {len(reported.done)} of {len(reported.tests)} checks are done")
+            label = grades.steps[shown].label
+            progress.announce(f"{label}: {len(reported.done)} of {len(reported.tests)} checks are done")
     progress.take_back()
     for step in grades.steps[shown:]:
         show(step)
