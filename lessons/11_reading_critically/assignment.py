@@ -39,12 +39,12 @@ def card_01(lab) -> tuple[str, float]:
     the model of stage 0.
     Number, in nats: by how much the validation loss of that last run is below that of stage 0; mean of the seeds.
     """
-    # step 1: for three seeds: a run without ZeRO, one with ZeRO and a new model, and one with ZeRO
+    # card 1: for three seeds: a run without ZeRO, one with ZeRO and a new model, and one with ZeRO
     # that goes on with the model of the first. All with one batch.
     # - lab.train(stage, seed=…, model=…): a Run. model=None: a new model; model=run.model: it goes
     #   on with that one
     # - run.validation: loss on text that was held out, in nats, mean of the ranks
-    raise NotImplementedError("step 1: card_01")
+    raise NotImplementedError("card 1: card_01")
 
 
 def card_02(lab) -> tuple[str, float]:
@@ -55,12 +55,12 @@ def card_02(lab) -> tuple[str, float]:
     made with it.
     Number, in MB: of model states that the first holds on this rank beyond the second.
     """
-    # step 2: two runs, with arguments whose configuration came late, and with arguments that were
+    # card 2: two runs, with arguments whose configuration came late, and with arguments that were
     # made with it.
     # - lab.arguments(zero=…): arguments, with a configuration such as {"stage": 2}.
     #   lab.train(arguments=…) does what they plan.
     # - run.stage: the stage that it really was. run.states: bytes of all model states on this rank
-    raise NotImplementedError("step 2: card_02")
+    raise NotImplementedError("card 2: card_02")
 
 
 def card_03(lab) -> tuple[str, float]:
@@ -71,10 +71,10 @@ def card_03(lab) -> tuple[str, float]:
     Run: stage 0, then stage 3, and whatever it takes to see the peak of each by itself.
     Number, in MB: by how much the peak of stage 3 is below that of stage 0 (negative where it is above).
     """
-    # step 3: stages 0 and 3 ran with new models, and the meter began at zero before each.
+    # card 3: stages 0 and 3 ran with new models, and the meter began at zero before each.
     # - lab.reset_peak(): the meter begins at zero
     # - run.peak: bytes that the meter shows when this run has ended
-    raise NotImplementedError("step 3: card_03")
+    raise NotImplementedError("card 3: card_03")
 
 
 def card_04(lab) -> tuple[str, float]:
@@ -84,11 +84,11 @@ def card_04(lab) -> tuple[str, float]:
     Run: with ranks=1 and dtype="bf16": stage 0, and stage 2 with and without its host.
     Number, in MB: the most that model states on the device shrink in one of these ways.
     """
-    # step 4: one rank by itself ran without ZeRO, with it, and with it and a host; all in bf16.
+    # card 4: one rank by itself ran without ZeRO, with it, and with it and a host; all in bf16.
     # - lab.train(stage, ranks=1, dtype="bf16", offload=…): each rank by itself. offload=True:
     #   optimizer state and update are on the host
     # - run.states: bytes of model states on the device
-    raise NotImplementedError("step 4: card_04")
+    raise NotImplementedError("card 4: card_04")
 
 
 def card_05(lab) -> tuple[str, float]:
@@ -98,10 +98,10 @@ def card_05(lab) -> tuple[str, float]:
     Run: for each of lab.seeds stages 0 and 2, with lab.batch and twice that.
     Number, in nats: by how much the larger batch alone lowers the validation loss; mean of the seeds.
     """
-    # step 5: for three seeds: both batches without ZeRO, and the larger one with ZeRO.
+    # card 5: for three seeds: both batches without ZeRO, and the larger one with ZeRO.
     # - lab.train(stage, seed=…, batch=…): a Run of a new model
     # - run.validation: loss on text that was held out, in nats, mean of the ranks
-    raise NotImplementedError("step 5: card_05")
+    raise NotImplementedError("card 5: card_05")
 
 
 def card_06(lab) -> tuple[str, float]:
@@ -111,11 +111,11 @@ def card_06(lab) -> tuple[str, float]:
     Run: one rank of lab.devices, simulated at stages 0 and 1, in 16 bit.
     Number: by which factor model states are smaller at stage 1.
     """
-    # step 6: one rank of lab.devices was simulated at stages 0 and 1.
+    # card 6: one rank of lab.devices was simulated at stages 0 and 1.
     # - lab.simulate(stage, steps=1): a Run of one rank of lab.devices, without values: its bytes
     #   are exact
     # - run.states: bytes of all model states
-    raise NotImplementedError("step 6: card_06")
+    raise NotImplementedError("card 6: card_06")
 
 
 def card_07(lab) -> tuple[str, float]:
@@ -126,38 +126,38 @@ def card_07(lab) -> tuple[str, float]:
     here), sequence=8 and steps=1. The optimizer's numbers are fp32.
     Number, in billions: of numbers in the model states of the device.
     """
-    # step 7: stage 0 was simulated with lab.parameters, in fp16.
+    # card 7: stage 0 was simulated with lab.parameters, in fp16.
     # - lab.simulate(stage, parameters=…, layers=12, sequence=8, steps=1): a Run of one rank of
     #   lab.devices, in fp16
     # - run.memory: {"parameters": …, "gradients": …, "optimizer": …}, bytes
     # - run.parameters: elements of the model, a count
-    raise NotImplementedError("step 7: card_07")
+    raise NotImplementedError("card 7: card_07")
 
 
 def card_08(lab) -> tuple[str, float]:
     """Claim: stage 1 makes model states 4 times smaller, stage 2 makes them 8 times smaller.
 
-    Refuted by: other factors, at any number of devices.
+    Refuted by: factors that stay far from 4 and 8, however many devices there are.
     Run: simulate stages 0 and 2 in 16 bit, on lab.devices and on many more.
     Number: by which factor model states are smaller at stage 2, on lab.devices.
     """
-    # step 8: stages 0 and 2 were simulated on lab.devices, and on many more.
+    # card 8: stages 0 and 2 were simulated on lab.devices, and on many more.
     # - lab.simulate(stage, ranks=…, steps=1): a Run of one rank of so many; None: of lab.devices
     # - run.states: bytes of all model states
-    raise NotImplementedError("step 8: card_08")
+    raise NotImplementedError("card 8: card_08")
 
 
 def card_09(lab) -> tuple[str, float]:
     """Claim: Adam keeps two numbers for each parameter, so that the optimizer's memory is 2Ψ numbers in fp32.
 
-    Refuted by: an optimizer that holds more than 8Ψ bytes, whatever the dtype of the parameters is.
+    Refuted by: an optimizer that holds more than 8Ψ bytes in both dtypes, some hundred bytes of padding aside.
     Run: stage 0 with dtype="fp32" and with dtype="bf16".
     Number, in MB: what the optimizer holds in the run with bf16.
     """
-    # step 9: stage 0 ran in fp32 and in bf16.
+    # card 9: stage 0 ran in fp32 and in bf16.
     # - lab.train(stage, dtype=…): a Run of a new model
     # - run.memory["optimizer"]: bytes on this rank. run.parameters: elements of the model, a count
-    raise NotImplementedError("step 9: card_09")
+    raise NotImplementedError("card 9: card_09")
 
 
 def card_10(lab) -> tuple[str, float]:
@@ -167,12 +167,12 @@ def card_10(lab) -> tuple[str, float]:
     Run: stage 0 with ranks=1, and stage 3 on all ranks, each with its own peak.
     Number: by which factor the peak is lower at stage 3.
     """
-    # step 10: stage 0 ran on one rank by itself and stage 3 on all; the meter began at zero before
+    # card 10: stage 0 ran on one rank by itself and stage 3 on all; the meter began at zero before
     # each.
     # - lab.train(stage, ranks=1): each rank by itself; ranks=None: all together
     # - lab.reset_peak(): the meter begins at zero
     # - run.peak: bytes that the meter shows. run.states: bytes of all model states on this rank
-    raise NotImplementedError("step 10: card_10")
+    raise NotImplementedError("card 10: card_10")
 
 
 def card_11(lab) -> tuple[str, float]:
@@ -182,24 +182,24 @@ def card_11(lab) -> tuple[str, float]:
     Run: "DDP" and "ZeroRedundancy", which is DDP with a sharded optimizer; stage 1 of this course for comparison.
     Number, in MB: what a rank of "ZeroRedundancy" sends in a step beyond one of "DDP", on a ring.
     """
-    # step 11: data parallelism ran, and a stage 1 on top of it.
+    # card 11: data parallelism ran, and a stage 1 on top of it.
     # - lab.train("DDP"), lab.train("ZeroRedundancy"): Runs of torch's own
     # - run.sent: bytes that a rank of a ring sends in a step
-    raise NotImplementedError("step 11: card_11")
+    raise NotImplementedError("card 11: card_11")
 
 
 def card_12(lab) -> tuple[str, float]:
     """Claim: at stage 1 the ranks gather the shards of optimizer state for the update.
 
-    Refuted by: a step that gathers less than these shards are.
+    Refuted by: a step that gathers less than the shards of all ranks together.
     Run: stage 1 with dtype="bf16", where the optimizer's state and the parameters have different sizes.
     Number, in MB: the payload of all that is gathered in a step.
     """
-    # step 12: stage 1 ran in bf16.
+    # card 12: stage 1 ran in bf16.
     # - run.collectives: of a step, such as {"all_gather": {"calls": 1, "bytes": 1447296}, …}. Its
     #   bytes are the payload
-    # - run.memory["optimizer"]: bytes of this rank's shards
-    raise NotImplementedError("step 12: card_12")
+    # - run.memory["optimizer"]: bytes of this rank's shards. lab.ranks: how many ranks have some
+    raise NotImplementedError("card 12: card_12")
 
 
 def card_13(lab) -> tuple[str, float]:
@@ -209,11 +209,11 @@ def card_13(lab) -> tuple[str, float]:
     Run: stage 2, and stage 3 beside it; `when` of a run says what was sent in forward, backward and update.
     Number, in MB: the payload of all that stage 2 gathers in a step.
     """
-    # step 13: stage 2 ran, and stage 3 beside it.
+    # card 13: stage 2 ran, and stage 3 beside it.
     # - run.when: payload by phase, such as {"forward": {}, "backward": {"reduce_scatter": 1447296},
     #   "update": {…}}
     # - run.collectives["all_gather"]["bytes"]: the payload of a step
-    raise NotImplementedError("step 13: card_13")
+    raise NotImplementedError("card 13: card_13")
 
 
 def card_14(lab) -> tuple[str, float]:
@@ -225,12 +225,12 @@ def card_14(lab) -> tuple[str, float]:
     system counted; it says nothing where there is no Linux.
     Number, in MB: what this rank really sent for the reduce-scatter of torch.distributed.
     """
-    # step 14: an all-reduce and two reduce-scatters of one payload were watched, each by itself.
+    # card 14: an all-reduce and two reduce-scatters of one payload were watched, each by itself.
     # - with lab.watch() as seen: measures what runs inside. Afterwards seen.wire are the bytes that
     #   this process wrote, and seen.sent those that a ring sends
     # - dist.all_reduce(tensor): in place. dist.reduce_scatter(output [s], a list of N tensors [s])
     # - collectives.reduce_scatter(output [s], input [N·s], op="sum")
-    raise NotImplementedError("step 14: card_14")
+    raise NotImplementedError("card 14: card_14")
 
 
 def card_15(lab) -> tuple[str, float]:
@@ -240,10 +240,10 @@ def card_15(lab) -> tuple[str, float]:
     Run: stages 0, 1, 2 and 3.
     Number, in MB: what a rank sends in a step of stage 3 beyond one of stage 0, on a ring.
     """
-    # step 15: all four stages ran.
+    # card 15: all four stages ran.
     # - lab.train(stage): a Run of a new model
     # - run.sent: bytes that a rank of a ring sends in a step
-    raise NotImplementedError("step 15: card_15")
+    raise NotImplementedError("card 15: card_15")
 
 
 def card_16(lab) -> tuple[str, float]:
@@ -253,24 +253,24 @@ def card_16(lab) -> tuple[str, float]:
     Run: stage 2 with lab.batch, and with twice that.
     Number, in MB: the payload of all reduce-scatters of a step.
     """
-    # step 16: stage 2 ran with two batches.
+    # card 16: stage 2 ran with two batches.
     # - lab.train(stage, batch=…): a Run of a new model
     # - run.collectives["reduce_scatter"]["bytes"]: the payload of a step
-    raise NotImplementedError("step 16: card_16")
+    raise NotImplementedError("card 16: card_16")
 
 
 def card_17(lab) -> tuple[str, float]:
     """Claim: the peak of stage 3 is below that of stage 2 because its gradients are reduce-scattered.
 
-    Refuted by: reduce-scatters of the same payload at both.
+    Refuted by: reduce-scatters of the same payload at both, but for some hundred bytes of padding.
     Run: stages 2 and 3, each with its own peak.
     Number, in MB: by how much the peak of stage 3 is lower.
     """
-    # step 17: stages 2 and 3 ran, and the meter began at zero before each.
+    # card 17: stages 2 and 3 ran, and the meter began at zero before each.
     # - lab.reset_peak(): the meter begins at zero
     # - run.peak: bytes that the meter shows
     # - run.collectives["reduce_scatter"]["bytes"]: the payload of a step
-    raise NotImplementedError("step 17: card_17")
+    raise NotImplementedError("card 17: card_17")
 
 
 def card_18(lab) -> tuple[str, float]:
@@ -281,11 +281,11 @@ def card_18(lab) -> tuple[str, float]:
     X is [lab.batch, lab.sequence, lab.hidden], in fp32, and wants a gradient.
     Number, in kB: the payload of what f sends in the two passes.
     """
-    # step 18: both passes of the layer were watched.
+    # card 18: both passes of the layer were watched.
     # - with lab.watch() as seen: afterwards seen.collectives has what ran inside, as {name:
     #   {"calls": …, "bytes": …}}; its bytes are the payload
     # - layer.weight [outputs of this rank, inputs]
-    raise NotImplementedError("step 18: card_18")
+    raise NotImplementedError("card 18: card_18")
 
 
 def card_19(lab) -> tuple[str, float]:
@@ -297,12 +297,12 @@ def card_19(lab) -> tuple[str, float]:
     results. g of tensor_parallel.py adds them over the ranks. Then the same with their absolute values.
     Number, in percent: of the elements for which it matters (by more than 1e-5), where signs are mixed.
     """
-    # step 19: partial results of both signs, and positive ones, were added over the ranks while the
+    # card 19: partial results of both signs, and positive ones, were added over the ranks while the
     # lab watched.
     # - lab.rank.rank: the number of this rank
     # - g(tensor): the sum over the ranks
     # - with lab.watch(): the journal notes what runs inside
-    raise NotImplementedError("step 19: card_19")
+    raise NotImplementedError("card 19: card_19")
 
 
 def card_20(lab) -> tuple[str, float]:
@@ -314,12 +314,12 @@ def card_20(lab) -> tuple[str, float]:
     `kept`.
     Number, in kB: by how much P_a makes them smaller with lab.model_parallel.
     """
-    # step 20: C1 and C2 were simulated, with lab.model_parallel and with lab.devices model-parallel
+    # card 20: C1 and C2 were simulated, with lab.model_parallel and with lab.devices model-parallel
     # ranks.
     # - lab.simulate(config=…, model_parallel=…, hidden=192, sequence=…, batch=1, steps=1): a Run of
     #   one rank of lab.devices, in fp16
     # - run.kept: bytes of activations that live from forward to backward
-    raise NotImplementedError("step 20: card_20")
+    raise NotImplementedError("card 20: card_20")
 
 
 def card_21(lab) -> tuple[str, float]:
@@ -330,11 +330,11 @@ def card_21(lab) -> tuple[str, float]:
     in 12 layers, sequence=8 and steps=1; then with buckets 20 times smaller.
     Number, in GB: by how much the large buckets raise the peak.
     """
-    # step 21: stage 2 was simulated with buckets of two sizes, and all else alike.
+    # card 21: stage 2 was simulated with buckets of two sizes, and all else alike.
     # - lab.simulate(2, ranks=…, bucket_bytes=…, parameters=…, …): a Run. bucket_bytes are bytes,
     #   and an element of fp16 has two
     # - run.peak: bytes, of this run alone
-    raise NotImplementedError("step 21: card_21")
+    raise NotImplementedError("card 21: card_21")
 
 
 def card_22(lab) -> tuple[str, float]:
@@ -343,14 +343,14 @@ def card_22(lab) -> tuple[str, float]:
 
     Refuted by: blocks that keep more, in each way to run them.
     Run: simulate, with and without recompute, models of 2 and of 4 blocks with hidden=4096, and steps=1: the difference
-    in at_peak["activations"] is what two blocks keep.
+    in `kept` is what two blocks keep.
     Number, in GB: what 32 blocks keep without recomputation, for lab.sequences of lab.tokens tokens.
     """
-    # step 22: models with two numbers of blocks were simulated, with and without recomputation.
+    # card 22: models with two numbers of blocks were simulated, with and without recomputation.
     # - lab.simulate(stage, layers=…, hidden=…, recompute=…, batch=…, sequence=…, steps=1): a Run,
     #   in fp16
-    # - run.at_peak["activations"]: bytes at its peak
-    raise NotImplementedError("step 22: card_22")
+    # - run.kept: bytes of activations that live from forward to backward
+    raise NotImplementedError("card 22: card_22")
 
 
 def card_23(lab) -> tuple[str, float]:
@@ -358,16 +358,16 @@ def card_23(lab) -> tuple[str, float]:
 
     Refuted by: checkpoints in fp16, one for each block, that are not 33 GB.
     Run: "figure 7" has the model's shape. Simulate C2 with one and with two of its blocks, on lab.row ranks that all
-    share the model, steps=1: the difference in at_peak["activations"] is one block's checkpoint.
+    share the model, steps=1: the difference in `kept` is one block's checkpoint.
     Number, in GB: of all blocks' checkpoints, partitioned over lab.row ranks.
     """
-    # step 23: the shape was looked up, and C2 simulated with two numbers of blocks.
+    # card 23: the shape was looked up, and C2 simulated with two numbers of blocks.
     # - lab.published("figure 7")["100B"]: (its Shape, the bars). A Shape has .layers, .hidden,
     #   .heads, .batch
     # - lab.simulate(config="C2", ranks=…, model_parallel=…, layers=…, hidden=…, heads=…, batch=…,
     #   sequence=1024, steps=1): a Run, in fp16
-    # - run.at_peak["activations"]: bytes at its peak
-    raise NotImplementedError("step 23: card_23")
+    # - run.kept: bytes of activations that live from forward to backward
+    raise NotImplementedError("card 23: card_23")
 
 
 def card_24(lab) -> tuple[str, float]:
@@ -377,9 +377,9 @@ def card_24(lab) -> tuple[str, float]:
     Run: "figure 4" has TFLOP/s a GPU by billions of parameters, read off the chart.
     Number, in TFLOP/s: by how much the model of lab.without billions is above that mean (negative: below it).
     """
-    # step 24: the figure was looked up.
+    # card 24: the figure was looked up.
     # - lab.published("figure 4"): {billions: TFLOP/s a GPU}
-    raise NotImplementedError("step 24: card_24")
+    raise NotImplementedError("card 24: card_24")
 
 
 def card_25(lab) -> tuple[str, float]:
@@ -389,9 +389,9 @@ def card_25(lab) -> tuple[str, float]:
     Run: "figure 3" has TFLOP/s a GPU by GPUs. Look at the way to 400 from each of the smaller numbers.
     Number: how many times faster all 400 together are than lab.gpus of them, over how many times more GPUs that is.
     """
-    # step 25: the figure was looked up.
+    # card 25: the figure was looked up.
     # - lab.published("figure 3"): {64: 25.7, …}, TFLOP/s a GPU by GPUs
-    raise NotImplementedError("step 25: card_25")
+    raise NotImplementedError("card 25: card_25")
 
 
 def card_26(lab) -> tuple[str, float]:
@@ -401,10 +401,10 @@ def card_26(lab) -> tuple[str, float]:
     Run: "table 2" has, for each model-parallel degree, theory for stages 0 to 3 and measurement for stages 0 and 1.
     Number, in billions of parameters: how much the measured model of stage 1 lacks, in the row of lab.row.
     """
-    # step 26: the table was looked up.
+    # card 26: the table was looked up.
     # - lab.published("table 2"): {M: (theory for stages 0 to 3, measured for stages 0 and 1)},
     #   billions, as texts
-    raise NotImplementedError("step 26: card_26")
+    raise NotImplementedError("card 26: card_26")
 
 
 def card_27(lab) -> tuple[str, float]:
@@ -415,23 +415,23 @@ def card_27(lab) -> tuple[str, float]:
     in two places.
     Number: how many times as large the model of lab.largest billions is as the larger one of these.
     """
-    # step 27: models and baselines were looked up.
+    # card 27: models and baselines were looked up.
     # - lab.published("figure 2"): {billions: …}. lab.published("baselines"): {where it stands:
     #   billions}
-    raise NotImplementedError("step 27: card_27")
+    raise NotImplementedError("card 27: card_27")
 
 
 def card_28(lab) -> tuple[str, float]:
-    """Claim: the bars of Figure 7 for the 40B model with P_a are what its parts take: states, checkpoints, buffers.
+    """Claim: Figure 7's bars for the 40B model with P_a are the sum of three parts: model states, checkpoints, buffers.
 
-    Refuted by: a part, of known size, that is in none of them. Shown by: parts that add up to the bar.
+    Refuted by: a fourth part, of known size, that is in the bar. Shown by: three parts that add up to the bar.
     Run: simulate the 40B model of "figure 7" in lab.config on 400 ranks, cached=True: what CUDA's allocator takes.
-    Number, in GB: by how much the paper's bar is higher than what the code takes.
+    Number, in GB: by how much the paper's bar is higher than what the simulated rank takes.
     """
-    # step 28: the bar was looked up, and its configuration simulated with the allocator.
+    # card 28: the bar was looked up, and its configuration simulated with the allocator.
     # - lab.published("figure 7")["40B"]: (its Shape, {configuration: GB}). A Shape has .layers,
     #   .hidden, .heads, .batch, .model_parallel
     # - lab.simulate(config=…, ranks=400, model_parallel=…, layers=…, hidden=…, heads=…, batch=…,
     #   sequence=1024, vocabulary=50257, cached=True): a Run
     # - run.cached: bytes that CUDA's allocator takes from the device
-    raise NotImplementedError("step 28: card_28")
+    raise NotImplementedError("card 28: card_28")

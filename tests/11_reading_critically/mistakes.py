@@ -146,6 +146,9 @@ WRONG = {
         12, NUMBER, r"card 12: .* that is the optimizer's state of all ranks, which is held",
         card(12, "run = lab.train(1, dtype='bf16')",
              'return "true", run.memory["optimizer"] * lab.ranks / 1e6')),
+    "one rank's shards, for what is gathered": Wrong(
+        12, NUMBER, r"card 12: .* that is what this rank holds of the optimizer's state",
+        card(12, "run = lab.train(1, dtype='bf16')", 'return "false", run.memory["optimizer"] / 1e6')),
     "stage 3 in the place of stage 2": Wrong(
         13, RUN, r"card 13: no training at stage 2",
         card(13, "run = lab.train(3)", 'return "true", run.collectives["all_gather"]["bytes"] / 1e6')),

@@ -318,8 +318,11 @@ def of_11(case):
 
 
 def of_12(case):
-    return sent(case) | {12 * psi(case) / 1e6: "that is the optimizer's state of all ranks, which is held, and not "
-                         "what is gathered: optimizer state never moves"}
+    held = 12 * psi(case) / 1e6
+    return sent(case) | {
+        held: "that is the optimizer's state of all ranks, which is held, and not what is gathered: optimizer state "
+              "never moves",
+        held / case.ranks: "that is what this rank holds of the optimizer's state, and not what is gathered"}
 
 
 def of_13(case):

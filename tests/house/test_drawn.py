@@ -76,7 +76,7 @@ def test_a_starter_has_no_points_for_whoever_names_it(capsys, tmp_path):
     file.write_text(LESSON.starter.read_text().replace('NAME = ""', ADA.strip()))
     assert grader.main([str(file), "--lesson", LESSON.name]) == 1
     printed = capsys.readouterr().out
-    assert f"\n0 of {LESSON.points:g} points" in printed and printed.count("is not written yet (step ") == LESSON.draw
+    assert f"\n0 of {LESSON.points:g} points" in printed and printed.count("is not written yet (card ") == LESSON.draw
     assert "0 of 3 written answers are there" in printed and "were not looked at" not in printed
 
 

@@ -127,7 +127,7 @@ def next_step(entries: list[Entry]) -> str:
     for step in entry.lesson.steps:
         mark = entry.marks.get(step.number)
         if mark is None or mark.last < mark.of:
-            return f"Next: step {step.number} of lesson {entry.number}, {step.title}"
+            return f"Next: {step.label} of lesson {entry.number}, {step.title}"
     return f"Next: grade the whole of lesson {entry.number} once more"
 
 
@@ -138,7 +138,7 @@ def in_full(entry: Entry) -> list[str]:
         mark = entry.marks.get(step.number)
         points = f"last {_points(mark.last, mark.last_at)}, best {_points(mark.best, mark.best_at)}" if mark else (
             "not graded yet")
-        lines.append(f"step {step.number}, {step.points:g} points: {points}")
+        lines.append(f"{step.label}, {step.points:g} points: {points}")
     for question, (first, *others) in entry.done.guesses.items():
         again = f" ({len(others)} more)" if others else ""
         lines += ["", paragraph(question, hang=4), f"    guessed {first.guess:g} {first.unit}".rstrip() + again

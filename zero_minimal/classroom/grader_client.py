@@ -42,7 +42,7 @@ def grade(lesson: Lesson, file: Path, grades: Grades, show: Callable[[Step], obj
                     progress.take_back()
                     show(left.pop(0))
                 if left and sys.stderr.isatty():
-                    progress.announce(f"step {reported.step}: {len(reported.done)} of {len(tests)} checks are done")
+                    progress.announce(f"{left[0].label}: {len(reported.done)} of {len(tests)} checks are done")
 
 
 class GraderClient:

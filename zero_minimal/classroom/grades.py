@@ -83,23 +83,23 @@ class Grades:
     @property
     def left_out(self) -> str:
         """Which steps were not looked at, in words; "" if all were."""
-        others = [step.number for step in self.lesson.steps if step not in self.steps]
+        others = [step for step in self.lesson.steps if step not in self.steps]
         return f"{numbered(others)} {'was' if len(others) == 1 else 'were'} not looked at" if others else ""
 
     def show(self, step: Step) -> None:
         points, message = self.of(step)
         print(head(step, f"{points:3g} of {step.points:g}"), flush=True)
-        said, self._said = self._said, (message, step.number)
+        said, self._said = self._said, (message, step.label)
         if said and message and message == said[0]:  # what concerns all steps is said once
             self._said = said
-            tell(f"The reason is the one of step {said[1]}.")
+            tell(f"The reason is the one of {said[1]}.")
         else:
             tell(message)
 
 
-def head(step: Step, points: str, kind: str = "step") -> str:
+def head(step: Step, points: str) -> str:
     """The line that begins what is said of a step."""
-    return f"{kind} {step.number}  {points}   {step.title}"
+    return f"{step.label}  {points}   {step.title}"
 
 
 def tell(message: str) -> None:
@@ -108,12 +108,13 @@ def tell(message: str) -> None:
         print(textwrap.fill(line, 116, initial_indent=INDENT, subsequent_indent=INDENT), flush=True)
 
 
-def numbered(steps: list[int]) -> str:
+def numbered(steps: list[Step]) -> str:
     """step 2; steps 2 and 3; steps 2, 3 and 5; steps 1 to 4"""
-    if len(steps) > 2 and steps == list(range(steps[0], steps[-1] + 1)):
-        return f"steps {steps[0]} to {steps[-1]}"
-    *others, last = map(str, steps)
-    return f"steps {', '.join(others)} and {last}" if others else f"step {last}"
+    numbers = [step.number for step in steps]
+    if len(steps) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{steps[0].called}s {numbers[0]} to {numbers[-1]}"
+    *others, last = map(str, numbers)
+    return f"{steps[0].called}s {', '.join(others)} and {last}" if others else steps[0].label
 
 
 def gradescope(grades: Grades, seconds: float) -> dict:
@@ -125,7 +126,7 @@ def gradescope(grades: Grades, seconds: float) -> dict:
             "number": str(step.number), "name": step.title, "score": points, "max_score": step.points,
             "status": "passed" if points == step.points else "failed", "output": message, "visibility": "visible",
         })
-    earlier = sorted(step.number for step in grades.earlier)
+    earlier = sorted(grades.earlier, key=lambda step: step.number)
     notes = [grades.left_out, f"the points of {numbered(earlier)} are of an earlier text" if earlier else ""]
     said = {"output": f"Not the whole of this file: {'; '.join(filter(None, notes))}."} if any(notes) else {}
     return {"score": grades.score, "execution_time": round(seconds, 1), "visibility": "visible", **said, "tests": tests}

@@ -52,7 +52,7 @@ PATIENCE = 4  # seconds that a host process may take to end: on a busy machine i
 HANGS = (f"the host process had not ended {PATIENCE} s after it was told to: does it wait for a buffer that nobody "
          "empties, or is it in a loop that never ends?")
 
-_HOLE = re.compile(r"step (\d+): (\w+)")  # what the starter raises
+_HOLE = re.compile(r"((?:step|card) \d+): (\w+)")  # what the starter raises
 
 
 class Fault(RuntimeError):
@@ -221,7 +221,7 @@ def _changes(before: dict) -> list[str]:
 # -------------------------------------------------------------------------------------------------------------- words
 
 
-def unwritten(function: str, step, line: int) -> str:
+def unwritten(function: str, step: str, line: int) -> str:
     return f"{function}{UNWRITTEN}{step}, line {line})"
 
 

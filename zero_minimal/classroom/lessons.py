@@ -12,6 +12,7 @@ tests/NN_name/test_assignment.py, where each test says which step it belongs to 
     forbidden    more modules that a submission may not import, see below                               (default: none)
     builds_on    lesson files that it may import all the same                                           (default: none)
     draw         so many of the steps are graded, drawn by the learner's NAME, see drawn.py               (default: all)
+    called       what a step is called before its number                                                 (default: step)
     patience     seconds that ranks may take for one test, some 10 times what they need                   (default: 15)
     written      texts in assignment.py that a teacher reads, for the points up to 100                   (default: none)
     [[steps]]    title, points, and in [steps.tasks] "function" or "Class.method" = what must hold when it returns,
@@ -37,7 +38,7 @@ PACKAGE = HOUSE / "zero_minimal"
 FILE = "lesson.toml"
 
 # words that messages are recognized by
-UNWRITTEN = "() is not written yet (step "
+UNWRITTEN = "() is not written yet ("
 LOOK_AT = "\n    To look at: "
 STOOD = re.compile(r"^    (?:the host of )?ranks? .* stood at line \d+ of .*? \((\w+)\): ", re.MULTILINE)
 USED_UP = "not looked at: the time for this lesson was used up before. Look at this step alone: --step NUMBER"
@@ -49,9 +50,8 @@ def needs(message: str, number: int = 0, steps: Iterable["Step"] = ()) -> int:
     number, steps: of the check that says it, and all there are. Then the function may also be one of a later step that
         never ended.
     """
-    _, found, rest = message.partition(UNWRITTEN)
-    if found:
-        return int(rest.split(",")[0].split(")")[0])
+    if found := re.search(rf"{re.escape(UNWRITTEN)}\w+ (\d+)", message):
+        return int(found[1])
     owners = [step.number for name in STOOD.findall(message) for step in steps
               if name in {task.rpartition(".")[2] for task in step.tasks}]
     return min(owners) if owners and min(owners) > number else 0
@@ -68,6 +68,12 @@ class Step:
     core: dict[str, float]  # check: the most that the step earns if it fails
     quiet: frozenset[str] = frozenset()  # functions that raise nothing in the starter
     group: str = ""  # where steps are drawn: one of each group at least
+    called: str = "step"
+
+    @property
+    def label(self) -> str:
+        """As in "step 3"."""
+        return f"{self.called} {self.number}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +140,7 @@ def read(file: Path) -> Lesson:
     except ValueError as error:  # UnicodeDecodeError too
         raise ValueError(f"{where} is not TOML: {error}") from None
     reference, takes_in = table.take("reference", str), table.texts("takes_in")
+    called = table.take("called", str, Step.called)
     for name in takes_in:
         if "." not in name:
             raise ValueError(f"{where}: takes_in must name definitions as \"package.module.name\", not {name!r}")
@@ -143,7 +150,7 @@ def read(file: Path) -> Lesson:
         folder=file.parent, title=table.take("title", str), world=table.take("world", str), reference=reference,
         takes_in=takes_in, class_name=table.take("class", str, ""),
         forbidden=(lesson_files() - set(table.texts("builds_on"))) | {reference, *table.texts("forbidden")},
-        steps=tuple(_step(Table(entry, f"{where}, step {number}"), number)
+        steps=tuple(_step(Table(entry, f"{where}, step {number}"), number, called)
                     for number, entry in enumerate(table.take("steps", list), 1)),
     )
     table.end()
@@ -159,7 +166,7 @@ def lesson_files() -> frozenset[str]:
     return frozenset(f"{PACKAGE.name}.{name}" for name in names)
 
 
-def _step(table: "Table", number: int) -> Step:
+def _step(table: "Table", number: int, called: str) -> Step:
     title, points, tasks = table.take("title", str), table.take("points", (int, float)), table.take("tasks", dict)
     core = Table(dict(table.take("core", dict, {})), f"{table.where}, core")
     quiet, group = frozenset(table.texts("quiet")), table.take("group", str, "")
@@ -172,7 +179,7 @@ def _step(table: "Table", number: int) -> Step:
     for name in sorted(quiet - set(tasks)):
         raise ValueError(f"{table.where}: quiet names {name}, which is none of its tasks")
     most = {name: core.take(name, (int, float)) for name in list(core.entries)}
-    return Step(number, title, points, tasks, most, quiet, group)
+    return Step(number, title, points, tasks, most, quiet, group, called)
 
 
 KINDS = {str: "text", int: "a whole number", list: "a list", dict: "a table", (int, float): "a number"}

@@ -26,7 +26,7 @@ SECONDS = 240  # for the simulated or the real runs of a track, on a machine tha
 
 def part() -> Lesson:
     """Part B as a lesson: a step for each track."""
-    steps = tuple(Step(track.number, track.title, POINTS["gold"], {}, {}) for track in TRACKS)
+    steps = tuple(Step(track.number, track.title, POINTS["gold"], {}, {}, called="track") for track in TRACKS)
     return Lesson(HOUSE / "lessons" / "10_whole_system", "The budget", "real ranks, then one of 64 simulated ones",
                   "", (), "", frozenset(), steps)
 
@@ -38,13 +38,9 @@ class TrackGrades(Grades):
         found = [result for result in self.results if result[0] == step.number]
         return sum(points for _, _, points, passed, _ in found if passed), "".join(message for *_, message in found)
 
-    @property
-    def left_out(self) -> str:
-        return super().left_out.replace("step", "track")
-
     def show(self, step: Step) -> None:
         points, message = self.of(step)
-        print(head(step, f"{points:3g} of {step.points:g}", "track"), flush=True)
+        print(head(step, f"{points:3g} of {step.points:g}"), flush=True)
         tell(message)
 
 

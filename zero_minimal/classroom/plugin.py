@@ -205,7 +205,7 @@ def unwritten_steps(submission: Submission) -> dict[int, str]:
     for step in submission.lesson.steps:
         holes = [functions[name] for name in step.tasks if name in functions and _is_hole(functions[name])]
         if len(holes) == len(step.tasks):
-            found[step.number] = unwritten(holes[0].name, step.number, holes[0].body[-1].lineno)
+            found[step.number] = unwritten(holes[0].name, step.label, holes[0].body[-1].lineno)
     return found
 
 

@@ -64,11 +64,11 @@ class Watch:
         if all(map(self._is_right, self.grades.steps)):
             again = [step for step in self.grades.steps if self.looked[step] != saved.digest]
             if again and wrong:
-                say(f"checking {numbered([step.number for step in again])} again, because the file has changed")
+                say(f"checking {numbered(again)} again, because the file has changed")
             if again and not self._grade(saved, again):
                 return None
         wrong = next((step for step in self.grades.steps if not self._is_right(step)), None)
-        rest = f"; next is step {wrong.number}, {wrong.title}" if wrong else ": full marks"
+        rest = f"; next is {wrong.label}, {wrong.title}" if wrong else ": full marks"
         if self.grades.left_out:
             rest = f"; {self.grades.left_out}"
         say(f"\n{self.grades.score:g} of {self.grades.most:g} points{rest}")
@@ -98,14 +98,15 @@ class Watch:
                         step = left.pop(0)
                         self.looked[step] = saved.digest
                         if not self._tell(step, first, step in was_right):
-                            as_before.append(step.number)
+                            as_before.append(step)
                     if left and not first and (message := self.grades.first_failure(left[0])):
                         first = left[0], message
                         say(head(left[0], "is not right any more" if left[0] in was_right else "is not right yet"))
                         tell(message)
                     if self.place.changed():
                         break
-                    wait_for(f"looking at step {reported.step} …")
+                    if left:
+                        wait_for(f"looking at {left[0].label} …")
         except Busy as busy:
             say(str(busy))
         self.failed = [*reported.failed, *(test for test in self.failed if test not in reported.done)]
@@ -134,7 +135,7 @@ class Watch:
             say(head(step, f"{points:3g} of {step.points:g}"))
             line = message.partition("\n")[0]
             same = first and words(line) == words(first[1].partition("\n")[0])
-            tell(f"as in step {first[0].number}" if same else line)
+            tell(f"as in {first[0].label}" if same else line)
         return True
 
 

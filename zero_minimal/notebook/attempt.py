@@ -29,7 +29,7 @@ from zero_minimal.notebook.errors import NotHere, Told
 
 HOUSE = Path(__file__).parents[2]  # the checkout
 NAME = "assignment"  # of the module
-STEP = re.compile(r"step (\d+): ")  # how the starter's errors begin
+STEP = re.compile(r"(?:step|card) (\d+): ")  # how the starter's errors begin
 QUIET = re.compile(r"^ *\.\.\.  # until (step \d+) ")  # and what stands in their place where nothing is raised
 AGAIN = "Mend it, save the file, and run this cell again."
 

@@ -21,7 +21,7 @@ def card_11(lab) -> tuple[str, float]:
 def card_12(lab) -> tuple[str, float]:
     """Claim: at stage 1 the ranks gather the shards of optimizer state for the update.
 
-    Refuted by: a step that gathers less than these shards are.
+    Refuted by: a step that gathers less than the shards of all ranks together.
     Run: stage 1 with dtype="bf16", where the optimizer's state and the parameters have different sizes.
     Number, in MB: the payload of all that is gathered in a step.
     """
@@ -92,7 +92,7 @@ def card_16(lab) -> tuple[str, float]:
 def card_17(lab) -> tuple[str, float]:
     """Claim: the peak of stage 3 is below that of stage 2 because its gradients are reduce-scattered.
 
-    Refuted by: reduce-scatters of the same payload at both.
+    Refuted by: reduce-scatters of the same payload at both, but for some hundred bytes of padding.
     Run: stages 2 and 3, each with its own peak.
     Number, in MB: by how much the peak of stage 3 is lower.
     """

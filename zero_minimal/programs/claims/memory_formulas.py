@@ -17,7 +17,7 @@ def card_07(lab) -> tuple[str, float]:
 def card_08(lab) -> tuple[str, float]:
     """Claim: stage 1 makes model states 4 times smaller, stage 2 makes them 8 times smaller.
 
-    Refuted by: other factors, at any number of devices.
+    Refuted by: factors that stay far from 4 and 8, however many devices there are.
     Run: simulate stages 0 and 2 in 16 bit, on lab.devices and on many more.
     Number: by which factor model states are smaller at stage 2, on lab.devices.
     """
@@ -31,7 +31,7 @@ def card_08(lab) -> tuple[str, float]:
 def card_09(lab) -> tuple[str, float]:
     """Claim: Adam keeps two numbers for each parameter, so that the optimizer's memory is 2Ψ numbers in fp32.
 
-    Refuted by: an optimizer that holds more than 8Ψ bytes, whatever the dtype of the parameters is.
+    Refuted by: an optimizer that holds more than 8Ψ bytes in both dtypes, some hundred bytes of padding aside.
     Run: stage 0 with dtype="fp32" and with dtype="bf16".
     Number, in MB: what the optimizer holds in the run with bf16.
     """

@@ -78,12 +78,12 @@ def card_22(lab) -> tuple[str, float]:
 
     Refuted by: blocks that keep more, in each way to run them.
     Run: simulate, with and without recompute, models of 2 and of 4 blocks with hidden=4096, and steps=1: the difference
-    in at_peak["activations"] is what two blocks keep.
+    in `kept` is what two blocks keep.
     Number, in GB: what 32 blocks keep without recomputation, for lab.sequences of lab.tokens tokens.
     """
     def kept(recompute, batch, sequence):
         size = dict(hidden=4096, recompute=recompute, batch=batch, sequence=sequence, steps=1)
-        two, four = (lab.simulate(1, layers=layers, **size).at_peak["activations"] for layers in (2, 4))
+        two, four = (lab.simulate(layers=layers, **size).kept for layers in (2, 4))
         return 16 * (four - two)
 
     fits = [kept(recompute, 32, 2048) < 20e9 for recompute in (False, True)]

@@ -6,14 +6,14 @@ def card_23(lab) -> tuple[str, float]:
 
     Refuted by: checkpoints in fp16, one for each block, that are not 33 GB.
     Run: "figure 7" has the model's shape. Simulate C2 with one and with two of its blocks, on lab.row ranks that all
-    share the model, steps=1: the difference in at_peak["activations"] is one block's checkpoint.
+    share the model, steps=1: the difference in `kept` is one block's checkpoint.
     Number, in GB: of all blocks' checkpoints, partitioned over lab.row ranks.
     """
     shape, _ = lab.published("figure 7")["100B"]
     size = dict(hidden=shape.hidden, heads=shape.heads, batch=shape.batch, sequence=1024)
     one, two = (lab.simulate(config="C2", ranks=lab.row, model_parallel=lab.row, layers=layers, steps=1, **size)
                 for layers in (1, 2))
-    cut = shape.layers * (two.at_peak["activations"] - one.at_peak["activations"])
+    cut = shape.layers * (two.kept - one.kept)
     return "true" if abs(cut * lab.row - 33e9) < 3e9 else "false", cut / 1e9
 
 
@@ -70,11 +70,11 @@ def card_27(lab) -> tuple[str, float]:
 
 
 def card_28(lab) -> tuple[str, float]:
-    """Claim: the bars of Figure 7 for the 40B model with P_a are what its parts take: states, checkpoints, buffers.
+    """Claim: Figure 7's bars for the 40B model with P_a are the sum of three parts: model states, checkpoints, buffers.
 
-    Refuted by: a part, of known size, that is in none of them. Shown by: parts that add up to the bar.
+    Refuted by: a fourth part, of known size, that is in the bar. Shown by: three parts that add up to the bar.
     Run: simulate the 40B model of "figure 7" in lab.config on 400 ranks, cached=True: what CUDA's allocator takes.
-    Number, in GB: by how much the paper's bar is higher than what the code takes.
+    Number, in GB: by how much the paper's bar is higher than what the simulated rank takes.
     """
     shape, bars = lab.published("figure 7")["40B"]
     run = lab.simulate(
