@@ -193,7 +193,7 @@ class System:
         # - config.stage(model, optimizer_class, group=…, param_groups=…, **options): Stage1 or
         #   Stage2, over the ranks of `group`. param_groups as torch.optim takes them.
         # - self.model.replicated(): a list of the parameters that all ranks of a model hold whole
-        ...  # until step 3 nothing happens here
+        raise NotImplementedError("step 3: over_replicas")
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

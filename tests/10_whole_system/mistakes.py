@@ -274,6 +274,15 @@ WRONG |= {  # what strangers handed in, and had full marks
         4, "test_gradients_are_complete_before_they_are_read", r"and the tensor that it returned holds",
         edited("10_whole_system", "System.clip_grad_norm_", ("return norm", "self.norm = getattr(self, 'norm', norm)\n"
                "    return self.norm.copy_(norm)"))),
+    "a parameter is looked for in a list": Wrong(
+        3, "test_a_step_is_the_mean_of_the_replicas", r"(?s)it raised RuntimeError: The size of .* in over_replicas",
+        edited("10_whole_system", "System.over_replicas", ("set(replicated)", "replicated"))),
+    "the norm in the gradients' own 16 bits": Wrong(
+        4, "test_the_norm_is_computed_in_fp32", r"the norm is about \S+, and rank \d found inf",
+        clip(norm="norm = precision.global_norm(counted, self.gradient_scale, group=self.mesh.data_group)\n"
+                  "squares = sum(each.square().sum() for each in counted)\n"
+                  "collectives.all_reduce(squares, op='sum', group=self.mesh.data_group)\n"
+                  "norm = squares.sqrt() * (self.gradient_scale or 1)")),
     "a scale that is dropped where the norm is small": Wrong(
         4, "test_a_loss_scale_is_taken_off", r"with a loss scale of 1024, clipped to 1e\+06",
         edited("10_whole_system", "System.clip_grad_norm_",

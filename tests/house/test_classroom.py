@@ -155,6 +155,12 @@ def test_a_mistake_is_caught_and_named(messages, lesson, wrong):
     assert "Traceback" not in told[0]
 
 
+def test_step_2_of_lesson_10_does_not_run_step_3(messages):
+    lesson = LESSONS["10_whole_system"]
+    fault = submissions.mistakes(lesson).WRONG["a parameter is looked for in a list"].code
+    assert messages(lesson, submissions.spliced(lesson, fault), "test_each_pass_uses_the_slab_anew") == []
+
+
 @pytest.mark.parametrize("lesson, right", RIGHT)
 def test_other_ways_are_right_too(messages, lesson, right):
     assert messages(lesson, right) == []

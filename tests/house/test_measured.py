@@ -117,12 +117,7 @@ SAYS = {
         "{ladder[3][each][2]:.2f} cross the bus each way"),
     "10_whole_system": (
         *(f"| {way} | " + " | ".join(f"{{ladder[{way}][{name}]:.1f in MB}}" for name in (
-            *(f"peak_by_category][{category}" for category in CATEGORIES), "peak", "sent")) + " |" for way in LADDER),
-        "from {ladder[data parallel][peak]:.0f MB} of data parallelism to {ladder[P_os+g][peak]:.0f in MB} of P_os+g "
-        "and {ladder[P_os+g+p][peak]:.0f in MB} of P_os+g+p on four replicas; on the mesh it is "
-        "{ladder[model parallel][peak]:.0f in MB} without ZeRO, and {ladder[C1][peak]:.0f in MB}, "
-        "{ladder[C2][peak]:.0f in MB}, {ladder[C3][peak]:.0f in MB}, {ladder[C4][peak]:.0f in MB} and "
-        "{ladder[C5][peak]:.0f in MB} in C1 to C5"),
+            *(f"peak_by_category][{category}" for category in CATEGORIES), "peak", "sent")) + " |" for way in LADDER),),
 }
 KNOWN = {
     "01_data_parallel": ("1 MB", "25 MB", "4 GB", "7 GB", "28 GB"),

@@ -56,12 +56,19 @@ def test_what_the_first_command_shows():
     held = simulate(case).report["memory"]
     assert f"rank 0 holds {held['parameters'] / MB:.2f} MB of parameters, {held['gradients'] / MB:.2f} of gradients " \
            f"and {held['optimizer'] / MB:.2f} of Adam's state" in PROSE
-    assert f"The whole model has {4 * case.parameters / MB:.2f} MB of parameters" in PROSE
+    whole = 4 * case.parameters
+    assert f"The whole model has {whole / MB:.2f} MB of parameters" in PROSE
+    replicated = 4 * (shape.layers * 6 + 2 + shape.sequence) * shape.hidden  # norms, biases, positions
+    assert held["parameters"] == (whole - replicated) / 2 + replicated == 2 * held["gradients"] == held["optimizer"]
+    assert f"that is {replicated / MB:.2f} of {whole / MB:.2f} MB, so a rank has ({whole / MB:.2f} − " \
+           f"{replicated / MB:.2f})/2 + {replicated / MB:.2f} = {held['parameters'] / MB:.2f}. C4 keeps 1/D of their " \
+           f"gradients, {held['parameters'] / MB:.2f}/2" in PROSE
 
 
 def test_the_rule_is_of_the_run():
-    told = f"C4 takes {LADDER['C4']['peak'] / MB:.1f} MB at its peak where model parallelism alone takes " \
-           f"{LADDER['model parallel']['peak'] / MB:.1f}"
+    peaks = LADDER["model parallel"]["peak"], WORTH["none"]["peak"], LADDER["C4"]["peak"]
+    told = "P_os+g over the columns of 2 × 2 takes the peak from {:.1f} MB to {:.1f}, and with the rest of C4 it is " \
+           "{:.1f}".format(*(peak / MB for peak in peaks))
     assert told in PROSE
 
 
@@ -79,10 +86,10 @@ def test_traffic_is_zeros_and_the_blocks():
     part, layers = LADDER["C1"]["states"]["parameters"], program.SIZES.layers
     zero, blocks = 2 * part // 2, layers * 12 * INPUT // 2
     ends = LADDER["C1"]["sent"] - zero - blocks
-    assert 0 < ends < 0.06 * blocks
+    assert ends == 2 * INPUT + 3 * 4 * 8 * program.SIZES.sequence  # three numbers a token for the loss
     assert f"ZeRO sends {zero / MB:.1f} MB: 2 · {part / MB:.1f} · 1/2" in PROSE
-    assert f"Six blocks send {blocks / MB:.1f} MB, 6 · 12 · {INPUT / MB:.2f} · 1/2" in PROSE
-    assert f"make it {LADDER['C1']['sent'] / MB:.1f}" in PROSE
+    assert f"six blocks send {blocks / MB:.1f} MB, 6 · 12 · {INPUT / MB:.2f} · 1/2" in PROSE
+    assert f"{ends / MB:.1f} MB more make it {LADDER['C1']['sent'] / MB:.1f}" in PROSE
     for with_p_a, without in (("C2", "C1"), ("C4", "C3"), ("C5", "C3")):
         assert LADDER[with_p_a]["sent"] - LADDER[without]["sent"] == layers * INPUT // 2
     assert f"P_a adds {layers * INPUT / 2 / MB:.1f} MB" in PROSE
@@ -116,9 +123,9 @@ def test_what_each_part_is_worth():
 def test_why_p_a_alone_spares_less():
     none, alone = (WORTH[name]["peak_by_category"] for name in ("none", "P_a"))
     together = (LADDER["C1"]["peak"] - LADDER["C2"]["peak"]) / MB
-    assert f"P_a spares {together:.1f} MB from C1 to C2, and {-more(WORTH, 'P_a'):.1f} alone" in PROSE
+    assert f"P_a spares {together:.2f} MB from C1 to C2, and {-more(WORTH, 'P_a'):.2f} alone" in PROSE
     less, extra = ((none[name] - alone[name]) / MB for name in ("activations", "gradients"))
-    assert f"with {less:.1f} MB less of activations and {-extra:.1f} more of gradients" in PROSE
+    assert f"with {less:.2f} MB less of activations and {-extra:.2f} more of gradients" in PROSE
 
 
 def test_losses_and_speed():

@@ -7,7 +7,7 @@ from zero_minimal.pictures import style
 
 
 def draw_mesh(replicas: int, model_parallel: int) -> Figure:
-    """The ranks as a grid: a line for each replica, a column for each part of the model; the two groups of each."""
+    """The ranks as a grid: a row for each replica, a column for each part of the model; the two groups of each."""
     result, axes = style.figure(1, 1, min(style.PAGE, 3.4 * model_parallel + 2.4), 1.55 * replicas + 1.2)
     axis = axes[0][0]
     axis.grid(False)
@@ -32,32 +32,39 @@ def _frame(axis, left: float, bottom: float, width: float, height: float, colour
                                   edgecolor=colour, linewidth=2.2, linestyle=line))
 
 
-def draw_ladder(rows: dict[str, dict]) -> Figure:
-    """Memory of a rank at its peak, and what it sends in a step, for each way to train.
+def draw_ladder(meshes: dict[str, dict[str, dict]]) -> Figure:
+    """Memory of a rank at its peak, and what it sends in a step, for each way to train; those on one mesh side by side.
 
-    rows: {way: peak_by_category, peak, sent}, in bytes.
+    meshes: {name of the mesh: {way: its row, with peak_by_category and sent, in bytes}}.
     """
-    result, axes = style.figure(2, 1, style.PAGE, 6.6)
-    positions = list(range(len(rows)))
-    _stack(axes[0][0], rows)
+    result, axes = style.figure(2, 1, style.PAGE, 7.0)
+    rows, positions, middles = {}, [], []
+    for ways in meshes.values():
+        first = positions[-1] + 2 if positions else 0  # a gap between two meshes
+        positions += range(first, first + len(ways))
+        middles.append(first + (len(ways) - 1) / 2)
+        rows |= ways
+    _stack(axes[0][0], positions, rows)
     axes[0][0].set_title("Memory of a rank at its peak", fontsize=11)
     sent = [row["sent"] / 1e6 for row in rows.values()]
     style.bars(axes[1][0], positions, sent, style.SENT)
-    style.words_above(axes[1][0], positions, sent, [f"{size:.0f}" for size in sent])
+    style.words_above(axes[1][0], positions, sent, [f"{size:.1f}" for size in sent])
     axes[1][0].set_title("Sent by a rank in a step", fontsize=11)
-    for line in axes:
-        line[0].set_xticks(positions, list(rows), rotation=20, ha="right", rotation_mode="anchor")
-        line[0].set_ylabel("MB")
-        line[0].margins(y=0.12)
+    for axis in axes.flat:
+        axis.set_xticks(positions, list(rows), rotation=20, ha="right", rotation_mode="anchor")
+        axis.set_ylabel("MB")
+        axis.set_ylim(0, 1.2 * axis.dataLim.ymax)
+        for middle, mesh in zip(middles, meshes, strict=True):
+            axis.text(middle, 0.97, mesh, transform=axis.get_xaxis_transform(), ha="center", va="top", weight="bold")
     style.legend_outside(result, style.entries_of([axes[0][0]]))
     return result
 
 
-def _stack(axis, rows: dict[str, dict]) -> None:
-    held, positions = [row["peak_by_category"] for row in rows.values()], list(range(len(rows)))
+def _stack(axis, positions: list[int], rows: dict[str, dict]) -> None:
+    held = [row["peak_by_category"] for row in rows.values()]
     tops = style.stacked_bars(axis, positions, [
         (category, style.LOOKS[category], [own[category] / 1e6 for own in held]) for category in held[0]])
-    style.words_above(axis, positions, tops, [f"{top:.0f}" for top in tops])
+    style.words_above(axis, positions, tops, [f"{top:.1f}" for top in tops])
 
 
 def draw_worth(panels: dict[str, dict[str, dict]]) -> Figure:
