@@ -49,11 +49,11 @@ def fit(model, rank, step, inputs=None):
     return backward(model(vectors(rank, step) if inputs is None else inputs).square().mean())
 
 
-PLAYED: list = []  # the plain run puts the rank here whose batch it computes
+PLAYED: list = []  # who plays all ranks in one process puts the rank here whose batch is computed
 
 
 def rank_of():
-    """The rank whose part is computed: a stage's own, or the one that the plain run plays."""
+    """The rank whose part is computed: this one, or the one that is played."""
     return PLAYED[0] if PLAYED else dist.get_rank()
 
 

@@ -137,17 +137,6 @@ def test_refuses_wrong_uses(stage):
     zero.zero_grad()
     train_step(model, zero)
 
-    model, zero = wrapped(stage)
-    with pytest.raises(RuntimeError, match="moved or replaced|same dtype|is released"):
-        model.float()  # the parameters leave their buckets; at stage 3 they are not here
-        model(vectors(0, 0).float()).square().mean().backward()
-
-    if stage is not STAGES[3]:
-        model, zero = wrapped(stage)
-        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
-        with pytest.raises(RuntimeError, match="replaced after wrapping"):
-            train_step(model, zero)
-
 
 class Again(Chain):
     """The same layer three times, each recomputed by a backward pass of its own."""
