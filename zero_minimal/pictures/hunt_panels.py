@@ -3,7 +3,7 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zero_minimal.meters.spans import Collective
+from zero_minimal.meters.events import Collective
 from zero_minimal.pictures.style import (
     GRID,
     LOOKS,
