@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from zero_minimal.core import collectives, precision
-from zero_minimal.meters.arrivals import Arrivals
+from zero_minimal.meters.events import Events
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.processes import ranks
 from zero_minimal.programs import figures, progress
@@ -103,12 +103,12 @@ def order_of_events(run):
     for _ in run.steps(1):
         pass
     run.zero.zero_grad()
-    with Arrivals(run.zero.model) as arrivals:
+    with Events(run.zero.model) as seen:
         run.backward()
     between = []  # gradients between a start and its wait
-    for place, event in enumerate(arrivals.events):
+    for place, event in enumerate(seen.events):
         if event.kind == "start":
-            later = arrivals.events[place:]
+            later = seen.events[place:]
             wait = next(i for i, each in enumerate(later) if (each.kind, each.number) == ("wait", event.number))
             between.append(sum(each.kind == "gradient" for each in later[:wait]))
     return {"gradients between start and wait of each bucket": between}

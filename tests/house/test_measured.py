@@ -106,6 +106,24 @@ SAYS = {
         "all activations are there, {held[activations]:.2f MB}, and both buffers, {held[buffers]:.2f MB}",
         *(f"| {words} | {{#[0]}}, {{#[4]}}, {{#[8]}}, {{#[12]}} |".replace("#", f"sums[torch.{name}]")
           for words, name in (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16")))),
+    "08_defragmentation": (
+        *(f"| {name} | {{rows[{name}][allocated]:.1f in MiB}} | {{rows[{name}][least]:.0f in MiB}} |"
+          for name in ("without slabs", "with slabs", "other lengths, without slabs")),
+        "The device has {capacity:.0f MiB}, {failure[free]:.0f in MiB} of them are free, and "
+        "{failure[requested]:.1f in MiB} are asked for",
+        "The device has {capacity:.0f MiB}. {failure[allocated]:.1f in MiB} of them are in use when "
+        "{failure[requested]:.1f in MiB}", "1. {failure[largest_free]:.0f MiB}. There are two pieces of that size",
+        "2. {rows[without slabs][least]:.0f MiB}, a third more than it ever uses",
+        "At no moment has this training more than {rows[without slabs][allocated]:.0f MiB} in use",
+        "3. {rows[with slabs][least]:.0f MiB}. The slab of checkpoints has {slabs[checkpoints]:.1f MiB} here",
+        "that of gradients {slabs[gradients]:.1f in MiB}.", "a request of {failure[requested]:.1f MiB} fits into none",
+        "with slabs {rows[with slabs][least]:.0f MiB} are enough for the training of the picture, and without them it "
+        "needs {rows[without slabs][least]:.0f in MiB}, though it never uses more than "
+        "{rows[without slabs][allocated]:.0f in MiB}.", "recorded and replayed on {capacity:.0f MiB}",
+        "with {rows[with slabs][least]:.0f MiB} in place of {rows[without slabs][least]:.0f in MiB}.",
+        "best fit, split and merge {pools[best fit, split, merge]:.0f MiB}; first fit {pools[first fit]:.0f in MiB}; "
+        "never splits {pools[never splits]:.0f in MiB}; never merges {pools[never merges]:.0f in MiB}; the first one "
+        "with slabs {rows[with slabs][least]:.0f in MiB}."),
     "09_offload": (
         *("| {ladder[#][name]} | {ladder[#][each][0]:.2f} | {ladder[#][each][1]:.2f} | {ladder[#][each][2]:.2f} and "
           "{ladder[#][each][3]:.2f} |".replace("#", str(rung)) for rung in range(4)),
@@ -137,6 +155,7 @@ ANSWERS = {  # the pictures that answer what the page asks for, so that they are
     "02_optimizer_state": {"small_steps.png"},
     "03_gradients": {"gradients.png"},
     "04_parameters": {"kept.png"},
+    "08_defragmentation": {"allocators.png"},
     "09_offload": set(),
     "10_whole_system": {"ladder.png", "worth.png"},
     "05_tensor_parallel": set(),

@@ -25,8 +25,8 @@ from thorough import sample
 from zero_minimal import notebook
 from zero_minimal.core import collectives, ring
 from zero_minimal.meters import message_trace
+from zero_minimal.meters.events import Collective, Events, Span, overlap
 from zero_minimal.meters.memory import Moment
-from zero_minimal.meters.spans import Collective, Span, Spans
 from zero_minimal.paper import formulas
 from zero_minimal.pictures.benchmark import draw_speeds
 from zero_minimal.pictures.memory_chart import draw_bucket_sizes, draw_holdings, draw_memory_of_a_step
@@ -297,35 +297,32 @@ def test_messages_of_a_broadcast():
 def spans_of_some_collectives():
     rank = dist.get_rank()
     x, part = torch.ones(30000), torch.empty(30000 // dist.get_world_size())
-    with Spans() as spans:
-        with spans.span("backward"):
+    with Events() as seen:
+        with seen.span("backward"):
             pending = collectives.reduce_scatter(part, x, async_op=True)
             time.sleep(0.2)
             pending.wait()
-        with spans.span("update"):
+        with seen.span("update"):
             time.sleep(0.1 * rank)
             collectives.all_reduce(x)
     collectives.all_reduce(x)  # not watched any more
-    return spans.computing, spans.collectives, spans.overlap
+    return seen.computing, seen.collectives, overlap(seen.collectives)
 
 
 def test_spans():
-    for computing, seen, overlap in toys.run(spans_of_some_collectives, 2):
+    for computing, seen, share in toys.run(spans_of_some_collectives, 2):
         assert [span.name for span in computing] == ["backward", "update"]
         assert [(each.name, each.bytes) for each in seen] == [("reduce_scatter", 120000), ("all_reduce", 120000)]
         asynchronous, blocking = seen
         assert computing[0].start <= asynchronous.start < asynchronous.wait <= asynchronous.end <= computing[0].end
         assert 0.2 <= asynchronous.wait - asynchronous.start < 0.3, "the time in which it was not waited for"
         assert 0 <= blocking.wait - blocking.start < 0.1, "it was waited for at once"
-        assert 0.3 < overlap < 1.0
+        assert 0.3 < share < 1.0
 
 
 def test_overlap_counts_time_once():
-    spans = Spans()
-    spans.collectives = [
-        Collective("a", 0.0, 3.0, 4.0, 1), Collective("b", 1.0, 3.5, 5.0, 1), Collective("c", 7.0, 7.0, 8.0, 1)
-    ]
-    assert spans.overlap == pytest.approx(3 / 6)  # 0 to 5 and 7 to 8 under way; 3 to 5 and 7 to 8 in a wait
+    ended = [Collective("a", 0.0, 3.0, 4.0, 1), Collective("b", 1.0, 3.5, 5.0, 1), Collective("c", 7.0, 7.0, 8.0, 1)]
+    assert overlap(ended) == pytest.approx(3 / 6)  # 0 to 5 and 7 to 8 under way; 3 to 5 and 7 to 8 in a wait
 
 
 def test_picture_of_a_ring():

@@ -7,7 +7,7 @@ import toys
 from house.lesson_pages import texts_of
 
 from zero_minimal.core.layout import pack
-from zero_minimal.meters.arrivals import Arrivals, Event, overlapped, waited
+from zero_minimal.meters.events import Event, Events, overlapped, waited
 from zero_minimal.notebook import attempt
 from zero_minimal.paper import formulas
 from zero_minimal.stage0 import Stage0
@@ -59,9 +59,9 @@ def test_what_does_nothing_yet_is_named_as_not_written():
 
 def watched_toy():
     zero = Stage0(toys.build(toys.MLP, dist.get_rank()), torch.optim.SGD, lr=0.1, bucket_bytes=400)
-    with Arrivals(zero.model) as arrivals:
+    with Events(zero.model) as seen:
         zero.model(*toys.numbers(dist.get_rank(), 0)).backward()
-    return arrivals.events, sum(param.nbytes for param in zero.model.parameters()), len(zero.model._forward_hooks)
+    return seen.events, sum(param.nbytes for param in zero.model.parameters()), len(zero.model._forward_hooks)
 
 
 def test_arrivals_hear_each_gradient_and_each_collective():

@@ -3,7 +3,7 @@
 import math
 from operator import itemgetter
 
-from zero_minimal.meters.spans import Collective
+from zero_minimal.meters.events import Collective
 
 NEAR = 0.01  # two figures are alike if they differ by at most this part
 NAMES = "all_reduce", "reduce_scatter", "all_gather"

@@ -7,11 +7,10 @@
 The clock is the gradients that come, not time: so any machine sees the same.
 """
 
-import contextlib
-
-from zero_minimal.core import seams, work
+from zero_minimal.core import work
 from zero_minimal.core.gradient_memory import Reduction
 from zero_minimal.guards.grad_placeholder import has_gradient
+from zero_minimal.meters.events import Events
 
 KINDS = (
     "coming",  # gradients that this rank has computed, not yet on their way
@@ -21,7 +20,7 @@ KINDS = (
 )
 
 
-class Lanes:
+class Lanes(Events):
     """Watches one backward pass of a stage (1 or 2) on this rank.
 
     record: bytes, {kind of KINDS: [bucket, in the order in which they are reduced][moment]}; the moments are before the
@@ -29,26 +28,25 @@ class Lanes:
     """
 
     def __init__(self, zero):
+        super().__init__()
         self.zero, self.buckets = zero, list(zero.reducer.buckets)
         self.record: dict = {kind: [[] for _ in self.buckets] for kind in KINDS}
         self.record["padded"] = [bucket.parameters.nbytes for bucket in self.buckets]
         self._started = self._ended = 0  # reduce-scatters: they come in the order of the buckets
 
     def __enter__(self):
-        params = {param for bucket in self.buckets for param in bucket.params}
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(seams.heard_by("collective", self._hear))
-            for param in params:  # the stage's own hooks are older, so that this one sees what they have done
-                undo.callback(param.register_post_accumulate_grad_hook(lambda _: self._look()).remove)
-            self._look()
-            self._undo = undo.pop_all()
+        super().__enter__()
+        for param in {param for bucket in self.buckets for param in bucket.params}:
+            # the stage's own hooks are older, so that this one sees what they have done
+            self._undo.callback(param.register_post_accumulate_grad_hook(lambda _: self._look()).remove)
+        self._look()
         return self
 
     def __exit__(self, *error):
-        self._undo.close()
+        super().__exit__(*error)
         self._look()
 
-    def _hear(self, moment: str, call: work.Call) -> None:
+    def hear(self, moment: str, call: work.Call) -> None:
         if call.name == "reduce_scatter":
             self._started += moment == "start"
             self._ended += moment == "end"
@@ -72,8 +70,13 @@ class Lanes:
         return own, under_way.whole.nbytes, under_way.part.nbytes, 0
 
 
+def place(bucket, param) -> tuple[int, int]:
+    """Where that part of a parameter that belongs to this bucket begins and ends, in the flat vector."""
+    offset = bucket.flat.offsets[param]
+    return max(offset, bucket.start), min(offset + param.numel(), bucket.start + bucket.padded)
+
+
 def piece(bucket, param) -> int:
     """Bytes of a parameter's gradient that belong to this bucket."""
-    offset = bucket.flat.offsets[param]
-    begin, end = max(offset, bucket.start), min(offset + param.numel(), bucket.start + bucket.padded)
+    begin, end = place(bucket, param)
     return (end - begin) * param.element_size()

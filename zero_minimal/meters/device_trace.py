@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from zero_minimal.meters.events import merged
+
 KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -80,12 +82,12 @@ def copies(work: Iterable[Work], way: str = "") -> list[Work]:
 
 def seconds(work: Iterable[Work]) -> float:
     """In which any of it ran."""
-    return sum(end - start for start, end in _merged(work))
+    return sum(end - start for start, end in merged((one.start, one.end) for one in work))
 
 
 def hidden(some: Iterable[Work], others: Iterable[Work]) -> float | None:
     """The share of the seconds of `some` in which one of the others ran, too. None where there was nothing."""
-    first, second = _merged(some), _merged(others)
+    first, second = (merged((one.start, one.end) for one in work) for work in (some, others))
     total = sum(end - start for start, end in first)
     both, place = 0.0, 0
     for start, end in first:
@@ -96,14 +98,3 @@ def hidden(some: Iterable[Work], others: Iterable[Work]) -> float | None:
                 break
             both += min(end, second[other][1]) - max(start, second[other][0])
     return both / total if total else None
-
-
-def _merged(work: Iterable[Work]) -> list[tuple[float, float]]:
-    """Spans of time, in order, that do not touch."""
-    spans: list[tuple[float, float]] = []
-    for start, end in sorted((one.start, one.end) for one in work):
-        if spans and start <= spans[-1][1]:
-            spans[-1] = spans[-1][0], max(end, spans[-1][1])
-        else:
-            spans.append((start, end))
-    return spans

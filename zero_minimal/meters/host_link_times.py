@@ -13,7 +13,7 @@ from zero_minimal.offloading.offloaded_state import resident_bytes
 class Crossings:
     """Each tensor that crosses a rank's bus while this is open, in seconds since then.
 
-        with Crossings(zero.host.bus) as crossings, Spans() as spans:
+        with Crossings(zero.host.bus) as crossings, Events() as seen:
             ...
         crossings.seen      a list of bus.Crossing
     """

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from zero_minimal.core import collectives
-from zero_minimal.meters.arrivals import Arrivals, overlapped
+from zero_minimal.meters.events import Events, Span, overlapped
 from zero_minimal.meters.memory import Ledger
-from zero_minimal.meters.spans import Span, Spans
 from zero_minimal.meters.traffic import TrafficMeter
 
 MEMORY_STEPS = 6
@@ -115,15 +114,15 @@ class RunRecord:
 
     @contextmanager
     def _watch_order(self):
-        with Arrivals(self.zero.model) as arrivals:
+        with Events(self.zero.model) as seen:
             yield
-        self.overlap = overlapped(arrivals.events)
+        self.overlap = overlapped(seen.events)
 
     @contextmanager
     def _watch_time(self):
         began = one_zero(self.rank.device)
-        with Spans() as spans:
-            spans.began = began
+        with Events() as seen:
+            seen.began = began
             marks: list[tuple[str, float]] = []
 
             def mark(name):
@@ -136,7 +135,7 @@ class RunRecord:
             for hook in hooks:
                 hook.remove()
         parts = [Span(name, start, end) for (name, start), (_, end) in zip(marks, marks[1:], strict=False)]
-        self.times.append({"computing": parts, "collectives": list(spans.collectives), "seconds": marks[-1][1]})
+        self.times.append({"computing": parts, "collectives": seen.collectives, "seconds": marks[-1][1]})
 
     def _parameters(self) -> torch.Tensor:
         """What this rank holds of them, in fp32: all, or at stage 3 its shards."""

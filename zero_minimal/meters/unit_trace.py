@@ -10,14 +10,13 @@ arrived and the next one is on its way. What is counted are storages, as the led
 forgotten to free counts until it is gone.
 """
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 
 from zero_minimal.core import seams, work
 from zero_minimal.core.layout import same_storage
 from zero_minimal.core.units import Unit, is_released
+from zero_minimal.meters.events import Events
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.owners import OF_A_BUCKET
 
@@ -29,7 +28,7 @@ STATES = (
 )
 
 
-class Conveyor:
+class Conveyor(Events):
     """Watches a stage 3 on this rank while it is open.
 
     record: {"units": names, the root first, "whole": [unit] bytes of it, "ranks": how many share it, "turns": [moment]
@@ -40,6 +39,7 @@ class Conveyor:
     """
 
     def __init__(self, zero):
+        super().__init__()
         self.zero, self.units, self.ledger = zero, list(zero.units), Ledger()
         self.buckets = [bucket for unit in self.units for bucket in unit.buckets]
         self._known = all(hasattr(bucket, name) for bucket in self.buckets for name in OF_A_BUCKET)
@@ -48,15 +48,13 @@ class Conveyor:
             "units": [unit.name or "root" for unit in self.units], "whole": sizes,
             "ranks": dist.get_world_size(zero.group), "turns": [], "states": [[] for _ in self.units], "reducing": [],
             "bytes": []}
-        self._under_way: list[work.Call] = []
+        self._gathers: list[work.Call] = []  # under way
 
     def __enter__(self):
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(self.ledger)
-            self.ledger.watch(self.zero.model, self.zero, self.zero.optimizer)
-            undo.enter_context(seams.heard_by("collective", self._hear))
-            undo.enter_context(seams.heard_by("unit_turned", self._turned))
-            self._undo = undo.pop_all()
+        super().__enter__()
+        self._undo.enter_context(self.ledger)
+        self.ledger.watch(self.zero.model, self.zero, self.zero.optimizer)
+        self._undo.enter_context(seams.heard_by("unit_turned", self._turned))
         return self
 
     def __exit__(self, *error):
@@ -67,11 +65,11 @@ class Conveyor:
                 for pending in [pending for unit in self.units for pending in unit.gathering]:
                     pending.wait()
 
-    def _hear(self, moment: str, call: work.Call) -> None:
+    def hear(self, moment: str, call: work.Call) -> None:
         if call.name == "all_gather" and moment == "start":
-            self._under_way.append(call)
-        elif moment == "end" and call in self._under_way:
-            self._under_way.remove(call)
+            self._gathers.append(call)
+        elif moment == "end" and call in self._gathers:
+            self._gathers.remove(call)
 
     def _turned(self, order, unit: Unit) -> None:
         if order is not self.zero.execution_order:  # of another stage
@@ -95,7 +93,7 @@ class Conveyor:
         if not any(map(is_released, unit.params)):
             return "whole"
         wholes = [bucket.parameters for bucket in unit.buckets if bucket.parameters is not None]
-        if any(same_storage(whole, tensor) for call in self._under_way for tensor in call.tensors for whole in wholes):
+        if any(same_storage(whole, tensor) for call in self._gathers for tensor in call.tensors for whole in wholes):
             return "coming"
         if not any(whole.untyped_storage().nbytes() for whole in wholes):
             return "shard"

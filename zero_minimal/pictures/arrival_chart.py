@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zero_minimal.meters.arrivals import Event, overlapped
+from zero_minimal.meters.events import Event, overlapped
 from zero_minimal.meters.latency_probe import Cost
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.pictures.latency_chart import time_text

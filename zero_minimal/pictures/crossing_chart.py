@@ -17,7 +17,7 @@ STANDS = "stands at a message or at the bus"
 def draw_crossings(steps: dict[str, tuple]) -> Figure:
     """A panel for each step: four lanes of one rank, over one axis of time.
 
-    Args: steps, {title: (computing, collectives, crossings)} as in meters/spans.py and meters/host_link_times.py.
+    Args: steps, {title: (computing, collectives, crossings)} as in meters/events.py and meters/host_link_times.py.
     """
     result, axes = style.figure(len(steps), 1, style.PAGE, 0.9 + 1.75 * len(steps))
     longest = max(max(span[2] for span in computing) for computing, _, _ in steps.values())

@@ -3,7 +3,7 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zero_minimal.meters.spans import Collective
+from zero_minimal.meters.events import Collective
 from zero_minimal.pictures import style
 from zero_minimal.pictures.time_line import COMPUTING, UNDER_WAY, WAITING, name_lanes, span_bar
 

@@ -165,20 +165,18 @@ def _entries(seen: set[str], finding: Finding) -> dict[str, Patch]:
 # --------------------------------------------------------------------------------------- allocators that lack something
 
 
-def draw_least(measured: dict) -> Figure:
-    """A bar for each allocator of measured["pools"], {name: least capacity that is enough}, and one for the run with
-    slabs; a line at what was in use at the peak."""
-    rows = list(measured["rows"].values())
-    bars = measured["pools"] | {"the first one, with slabs": rows[1]["least"]}
+def draw_least(pools: dict[str, int], used: float, with_slabs: int) -> Figure:
+    """A bar for each allocator, {name: least bytes that are enough}, and one for the first of them with slabs; a line
+    at the MiB that are in use at the peak."""
+    bars = pools | {"the first one, with slabs": with_slabs}
     picture, axes = style.figure(1, 1, 8.6, 2.9)
     axis = axes[0][0]
     for place, size in enumerate(bars.values()):
-        with_slabs = place == len(bars) - 1
-        axis.barh(-place, size / MIB, 0.62, facecolor="white" if with_slabs else style.PLAIN[0],
-                  edgecolor=style.PLAIN[0], hatch="//" if with_slabs else "", linewidth=1)
+        last = place == len(bars) - 1
+        axis.barh(-place, size / MIB, 0.62, facecolor="white" if last else style.PLAIN[0],
+                  edgecolor=style.PLAIN[0], hatch="//" if last else "", linewidth=1)
         axis.annotate(f"{size / MIB:,.0f} MiB", (size / MIB, -place), (5, 0), textcoords="offset points", va="center",
                       fontsize=9, bbox=style.WHITE)
-    used = rows[0]["allocated"] / MIB
     axis.axvline(used, color="black", linewidth=1.6, linestyle="--")
     axis.text(used, 0.5, f" in use at the peak: {used:,.0f} MiB", va="bottom", fontsize=9)
     axis.set_yticks([-place for place in range(len(bars))], list(bars))

@@ -15,7 +15,7 @@ WAITING = ("white", "")
 def draw_time_line(ranks: list) -> Figure:
     """Two lanes a rank: what it does itself, with its waiting; and the collectives that are under way meanwhile.
 
-    Args: ranks, [rank] (computing, collectives) as in meters/spans.py.
+    Args: ranks, [rank] (computing, collectives) as in meters/events.py.
     """
     result, axes = figure(1, 1, PAGE, 1.3 + 0.95 * len(ranks))
     axis = axes[0][0]

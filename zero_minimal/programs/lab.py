@@ -38,10 +38,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_minimal.meters.forwards import forwards
+from zero_minimal.meters.events import Events, by_phase
 from zero_minimal.meters.memory import Ledger, Moment
 from zero_minimal.meters.observer import Observer
-from zero_minimal.meters.phases import Phases
 from zero_minimal.meters.traffic import TrafficMeter, wire_bytes
 from zero_minimal.paper import published
 from zero_minimal.processes.joining import Rank
@@ -233,10 +232,10 @@ class Lab:
         return self._alone
 
     def _measured(self, zero, rank: Rank, settings: Settings) -> Run:
-        observer, account, phases = Observer(zero, rank, settings), _Account(), Phases()
+        observer, account, events = Observer(zero, rank, settings), _Account(), Events(modules=True)
         batches = loop.training_batches(settings, rank.rank)
         losses = [loop.mean_over_ranks([sum(parts).item()], self.rank)[0]
-                  for parts in loop.steps(zero, batches, settings, observers=[observer, account, phases])]
+                  for parts in loop.steps(zero, batches, settings, observers=[observer, account, events])]
         held_out = loop.validation_batches(settings, rank.rank, rank.world_size)
         validation = loop.evaluate(zero, held_out, self.rank)
         found = observer.report()
@@ -249,7 +248,7 @@ class Lab:
             batch=settings.batch * settings.accumulate, seed=settings.seed, parameters=found["parameters"],
             memory={name: found["memory"][name] for name in ("parameters", "gradients", "optimizer")},
             peak=self.peak, at_peak=without_other(highest), collectives=found["traffic"]["collectives"],
-            sent=found["traffic"]["sent_bytes"], when=phases.last,
+            sent=found["traffic"]["sent_bytes"], when=by_phase(events.events),
             wire=account.per_step(observer.traffic_from, observer.traffic_to),
             losses=tuple(losses), validation=validation, seconds=tuple(observer.seconds),
             step_seconds=found["step_seconds"], model=model,
@@ -278,14 +277,14 @@ class Lab:
         """Measure whatever runs inside."""
         seen, ledger, meter = Seen(), Ledger(self.rank.device.type), TrafficMeter()
         account = _Account()
-        with meter, ledger, account.step(), forwards() as ran:
+        with meter, ledger, account.step(), Events(modules=True) as events:
             before = ledger.total
             ledger.reset()
             yield seen
         seen.collectives, seen.sent, seen.wire = meter.collectives, meter.sent_bytes, account.per_step(0, 1)
         seen.peak = max(ledger.peak.total - before, 0)
         payload = {name: each["bytes"] for name, each in seen.collectives.items()}
-        self.journal.append({"kind": "watch", "modules": " ".join(sorted(ran)), **payload})
+        self.journal.append({"kind": "watch", "modules": " ".join(sorted(events.ran)), **payload})
 
     def _enter(self, kind: str, run: Run, sizes: Settings | None = None, **more) -> None:
         of_run = {name: getattr(run, name) for name in ("name", "stage", "ranks", "seed", "batch", "dtype",

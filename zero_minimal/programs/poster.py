@@ -12,10 +12,13 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from zero_minimal.meters.allocator import find_capacity
+from zero_minimal.meters.traces import unpacked
 from zero_minimal.paper.formulas import STATES, formula, volume
 from zero_minimal.pictures.activation_chart import draw_staircase
+from zero_minimal.pictures.memory_map import draw_map
 from zero_minimal.pictures.poster_page import Panel, draw_ladder, draw_poster, image_of
-from zero_minimal.programs import lesson08_figures
+from zero_minimal.programs.lesson08_program import Recording
 from zero_minimal.programs.planning import NAMES
 from zero_minimal.workload.settings import Parser
 
@@ -75,10 +78,12 @@ def holes() -> Panel:
     """Memory that is free and cannot be used."""
     found = measured("08_defragmentation/measured.json")
     failure = found["failure"]
-    picture = lesson08_figures.pictures(found)["map.png"]
+    pair = {name: Recording(unpacked(found["traces"][name]), found["traces"][name]["begins"], [])
+            for name in ("without slabs", "with slabs")}
+    picture = draw_map(pair, find_capacity(*(one.trace for one in pair.values())))
     bars = [axis for axis in picture.axes if axis.get_label().startswith("bar")]
     return Panel("lesson 08", "M_D: free memory that is of use", (
-        f"A training is out of memory in {failure['capacity'] / 2**20:.0f} MiB: {failure['requested'] / 2**20:.1f} MiB "
+        f"A training is out of memory in {found['capacity'] / 2**20:.0f} MiB: {failure['requested'] / 2**20:.1f} MiB "
         f"are asked for, {failure['free'] / 2**20:.1f} MiB are free, in pieces of at most "
         f"{failure['largest_free'] / 2**20:.1f} MiB. What lives long is laid side by side, and it goes on."),
         image_of(picture, bars), share=0.9)
