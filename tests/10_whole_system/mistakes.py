@@ -275,7 +275,7 @@ WRONG |= {  # what strangers handed in, and had full marks
         edited("10_whole_system", "System.clip_grad_norm_", ("return norm", "self.norm = getattr(self, 'norm', norm)\n"
                "    return self.norm.copy_(norm)"))),
     "a parameter is looked for in a list": Wrong(
-        3, "test_a_step_is_the_mean_of_the_replicas", r"(?s)it raised RuntimeError: The size of tensor .* in over_replicas",
+        3, "test_a_step_is_the_mean_of_the_replicas", r"(?s)it raised RuntimeError: The size of tensor .*over_replica",
         edited("10_whole_system", "System.over_replicas", ("set(replicated)", "replicated"))),
     "the norm in the gradients' own 16 bits": Wrong(
         4, "test_the_norm_is_computed_in_fp32", r"the norm is about \S+, and rank \d found inf",
