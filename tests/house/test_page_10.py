@@ -67,7 +67,8 @@ def test_what_the_first_command_shows():
 
 def test_the_rule_is_of_the_run():
     peaks = LADDER["model parallel"]["peak"], WORTH["none"]["peak"]
-    told = "P_os+g over the columns of 2 × 2 takes the peak from {:.1f} MB to {:.1f}.".format(*(peak / MB for peak in peaks))
+    told = "P_os+g over the columns of 2 × 2 takes the peak from {:.1f} MB to {:.1f}."
+    told = told.format(*(peak / MB for peak in peaks))
     assert told in PROSE
 
 
