@@ -342,6 +342,17 @@ def test_each_track_says_why_though_the_words_are_the_same(capsys):
     assert told.count("it cannot begin") == 3 and re.findall(r"^(\w+) \d", told, re.M) == ["track"] * 3
 
 
+def test_each_medal_says_how_far_from_the_bound_it_is(monkeypatch, capsys):
+    gold, silver = (score(MEMORY, Figures(MEMORY.memory, 0, sent)) for sent in (37 * 10**9, 38 * 10**9))
+    grades = open_part.TrackGrades(open_part.part())
+    monkeypatch.setattr(open_part, "judge", lambda file, tracks, show: [show(gold), show(replace(silver, track=2))])
+    open_part.grade(Path("system.py"), grades, grades.show)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "track 1 20 of 20 7.5B in 10 GB: the fewest bytes gold: it sends 37 GB, 1.0% above the bound" in told
+    assert "track 2 12 of 20 7.5B with 2Ψ: the lowest peak silver: it sends 38 GB, 3.8% above the bound" in told
+    assert [grades.is_right(step) for step in grades.lesson.steps[:2]] == [True, False]
+
+
 def test_simulate_says_in_one_line_why_a_system_cannot_begin(capsys):
     starter = open_part.part().folder / "system.py"
     with pytest.raises(SystemExit):

@@ -156,9 +156,27 @@ def test_the_table_of_part_b():
         assert words.format(shape.layers, shape.hidden, shape.heads) in BUDGETS
         assert f"a vocabulary of {shape.vocabulary:,}" in BUDGETS
         assert f"one sequence of {shape.sequence:,} tokens" in BUDGETS
+    first, second, third = map(budget.bound, budget.TRACKS)
+    least, sent = budget.limit_and_least(budget.TRACKS[0])[1], budget.TRACKS[1].sent
+    assert f"In track 1 that is {first.least_sent / GB:.2f} + {first.need / GB:.2f}, and with a peak of " \
+           f"{budget.TRACKS[0].memory / GB:g} GB at least {least / GB:.2f} GB are sent" in BUDGETS
+    assert f"In track 2 {sent / GB:.2f} GB may be sent, {(sent - second.least_sent) / GB:.2f} more" in BUDGETS
+    assert f'"sent" holds {third.others / GB:.2f} GB of model parallelism' in BUDGETS
     for medal, points in budget.POINTS.items():
         assert not medal or f"**{medal.title()}**, {points} points" in BUDGET
     assert f"within {budget.GOLD - 1:.0%} of the bound" in BUDGETS
+
+
+def test_each_track_has_its_command():
+    given = [words for words in pages.commands(BUDGET) if "simulate" in words]
+    for words, track in zip(given, budget.TRACKS, strict=True):
+        options = dict(zip(words, words[1:], strict=False))
+        shape = track.model
+        assert [int(options[f"--{name}"]) for name in ("layers", "hidden", "heads", "ranks")] == [
+            shape.layers, shape.hidden, shape.heads, track.ranks]
+        assert int(options.get("--mp", 1)) == track.model_parallel and "--recompute" in words
+        name, limit = ("memory", track.memory) if track.memory else ("sent", track.sent)
+        assert 0.999 * limit < float(options[f"--budget-{name}"].removesuffix("GB")) * GB <= limit
 
 
 def test_the_twin_of_part_b():

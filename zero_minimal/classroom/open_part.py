@@ -106,9 +106,9 @@ def grade(file: Path, grades: Grades, show: Callable[[Step], object]) -> None:
     def one(result: Score) -> None:
         step = grades.lesson.steps[result.track - 1]
         words = f"{result.medal}: {result.words}" if result.medal else result.words
-        grades.add(step.number, "medal", result.points, True)
+        grades.add(step.number, "medal", result.points, True, words)
         if result.medal != "gold":
-            grades.add(step.number, "gold", 0, False, words)
+            grades.add(step.number, "gold", 0, False)
         if step in grades.steps:
             show(step)
 
