@@ -561,6 +561,16 @@ WRONG |= {  # what strangers handed in, and had full marks
         4, "test_trains_with_clipping", r"and the tensor that it returned holds .* after later calls",
         edited("03_gradients", "Stage2.clip_grad_norm_", ("return norm",
                "self.norm = getattr(self, 'norm', norm)\n    return self.norm.copy_(norm)"))),
+    "the bucket where a parameter ends drops its gradient": Wrong(
+        3, "test_trains_as_one_process_would", r"(?s)in two buckets, which change places .*`done` says so",
+        edited("03_gradients", "Stage2.bucket_complete", (
+            "        param.grad = None",
+            "        if bucket.flat.offsets[param] + param.numel() <= bucket.start + bucket.padded:\n"
+            "            param.grad = None"), ("in done:", "in bucket.params:"))),
+    "the user's gradient_scale is changed in place": Wrong(
+        4, "test_clipping_returns_a_tensor_and_leaves_the_gradients", r"that tensor holds .* on rank 0: make a new one",
+        clip_grad_norm_(scale="if self.gradient_scale is None:\n    self.gradient_scale = torch.ones(())\n"
+                              "self.gradient_scale *= precision.clip(None, norm, max_norm)")),
     "a scale that is dropped where the norm is small": Wrong(
         4, "test_trains_with_clipping", r"self.gradient_scale was 0.5, as a loss scaler leaves it",
         edited("03_gradients", "Stage2.clip_grad_norm_",

@@ -68,7 +68,7 @@ from sharded import (
     wide,
     wide_numbers,
 )
-from torch import optim
+from torch import nn, optim
 from toys import Recipe
 
 from zero_minimal.core import seams
@@ -436,6 +436,21 @@ def test_small_steps_in_bf16_add_up(stage_class):
         )
 
 
+class InTwoBuckets(nn.Module):
+    """w lies in two buckets of 256 bytes; in one of them lies u, too, which the first step leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.u = nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(16))
+
+    def forward(self, x, step):
+        return (self.w * x).sum() + (self.u.sum() if step else 0)
+
+
+def hundred_numbers(rank, step):
+    return torch.arange(100.0) + rank, step
+
+
 TRAINING = {
     "SGD with momentum": (Recipe(optimizer=optim.SGD, options=dict(lr=0.3, momentum=0.9), steps=3),
                           "does each step begin without old gradients?"),
@@ -451,6 +466,11 @@ TRAINING = {
              "are the fp32 masters updated, and rounded to the parameters?"),
     "layers that are left out in turn": (checks.RECIPES["another order in each step"],
                                          "a layer without gradient counts as one whose gradient is zero"),
+    "a parameter in two buckets, which change places after the first step": (
+        Recipe(make=InTwoBuckets, batch=hundred_numbers, optimizer=optim.SGD, options=dict(lr=0.1), bucket_bytes=256,
+               steps=2),
+        "which of its buckets is handed over last? Until then its .grad is needed: `done` says so, and not where the "
+        "parameter ends"),
 }
 
 

@@ -630,6 +630,18 @@ WRONG |= {  # what strangers handed in, and had full marks
         1, "test_to_read_a_released_parameter_is_an_error", r"before any unit's turn, when its values are on no rank",
         edited("04_parameters", "Stage3._free", (
             "    for param", "    if bucket.world_size == 1:\n        return\n    for param")), 1),
+    "the user's gradient_scale is changed in place": Wrong(
+        5, "test_trains_as_one_process_would", r"that tensor holds .* on rank 0: make a new one",
+        edited("04_parameters", "Stage3.clip_grad_norm_", (
+            "self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)",
+            "if self.gradient_scale is None:\n        self.gradient_scale = torch.ones(())\n"
+            "    self.gradient_scale *= precision.clip(None, norm, max_norm)"))),
+    "gradients are scaled in place": Wrong(
+        5, "test_trains_as_one_process_would", r"step\(\) changed the gradients in rank 0's shards",
+        edited("04_parameters", "Stage3.step", (
+            "        optimizers.update_shard(self.optimizer, bucket, self.gradient_scale)",
+            "        if self.gradient_scale is not None:\n            bucket.gradient_shard *= self.gradient_scale\n"
+            "        optimizers.update_shard(self.optimizer, bucket)"))),
     "a set says in which order units are gathered": Wrong(
         2, "test_units_inside_a_unit", r"in the same order \(a set has none\)",
         edited("04_parameters", "Stage3._gather_needed", ("[unit, *unit.around]", "{unit, *unit.around}"))),

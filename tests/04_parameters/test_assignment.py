@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import toys
 from checks import in_words, once
-from clipping import CLIPPED
+from clipping import CLIPPED, assert_clipping_leaves_the_gradients
 from sharded import (
     GROUP,
     LOOKS,
@@ -1198,6 +1198,7 @@ TRAINING = {
 @pytest.mark.step(5, points=2, stuck="several steps, with layers that get a gradient in some steps only", raised=UNITS)
 def test_trains_as_one_process_would(stage_class):
     assert_trained_alike(trained, stage_class, 3, TRAINING, alone=("two micro-batches a step",))
+    assert_clipping_leaves_the_gradients(stage_class)
 
 
 # --------------------------------------------------------------- all steps: what the kernel counts, at a plain size

@@ -360,6 +360,10 @@ WRONG = {
             """}),
 }
 WRONG |= {  # what strangers handed in, and had full marks
+    "bf16 travels in fp32": Wrong(
+        1, "test_f_and_g_send_one_all_reduce_each",
+        r"made 1 all_reduce in the backward of f alone, in bf16 .*, for which a ring sends 560 bytes\. 280",
+        g(SUM.replace("x.clone", "x.float().clone"), "total.to(x.dtype)")),
     "numbers by the rank in the world": Wrong(
         5, "test_all_ranks_draw_the_same_outside", r"From the same state outside the two groups drew other numbers",
         edited("05_tensor_parallel", "parallel_random", ("dist.get_rank(group)", "dist.get_rank()"))),

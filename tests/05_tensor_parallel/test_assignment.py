@@ -200,6 +200,10 @@ def _end(end, rank, group):
     found["plain_kept"] = torch.equal(x, drawn(rank, 1, *SHAPE))
     y.detach().zero_()
     found["plain_apart"] = torch.equal(x, drawn(rank, 1, *SHAPE))
+    phases = Phases()
+    y = phases("forward", end, x.bfloat16().requires_grad_(), group)
+    phases("backward", backward, y, x.bfloat16())
+    found["in bf16"] = phases.found
     return found
 
 
@@ -291,11 +295,12 @@ def test_gradients_pass_f_and_g(assignment, world_size):
 
 @pytest.mark.step(1, points=5, stuck=SAME)
 def test_f_and_g_send_one_all_reduce_each(assignment):
-    size = EACH * SHAPE[0] * SHAPE[1] * SHAPE[2]
     for rank, found in enumerate(once(ends, 3, assignment)):
         for name, busy in (("f", "backward"), ("g", "forward")):
-            wanted = {phase: (1, size) if phase == busy else (0, 0) for phase in ("forward", "backward")}
-            assert_messages(found[name]["phases"], wanted, 3, f"{name} alone", rank)
+            for phases, each, dtype in (("phases", EACH, ""), ("in bf16", 2, ", in bf16 (2 bytes a number)")):
+                sizes = (1, each * math.prod(SHAPE))
+                wanted = {phase: sizes if phase == busy else (0, 0) for phase in ("forward", "backward")}
+                assert_messages(found[name][phases], wanted, 3, f"{name} alone{dtype}", rank)
 
 
 @pytest.mark.step(1, points=3, stuck=GROUP, left=GROUP, raised=GROUP)

@@ -278,6 +278,13 @@ WRONG |= {  # what strangers handed in, and had full marks
         4, "test_what_does_not_fit_is_refused_before_anything_is_sent", r"on rank 0, which is alone, all_reduce",
         edited("07_constant_buffers", "all_reduce", (
             "flats = ", "if torch.distributed.get_world_size(buffers.group) == 1:\n        return\n    flats = "))),
+    "the last load is rounded up to a multiple of the ranks": Wrong(
+        4, "test_each_element_is_sent_once", r"sent 6,287,480 bytes in 6 .*, of 6,287,476 bytes .* only what is filled",
+        edited("07_constant_buffers", "all_reduce", (
+            "filled = fill(buffers.take(), load)",
+            "buffer, ranks = buffers.take(), dist.get_world_size(buffers.group)\n"
+            "        filled = fill(buffer, load)\n        sent = buffer[: filled.numel() + -filled.numel() % ranks]"),
+               ("all_reduce(filled", "all_reduce(sent"))),
     "elements for all ranks, not for the group's": Wrong(
         1, "test_buffers_of_a_group", r"of ranks 0 and 2 of 3 holds 1023 elements on rank 0, and 1024 are right",
         init(world_size="dist.get_world_size()")),

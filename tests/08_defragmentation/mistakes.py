@@ -329,6 +329,11 @@ WRONG |= {  # what strangers handed in, and had full marks
                 "            place.data.copy_(param.grad)\n"
                 "            slab.used = max(slab.used, begin + param.numel())\n"
                 "            param.grad = place\n            return"))),
+    "another dtype is kept while the slab measures": Wrong(
+        3, "test_a_slab_without_a_size_measures_its_first_round", r"of fp64 while it measured, and keep\(\) took it",
+        edited("08_defragmentation", "Slab.keep", (
+            "end = self._end_of(tensor)",
+            "end = self.used + tensor.numel() if self.memory is None else self._end_of(tensor)"))),
     "a tied weight has room twice": Wrong(
         4, "test_gradients_lie_in_one_slab", r"the gradient slab has room for \d+ elements; the parameters",
         edited("08_defragmentation", "gradients_in_slab", (

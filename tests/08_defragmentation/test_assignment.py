@@ -602,8 +602,17 @@ def test_a_backward_after_reset_fails(assignment):
 
 
 def measuring(assignment):
-    """A slab that measures: its first round, and the next."""
-    slab = assignment.Slab()
+    """A slab that measures: its first round, and the next; and what it said in each to a tensor of another dtype."""
+    slab, refused = assignment.Slab(), []
+
+    def refuse():
+        try:
+            slab.keep(torch.ones(1, dtype=torch.float64))
+            refused.append("took it")
+        except Exception as error:
+            refused.append(f"raised {type(error).__name__}")
+
+    refuse()
     sources = [torch.full((size,), float(size)) for size in (5, 8)]
     first = [slab.keep(source) for source in sources]
     for source in sources:
@@ -612,17 +621,22 @@ def measuring(assignment):
     own = slab.memory is None, int(slab.used), len({tensor.untyped_storage().data_ptr() for tensor in first})
     slab.reset()
     elements = None if slab.memory is None else slab.memory.numel()
+    refuse()
     again = [slab.keep(tensor) for tensor in first]
     inside = elements is not None and all(
         tensor.untyped_storage().data_ptr() == slab.memory.untyped_storage().data_ptr() for tensor in again)
     idle = assignment.Slab()
     idle.reset()
-    return own, copies, elements, inside, [tensor.tolist() for tensor in again], idle.memory is None
+    return own, copies, elements, inside, [tensor.tolist() for tensor in again], idle.memory is None, refused
 
 
 @pytest.mark.step(3, points=4, raised="a slab without a size measures: memory is None until the first reset()")
 def test_a_slab_without_a_size_measures_its_first_round(assignment):
-    ((is_none, used, storages), copies, elements, inside, values, idle), = once(measuring, 1, assignment)
+    ((is_none, used, storages), copies, elements, inside, values, idle, refused), = once(measuring, 1, assignment)
+    for said, when in zip(refused, ("while it measured", "in the round after that"), strict=True):
+        assert said == "raised ValueError", (
+            f"a slab of fp32 was given a tensor of fp64 {when}, and keep() {said}: it must raise ValueError, as "
+            "_end_of does. There is one slab for each dtype")
     assert is_none and storages == 2, (
         "a slab that was made without a size has no memory in its first round: what it keeps then has its own")
     assert copies == [[5.0] * 5, [8.0] * 8], (

@@ -57,6 +57,8 @@ class Slab:
         self.memory = None if elements is None else torch.empty(elements, dtype=dtype, device=self.device)
 
     def keep(self, tensor):
+        if tensor.dtype != self.dtype:
+            raise ValueError("another dtype")
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self.memory is not None:
             if self.used + tensor.numel() > self.memory.numel():
