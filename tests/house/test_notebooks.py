@@ -173,7 +173,7 @@ import os, signal, subprocess, time
 from zero_minimal import notebook
 world = notebook.start(2, device="cpu")
 world.run("import subprocess\\nchild = subprocess.Popen(['sleep', '1000'])")
-print(world._guardian.pid, *world.processes, *world["child.pid"], world._folder, flush=True)
+print(world._controller.pid, *world.processes, *world["child.pid"], world._folder, flush=True)
 # one rank in C code that lets no other thread run, the other in a collective
 for rank, code in ((0, "sum(iter(int, 1))"), (1, "dist.barrier()")):
     world._client[rank].apply_async(notebook.notebook_rank.run_cell, code, "cell")

@@ -9,5 +9,5 @@ from zero_minimal.notebook import attempt as attempt
 from zero_minimal.notebook.ask import ask as ask
 
 
-def __getattr__(name: str):  # only when somebody asks: the guardian lives in this room too, and starts without torch
+def __getattr__(name: str):  # only when somebody asks: the ranks live in this room too, and need none of it
     return getattr(importlib.import_module("zero_minimal.notebook.world"), name)

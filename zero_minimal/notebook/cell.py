@@ -3,8 +3,10 @@
 import contextlib
 import itertools
 import pickle
+import signal
 import time
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import ipyparallel
@@ -53,14 +55,14 @@ class Cell:
 
     Args:
         client: ipyparallel's, connected to the ranks.
-        folder: where a rank listens (RANK.socket), and where it is noted that one has ended (RANK.ended).
-        world_size: how many ranks there are.
+        folder: where a rank listens (RANK.socket).
+        processes: of the ranks.
         code, name: what to run, and the file name it goes by in tracebacks.
         value: the code is an expression, whose value on each rank is wanted.
     """
 
-    def __init__(self, client, folder: Path, world_size: int, code: str, name: str, value: bool = False):
-        self.folder, self.name, self.everybody = folder, name, range(world_size)
+    def __init__(self, client, folder: Path, processes: list[BaseProcess], code: str, name: str, value: bool = False):
+        self.folder, self.name, self.processes, self.everybody = folder, name, processes, range(len(processes))
         files = [folder / f"{rank}.printed{next(_numbers)}" for rank in self.everybody]
         self.printed = [printed.Printed(file) for file in files]
         self.answers = [client[rank].apply_async(notebook_rank.run_cell, code, name, files[rank], value)
@@ -118,9 +120,8 @@ class Cell:
         """Where these ranks stand, those that answer: {rank: see standing.here}. One that has ended is lost."""
         lines, positions = {}, {}
         for rank in ranks:
-            note = self.folder / f"{rank}.ended"
-            if note.exists():
-                self.lost[rank] = note.read_text()
+            if (code := self.processes[rank].exitcode) is not None:
+                self.lost[rank] = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended, exit code {code}"
                 continue
             with contextlib.suppress(OSError):
                 line = connection.Client(str(self.folder / f"{rank}.socket"), "AF_UNIX")

@@ -8,9 +8,9 @@ and interrupts what else the main thread does.
 import ast
 import contextlib
 import gc
-import json
 import linecache
 import os
+import re
 import signal
 import socket
 import stat
@@ -29,7 +29,7 @@ from zero_minimal.core import collectives, seams
 from zero_minimal.notebook import printed, recovery, stack_inspection
 from zero_minimal.notebook.errors import Told, Withheld
 from zero_minimal.offloading import host_process
-from zero_minimal.processes import ranks
+from zero_minimal.processes import interrupts, ranks
 
 HOURS = 24 * 3600  # a group's own time limit: the notebook has a better one
 
@@ -44,8 +44,11 @@ _running: list[str] = []  # the cell that runs, if one does
 _changes = threading.Lock()  # of _running: a cell does not end while it is being cut or interrupted
 
 
-def main(folder: str, rank: int, world_size: int, device: str) -> None:
-    """What the guardian's fork does: join the other ranks, then wait for cells."""
+def main(folder: str, rank: int, world_size: int, device: str, environment: dict[str, str]) -> None:
+    """Join the other ranks, then wait for cells."""
+    gc.freeze()  # what is imported is no garbage: the ledger need not look at it
+    interrupts.let_in()
+    os.environ.update(environment)
     _here.update(folder=folder, rank=rank, world_size=world_size, device=device)
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"  # plt.show() means display(figure)
     printed.bars_as_text()
@@ -170,7 +173,8 @@ def _answer() -> None:
 
 def cut() -> None:
     """Close the connections to other ranks: whoever waits for a message, here or there, gets an error at once."""
-    ports = _numbers(json.loads(Path(_here["folder"], "security", "ipcontroller-engine.json").read_text()))
+    controller = Path(_here["folder"], "security", "ipcontroller-engine.json").read_text()
+    ports = set(map(int, re.findall(r" (\d+),?$", controller, re.MULTILINE)))
     for number in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):  # listdir's own is closed by now
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
@@ -179,12 +183,3 @@ def cut() -> None:
                 tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if tcp and connection.getpeername()[1] not in ports:
                     connection.shutdown(socket.SHUT_RDWR)
-
-
-def _numbers(content) -> set[int]:
-    """All whole numbers in a JSON object: the controller's ports are among them."""
-    if isinstance(content, dict):
-        content = list(content.values())
-    if isinstance(content, list):
-        return set().union(*map(_numbers, content))
-    return {content} if isinstance(content, int) else set()

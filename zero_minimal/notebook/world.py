@@ -25,28 +25,32 @@ import contextlib
 import itertools
 import os
 import shlex
-import subprocess
-import sys
+import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import ipyparallel
 from IPython import get_ipython
 from IPython.core.pylabtools import select_figure_formats
 
-from zero_minimal.notebook import printed
+from zero_minimal.notebook import guardian, printed
 from zero_minimal.notebook import rank as notebook_rank
 from zero_minimal.notebook.ask import begin
 from zero_minimal.notebook.cell import PATIENCE, Cell, CellError
 from zero_minimal.notebook.screen import Screen, anybody_there
+from zero_minimal.processes import ranks
 
 START_SECONDS = 60  # the longest that a start may take
 MEET_SECONDS = 20  # the longest that a new process group may take
 NO_RANKS = "there are no ranks: start them with `world = notebook.start(4)`"
 ALL_NEW = "All ranks were started again, and their variables are gone: run the notebook from its start line."
 KEPT = "The ranks have met in a new process group, and keep their variables"
+
+ranks.forked.set_forkserver_preload(["zero_minimal.processes.warm", "zero_minimal.notebook.rank"])
 
 _world = None
 
@@ -83,7 +87,7 @@ class World:
         self.world_size, self.device = world_size, device
         self.tracebacks: dict[int, str] = {}  # of the ranks that failed in the last cell, in full
         self._cells = self._groups = 0
-        self._guardian = None
+        self._ranks: list[BaseProcess] = []
         atexit.register(self.stop)
         self._start()
 
@@ -106,23 +110,23 @@ class World:
 
     def _start(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="zero_ranks_"))
-        with open(self._folder / "log.txt", "w") as log:
-            self._guardian = subprocess.Popen(
-                [sys.executable, "-m", "zero_minimal.notebook.guardian", str(self._folder),
-                 str(self.world_size), self.device],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
-            )
+        self._controller = self._begin(guardian.controller, 0)
+        self._ranks = [self._begin(notebook_rank.main, self._controller.pid, rank, self.world_size, self.device,
+                                   dict(os.environ)) for rank in range(self.world_size)]
         self._client = self._connect()
         self.device_type, self.backend = self._on_each(notebook_rank.facts)[0]
         self.processes = self._on_each(os.getpid)
+
+    def _begin(self, function: Callable, *args) -> BaseProcess:
+        return ranks.begin(ranks.forked, guardian.process, function, str(self._folder), *args)
 
     def _connect(self) -> ipyparallel.Client:
         file = self._folder / "security" / "ipcontroller-client.json"
         deadline = time.monotonic() + START_SECONDS
         client = None
         while client is None or len(client.ids) < self.world_size:
-            ended = list(self._folder.glob("*.ended"))
-            if ended or self._guardian.poll() is not None or time.monotonic() > deadline:
+            ended = [process for process in (self._controller, *self._ranks) if process.exitcode is not None]
+            if ended or time.monotonic() > deadline:
                 lines = (self._folder / "log.txt").read_text().splitlines()
                 told = [line for line in dict.fromkeys(lines) if "[IP" not in line]  # not ipyparallel's own
                 self.stop()
@@ -136,16 +140,20 @@ class World:
 
     def stop(self) -> None:
         """End the ranks. To be called as often as one likes."""
-        if self._guardian is None:
+        if not self._ranks:
             return
         with contextlib.suppress(Exception):
             self._client.close()
-        self._guardian.stdin.close()  # the guardian reads the end of the file, and ends all
-        self._guardian.wait()
-        self._guardian = None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._controller.pid, signal.SIGKILL)
+        for process in (self._controller, *self._ranks):
+            process.kill()
+            process.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._ranks = []
 
     def _on_each(self, function: Callable, *args) -> list:
-        if self._guardian is None:
+        if not self._ranks:
             raise CellError(NO_RANKS)
         return self._client[:].apply_sync(function, *args)
 
@@ -187,9 +195,9 @@ class World:
             raise CellError(f"{cell.describe(failures)}\n{self._meet_again(cell)}")
 
     def _cell(self, code: str, name: str, value: bool = False) -> Cell:
-        if self._guardian is None:
+        if not self._ranks:
             raise CellError(NO_RANKS)
-        return Cell(self._client, self._folder, self.world_size, code, name, value)
+        return Cell(self._client, self._folder, self._ranks, code, name, value)
 
     def _watch(self, cell: Cell, patience: float, screen: Screen | None = None) -> dict[int, dict]:
         """Until all are through with the cell, or stopped. Shows what they printed, and returns how they failed."""

@@ -26,6 +26,8 @@ import types
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 
 import cloudpickle
 import torch
@@ -37,8 +39,8 @@ from zero_minimal.processes.joining import Rank, choose, come_to_the_end, join, 
 
 __all__ = ["Rank", "RankError", "choose", "join", "lost_a_peer", "run", "start"]
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["zero_minimal.processes.warm"])
+forked = multiprocessing.get_context("forkserver")
+forked.set_forkserver_preload(["zero_minimal.processes.warm"])
 _fresh_context = multiprocessing.get_context("spawn")
 
 
@@ -74,27 +76,34 @@ def run(
         pipes, processes = [], []
         try:
             for rank in range(world_size):
-                context = _fresh_context if fresh else _context
+                context = _fresh_context if fresh else forked
                 ours, theirs = context.Pipe()
                 setup = dict(
                     rank=rank, world_size=world_size, device=device, backend=backend,
                     timeout=timeout, folder=folder, environment=dict(os.environ), path=sys.path,
                     before_join=before_join,
                 )
-                process = context.Process(target=_rank_main, args=(theirs, setup, work))
-                with main_hidden(), _hash_seed(rank) if fresh else contextlib.nullcontext():
-                    with interrupts.held_off():  # until they are ranks
-                        forkserver.ensure_running()
-                    process.start()
+                with _hash_seed(rank) if fresh else contextlib.nullcontext():
+                    processes.append(begin(context, _rank_main, theirs, setup, work))
                 theirs.close()
                 pipes.append(ours)
-                processes.append(process)
             return _gather_results(pipes, processes, timeout, folder)
         finally:
             for process in processes:
                 process.kill()
             for process in processes:
                 process.join()
+
+
+def begin(context: BaseContext, function: Callable, *args) -> BaseProcess:
+    """A new process that calls function(*args): forked from the server, or a fresh Python, as the
+    context has it."""
+    process = context.Process(target=function, args=args)
+    with main_hidden():
+        with interrupts.held_off():  # until they are ranks
+            forkserver.ensure_running()
+        process.start()
+    return process
 
 
 @contextlib.contextmanager
