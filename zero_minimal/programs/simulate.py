@@ -7,20 +7,18 @@ import traceback
 from pathlib import Path
 
 from zero_minimal.paper import formulas
-from zero_minimal.paper.kernels import ATTENTION
 from zero_minimal.paper.moments import BUCKET as DEFAULT
 from zero_minimal.paper.quantities import number, plural, size, size_text, size_unit
-from zero_minimal.paper.shapes import add_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.simulation_chart import draw_simulation
 from zero_minimal.programs import plan_markdown, progress, report
 from zero_minimal.programs.cases import BUCKETS, Budget, Case, phases
-from zero_minimal.programs.models import chosen
+from zero_minimal.programs.models import add_flags, chosen
 from zero_minimal.programs.registry import CONFIGS
 from zero_minimal.programs.simulate_file import read_system
 from zero_minimal.programs.simulation import Living, Simulation, simulate
 from zero_minimal.programs.words import paragraph
-from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
+from zero_minimal.workload.settings import Parser, positive
 
 
 def describe(simulation: Simulation) -> str:
@@ -132,13 +130,13 @@ def _living_lines(groups: list[Living], most: int = 6) -> list[str]:
 
 def main(arguments: list[str]) -> None:
     """The command: read the flags, simulate, print, write JSON and picture."""
-    parser = _parser()
-    flags = parser.parse_args(arguments)
-    if flags.config and (flags.stage != "3" or "--no-recompute" in parser.given):
-        parser.error("--config chooses a stage, and recomputes: give it without --stage and --no-recompute")
+    asked = parser()
+    flags = asked.parse_args(arguments)
+    if flags.config and (flags.stage != "3" or "--no-recompute" in asked.given):
+        asked.error("--config chooses a stage, and recomputes: give it without --stage and --no-recompute")
     flags.recompute |= bool(flags.config)
     if (flags.budget_memory or flags.budget_sent) and flags.stage in ("0", "1", "2", "3"):
-        parser.error("a budget is for build() of a file: give it with --stage FILE.py")
+        asked.error("a budget is for build() of a file: give it with --stage FILE.py")
     try:
         name, build = ("", None) if flags.stage in ("0", "1", "2", "3") else read_system(flags.stage)
         case = Case(
@@ -150,7 +148,7 @@ def main(arguments: list[str]) -> None:
         )
         simulation = watched(case)
     except ValueError as error:
-        parser.error(f"{place_of(error, flags.stage)}{error}")
+        asked.error(f"{place_of(error, flags.stage)}{error}")
     print(plan_markdown.of_simulation(simulation.report) if flags.markdown else describe(simulation))
     if flags.json:
         report.write_json(simulation.report, flags.json)
@@ -158,38 +156,26 @@ def main(arguments: list[str]) -> None:
         style.save(draw_simulation(simulation), flags.plot)
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     """The flags."""
-    parser = Parser(
+    result = Parser(
         prog="python -m zero_minimal simulate",
         description="Run a stage's own code as one rank of many, on tensors that have a size and no memory, and count.",
     )
-    parser.add_argument("--stage", default="3", metavar="0…3|FILE.py",
-                        help="default: 3; a file: with build(model, group, budget), or with a class used like Stage3")
-    parser.add_argument("--model", metavar="config.json", help="a configuration of the transformers library, in the "
-                        "place of our GPT (needs that library)")
-    parser.add_argument("--config", default="", choices=tuple(CONFIGS), metavar="C1…C5",
-                        help="instead of a stage: a system of zero_100b.py")
-    parser.add_argument("--offload", default="", metavar="cpu", help="masters, optimizer state and the update on the "
-                        "rank's host, at stages 1 to 3")
-    parser.add_argument("--ranks", type=positive, default=64, metavar="N", help="all of them (default: 64)")
-    parser.add_argument("--mp", "--model-parallel", type=positive, default=1, metavar="M", dest="model_parallel",
-                        help="ranks that share one model (default: 1)")
-    parser.add_argument("--rank", type=int, default=0, help="which rank to be (default: 0)")
-    parser.add_argument("--dtype", default="fp16", choices=tuple(DTYPES), help="default: fp16")
-    parser.add_argument("--bucket-mb", type=positive, metavar="MIB",
-                        help=f"size of the buckets (default: 4, or as large as makes {BUCKETS}; a config's: 64)")
-    parser.add_argument("--budget-memory", type=size, metavar="SIZE", help="a file's budget.memory, 10GB say")
-    parser.add_argument("--budget-sent", type=size, metavar="SIZE", help="a file's budget.sent")
-    parser.add_argument("--accumulate", type=positive, default=1, metavar="K",
-                        help="micro-batches in a step (default: 1)")
-    parser.add_argument("--attention", default="fused", choices=ATTENTION, help="torch's fused kernel (default), one "
-                        "that keeps scores, or one that computes them again in backward")
-    parser.add_argument("--markdown", action="store_true", help="print one table for a design document instead")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
-    parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw memory over the steps")
-    add_shape(parser)
-    return parser
+    add_flags(result, picture="memory over the steps")
+    add = result.add_argument
+    add("--stage", default="3", metavar="0…3|FILE.py",
+        help="default: 3; a file: with build(model, group, budget), or with a class used like Stage3")
+    add("--config", default="", choices=tuple(CONFIGS), metavar="C1…C5",
+        help="instead of a stage: a system of zero_100b.py")
+    add("--offload", default="", metavar="cpu", help="masters, optimizer state and the update on the rank's host, at "
+        "stages 1 to 3")
+    add("--rank", type=int, default=0, help="which rank to be (default: 0)")
+    add("--bucket-mb", type=positive, metavar="MIB",
+        help=f"size of the buckets (default: 4, or as large as makes {BUCKETS}; a config's: 64)")
+    add("--budget-memory", type=size, metavar="SIZE", help="a file's budget.memory, 10GB say")
+    add("--budget-sent", type=size, metavar="SIZE", help="a file's budget.sent")
+    return result
 
 
 def place_of(error: ValueError, path: str) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from zero_minimal import pictures
-from zero_minimal.paper import moments
 from zero_minimal.paper.expressions import evaluate, writing
 from zero_minimal.paper.formulas import BYTES, STATES, formula, volume
 from zero_minimal.paper.hardware import GPUS, NETWORK
@@ -20,7 +19,7 @@ from zero_minimal.paper.moments import CHECKPOINTS, Work
 from zero_minimal.paper.shapes import parameter_count, usual_shape
 from zero_minimal.pictures.plan_chart import there
 from zero_minimal.pictures.style import LOOKS, ON_THE_WIRE, PLAIN, SENT
-from zero_minimal.programs.planning import NAMES, Speeds, activations, computing, plan, row, waiting
+from zero_minimal.programs.planning import NAMES, Speeds, computing, plan, row, waiting
 from zero_minimal.workload.model import GPTConfig
 
 TEMPLATE = Path(pictures.__file__).with_name("what_if.html")
@@ -62,9 +61,9 @@ def asked(chosen: dict) -> dict:
     config = GPTConfig(**{name: chosen[name] for name in SHAPE}, dropout=0.0, recompute=chosen["kept"] != "all")
     return plan(
         config, chosen["data_parallel"] * chosen["model_parallel"], chosen["device_bytes"], chosen["dtype"],
-        chosen["batch"], chosen["model_parallel"], chosen["optimizer_bytes"],
-        "whole" if chosen["kept"] == "all" else chosen["kept"], Speeds(*(chosen[name] for name in SPEEDS)),
-        chosen["offload"] != "none",
+        chosen["batch"], chosen["model_parallel"], Speeds(*(chosen[name] for name in SPEEDS)),
+        chosen["offload"] != "none", optimizer_bytes=chosen["optimizer_bytes"],
+        checkpoints="whole" if chosen["kept"] == "all" else chosen["kept"],
     )
 
 
@@ -92,17 +91,13 @@ def case(dtype: str, kept: str, offload: str) -> str:
 def written(unknown: dict, dtype: str, kept: str, offload: str) -> dict:
     """{name: Symbol} of all figures."""
     config = SimpleNamespace(**{name: unknown[name] for name in SHAPE}, recompute=kept != "all")
-    work = Work(config, unknown["batch"], dtype, unknown["model_parallel"], "whole" if kept == "all" else kept)
+    work = Work(config, unknown["batch"], dtype, unknown["model_parallel"], "whole" if kept == "all" else kept,
+                optimizer_bytes=unknown["optimizer_bytes"])
     speeds, ranks = Speeds(*(unknown[name] for name in SPEEDS)), unknown["data_parallel"] * unknown["model_parallel"]
-    result = {"parameters": parameter_count(config), "parameters_of_rank": moments.rank_parameters(work),
-              **computing(work, speeds), **waiting(work, speeds), "wire": speeds.wire(ranks),
-              **{f"activations {name}": value for name, value in activations(work).items()}}
-    for stage in range(4):
-        figures = row(stage, work, ranks, unknown["device_bytes"], unknown["optimizer_bytes"], speeds,
-                      offload != "none")
-        result |= {f"{stage} {name}": figures[name] for name in ROW}
-        result[f"{stage} gradients_there"] = there(figures, "gradients")
-    return result
+    return flat({
+        "parameters": parameter_count(config), "parameters_of_rank": work.parts().whole, **computing(work, speeds),
+        **waiting(work, speeds), "wire": speeds.wire(ranks), "activations": work.activations(),
+        "rows": [row(stage, work, ranks, unknown["device_bytes"], speeds, offload != "none") for stage in range(4)]})
 
 
 def on_a_page(formulas: dict, chosen: dict) -> dict:
@@ -114,7 +109,8 @@ def on_a_page(formulas: dict, chosen: dict) -> dict:
 
 
 def flat(told: dict) -> dict:
-    """What `plan` says, under the names that it has on a page."""
+    """What `plan` says, under the names that it has on a page, where a row's have the number of the stage before
+    them."""
     result = {name: value for name, value in told.items() if not isinstance(value, dict | list)}
     result |= {f"activations {name}": value for name, value in told["activations"].items()}
     for figures in told["rows"]:
