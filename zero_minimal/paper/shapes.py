@@ -95,9 +95,8 @@ def usual_shape(parameters: int, sequence: int, model_parallel: int, recompute: 
 
 def usual_heads(hidden: int, model_parallel: int) -> int:
     """Heads of a usual size that model-parallel ranks can share. Raises: ValueError if the width has none."""
-    if hidden % model_parallel:
-        raise ValueError(f"{model_parallel} model-parallel ranks cannot share a width of {hidden} equally; accepted: "
-                         f"{', '.join(map(str, divisors(hidden)))}")
+    check_divides(model_parallel, hidden,
+                  f"{model_parallel} model-parallel ranks cannot share a width of {hidden} equally")
     share = hidden // model_parallel  # of a rank: whole heads
     sizes = [size for size in divisors(share) if size <= 128]
     # kernels like heads of these sizes; else large ones, and multiples of 8
@@ -106,6 +105,10 @@ def usual_heads(hidden: int, model_parallel: int) -> int:
 
 def check_heads(config: GPTConfig, model_parallel: int) -> None:
     """Raises: ValueError unless model-parallel ranks can share the heads."""
-    if config.heads % model_parallel:
-        raise ValueError(f"{model_parallel} ranks cannot share {config.heads} heads equally; accepted: "
-                         f"{', '.join(map(str, divisors(config.heads)))}")
+    check_divides(model_parallel, config.heads, f"{model_parallel} ranks cannot share {config.heads} heads equally")
+
+
+def check_divides(parts: int, whole: int, refusal: str) -> None:
+    """Raises: ValueError(refusal), and which numbers are accepted, if the whole cannot be cut in so many parts."""
+    if whole % parts:
+        raise ValueError(f"{refusal}; accepted: {', '.join(map(str, divisors(whole)))}")

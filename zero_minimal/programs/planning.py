@@ -5,13 +5,12 @@ import bisect
 import math
 from dataclasses import dataclass
 
-from zero_minimal.core.mesh import divisors
 from zero_minimal.paper import formulas, moments
 from zero_minimal.paper.expressions import exported
 from zero_minimal.paper.hardware import GPU, GPUS, NETWORK
 from zero_minimal.paper.kernels import ATTENTION
 from zero_minimal.paper.moments import CHECKPOINTS, Work
-from zero_minimal.paper.shapes import check_heads
+from zero_minimal.paper.shapes import check_divides, check_heads
 from zero_minimal.programs.measured import MeasuredWork
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.model import GPTConfig
@@ -116,12 +115,6 @@ def check(work: Work, ranks: int, offloaded: bool) -> None:
                          f"{config.heads} heads, and {together} to divide {config.sequence} tokens")
     if work.gradient_bytes and (offloaded or work.dtype == "fp32"):
         raise ValueError("gradients in fp32 are for 16-bit parameters that are not offloaded")
-
-
-def check_divides(parts: int, ranks: int, refusal: str) -> None:
-    """Raises: ValueError(refusal), and which numbers are accepted, if `ranks` cannot be cut in so many parts."""
-    if ranks % parts:
-        raise ValueError(f"{refusal}; accepted: {', '.join(map(str, divisors(ranks)))}")
 
 
 @exported

@@ -1,7 +1,9 @@
 """What if: the calculation of `plan` with settings to slide, in a notebook (notebook/slider_cell.py) and on a page.
 
+    python -m zero_minimal sliders what-if.html
+
 A setting is a dict, as of `setting`. `asked` calculates it in Python; `expressions` are the same formulas for a
-page, written down by themselves (paper/expressions.py), and `on_a_page` is what the page makes of them.
+page, written down by themselves (paper/expressions.py).
 """
 
 import functools
@@ -12,15 +14,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from zero_minimal import pictures
-from zero_minimal.paper.expressions import evaluate, writing
+from zero_minimal.paper.expressions import writing
 from zero_minimal.paper.formulas import BYTES, STATES, formula, volume
 from zero_minimal.paper.hardware import GPUS, NETWORK
 from zero_minimal.paper.moments import CHECKPOINTS, Work
 from zero_minimal.paper.shapes import parameter_count, usual_shape
 from zero_minimal.pictures.plan_chart import there
 from zero_minimal.pictures.style import LOOKS, ON_THE_WIRE, PLAIN, SENT
+from zero_minimal.programs import report
 from zero_minimal.programs.planning import NAMES, Speeds, computing, plan, row, waiting
 from zero_minimal.workload.model import GPTConfig
+from zero_minimal.workload.settings import Parser, output_file
 
 TEMPLATE = Path(pictures.__file__).with_name("what_if.html")
 COLOURS = LOOKS | {"sent": SENT, "wire": ON_THE_WIRE, "plain": PLAIN}
@@ -100,14 +104,6 @@ def written(unknown: dict, dtype: str, kept: str, offload: str) -> dict:
         "rows": [row(stage, work, ranks, unknown["device_bytes"], speeds, offload != "none") for stage in range(4)]})
 
 
-def on_a_page(formulas: dict, chosen: dict) -> dict:
-    """What a page says of a setting: {name: value}."""
-    values: dict = {}
-    numbers = formulas["results"][case(chosen["dtype"], chosen["kept"], chosen["offload"])]
-    return {name: evaluate(formulas["nodes"], number, chosen, values)
-            for name, number in zip(formulas["figures"], numbers, strict=True)}
-
-
 def flat(told: dict) -> dict:
     """What `plan` says, under the names that it has on a page, where a row's have the number of the stage before
     them."""
@@ -170,3 +166,13 @@ def in_lines(value: object) -> str:
             lines.append("")
         lines[-1] += f"{part},"
     return "\n".join(lines).removesuffix(",")
+
+
+def main(arguments: list[str]) -> None:
+    """The command sliders: write the page, and say how to look at it."""
+    parser = Parser(prog="python -m zero_minimal sliders",
+                    description="The plan with sliders, as one HTML file for a browser: no network, no server.")
+    parser.add_argument("file", type=output_file, metavar="FILE.html", help="where to write it")
+    file: Path = parser.parse_args(arguments).file
+    report.write(page(), file)
+    print(f"open in a browser: {file.resolve().as_uri()}")
