@@ -12,7 +12,7 @@ COMMANDS = {  # name: (module of this package with main(arguments), what it does
                 "all stages, torch's DDP and FSDP2 on the same work: table, picture"),
     "plan": ("programs.plan",
              "what a model needs on each device, by stage: formulas"),
-    "sliders": ("programs.sliders",
+    "sliders": ("programs.what_if",
                 "the plan with sliders, as one HTML file for a browser"),
     "simulate": ("programs.simulate",
                  "a stage's own code as one rank of 1024, on tensors without memory"),

@@ -9,9 +9,8 @@ import toys
 from zero_minimal import __main__ as program
 from zero_minimal.offload import Offloaded2, Offloaded3
 from zero_minimal.paper import formulas
-from zero_minimal.paper.moments import Work
 from zero_minimal.processes import ranks
-from zero_minimal.programs import compare, plan_offload, train
+from zero_minimal.programs import compare, planning, train
 from zero_minimal.programs.offload_flags import Offload
 from zero_minimal.programs.offload_ladder import RUNGS, stand_on
 from zero_minimal.workload import loop
@@ -46,14 +45,14 @@ def test_gradients_cross_once_at_stage_1_and_each_time_at_2_and_3():
 
 
 def test_the_plan_of_1_5_billion():
-    told = plan_offload.offloaded(Work(CONFIG, 1, "fp16", 1, "whole"), 1, 32e9, "cpu")
+    told = planning.plan(CONFIG, 1, 32e9, offload="cpu")["offload"]
     _, second, _ = told["rows"]
     elements = second["to_host"] / 2
     assert 1.5e9 < elements < 1.6e9 and second["device"] == 2 * elements and second["host"] == 14 * elements
-    assert second["link_seconds"] == [4 * elements / link for link in plan_offload.LINKS]
+    assert second["link_seconds"] == [4 * elements / link for link in planning.LINKS]
     assert second["link_seconds"][0] == pytest.approx(0.5, abs=0.03) and second["fits"]
     assert second["largest_model"] == 16e9
-    on_disk = plan_offload.offloaded(Work(CONFIG, 1, "fp16", 1, "whole"), 1, 32e9, "disk")["rows"][1]
+    on_disk = planning.plan(CONFIG, 1, 32e9, offload="disk")["offload"]["rows"][1]
     assert on_disk["disk"] == second["host"] and on_disk["host"] == 0
 
 

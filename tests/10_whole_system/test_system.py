@@ -22,7 +22,7 @@ from zero_minimal.processes import ranks
 from zero_minimal.programs import budget, system_rules, system_watch
 from zero_minimal.programs.budget import TRACKS, Figures, Score, score
 from zero_minimal.programs.simulate import main as simulate_command
-from zero_minimal.programs.simulate_file import read_system
+from zero_minimal.programs.simulate import read_system
 from zero_minimal.programs.simulation import simulate
 
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zero_minimal.paper.shapes import GPTConfig
-from zero_minimal.programs import plan_model, planning
+from zero_minimal.programs.planning import plan
 from zero_minimal.workload.foreign import ForeignModel
 
 HOUSE = Path(__file__).parents[2]
@@ -44,9 +44,7 @@ def test_the_plans_of_the_table(tmp_path):
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
         "max_position_embeddings": 8192}))
     gpt = GPTConfig(32, 4096, 32, 4096, 128256, dropout=0.0, recompute=True)
-    speeds = planning.Speeds.of(planning.PAPERS, "bf16")
-    plans = planning.plan(gpt, 64, 80e9, "bf16"), plan_model.plan(ForeignModel(str(file), 4096), 64, 80e9, "bf16", 1,
-                                                                  speeds)
+    plans = [plan(model, 64, 80e9, "bf16") for model in (gpt, ForeignModel(str(file), 4096))]
     before, after = (f"{told['parameters'] / 1e9:.2f} B" for told in plans)
     assert f"| parameters | {before} | {after} |" in PAGE
     before, after = (f"{told['rows'][3]['together'] / 1e9:.2f} GB" for told in plans)

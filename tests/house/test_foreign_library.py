@@ -11,9 +11,9 @@ from zero_minimal.__main__ import main
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
 from zero_minimal.paper.shapes import GPTConfig
 from zero_minimal.processes import ranks
-from zero_minimal.programs import plan_model, planning
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.measured import measure
+from zero_minimal.programs.planning import plan
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import Settings
@@ -80,7 +80,7 @@ GRID = [(kind, stage, recompute) for kind in LARGE for stage, recompute in ((3, 
 def test_the_plan_is_what_running_code_peaks_at(kind, stage, recompute, tmp_path):
     """Stated bound, as for our GPT: the code is at most 1% above the plan, and at most 8% below."""
     model = ForeignModel(config(tmp_path, kind, LARGE), 512, recompute)
-    told = plan_model.plan(model, 16, 32e9, "bf16", 8, planning.Speeds.of(planning.PAPERS, "bf16"))["rows"][stage]
+    told = plan(model, 16, 32e9, "bf16", 8)["rows"][stage]
     run = simulate(Case(model, stage, 16, "bf16", 8)).report
     assert told["parameters"] == run["theory"]["parameters"]
     assert 1 / 1.01 < told["together"] / run["memory"]["peak"] < 1 / 0.92
@@ -95,7 +95,7 @@ def test_the_plan_of_a_large_vocabulary_is_what_running_code_peaks_at(kind, stag
     a plan was up to 26% high. Stated bound here: the code is at most 2% above the plan, and at most 8% below."""
     file = config(tmp_path, kind, {kind: LARGE[kind] | {"vocab_size": 20000}})
     model = ForeignModel(file, tokens, recompute=False)
-    told = plan_model.plan(model, 2, 32e9, "fp32", 1, planning.Speeds.of(planning.PAPERS, "fp32"))
+    told = plan(model, 2, 32e9, "fp32")
     run = simulate(Case(model, stage, 2, "fp32", 1)).report["memory"]
     assert told["tied"] == (kind != "llama")
     assert 1 / 1.02 < told["rows"][stage]["together"] / run["peak"] < 1 / 0.92
@@ -106,10 +106,8 @@ def test_the_formula_of_our_gpt_was_off(tmp_path):
     model, sizes = ForeignModel(config(tmp_path, "llama", LARGE), 512, recompute=False), LARGE["llama"]
     gpt = GPTConfig(sizes["num_hidden_layers"], sizes["hidden_size"], sizes["num_attention_heads"], 512,
                     sizes["vocab_size"], dropout=0.0)
-    speeds = planning.Speeds.of(planning.PAPERS, "bf16")
     peak = simulate(Case(model, 2, 16, "bf16", 8)).report["memory"]["peak"]
-    before = planning.plan(gpt, 16, 32e9, "bf16", 8)["rows"][2]["together"] / peak
-    after = plan_model.plan(model, 16, 32e9, "bf16", 8, speeds)["rows"][2]["together"] / peak
+    before, after = (plan(each, 16, 32e9, "bf16", 8)["rows"][2]["together"] / peak for each in (gpt, model))
     assert abs(before - 1) > 0.07 > abs(after - 1), (before, after)
 
 

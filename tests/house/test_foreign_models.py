@@ -16,8 +16,9 @@ from zero_minimal.checkpoint import saved_state
 from zero_minimal.offload import Offloaded1, Offloaded2, Offloaded3
 from zero_minimal.paper.shapes import GPTConfig
 from zero_minimal.processes import ranks
-from zero_minimal.programs import peers, plan_model, planning, trained
+from zero_minimal.programs import peers, trained
 from zero_minimal.programs.cases import Case
+from zero_minimal.programs.planning import plan
 from zero_minimal.programs.resume import Flags
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.programs.train import train
@@ -193,8 +194,7 @@ def test_another_model_of_the_same_shapes(written, tmp_path):
 
 def beside(model, batch, dtype, stage, ranks=16):
     """The plan's peak, by what was measured, and the running code's."""
-    speeds = planning.Speeds.of(planning.PAPERS, dtype)
-    told = plan_model.plan(model, ranks, 32e9, dtype, batch, speeds)["rows"][stage]
+    told = plan(model, ranks, 32e9, dtype, batch)["rows"][stage]
     run = simulate(Case(model, stage, ranks, dtype, batch)).report
     assert told["parameters"] == run["theory"]["parameters"]
     return told["together"] / run["memory"]["peak"]
@@ -219,8 +219,7 @@ def test_the_formula_of_our_gpt_was_off(written):
     config = GPTConfig(LARGE["num_hidden_layers"], LARGE["hidden_size"], LARGE["num_attention_heads"], 512,
                        LARGE["vocab_size"], dropout=0.0)
     peak = simulate(Case(model, 2, 16, "bf16", 8)).report["memory"]["peak"]
-    before = planning.plan(config, 16, 32e9, "bf16", 8)
-    after = plan_model.plan(model, 16, 32e9, "bf16", 8, planning.Speeds.of(planning.PAPERS, "bf16"))
+    before, after = (plan(each, 16, 32e9, "bf16", 8) for each in (config, model))
     assert before["parameters"] != after["parameters"] == model.sizes["parameters"]
     assert abs(before["rows"][2]["together"] / peak - 1) > 0.07 > abs(after["rows"][2]["together"] / peak - 1)
 

@@ -359,7 +359,7 @@ def test_the_picture_is_of_the_moment_that_the_table_shows():
         assert parts == pytest.approx(row["together"])
 
 
-@pytest.mark.parametrize("parser", (plan_program.parser, simulate_program._parser))
+@pytest.mark.parametrize("parser", (plan_program.parser, simulate_program.parser))
 @pytest.mark.parametrize("flags", ([], ["--recompute"]))
 def test_what_is_not_asked_for_is_as_in_training(parser, flags):
     training = Parser()

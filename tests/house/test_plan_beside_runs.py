@@ -21,7 +21,7 @@ from zero_minimal.activation_partitioning import checkpoint_blocks
 from zero_minimal.core.units import find_units
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.meters.traffic import TrafficMeter
-from zero_minimal.paper import formulas, kernels, moments, operations
+from zero_minimal.paper import formulas, kernels, operations
 from zero_minimal.paper.fakes import without_values
 from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.moments import Work
@@ -104,7 +104,7 @@ def test_a_step_that_fits_is_of_no_use_if_the_model_cannot_be_built():
     """Stages 0 to 2 copy the model into flat memory: for a moment there are two."""
     config, _ = SHAPES["wide blocks"]
     config = dataclasses.replace(config, recompute=True)
-    row = plan(config, 1024, 1.5 * 2 * moments.rank_parameters(moments.Work(config, 1, "fp16")))["rows"][2]
+    row = plan(config, 1024, 1.5 * 2 * Work(config).parts().whole)["rows"][2]
     assert row["step_fits"] and row["states_fit"] and not row["fits"] and row["fewest_data_parallel_ranks"] is None
     memory = simulate(Case(config, 2, 1024)).report["memory"]
     assert memory["peak"] < memory["construction_peak"] == pytest.approx(row["construction"], rel=0.01)

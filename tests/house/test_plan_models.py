@@ -11,17 +11,17 @@ from house.test_foreign_models import LARGE, library, written  # noqa: F401  fix
 from zero_minimal.__main__ import main
 from zero_minimal.paper import formulas
 from zero_minimal.paper.quantities import size_text
-from zero_minimal.programs import deepspeed_keys, plan_model, planning
+from zero_minimal.programs import deepspeed_keys, measured
 from zero_minimal.programs.cases import Case
 from zero_minimal.programs.deepspeed import Wanted
 from zero_minimal.programs.measured import measure
+from zero_minimal.programs.planning import plan
 from zero_minimal.programs.simulation import simulate
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import Settings
 
 pytestmark = pytest.mark.thorough
 
-SPEEDS = planning.Speeds.of(planning.PAPERS, "bf16")
 LEAST, MOST = 0.92, 1.02  # the code's peak over the plan's
 SCORES = 2 * 8 * 256**2 * 2  # bytes of a matrix of scores: batch, heads, tokens, bf16
 
@@ -39,11 +39,11 @@ class With(ForeignModel):
 @pytest.fixture(autouse=True)
 def measured_once(monkeypatch):
     """A test plans the same model several times."""
-    monkeypatch.setattr(plan_model, "measure", functools.cache(measure))
+    monkeypatch.setattr(measured, "measure", functools.cache(measure))
 
 
 def planned(model, dtype="bf16", batch=2, ranks=4, **options):
-    return plan_model.plan(model, ranks, 32e9, dtype, batch, SPEEDS, **options)
+    return plan(model, ranks, 32e9, dtype, batch, **options)
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -4,6 +4,7 @@ import html
 import itertools
 import json
 import math
+import operator
 import random
 import re
 import shlex
@@ -75,6 +76,32 @@ def differences(told, shown):
     return {name: (told[name], shown[name]) for name in shown if not alike(told[name], shown[name])}
 
 
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "floor": math.floor,
+              "<": operator.lt, "<=": operator.le, "=": operator.eq}
+
+
+def on_a_page(formulas, setting):
+    """What a page says of a setting, calculated in Python as the page does it: {name: value}."""
+    known = {}
+
+    def value_of(number):
+        if number not in known:
+            operation, *arguments = formulas["nodes"][number]
+            if operation == "input":
+                known[number] = setting[arguments[0]]
+            elif operation == "number":
+                known[number] = arguments[0]
+            elif operation == "if":  # only the way that is taken: the other may divide by 0
+                condition, yes, no = arguments
+                known[number] = value_of(yes if value_of(condition) else no)
+            else:
+                known[number] = OPERATIONS[operation](*map(value_of, arguments))
+        return known[number]
+
+    numbers = formulas["results"][what_if.case(setting["dtype"], setting["kept"], setting["offload"])]
+    return {name: value_of(number) for name, number in zip(formulas["figures"], numbers, strict=True)}
+
+
 @pytest.fixture(scope="module")
 def formulas():
     return what_if.expressions()
@@ -85,7 +112,7 @@ def test_what_is_written_down_says_what_plan_says_in_200_settings(formulas):
     """And every figure of the page is one of plan's."""
     moments, fit = set(), set()
     for setting in settings():
-        told, shown = what_if.flat(what_if.asked(setting)), what_if.on_a_page(formulas, setting)
+        told, shown = what_if.flat(what_if.asked(setting)), on_a_page(formulas, setting)
         assert not differences(told, shown), setting
         moments |= {shown[f"{stage} moment"] for stage in range(4)}
         fit |= {shown[f"{stage} fits"] for stage in range(4)}
@@ -97,7 +124,7 @@ def test_the_figures_are_what_the_ledger_counts(stage, kept, formulas):
     """Of the stage's own code on fake tensors; test_plan_beside_runs.py does so for plan, over a grid."""
     shape = {"layers": 4, "hidden": 256, "heads": 8, "sequence": 512, "vocabulary": 4000}
     setting = what_if.setting(kept=kept, dtype="bf16", batch=8) | shape
-    shown = what_if.on_a_page(formulas, setting)
+    shown = on_a_page(formulas, setting)
     config = GPTConfig(**{name: setting[name] for name in what_if.SHAPE}, dropout=0.0, recompute=kept != "all")
     run = simulate(Case(config, stage, 64, "bf16", 8)).report
     assert 0.92 < run["memory"]["peak"] / shown[f"{stage} together"] < 1.01
@@ -118,7 +145,7 @@ def test_offload_spares_what_the_ledger_counts_on_real_ranks(formulas, stage=2):
     """Exact are the states, what the host keeps, and what crosses. On a CPU the buffers of the bus lie on the rank."""
     plain, away = ranks.run(reports, 2, stage, device="cpu", timeout=100)[0]
     shape = {"layers": 4, "hidden": 256, "heads": 8, "sequence": 64, "vocabulary": 256}
-    told = [what_if.on_a_page(formulas, what_if.setting() | shape | {
+    told = [on_a_page(formulas, what_if.setting() | shape | {
         "batch": 2, "dtype": "bf16", "kept": "all", "data_parallel": 2, "offload": offload})
         for offload in what_if.OFFLOADS]
     row = {name: told[1][f"{stage} {name}"] for name in what_if.ROW}

@@ -19,12 +19,6 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-OPERATIONS: dict[str, Callable] = {  # of nodes, beside "input", "number" and "if"
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "floor": math.floor,
-    "<": operator.lt, "<=": operator.le, "=": operator.eq,
-}
-
-
 _open: ContextVar["Book | None"] = ContextVar("book", default=None)
 
 
@@ -86,6 +80,18 @@ class Undecided(Exception):
         self.condition = condition
 
 
+def _writes(operation: str, neutral: int | None = None, turned: bool = False) -> Callable:
+    """A method of Symbol that writes this operation down: with what is on its other side first, if it is turned. Where
+    the neutral number is there, nothing is to be done."""
+
+    def method(self, other):
+        if not isinstance(other, Symbol) and other == neutral:
+            return self
+        return self._write(operation, *((other, self) if turned else (self, other)))
+
+    return method
+
+
 class Symbol:
     """A number that is not known yet: what is done with it is written down."""
 
@@ -97,29 +103,12 @@ class Symbol:
     def _write(self, operation: str, *arguments: Any) -> "Symbol":
         return self.book.node(operation, *map(self.book.write, arguments))
 
-    def __add__(self, other):
-        return self if _is(other, 0) else self._write("+", self, other)
-
-    def __radd__(self, other):
-        return self if _is(other, 0) else self._write("+", other, self)
-
-    def __sub__(self, other):
-        return self._write("-", self, other)
-
-    def __rsub__(self, other):
-        return self._write("-", other, self)
-
-    def __mul__(self, other):
-        return self if _is(other, 1) else self._write("*", self, other)
-
-    def __rmul__(self, other):
-        return self if _is(other, 1) else self._write("*", other, self)
-
-    def __truediv__(self, other):
-        return self if _is(other, 1) else self._write("/", self, other)
-
-    def __rtruediv__(self, other):
-        return self._write("/", other, self)
+    __add__, __radd__ = _writes("+", 0), _writes("+", 0, turned=True)
+    __sub__, __rsub__ = _writes("-"), _writes("-", turned=True)
+    __mul__, __rmul__ = _writes("*", 1), _writes("*", 1, turned=True)
+    __truediv__, __rtruediv__ = _writes("/", 1), _writes("/", turned=True)
+    __lt__, __gt__ = _writes("<"), _writes("<", turned=True)
+    __le__, __ge__ = _writes("<="), _writes("<=", turned=True)
 
     def __floordiv__(self, other):
         return math.floor(self / other)
@@ -139,18 +128,6 @@ class Symbol:
     def __round__(self):
         """A page has one kind of number: nothing is to be rounded to be whole."""
         return self
-
-    def __lt__(self, other):
-        return self._write("<", self, other)
-
-    def __le__(self, other):
-        return self._write("<=", self, other)
-
-    def __gt__(self, other):
-        return self._write("<", other, self)
-
-    def __ge__(self, other):
-        return self._write("<=", other, self)
 
     def __eq__(self, other):
         return isinstance(other, Symbol) and other.number == self.number or self._write("=", self, other)
@@ -185,26 +162,3 @@ def writing() -> Iterator[Book]:
         yield book
     finally:
         _open.reset(token)
-
-
-def evaluate(nodes: list, number: int, inputs: dict[str, float], values: dict[int, Any] | None = None) -> Any:
-    """The value of a node, as a page calculates it. values: those that are known already; filled."""
-    values = {} if values is None else values
-    if number not in values:
-        operation, *arguments = nodes[number]
-        if operation == "input":
-            values[number] = inputs[arguments[0]]
-        elif operation == "number":
-            values[number] = arguments[0]
-        elif operation == "if":  # only the way that is taken: the other may divide by 0
-            condition, yes, no = arguments
-            taken = yes if evaluate(nodes, condition, inputs, values) else no
-            values[number] = evaluate(nodes, taken, inputs, values)
-        else:
-            values[number] = OPERATIONS[operation](
-                *(evaluate(nodes, argument, inputs, values) for argument in arguments))
-    return values[number]
-
-
-def _is(value: Any, number: int) -> bool:
-    return not isinstance(value, Symbol) and value == number

@@ -20,13 +20,15 @@ and stage 3 has whole units there. The paper's own estimate of all that is kept 
 
 from dataclasses import dataclass
 
+from zero_minimal.paper import formulas, operations
 from zero_minimal.paper.expressions import exported
-from zero_minimal.paper.formulas import BYTES, states_on_device
-from zero_minimal.paper.shapes import block_parameters, root_parameters
+from zero_minimal.paper.formulas import BYTES
+from zero_minimal.paper.shapes import block_parameters, parameter_count, root_parameters
 from zero_minimal.workload.model import GPTConfig
 
 BUCKET = 4 * 2**20  # bytes: the stages' default
 CHECKPOINTS = ("whole", "P_a", "P_a+cpu")
+BEFORE_GRADIENTS = ("logits", "head", "top block")  # moments at which stages 2 and 3 have none yet
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,35 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Elements of a model, or of a model-parallel rank's part of it."""
+
+    whole: float
+    unit: float  # the largest that stage 3 gathers as one: a block
+    root: float  # what is in no unit
+    head: float  # the matrix of the embedding, or of the head
+    matrix: float  # the largest in a unit
+    bucketed: float  # at most so many fill buckets at stage 2
+    drawn: float = 0  # that are there for a moment while the model is built
+    tied: bool = True  # embedding and head are one
+    update_bytes: int = 5  # of a 16-bit element in the update: a copy in fp32, and which of them were edited
+
+
+@dataclass(frozen=True)
 class Work:
-    """What a group of model-parallel ranks works on at once."""
+    """What a group of model-parallel ranks works on at once: our GPT, and how. (Of another model: measured.py.)"""
 
     config: GPTConfig
-    batch: int
-    dtype: str
+    batch: int = 1
+    dtype: str = "fp16"
     model_parallel: int = 1
     checkpoints: str = "whole"  # or "P_a", "P_a+cpu": where config.recompute keeps only these
     accumulate: int = 1  # micro-batches in a step
     attention: str = "fused"  # or "unfused", "recomputed" (kernels.py)
-    sequence_parallel: int = 1  # ranks that share each sequence (sequences.py)
-    gradient_bytes: int | None = None  # of an element that waits for the update; None: as the dtype has it
+    sequence_parallel: int = 1  # of the data-parallel ranks so many share each sequence, as in DeepSpeed-Ulysses
+    gradient_bytes: int | None = None  # 4: gradients in fp32 beside 16-bit parameters; None: as the dtype has it
     replicate: int = 1  # groups of data-parallel ranks that each keep all states (HSDP)
+    optimizer_bytes: float | None = None  # the paper's K; None: Adam's
 
     def shards(self, ranks: int) -> int:
         """N of the formulas: of so many ranks those among which states are cut."""
@@ -113,17 +131,81 @@ class Work:
         ranks = self.model_parallel * self.sequence_parallel  # each has some of the heads
         return self.batch * self.config.heads * self.config.sequence**2 * BYTES[self.dtype][0] / ranks
 
+    def activations(self) -> dict[str, float]:
+        """Bytes of what a rank may keep for backward, in the ways there are, and of what is there for a moment."""
+        config = self.config
+        run = (config.layers, config.hidden, shared(self.batch, self.sequence_parallel), config.sequence, self.dtype)
+        return {
+            "all": config.layers * self.block(),
+            "papers_estimate": formulas.activations(*run),
+            "checkpoints": formulas.checkpoints(*run),
+            "P_a": formulas.checkpoints(*run, cut=self.model_parallel),
+            "P_a+cpu": 0,
+            "block_at_work": self.at_work(),
+            "logits": self.logits(),
+            "scores": self.scores(),
+        }
+
+    def at_moments(self) -> dict[str, float]:
+        """Bytes of activations at each moment, in the order of a step."""
+        return {
+            "logits": self.kept() + self.logits(),
+            "top block": self.kept() + self.at_work(),
+            "bottom block": self.kept() / self.config.layers + self.at_work(),
+            "embedding": 2 * self.unit,
+            "update": 0,
+        }
+
+    @exported
+    def parts(self) -> Parts:
+        """What a rank has of the model. Model-parallel ranks draw each weight whole, and pad it, before they cut it."""
+        config, parallel = self.config, self.model_parallel
+        block, root = block_parameters(config, parallel), root_parameters(config, parallel)
+        words = config.vocabulary * config.hidden
+        return Parts(
+            whole=config.layers * block + root, unit=block, root=root, head=words / parallel,
+            matrix=4 * config.hidden**2 / parallel, bucketed=config.layers * block,  # the largest is one of the MLP
+            drawn=(2 + 1 / parallel) * words if parallel > 1 else 0)
+
+    def operations(self) -> tuple[float, float]:
+        """Of a rank in a step: on weights, and in attention, where a fused kernel skips what is masked."""
+        config, batch, fused = self.config, self.batch * self.accumulate, self.attention == "fused"
+        share = self.model_parallel * self.sequence_parallel
+        matrices = operations.matrices(config.layers, config.hidden, config.vocabulary, batch * config.sequence,
+                                       config.recompute) / share
+        again = config.recompute or self.attention == "recomputed"
+        whole = operations.attention(config.layers, config.hidden, batch, config.sequence, again, fused) / share
+        return matrices, whole / 2 if fused else whole
+
+    def sent_meanwhile(self) -> tuple[float, float, float]:
+        """Bytes that a rank sends in a step while it can compute nothing: for model parallelism, the same with P_a, and
+        for sequences that ranks share."""
+        config, batch, together = self.config, self.batch * self.accumulate, self.sequence_parallel
+        run = (config.layers, config.hidden, shared(batch, together), config.sequence, self.dtype, self.model_parallel)
+        across = 0 if together == 1 else formulas.sequence_parallel_traffic(
+            config.layers, config.hidden, batch, config.sequence, self.dtype, together,
+            config.recompute) / self.model_parallel
+        sent, with_p_a = (formulas.model_parallel_traffic(*run, partition=partition, recompute=config.recompute)
+                          for partition in (False, True))
+        return sent, with_p_a, across
+
+    def described(self) -> dict:
+        """Which model it is, for a report."""
+        config = self.config
+        return {"parameters": parameter_count(config), "parameters_of_rank": self.parts().whole,
+                "layers": config.layers, "hidden": config.hidden, "heads": config.heads,
+                "vocabulary": config.vocabulary}
+
 
 def shared(number: int, ranks: int) -> int | float:
     """A rank's part of it."""
     return number if ranks == 1 else number / ranks
 
 
-def highest(stage: int, work: Work, data_parallel: int, optimizer_bytes: float | None = None,
-            offloaded: bool = False) -> Moment:
-    """The peak of a step, on so many data-parallel ranks. offloaded: their hosts keep and update the
+def highest(stage: int, work: Work, shards: int, offloaded: bool = False) -> Moment:
+    """The peak of a step, on so many ranks that share the states. offloaded: their hosts keep and update the
     optimizer's state."""
-    return _highest_of(_moments(stage, work, data_parallel, optimizer_bytes, offloaded))
+    return _highest_of(_moments(stage, work, shards, offloaded))
 
 
 @exported
@@ -134,66 +216,40 @@ def _highest_of(moments: list[Moment]) -> Moment:
 @exported
 def construction(stage: int, work: Work) -> float:
     """Bytes for a moment before the first step: stages 0 to 2 copy the model into flat memory. Stage 3 builds it unit
-    by unit, and is higher in every step. (Model-parallel ranks draw each weight whole, and pad it, before they cut it.)
-    """
-    whole, parallel = work.config.vocabulary * work.config.hidden, work.model_parallel
-    drawn = (2 + 1 / parallel) * whole if parallel > 1 else 0
-    return 0 if stage == 3 else max(2 * rank_parameters(work), drawn) * BYTES[work.dtype][0]
+    by unit, and is higher in every step."""
+    parts = work.parts()
+    return 0 if stage == 3 else max(2 * parts.whole, parts.drawn) * BYTES[work.dtype][0]
 
 
-def rank_parameters(work: Work) -> int:
-    """Elements of the model on one of the model-parallel ranks."""
-    return (work.config.layers * block_parameters(work.config, work.model_parallel)
-            + root_parameters(work.config, work.model_parallel))
-
-
-def _moments(stage: int, work: Work, ranks: int, optimizer_bytes: float | None, offloaded: bool) -> list[Moment]:
-    states = states_on_device(stage, rank_parameters(work), ranks, work.dtype, offloaded, optimizer_bytes,
-                              work.gradient_bytes)
+def _moments(stage: int, work: Work, shards: int, offloaded: bool) -> list[Moment]:
+    states = formulas.states_on_device(stage, work.parts().whole, shards, work.dtype, offloaded, work.optimizer_bytes,
+                                       work.gradient_bytes)
     all_states = sum(states.values())
-    # at stages 2 and 3 none have come yet, but for those of micro-batches before
-    without_gradients = all_states - (states["gradients"] if stage >= 2 and work.accumulate == 1 else 0)
-    passing = (_units if stage == 3 else _buckets)(stage, work, ranks)
-    return [
-        Moment("logits", without_gradients, work.kept() + work.logits(), passing["logits"]),
-        Moment("top block", without_gradients, work.kept() + work.at_work(), passing["block"]),
-        Moment("bottom block", all_states, work.kept() / work.config.layers + work.at_work(), passing["block"]),
-        Moment("embedding", all_states, 2 * work.unit, passing["embedding"]),
-        Moment("update", all_states, 0, 0 if offloaded else passing["update"]),
-    ]
+    # gradients come with backward, but for those of micro-batches before
+    before = all_states - (states["gradients"] if stage >= 2 and work.accumulate == 1 else 0)
+    passing = _passing(stage, work, shards) | ({"update": 0} if offloaded else {})
+    return [Moment(name, before if name in BEFORE_GRADIENTS else all_states, activations, passing[name])
+            for name, activations in work.at_moments().items()]
 
 
 @exported
-def _buckets(stage: int, work: Work, ranks: int) -> dict[str, float]:
-    """Stages 0 to 2: gradients come parameter by parameter, the head's waits for the embedding's, and stage 2 copies
-    them into buckets."""
-    size, parallel, config = BYTES[work.dtype][0], work.model_parallel, work.config
-    head = config.vocabulary * config.hidden * size / parallel
-    largest = 4 * config.hidden**2 * size / parallel  # a matrix of the MLP
-    blocks = config.layers * block_parameters(config, parallel) * size
-    buckets = min(2 * BUCKET, blocks) if stage == 2 else 0
-    return {
-        "logits": 0,
-        "block": head + largest * (2 if stage == 2 else 1) + buckets,
-        "embedding": 3 * head + buckets,
-        "update": _in_fp32(min(BUCKET / size, rank_parameters(work)), work.dtype) / (ranks if stage else 1),
-    }
+def _passing(stage: int, work: Work, shards: int) -> dict[str, float]:
+    """Bytes that are whole for a moment.
 
-
-@exported
-def _units(stage: int, work: Work, ranks: int) -> dict[str, float]:
-    """Stage 3: the root is whole, and of blocks the one at work, the one that comes next or is being reduced."""
-    size, parallel = BYTES[work.dtype][0], work.model_parallel
-    block, root = (count(work.config, parallel) * size for count in (block_parameters, root_parameters))
-    head = work.config.vocabulary * work.config.hidden * size / parallel
-    return {
-        "logits": root + block,
-        "block": root + head + 4 * block,
-        "embedding": root + 3 * head + 3 * block,
-        "update": _in_fp32(max(block, root) / size, work.dtype) / ranks,
-    }
-
-
-def _in_fp32(elements: float, dtype: str) -> float:
-    """Bytes for the update of so many 16-bit elements: a copy in fp32, and which of them were edited."""
-    return 0 if dtype == "fp32" else 5 * elements
+    Stages 0 to 2: gradients come parameter by parameter, that of a head which is the embedding, too, waits for the
+    embedding's, and stage 2 copies them into buckets. Stage 3: the root, and of blocks the one at work, the one that
+    comes next or is being reduced.
+    """
+    size, parts = BYTES[work.dtype][0], work.parts()
+    head, root, unit, matrix = (part * size for part in (parts.head, parts.root, parts.unit, parts.matrix))
+    update = 0 if work.dtype == "fp32" else parts.update_bytes
+    if stage == 3:
+        block = root + head + 4 * unit
+        return {"logits": root + unit, "head": root + unit + head, "top block": block, "bottom block": block,
+                "embedding": root + 3 * head + 3 * unit, "update": update * max(parts.unit, parts.root) / shards}
+    waiting = head if parts.tied else 0
+    buckets = min(2 * BUCKET, parts.bucketed * size) if stage == 2 else 0
+    block = waiting + matrix * (2 if stage == 2 else 1) + buckets
+    return {"logits": 0, "head": head, "top block": block, "bottom block": block,
+            "embedding": head + 2 * waiting + buckets,
+            "update": update * min(BUCKET / size, parts.whole) / (shards if stage else 1)}

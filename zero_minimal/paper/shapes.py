@@ -5,14 +5,11 @@ models, which grow wider faster than deeper: 48 × 1600 at 1.5B, 72 × 3072 at 8
 The vocabulary, about as large as GPT-2's, takes up what is left, so that Ψ is hit within half the width.
 """
 
-import argparse
 import math
 from dataclasses import replace
 
 from zero_minimal.core.mesh import divisors
-from zero_minimal.paper.quantities import count
 from zero_minimal.workload.model import GPTConfig
-from zero_minimal.workload.settings import positive
 
 VOCABULARY = 50257  # GPT-2's
 POSITIONS = 1024  # tokens, in a model that is asked for by its size: as in the paper
@@ -81,41 +78,6 @@ def _aspect(parameters: int) -> float:
     return max(20.0, 33 * (parameters / 1.5e9) ** 0.277)
 
 
-# --------------------------------------------------------------------------------------------------------------- flags
-
-
-def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Give the parser the flags that say which model."""
-    group = parser.add_argument_group("model: --params, or its sizes")
-    group.add_argument("--params", type=count, metavar="Ψ", help="parameters, such as 7.5B, with positions for 1024 "
-                       "tokens: a usual shape is chosen, the same for every --sequence")
-    group.add_argument("--layers", type=positive, help="blocks")
-    group.add_argument("--hidden", type=positive, help="width")
-    group.add_argument("--heads", type=positive,
-                       help="attention heads (default: of size 128, 64 or less, so that --mp divides them)")
-    group.add_argument("--vocabulary", type=positive, help=f"tokens (default: {VOCABULARY}, GPT-2's)")
-    group.add_argument("--sequence", type=positive, default=1024, help="tokens in a sequence (default: 1024)")
-    group.add_argument("--batch", type=positive, default=1, help="sequences a rank works on at once (default: 1)")
-    group.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False,
-                       help="keep only each block's input, and recompute its inside in backward (default: no, as "
-                       "in training)")
-
-
-def read_shape(flags: argparse.Namespace) -> GPTConfig:
-    """The model that the flags ask for. Raises: ValueError, saying what is accepted."""
-    sizes = [flags.layers, flags.hidden, flags.heads, flags.vocabulary]
-    shares = flags.model_parallel * getattr(flags, "sequence_parallel", 1)  # among so many ranks heads are divided
-    if flags.params and any(sizes):
-        raise ValueError("give --params, or --layers and --hidden, not both")
-    if flags.params:
-        return usual_shape(flags.params, flags.sequence, shares, flags.recompute)
-    if not (flags.layers and flags.hidden):
-        raise ValueError("which model? Give --params 7.5B, or --layers and --hidden")
-    heads = flags.heads or usual_heads(flags.hidden, shares)
-    return GPTConfig(layers=flags.layers, hidden=flags.hidden, heads=heads, sequence=flags.sequence, dropout=0.0,
-                     vocabulary=flags.vocabulary or VOCABULARY, recompute=flags.recompute)
-
-
 def usual_shape(parameters: int, sequence: int, model_parallel: int, recompute: bool) -> GPTConfig:
     """The GPT that --params asks for: the same blocks and vocabulary for every sequence, so that these can be compared.
 
@@ -133,9 +95,8 @@ def usual_shape(parameters: int, sequence: int, model_parallel: int, recompute: 
 
 def usual_heads(hidden: int, model_parallel: int) -> int:
     """Heads of a usual size that model-parallel ranks can share. Raises: ValueError if the width has none."""
-    if hidden % model_parallel:
-        raise ValueError(f"{model_parallel} model-parallel ranks cannot share a width of {hidden} equally; accepted: "
-                         f"{', '.join(map(str, divisors(hidden)))}")
+    check_divides(model_parallel, hidden,
+                  f"{model_parallel} model-parallel ranks cannot share a width of {hidden} equally")
     share = hidden // model_parallel  # of a rank: whole heads
     sizes = [size for size in divisors(share) if size <= 128]
     # kernels like heads of these sizes; else large ones, and multiples of 8
@@ -144,6 +105,10 @@ def usual_heads(hidden: int, model_parallel: int) -> int:
 
 def check_heads(config: GPTConfig, model_parallel: int) -> None:
     """Raises: ValueError unless model-parallel ranks can share the heads."""
-    if config.heads % model_parallel:
-        raise ValueError(f"{model_parallel} ranks cannot share {config.heads} heads equally; accepted: "
-                         f"{', '.join(map(str, divisors(config.heads)))}")
+    check_divides(model_parallel, config.heads, f"{model_parallel} ranks cannot share {config.heads} heads equally")
+
+
+def check_divides(parts: int, whole: int, refusal: str) -> None:
+    """Raises: ValueError(refusal), and which numbers are accepted, if the whole cannot be cut in so many parts."""
+    if whole % parts:
+        raise ValueError(f"{refusal}; accepted: {', '.join(map(str, divisors(whole)))}")

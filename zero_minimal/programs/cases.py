@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 
-from zero_minimal.core.mesh import divisors
 from zero_minimal.paper.kernels import ATTENTION
-from zero_minimal.paper.shapes import check_heads, parameter_count
+from zero_minimal.paper.shapes import check_divides, check_heads, parameter_count
 from zero_minimal.programs.registry import CONFIGS
 from zero_minimal.stage2 import Stage2
 from zero_minimal.workload.foreign import ForeignModel
@@ -44,9 +43,8 @@ class Case:
                 raise ValueError(f"{name} must be a whole number from 1 up, not {getattr(self, name)}")
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank must be from 0 to {self.ranks - 1}, not {self.rank}")
-        if self.ranks % self.model_parallel:
-            raise ValueError(f"{self.ranks} ranks are not groups of {self.model_parallel} that share a model; "
-                             f"accepted: {', '.join(map(str, divisors(self.ranks)))}")
+        check_divides(self.model_parallel, self.ranks,
+                      f"{self.ranks} ranks are not groups of {self.model_parallel} that share a model")
         if isinstance(self.model, GPTConfig):
             check_heads(self.model, self.model_parallel)
         elif self.model_parallel > 1 or self.config:

@@ -8,6 +8,7 @@ Two passes on fake tensors, which have sizes and no memory:
 
 import contextlib
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from zero_minimal.core.units import Unit, find_units
 from zero_minimal.guards.outputs import tensors_in
 from zero_minimal.meters.memory import Ledger
 from zero_minimal.paper.fakes import without_values
+from zero_minimal.paper.moments import Parts, Work
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.settings import DTYPES
 
@@ -50,6 +52,48 @@ class Measured:
     attention_operations: int  # of whole products
     attention: str  # which one ran
     dropout: bool  # whether the model dropped what its file says
+
+
+@dataclass(frozen=True)
+class MeasuredWork(Work):
+    """What a plan asks of our GPT's formulas, measured. config: a ForeignModel."""
+
+    @functools.cached_property
+    def found(self) -> Measured:
+        return measure(self.config, self.batch, self.dtype, self.attention)
+
+    def activations(self) -> dict[str, float]:
+        found = self.found
+        return {"all": found.all, "checkpoints": found.checkpoints, "logits": found.logits,
+                "block_at_work": found.bottom}
+
+    def at_moments(self) -> dict[str, float]:
+        found = self.found
+        return {"logits": found.logits, "head": found.with_head, "top block": found.top, "bottom block": found.bottom,
+                "embedding": found.embedding, "update": 0}
+
+    def parts(self) -> Parts:
+        """For the update two copies in fp32, and which of their elements were edited."""
+        found = self.found
+        return Parts(found.parameters, found.largest_unit, found.root, found.head, found.largest_matrix,
+                     bucketed=found.parameters, tied=found.tied, update_bytes=9)
+
+    def operations(self) -> tuple[float, float]:
+        """A causal kernel that is fused skips half of attention; an encoder's needs all of it."""
+        found, times = self.found, self.accumulate
+        skips = found.attention == "fused" and not self.config.masked
+        return (times * found.matrix_operations,
+                times * (found.attention_operations / 2 if skips else found.attention_operations))
+
+    def sent_meanwhile(self) -> tuple[float, float, float]:
+        return 0, 0, 0
+
+    def described(self) -> dict:
+        found, sizes = self.found, self.config.sizes
+        return {"model": self.config.file, "name": sizes["name"], "vocabulary": sizes["vocabulary"],
+                "parameters": found.parameters, "parameters_of_rank": found.parameters, "layers": found.units,
+                "blocks": found.blocks, "tied": found.tied, "root": found.root, "largest_unit": found.largest_unit,
+                "attention_measured": found.attention, "dropout_measured": found.dropout}
 
 
 def measure(model: ForeignModel, batch: int, dtype: str, attention: str = "fused") -> Measured:

@@ -1,50 +1,79 @@
 """Plan: what a model needs on each device, by stage, before anybody starts a run. Formulas only; `simulate` runs code.
 
     python -m zero_minimal plan --params 7.5B --ranks 64 --hardware V100-32GB
+    python -m zero_minimal plan --model config.json --ranks 64 --hardware A100-80GB --dtype bf16
 """
 
 import argparse
 
 from zero_minimal.paper import formulas
 from zero_minimal.paper.hardware import GPUS, NETWORK
-from zero_minimal.paper.moments import CHECKPOINTS, Work
+from zero_minimal.paper.moments import CHECKPOINTS
 from zero_minimal.paper.quantities import count_text, plural, seconds_text, size, size_text, size_unit
-from zero_minimal.paper.shapes import add_shape, read_shape
 from zero_minimal.pictures import style
 from zero_minimal.pictures.plan_chart import draw_plan
-from zero_minimal.programs import deepspeed_written, plan_markdown, plan_model, plan_offload, plan_options, report
-from zero_minimal.programs.models import chosen
-from zero_minimal.programs.planning import NAMES, Speeds, check_replicate, check_work, plan
+from zero_minimal.programs import deepspeed_written, plan_markdown, report
+from zero_minimal.programs.models import add_flags, chosen
+from zero_minimal.programs.planning import LINKS, NAMES, PLACES, Speeds, plan
 from zero_minimal.programs.words import paragraph
-from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
+from zero_minimal.workload.settings import Parser, positive
+
+HOW = ("checkpoints", "accumulate", "attention", "sequence_parallel", "replicate", "optimizer_bytes")  # fields of Work
 
 
 def describe(told: dict, hardware: str = "") -> str:
     """The tables for a reader, at most 80 columns wide. hardware: the name of the device, if it has one."""
-    foreign = "model" in told
     return "\n".join((
-        "", (plan_model.heading if foreign else heading)(told, hardware), *filter(None, [plan_options.notes(told)]),
+        "", heading(told, hardware), *map(paragraph, options(told)),
         "", report.table(state_rows(told)), "", state_notes(told),
         "", report.table(step_rows(told)), "", verdict(told), "", step_notes(told),
-        "", (plan_model.activation_notes if foreign else activation_notes)(told),
+        "", activation_notes(told),
         "", time_notes(told), "", report.table(time_rows(told)),
-        *(["", plan_offload.describe(told)] if "offload" in told else []),
+        *(["", offload_notes(told["offload"])] if "offload" in told else []),
     ))
 
 
 def heading(told: dict, hardware: str) -> str:
     """Which model, on what."""
-    ranks, shared, device = told["ranks"], told["model_parallel"], size_text(told["device_bytes"])
+    ranks, shared = told["ranks"], told["model_parallel"]
     groups = "" if shared == 1 else (
         f" = {ranks // shared:,} × {shared} that share a model: N in formulas is {told['shards']:,}, Ψ a rank's share,"
         f" {told['parameters_of_rank']:,}")
+    blocks = plural(told["layers"], "block")
+    shape = (f": {told['name']} of {told['model']}, {blocks}, vocabulary {told['vocabulary']:,}" if "model" in told else
+             f"{groups}. {blocks} of width {told['hidden']}, {plural(told['heads'], 'head')}, vocabulary "
+             f"{told['vocabulary']}")
     return paragraph(
         f"{'Ψ = ' if shared == 1 else ''}{told['parameters']:,} parameters in {told['dtype']} on "
-        f"{plural(ranks, 'rank')}{groups}.",
-        f"{plural(told['layers'], 'block')} of width {told['hidden']}, {plural(told['heads'], 'head')}, vocabulary "
-        f"{told['vocabulary']}; {told['batch']} × {sequence_text(told)} tokens a {'rank' if shared == 1 else 'group'}, "
+        f"{plural(ranks, 'rank')}{shape};",
+        f"{told['batch']} × {sequence_text(told)} tokens a {'rank' if shared == 1 else 'group'},",
         f"{'blocks recomputed' if told['recompute'] else 'nothing recomputed'}.",
-        "GB are 10⁹ bytes, as in the paper;", f"{hardware or 'a device'} counts as {device}.")
+        f"GB are 10⁹ bytes, as in the paper; {hardware or 'a device'} counts as {size_text(told['device_bytes'])}.")
+
+
+def options(told: dict) -> list[str]:
+    """Paragraphs about what was asked for besides."""
+    lines, together, dtype = [], told["sequence_parallel"], told["dtype"]
+    if told["accumulate"] > 1:
+        lines.append(f"A step is {told['accumulate']} micro-batches. Stages 0 and 1 reduce gradients once, since they "
+                     "keep them whole; stage 2 each time, and stage 3 gathers parameters each time, too.")
+    if told["attention"] != "fused" and "model" not in told:  # of a model the one that was measured is said
+        again = told["attention"] == "recomputed" or told["recompute"]
+        lines.append(f"Attention is not fused: scores are {size_text(told['activations']['scores'])} a block, "
+                     f"{'computed again in backward' if again else 'kept in each'}, and three such matrices are there "
+                     "for a moment.")
+    if told["gradient_bytes"] == 4 and dtype != "fp32":
+        lines.append("Gradients are kept and reduced in fp32: 18 bytes a parameter instead of 16 (Megatron Core's "
+                     "distributed optimizer: 6 + 12/N).")
+    if together > 1:
+        lines.append(f"{plural(together, 'rank')} share each sequence (DeepSpeed-Ulysses, arXiv:2309.14509): each has "
+                     f"{told['sequence'] // together:,} of {told['sequence']:,} tokens, and of attention some heads. "
+                     f"Model states are cut over all ranks{' of a group' * (told['replicate'] > 1)}.")
+    if told["replicate"] > 1:
+        lines.append(f"{plural(told['replicate'], 'group')} of ranks each keep all states, as in HSDP "
+                     f"(arXiv:2304.11277): N in formulas is {told['shards']:,}. All is sent within a group; between "
+                     "groups, once a step, an all-reduce of the gradient shard.")
+    return lines
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -127,22 +156,45 @@ def verdict(told: dict) -> str:
 
 def activation_notes(told: dict) -> str:
     """What activations take, with what is done about them."""
+    counted = ", counted while the model's own code ran on tensors without memory" if "model" in told else ""
+    items = (of_a_model if "model" in told else of_our_gpt)(told)
+    return "\n".join([paragraph(f"Activations of {told['batch']} × {sequence_text(told)} tokens{counted}:"),
+                      *(paragraph(item, indent=2, hang=2) for item in items)])
+
+
+def of_our_gpt(told: dict) -> list[str]:
+    """Its activations."""
     sizes, shared = told["activations"], told["model_parallel"]
     elements = "16·b·s·h" if shared == 1 else f"(4 + 12/{shared})·b·s·h"
     partitioned = (f"{size_text(sizes['P_a'])} with P_a, none on the device with P_a+cpu" if shared > 1
                    else "P_a needs model parallelism (--mp)")
-    return "\n".join((
-        paragraph(f"Activations of {told['batch']} × {sequence_text(told)} tokens:"),
-        paragraph(f"{size_text(sizes['all'])} if all are kept: {elements} a block in this project's GPT (the paper's "
-                  f"estimate is 12·b·s·h, {size_text(sizes['papers_estimate'])})", indent=2, hang=2),
-        paragraph(f"{size_text(sizes['checkpoints'])} as one checkpoint a block (--recompute); {partitioned}",
-                  indent=2, hang=2),
-        paragraph(f"{size_text(sizes['block_at_work'])} for the block at work; before that "
-                  f"{size_text(sizes['logits'])} for logits and loss", indent=2, hang=2),
-        *([paragraph("Attention is taken to be fused: it keeps no matrix of scores, which would be "
-                     f"{size_text(sizes['scores'])} a block, and several of them.", indent=2, hang=2)]
-          if told["attention"] == "fused" else []),
-    ))
+    items = [f"{size_text(sizes['all'])} if all are kept: {elements} a block in this project's GPT (the paper's "
+             f"estimate is 12·b·s·h, {size_text(sizes['papers_estimate'])})",
+             f"{size_text(sizes['checkpoints'])} as one checkpoint a block (--recompute); {partitioned}",
+             f"{size_text(sizes['block_at_work'])} for the block at work; before that {size_text(sizes['logits'])} for "
+             "logits and loss"]
+    if told["attention"] == "fused":
+        items.append("Attention is taken to be fused: it keeps no matrix of scores, which would be "
+                     f"{size_text(sizes['scores'])} a block, and several of them.")
+    return items
+
+
+def of_a_model(told: dict) -> list[str]:
+    """Activations of a model of transformers; which attention was measured, and why not the one that was asked for."""
+    sizes = told["activations"]
+    measured = {
+        "fused": "the library's sdpa, which ran torch's fused kernel and keeps no scores.",
+        "unfused": "unfused, which keeps the scores of each block.",
+        "recomputed": "the library's own unfused code, computed again in backward.",
+    }[told["attention_measured"]]
+    other = told["attention_measured"] != told["attention"]
+    return [f"{size_text(sizes['all'])} if all are kept, {size_text(sizes['checkpoints'])} as one checkpoint a block "
+            "(--recompute)",
+            f"at most {size_text(sizes['logits'])} while the loss is computed, and {size_text(sizes['block_at_work'])} "
+            "while backward is in the first block",
+            ("The library has no fused attention for this model. " if other else "") + f"Attention measured: {measured}"
+            + ("" if told["dropout_measured"] else
+               " Dropout was off, since the kernel that is counted here has none: its masks are not counted.")]
 
 
 def sequence_text(told: dict) -> str:
@@ -156,31 +208,53 @@ def ranks_text(data_parallel: int | None, told: dict) -> str:
     return "none" if data_parallel is None else f"{data_parallel * told['model_parallel']:,}"
 
 
+def offload_notes(away: dict) -> str:
+    """What lies on device, host and disk, and what crosses the bus between them. away: the plan's "offload"."""
+    words = "the host" if away["place"] == "cpu" else "a disk"
+    unit, scale = size_unit(max(max(row["device"], row["host"], row["disk"], row["together"]) for row in away["rows"]))
+    states = [[f"offloaded, {unit}", "device", "host", "disk", "a step", "fits?", "largest"]]
+    bus = [["bus, a step", "to the host", "back", *(f"at {link / 1e9:,.0f} GB/s" for link in LINKS)]]
+    for row in away["rows"]:
+        fits = "yes" if row["fits"] else "states" if row["states_fit"] else "no"
+        sizes = (row["device"], row["host"], row["disk"], row["together"])
+        states.append([f"  stage {row['stage']}", *(f"{size / scale:,.2f}" for size in sizes), fits,
+                       count_text(row["largest_model"])])
+        bus.append([f"  stage {row['stage']}", size_text(row["to_host"]), size_text(row["to_device"]),
+                    *map(seconds_text, row["link_seconds"])])
+    micro = ("" if away["accumulate"] == 1 else
+             f" {away['accumulate']} micro-batches a step: gradients cross once at stage 1, each time at 2 and 3.")
+    notes = [paragraph(f"Masters, optimizer state and gradients on {words}, of each rank. Device: model states there; "
+                       "a step: its peak; largest: the model whose states fit.")]
+    if away["place"] == "disk":
+        notes.append(paragraph("The host's memory is what --host-budget says, whatever the model is."))
+    return "\n".join((report.table(states), "", *notes, "", report.table(bus), "",
+                      paragraph("Seconds of both ways, one after the other, if nothing went on beside them." + micro)))
+
+
 # ----------------------------------------------------------------------------------------------------------------- time
 
 
 def time_notes(told: dict) -> str:
     """What a rank computes and what it waits for."""
-    if "model" in told:
-        return "\n".join([plan_model.compute_note(told), wire_note(told)])
     computes, of_attention = told["compute_seconds"], told["attention_seconds"]
-    of_it = f"Attention is {of_attention / computes:.0%} of it"
-    lines = [paragraph(
-        f"A step computes for {seconds_text(computes)}, at {told['utilisation']:.0%} of "
-        f"{told['operations'] / 1e12:,.4g} TFLOP/s, the device's in {told['dtype']}.",
-        f"{of_it} if its kernel skips what is masked; if not, a step is {seconds_text(computes + of_attention)}."
-        if told["attention"] == "fused" else f"{of_it}: nothing is skipped.")]
-    lines += filter(None, [plan_options.waits(told)])
+    skipped = "." if "model" in told else ": nothing is skipped." if told["attention"] != "fused" else (
+        f" if its kernel skips what is masked; if not, a step is {seconds_text(computes + of_attention)}.")
+    lines = [f"A step computes for {seconds_text(computes)}, at {told['utilisation']:.0%} of "
+             f"{told['operations'] / 1e12:,.4g} TFLOP/s, the device's in {told['dtype']}. "
+             f"Attention is {of_attention / computes:.0%} of it{skipped}"]
+    if told["sequence_parallel"] > 1:
+        lines.append(f"It waits {seconds_text(told['sequence_parallel_seconds'])} for the all-to-alls of ranks that "
+                     f"share a sequence: {size_text(told['sequence_parallel_bytes'])}.")
     if told["model_parallel"] > 1:
         inside = told["model_parallel_inside_a_node"]
         speed = (f"{size_text(told['link'])}/s, a link inside a node" if inside
                  else f"{size_text(told['network'])}/s, the network")
         again = "since blocks are recomputed" if told["recompute"] else "since nothing is recomputed"
         more = f" (P_a sends another {size_text(told['P_a_bytes'])})" if told["recompute"] else ""
-        lines.append(paragraph(
-            f"It waits {seconds_text(told['model_parallel_seconds'])} for the all-reduces of model parallelism, which "
-            f"nothing overlaps: {size_text(told['model_parallel_bytes'])}, {again}{more}, at {speed}."))
-    return "\n".join([*lines, wire_note(told)])
+        lines.append(f"It waits {seconds_text(told['model_parallel_seconds'])} for the all-reduces of model "
+                     f"parallelism, which nothing overlaps: {size_text(told['model_parallel_bytes'])}, {again}{more}, "
+                     f"at {speed}.")
+    return "\n".join(map(paragraph, [*lines, wire_note(told)]))
 
 
 def wire_note(told: dict) -> str:
@@ -192,17 +266,16 @@ def wire_note(told: dict) -> str:
         why = ("the network: a ring that leaves the node is as fast as its slowest link (a node has "
                f"{told['node']} devices)")
     between = f"; between groups at {size_text(told['wire_between'])}/s" if told["replicate"] > 1 else ""
-    return paragraph(f"Data-parallel ranks send at {size_text(told['wire'])}/s, {why}{between}:")
+    return f"Data-parallel ranks send at {size_text(told['wire'])}/s, {why}{between}:"
 
 
 def time_rows(told: dict) -> list[list[str]]:
     """What data-parallel ranks send, and the least and the most that a step takes."""
     sent = "sent in a step" if told["replicate"] == 1 else "within + between"
-    rows = [["stage", sent, "takes", "a step, all overlaps", "a step, nothing does"]]
-    for row in told["rows"]:
-        rows.append([f"  {row['stage']}", plan_options.sent(row), *(
-            seconds_text(row[time]) for time in ("send_seconds", "least_seconds", "most_seconds"))])
-    return rows
+    return [["stage", sent, "takes", "a step, all overlaps", "a step, nothing does"]] + [
+        [f"  {row['stage']}", plan_markdown.sent(row),
+         *(seconds_text(row[time]) for time in ("send_seconds", "least_seconds", "most_seconds"))]
+        for row in told["rows"]]
 
 
 # ------------------------------------------------------------------------------------------------------------- command
@@ -222,16 +295,11 @@ def rate(text: str) -> float:
 def parser() -> Parser:
     """The flags."""
     result = Parser(prog="python -m zero_minimal plan", description="What a model needs on each device, by stage.")
+    add_flags(result, picture="memory by stage and by ranks")
     add = result.add_argument
-    add("--ranks", type=positive, default=64, metavar="N", help="all of them (default: 64)")
-    add("--model", metavar="config.json", help="a configuration of the transformers library, in the place of our GPT "
-        "(needs that library); its sizes are measured")
-    add("--mp", "--model-parallel", type=positive, default=1, metavar="M", dest="model_parallel",
-        help="ranks that share one model (default: 1)")
     add("--hardware", default="V100-32GB", choices=tuple(GPUS), metavar="GPU",
         help=f"one of {', '.join(GPUS)} (default: V100-32GB, the paper's)")
     add("--memory", type=size, metavar="SIZE", help="of a device, such as 24GB, instead of the GPU's")
-    add("--dtype", default="fp16", choices=tuple(DTYPES), help="default: fp16")
     add("--optimizer-bytes", type=rate, metavar="K", help="optimizer state a parameter (default: Adam's, 12, or 8 in "
         "fp32)")
     add("--tflops", type=rate, help="10¹² operations a second of a device, instead of the GPU's")
@@ -241,26 +309,15 @@ def parser() -> Parser:
         help="that a device sends to other nodes in a second (default: 12.5GB, the paper's network)")
     add("--checkpoints", default="whole", choices=CHECKPOINTS,
         help="how the blocks' inputs are kept on model-parallel ranks (default: whole)")
-    add("--offload", choices=plan_offload.PLACES, help="also with optimizer state and update on the host, or on a disk")
-    plan_options.add_flags(result)
-    add("--json", type=output_file, metavar="FILE", help="write all figures to this file")
-    add("--plot", type=picture_file, metavar="FILE.png", help="draw memory by stage and by ranks")
+    add("--offload", choices=PLACES, help="also with optimizer state and update on the host, or on a disk")
+    add("--gradients", default="", choices=("fp32",), metavar="fp32", help="kept, added up and reduced in fp32 beside "
+        "16-bit parameters, as in Megatron (default: in the dtype of the parameters)")
+    add("--sequence-parallel", type=positive, default=1, metavar="S", help="of the data-parallel ranks so many share "
+        "each sequence, as in DeepSpeed-Ulysses (default: 1)")
+    add("--replicate", type=positive, default=1, metavar="R", help="so many groups of the data-parallel ranks each "
+        "keep all states in shards, as in HSDP: give the number of nodes (default: 1)")
     deepspeed_written.add_flags(result)
-    add_shape(result)
     return result
-
-
-def of_model(flags: argparse.Namespace, device: float, speeds: Speeds) -> dict:
-    """The plan of --model. Raises: ValueError for flags that it does not take."""
-    if flags.model_parallel > 1 or flags.checkpoints != "whole":
-        raise ValueError("a model of transformers is not cut over ranks here: give it without --mp and --checkpoints")
-    if flags.sequence_parallel > 1:
-        raise ValueError("what ranks that share sequences keep is a formula of our GPT's attention, and the code of a "
-                         "model of transformers sends no sequences: give it without --sequence-parallel")
-    check_replicate(flags.replicate, flags.ranks)
-    return plan_model.plan(chosen(flags), flags.ranks, device, flags.dtype, flags.batch, speeds, flags.optimizer_bytes,
-                           flags.accumulate, flags.attention, 4 if flags.gradients else None, flags.offload,
-                           flags.replicate)
 
 
 def main(arguments: list[str]) -> None:
@@ -270,18 +327,12 @@ def main(arguments: list[str]) -> None:
     gpu = GPUS[flags.hardware]
     speeds = Speeds(flags.tflops * 1e12 if flags.tflops else gpu.rate(flags.dtype), flags.link or gpu.link,
                     flags.node or gpu.node, flags.network)
-    device = flags.memory or gpu.memory
     try:
-        told = of_model(flags, device, speeds) if flags.model else plan(
-            read_shape(flags), flags.ranks, device, flags.dtype, flags.batch, flags.model_parallel,
-            flags.optimizer_bytes, flags.checkpoints, speeds, **plan_options.of(flags))
-        if flags.offload and not flags.model:
-            work = Work(read_shape(flags), flags.batch, flags.dtype, flags.model_parallel, flags.checkpoints,
-                        **plan_options.of(flags))
-            check_work(work, flags.ranks, offloaded=True)
-            told["offload"] = plan_offload.offloaded(work, flags.ranks, device, flags.offload, flags.accumulate,
-                                             flags.optimizer_bytes)
-        written = deepspeed_written.write(flags, None if flags.model else read_shape(flags), told)
+        model = chosen(flags)
+        told = plan(model, flags.ranks, flags.memory or gpu.memory, flags.dtype, flags.batch, flags.model_parallel,
+                    speeds, offload=flags.offload, gradient_bytes=4 if flags.gradients else None,
+                    **{name: getattr(flags, name) for name in HOW})
+        written = deepspeed_written.write(flags, None if flags.model else model, told)
     except ValueError as error:
         asked.error(str(error))
     shown = plan_markdown.of_plan if flags.markdown else describe

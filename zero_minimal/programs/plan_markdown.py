@@ -4,7 +4,12 @@
 from zero_minimal.paper.formulas import STATES
 from zero_minimal.paper.hardware import GPUS
 from zero_minimal.paper.quantities import count_text, seconds_text, size_text
-from zero_minimal.programs.plan_options import sent
+
+
+def sent(row: dict) -> str:
+    """What a rank sends in a step: "44.3 GB", or within its group and between groups, "39.4 GB + 1.88 GB"."""
+    between = row["between_bytes"]
+    return size_text(row["sent_bytes"] - between) + (f" + {size_text(between)}" if between else "")
 
 
 def of_plan(told: dict, hardware: str = "") -> str:

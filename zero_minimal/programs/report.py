@@ -13,11 +13,15 @@ from zero_minimal.programs.words import COLUMNS
 
 
 def write_json(content: dict, path: str | Path) -> None:
-    """Write JSON in one go: whoever reads the file sees all of it or what was there before."""
-    path = Path(path)
+    """Write JSON."""
+    write(json.dumps(content, indent=1, ensure_ascii=False) + "\n", Path(path))
+
+
+def write(text: str, path: Path) -> None:
+    """Write a file in one go: whoever reads it sees all of it or what was there before."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

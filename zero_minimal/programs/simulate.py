@@ -3,24 +3,28 @@
     python -m zero_minimal simulate --params 1T --ranks 1024 --stage 3 --dtype fp16
 """
 
+import ast
+import importlib.util
+import inspect
+import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
+from torch.optim import AdamW
+
 from zero_minimal.paper import formulas
-from zero_minimal.paper.kernels import ATTENTION
 from zero_minimal.paper.moments import BUCKET as DEFAULT
-from zero_minimal.paper.quantities import number, plural, size, size_text, size_unit
-from zero_minimal.paper.shapes import add_shape
+from zero_minimal.paper.quantities import plural, size, size_text, size_unit
 from zero_minimal.pictures import style
 from zero_minimal.pictures.simulation_chart import draw_simulation
 from zero_minimal.programs import plan_markdown, progress, report
 from zero_minimal.programs.cases import BUCKETS, Budget, Case, phases
-from zero_minimal.programs.models import chosen
+from zero_minimal.programs.models import add_flags, chosen
 from zero_minimal.programs.registry import CONFIGS
-from zero_minimal.programs.simulate_file import read_system
 from zero_minimal.programs.simulation import Living, Simulation, simulate
 from zero_minimal.programs.words import paragraph
-from zero_minimal.workload.settings import DTYPES, Parser, output_file, picture_file, positive
+from zero_minimal.workload.settings import Parser, positive
 
 
 def describe(simulation: Simulation) -> str:
@@ -76,47 +80,44 @@ def bucket_note(result: dict) -> str:
 
 
 def traffic_lines(result: dict) -> list[str]:
-    """What a ring sends in a step, beside the formulas, and which collectives there are."""
-    traffic = result["traffic"]
+    """What a ring sends in a step, beside the formulas, and which collectives there are. A system of somebody's own has
+    no formula."""
+    traffic, stage = result["traffic"], result["stage"]
+    own = not result["config"] and result["name"] != f"stage {stage}"
     parallel = (f"; of model parallelism's blocks: {size_text(traffic['model_parallel_theory_bytes'], 4)}"
                 if result["model_parallel"] > 1 else "")
     words = paragraph(f"Sent in a step, as a ring sends: {size_text(traffic['sent_bytes'], 4)}. "
-                      f"{_by_formula(result)}: {traffic['theory_volume']}Ψ(N−1)/N, "
-                      f"{size_text(traffic['theory_bytes'], 4)}{parallel}")
+                      f"{'For comparison, stage 3' if own else f'Stage {stage}'} by the formula: "
+                      f"{traffic['theory_volume']}Ψ(N−1)/N, {size_text(traffic['theory_bytes'], 4)}{parallel}")
     return [words, *(f"  {counts['calls']:,} × {name}, of {size_text(counts['bytes'], 4)} in all"
                      for name, counts in sorted(traffic["collectives"].items()))]
 
 
-def _by_formula(result: dict) -> str:
-    """Whose traffic the formula gives: a system of somebody's own has none."""
-    own = not result["config"] and result["name"] != f"stage {result['stage']}"
-    return f"{'For comparison, stage 3' if own else 'Stage ' + str(result['stage'])} by the formula"
-
-
 def _state_rows(result: dict) -> list[list[str]]:
-    unit, scale = size_unit(max(result["theory"].values()))
+    """What the rank holds."""
+    memory, theory, padding = (result[part] for part in ("memory", "theory", "padding"))
+    unit, scale = size_unit(max(theory.values()))
     rows = [[f"{unit} of this rank", "ledger", "formula", "", "padding, B", "unexplained, B"]]
     for state in formulas.STATES:
-        measured, formula, padding = (result[part][state] for part in ("memory", "theory", "padding"))
-        rows.append([
-            f"  {state}", f"{measured / scale:,.3f}", f"{formula / scale:,.3f}",
-            formulas.formula(result["stage"], state, result["dtype"]) if formula else "on the host", number(padding),
-            number(measured - formula - padding),
-        ])
-    total, formula = (sum(result[part][state] for state in formulas.STATES) for part in ("memory", "theory"))
+        itself = formulas.formula(result["stage"], state, result["dtype"]) if theory[state] else "on the host"
+        rows.append(_explained(scale, state, memory[state], theory[state], itself, padding[state]))
+    total, formula = (sum(part[state] for state in formulas.STATES) for part in (memory, theory))
     rows.append(["  together", f"{total / scale:,.3f}", f"{formula / scale:,.3f}", "", "", ""])
-    for part in ("activations", "buffers"):
-        rows.append([f"  {part}, at most", f"{result['memory'][part] / scale:,.3f}", "", "", "", ""])
-    return rows
+    return rows + [[f"  {part}, at most", f"{memory[part] / scale:,.3f}", "", "", "", ""]
+                   for part in ("activations", "buffers")]
 
 
 def _host_rows(result: dict) -> list[list[str]]:
     """What an offloaded rank's host keeps, and what crosses the bus to it and back."""
     parts = report.of_host(result, result["parameters_of_rank"], result["ranks"] // result["model_parallel"])
     unit, scale = size_unit(max(measured for _, measured, *_ in parts))
-    return [[f"{unit} of its host", "counted", "formula", "", "padding, B", "unexplained, B"]] + [
-        [f"  {words}", f"{measured / scale:,.3f}", f"{formula / scale:,.3f}", itself, number(padding),
-         number(measured - formula - padding)] for words, measured, formula, itself, padding in parts]
+    return [[f"{unit} of its host", "counted", "formula", "", "padding, B", "unexplained, B"],
+            *(_explained(scale, *part) for part in parts)]
+
+
+def _explained(scale: int, words: str, measured: float, formula: float, itself: str, padding: float) -> list[str]:
+    return [f"  {words}", f"{measured / scale:,.3f}", f"{formula / scale:,.3f}",
+            *report.explained(measured, formula, itself, padding)[2:]]
 
 
 def _living_lines(groups: list[Living], most: int = 6) -> list[str]:
@@ -127,18 +128,57 @@ def _living_lines(groups: list[Living], most: int = 6) -> list[str]:
     return lines + ([f"  {size_text(rest, 4):>9}  in smaller ones"] if rest else [])
 
 
+# ------------------------------------------------------------------------------------------- a stage of somebody's own
+
+
+def read_system(path: str) -> tuple[str, Callable]:
+    """(its name, build(model, group, budget)) of a file, which is run. It has a function `build`, or a single class
+    with step() and zero_grad(), which is called as StageN is: Class(model, AdamW, group=…, **options).
+
+    Raises: ValueError, in one sentence, for a file that is neither.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"{path} is not a file: give 0, 1, 2 or 3, or a Python file with build(model, group, budget)")
+    try:
+        ast.parse(text := file.read_text())
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is not Python: {error}") from None
+    spec = importlib.util.spec_from_loader(file.stem, loader=None, origin=str(file))
+    module = importlib.util.module_from_spec(spec)
+    module.__file__ = str(file)
+    sys.modules.setdefault(file.stem, module)  # dataclasses look there
+    exec(compile(text, str(file.resolve()), "exec"), vars(module))
+    return file.stem, build_of(module, path)
+
+
+def build_of(module, path: str) -> Callable:
+    """The function build(model, group, budget) of a module, or one that calls its class."""
+    if inspect.isfunction(build := getattr(module, "build", None)):
+        if len(inspect.signature(build).parameters) != 3:
+            raise ValueError(f"build in {path} must take three arguments: build(model, group, budget)")
+        return build
+    own = [kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == module.__name__
+           and hasattr(kind, "step") and hasattr(kind, "zero_grad")]
+    if len(own) != 1:
+        names = ", ".join(kind.__name__ for kind in own) or "none"
+        raise ValueError(f"{path} must have a function build(model, group, budget), or one class with step() and "
+                         f"zero_grad(); classes of that kind: {names}")
+    return lambda model, group, budget: own[0](model, AdamW, group=group, **budget.options)
+
+
 # ------------------------------------------------------------------------------------------------------------- command
 
 
 def main(arguments: list[str]) -> None:
     """The command: read the flags, simulate, print, write JSON and picture."""
-    parser = _parser()
-    flags = parser.parse_args(arguments)
-    if flags.config and (flags.stage != "3" or "--no-recompute" in parser.given):
-        parser.error("--config chooses a stage, and recomputes: give it without --stage and --no-recompute")
+    asked = parser()
+    flags = asked.parse_args(arguments)
+    if flags.config and (flags.stage != "3" or "--no-recompute" in asked.given):
+        asked.error("--config chooses a stage, and recomputes: give it without --stage and --no-recompute")
     flags.recompute |= bool(flags.config)
     if (flags.budget_memory or flags.budget_sent) and flags.stage in ("0", "1", "2", "3"):
-        parser.error("a budget is for build() of a file: give it with --stage FILE.py")
+        asked.error("a budget is for build() of a file: give it with --stage FILE.py")
     try:
         name, build = ("", None) if flags.stage in ("0", "1", "2", "3") else read_system(flags.stage)
         case = Case(
@@ -150,7 +190,7 @@ def main(arguments: list[str]) -> None:
         )
         simulation = watched(case)
     except ValueError as error:
-        parser.error(f"{place_of(error, flags.stage)}{error}")
+        asked.error(f"{place_of(error, flags.stage)}{error}")
     print(plan_markdown.of_simulation(simulation.report) if flags.markdown else describe(simulation))
     if flags.json:
         report.write_json(simulation.report, flags.json)
@@ -158,38 +198,26 @@ def main(arguments: list[str]) -> None:
         style.save(draw_simulation(simulation), flags.plot)
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
     """The flags."""
-    parser = Parser(
+    result = Parser(
         prog="python -m zero_minimal simulate",
         description="Run a stage's own code as one rank of many, on tensors that have a size and no memory, and count.",
     )
-    parser.add_argument("--stage", default="3", metavar="0…3|FILE.py",
-                        help="default: 3; a file: with build(model, group, budget), or with a class used like Stage3")
-    parser.add_argument("--model", metavar="config.json", help="a configuration of the transformers library, in the "
-                        "place of our GPT (needs that library)")
-    parser.add_argument("--config", default="", choices=tuple(CONFIGS), metavar="C1…C5",
-                        help="instead of a stage: a system of zero_100b.py")
-    parser.add_argument("--offload", default="", metavar="cpu", help="masters, optimizer state and the update on the "
-                        "rank's host, at stages 1 to 3")
-    parser.add_argument("--ranks", type=positive, default=64, metavar="N", help="all of them (default: 64)")
-    parser.add_argument("--mp", "--model-parallel", type=positive, default=1, metavar="M", dest="model_parallel",
-                        help="ranks that share one model (default: 1)")
-    parser.add_argument("--rank", type=int, default=0, help="which rank to be (default: 0)")
-    parser.add_argument("--dtype", default="fp16", choices=tuple(DTYPES), help="default: fp16")
-    parser.add_argument("--bucket-mb", type=positive, metavar="MIB",
-                        help=f"size of the buckets (default: 4, or as large as makes {BUCKETS}; a config's: 64)")
-    parser.add_argument("--budget-memory", type=size, metavar="SIZE", help="a file's budget.memory, 10GB say")
-    parser.add_argument("--budget-sent", type=size, metavar="SIZE", help="a file's budget.sent")
-    parser.add_argument("--accumulate", type=positive, default=1, metavar="K",
-                        help="micro-batches in a step (default: 1)")
-    parser.add_argument("--attention", default="fused", choices=ATTENTION, help="torch's fused kernel (default), one "
-                        "that keeps scores, or one that computes them again in backward")
-    parser.add_argument("--markdown", action="store_true", help="print one table for a design document instead")
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report to this file")
-    parser.add_argument("--plot", type=picture_file, metavar="FILE.png", help="draw memory over the steps")
-    add_shape(parser)
-    return parser
+    add_flags(result, picture="memory over the steps")
+    add = result.add_argument
+    add("--stage", default="3", metavar="0…3|FILE.py",
+        help="default: 3; a file: with build(model, group, budget), or with a class used like Stage3")
+    add("--config", default="", choices=tuple(CONFIGS), metavar="C1…C5",
+        help="instead of a stage: a system of zero_100b.py")
+    add("--offload", default="", metavar="cpu", help="masters, optimizer state and the update on the rank's host, at "
+        "stages 1 to 3")
+    add("--rank", type=int, default=0, help="which rank to be (default: 0)")
+    add("--bucket-mb", type=positive, metavar="MIB",
+        help=f"size of the buckets (default: 4, or as large as makes {BUCKETS}; a config's: 64)")
+    add("--budget-memory", type=size, metavar="SIZE", help="a file's budget.memory, 10GB say")
+    add("--budget-sent", type=size, metavar="SIZE", help="a file's budget.sent")
+    return result
 
 
 def place_of(error: ValueError, path: str) -> str:

@@ -1,7 +1,9 @@
 """What if: the calculation of `plan` with settings to slide, in a notebook (notebook/slider_cell.py) and on a page.
 
+    python -m zero_minimal sliders what-if.html
+
 A setting is a dict, as of `setting`. `asked` calculates it in Python; `expressions` are the same formulas for a
-page, written down by themselves (paper/expressions.py), and `on_a_page` is what the page makes of them.
+page, written down by themselves (paper/expressions.py).
 """
 
 import functools
@@ -12,16 +14,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from zero_minimal import pictures
-from zero_minimal.paper import moments
-from zero_minimal.paper.expressions import evaluate, writing
+from zero_minimal.paper.expressions import writing
 from zero_minimal.paper.formulas import BYTES, STATES, formula, volume
 from zero_minimal.paper.hardware import GPUS, NETWORK
 from zero_minimal.paper.moments import CHECKPOINTS, Work
 from zero_minimal.paper.shapes import parameter_count, usual_shape
 from zero_minimal.pictures.plan_chart import there
 from zero_minimal.pictures.style import LOOKS, ON_THE_WIRE, PLAIN, SENT
-from zero_minimal.programs.planning import NAMES, Speeds, activations, computing, plan, row, waiting
+from zero_minimal.programs import report
+from zero_minimal.programs.planning import NAMES, Speeds, computing, plan, row, waiting
 from zero_minimal.workload.model import GPTConfig
+from zero_minimal.workload.settings import Parser, output_file
 
 TEMPLATE = Path(pictures.__file__).with_name("what_if.html")
 COLOURS = LOOKS | {"sent": SENT, "wire": ON_THE_WIRE, "plain": PLAIN}
@@ -62,9 +65,9 @@ def asked(chosen: dict) -> dict:
     config = GPTConfig(**{name: chosen[name] for name in SHAPE}, dropout=0.0, recompute=chosen["kept"] != "all")
     return plan(
         config, chosen["data_parallel"] * chosen["model_parallel"], chosen["device_bytes"], chosen["dtype"],
-        chosen["batch"], chosen["model_parallel"], chosen["optimizer_bytes"],
-        "whole" if chosen["kept"] == "all" else chosen["kept"], Speeds(*(chosen[name] for name in SPEEDS)),
-        chosen["offload"] != "none",
+        chosen["batch"], chosen["model_parallel"], Speeds(*(chosen[name] for name in SPEEDS)),
+        chosen["offload"] != "none", optimizer_bytes=chosen["optimizer_bytes"],
+        checkpoints="whole" if chosen["kept"] == "all" else chosen["kept"],
     )
 
 
@@ -92,29 +95,18 @@ def case(dtype: str, kept: str, offload: str) -> str:
 def written(unknown: dict, dtype: str, kept: str, offload: str) -> dict:
     """{name: Symbol} of all figures."""
     config = SimpleNamespace(**{name: unknown[name] for name in SHAPE}, recompute=kept != "all")
-    work = Work(config, unknown["batch"], dtype, unknown["model_parallel"], "whole" if kept == "all" else kept)
+    work = Work(config, unknown["batch"], dtype, unknown["model_parallel"], "whole" if kept == "all" else kept,
+                optimizer_bytes=unknown["optimizer_bytes"])
     speeds, ranks = Speeds(*(unknown[name] for name in SPEEDS)), unknown["data_parallel"] * unknown["model_parallel"]
-    result = {"parameters": parameter_count(config), "parameters_of_rank": moments.rank_parameters(work),
-              **computing(work, speeds), **waiting(work, speeds), "wire": speeds.wire(ranks),
-              **{f"activations {name}": value for name, value in activations(work).items()}}
-    for stage in range(4):
-        figures = row(stage, work, ranks, unknown["device_bytes"], unknown["optimizer_bytes"], speeds,
-                      offload != "none")
-        result |= {f"{stage} {name}": figures[name] for name in ROW}
-        result[f"{stage} gradients_there"] = there(figures, "gradients")
-    return result
-
-
-def on_a_page(formulas: dict, chosen: dict) -> dict:
-    """What a page says of a setting: {name: value}."""
-    values: dict = {}
-    numbers = formulas["results"][case(chosen["dtype"], chosen["kept"], chosen["offload"])]
-    return {name: evaluate(formulas["nodes"], number, chosen, values)
-            for name, number in zip(formulas["figures"], numbers, strict=True)}
+    return flat({
+        "parameters": parameter_count(config), "parameters_of_rank": work.parts().whole, **computing(work, speeds),
+        **waiting(work, speeds), "wire": speeds.wire(ranks), "activations": work.activations(),
+        "rows": [row(stage, work, ranks, unknown["device_bytes"], speeds, offload != "none") for stage in range(4)]})
 
 
 def flat(told: dict) -> dict:
-    """What `plan` says, under the names that it has on a page."""
+    """What `plan` says, under the names that it has on a page, where a row's have the number of the stage before
+    them."""
     result = {name: value for name, value in told.items() if not isinstance(value, dict | list)}
     result |= {f"activations {name}": value for name, value in told["activations"].items()}
     for figures in told["rows"]:
@@ -174,3 +166,13 @@ def in_lines(value: object) -> str:
             lines.append("")
         lines[-1] += f"{part},"
     return "\n".join(lines).removesuffix(",")
+
+
+def main(arguments: list[str]) -> None:
+    """The command sliders: write the page, and say how to look at it."""
+    parser = Parser(prog="python -m zero_minimal sliders",
+                    description="The plan with sliders, as one HTML file for a browser: no network, no server.")
+    parser.add_argument("file", type=output_file, metavar="FILE.html", help="where to write it")
+    file: Path = parser.parse_args(arguments).file
+    report.write(page(), file)
+    print(f"open in a browser: {file.resolve().as_uri()}")
