@@ -16,6 +16,15 @@ from zero_minimal.workload.model import GPTConfig
 from zero_minimal.workload.settings import DTYPES, OPTIMIZER, Settings, output_file
 
 DISK = "/local_nvme"  # a plan knows no folders
+FSDP2 = {  # stage: (why these lines, what only the last of several micro-batches does)
+    0: ("FSDP2 always shards: stage 0 is DDP.", ["require_backward_grad_sync = {}"]),
+    1: ("FSDP2 has no stage 1. These lines send as much as stage 1: gradients and parameters stay whole until the last "
+        "micro-batch; between steps FSDP2 keeps shards of both.",
+        ["set_requires_gradient_sync({})", "set_reshard_after_backward({})"]),
+    2: ("Parameters stay whole until the last micro-batch is through, as at stage 2; between steps FSDP2 keeps shards "
+        "of them, which stage 2 does not.", ["set_reshard_after_backward({})"]),  # else each gathers the parameters
+    3: ("Blocks let their parameters go after forward, and gather them again for backward.", []),
+}
 
 
 def deepspeed(config: GPTConfig | None, told: dict, stage: int, accumulate: int = 1,
@@ -38,8 +47,8 @@ def deepspeed(config: GPTConfig | None, told: dict, stage: int, accumulate: int 
         zero |= {"stage3_prefetch_bucket_size": block, "stage3_param_persistence_threshold": 0,
                  "stage3_max_live_parameters": root + 2 * block, "stage3_max_reuse_distance": 0}
     if offload:
-        folder = {"nvme_path": DISK} if offload == "disk" else {}
-        zero["offload_optimizer"] = {"device": "nvme" if offload == "disk" else "cpu", **folder, "pin_memory": True}
+        place = {"device": "nvme", "nvme_path": DISK} if offload == "disk" else {"device": "cpu"}
+        zero["offload_optimizer"] = place | {"pin_memory": True}
     content = {
         "train_batch_size": batch * accumulate * parallel, "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": accumulate, "gradient_clipping": 0.0,
@@ -66,68 +75,35 @@ def _wide(told: dict) -> bool:
     return told["dtype"] != "fp32" and told["gradient_bytes"] == 4
 
 
-# --------------------------------------------------------------------------------------------------------------- FSDP2
-
-SHARD = """\
-import torch
-from torch.distributed.fsdp import {imports}
-
-policy = MixedPrecisionPolicy({policy})
-model.float()  # FSDP2 keeps fp32 shards, and gathers and reduces in the policy's dtypes
-for block in {blocks}:
-    fully_shard(block, reshard_after_forward={reshard}, mp_policy=policy{offload})
-fully_shard(model, reshard_after_forward=False, mp_policy=policy{offload})
-"""
-REPLICATE = """\
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
-model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # FSDP2 has no stage 0
-"""
-STEP = """\
-optimizer = torch.optim.AdamW(model.parameters(), lr={lr}, betas={betas}, weight_decay={weight_decay})
-
-for micro in range({accumulate}):
-{sync}    ({loss} / {accumulate}).backward()
-optimizer.step()
-optimizer.zero_grad()
-"""
-FOR_THE_LAST = {  # what only the last of several micro-batches does
-    0: ["require_backward_grad_sync = {}"],
-    1: ["set_requires_gradient_sync({})", "set_reshard_after_backward({})"],
-    2: ["set_reshard_after_backward({})"],  # else each of them gathers the parameters again
-    3: [],
-}
-WHY = {
-    0: "FSDP2 always shards: stage 0 is DDP.",
-    1: "FSDP2 has no stage 1. These lines send as much as stage 1: gradients and parameters stay whole "
-       "until the last micro-batch; between steps FSDP2 keeps shards of both.",
-    2: "Parameters stay whole until the last micro-batch is through, as at stage 2; between steps FSDP2 keeps shards "
-       "of them, which stage 2 does not.",
-    3: "Blocks let their parameters go after forward, and gather them again for backward.",
-}
-
-
 def fsdp2(told: dict, stage: int, accumulate: int = 1, offload: str | None = None) -> str:
     """The lines that do what the stage does. They find `model`, with its blocks, and `batches`: of tokens and targets,
     or of the keywords that a model of transformers takes."""
     lists = [f"model.{name}" for name in told.get("blocks", ("blocks",))]
     blocks = lists[0] if len(lists) == 1 else f"({', '.join(f'*{name}' for name in lists)})"
     loss = "model(**next(batches)).loss" if "model" in told else "model(*next(batches))"
-    dtype = str(DTYPES[told["dtype"]])
-    reduced = "torch.float32" if _wide(told) else dtype
-    if stage:
-        names = ["MixedPrecisionPolicy", "fully_shard"]
-        lines = SHARD.format(
-            imports=", ".join([*(["CPUOffloadPolicy"] if offload else []), *names]), reshard=stage == 3, blocks=blocks,
-            policy="" if dtype == "torch.float32" else f"param_dtype={dtype}, reduce_dtype={reduced}",
-            offload=", offload_policy=CPUOffloadPolicy()" if offload else "")
-    else:
-        lines = REPLICATE
-    last = f"micro == {accumulate - 1}"
-    sync = "".join(f"    model.{line.format(last)}\n" for line in FOR_THE_LAST[stage] if accumulate > 1)
-    return lines + STEP.format(lr=Settings.lr, accumulate=accumulate, sync=sync, loss=loss, betas=OPTIMIZER["betas"],
-                               weight_decay=OPTIMIZER["weight_decay"])
+    dtype = DTYPES[told["dtype"]]
+    dtypes = f"param_dtype={dtype}, reduce_dtype={'torch.float32' if _wide(told) else dtype}"
+    host = "CPUOffloadPolicy, " if offload else ""
+    policy = "mp_policy=policy" + ", offload_policy=CPUOffloadPolicy()" * bool(offload)
+    shard = [
+        f"from torch.distributed.fsdp import {host}MixedPrecisionPolicy, fully_shard", "",
+        f"policy = MixedPrecisionPolicy({dtypes if told['dtype'] != 'fp32' else ''})",
+        "model.float()  # FSDP2 keeps fp32 shards, and gathers and reduces in the policy's dtypes",
+        f"for block in {blocks}:", f"    fully_shard(block, reshard_after_forward={stage == 3}, {policy})",
+        f"fully_shard(model, reshard_after_forward=False, {policy})",
+    ]
+    replicate = [
+        "from torch.nn.parallel import DistributedDataParallel", "",
+        "model = DistributedDataParallel(model, gradient_as_bucket_view=True)  # FSDP2 has no stage 0",
+    ]
+    for_the_last = FSDP2[stage][1] if accumulate > 1 else []
+    return "\n".join((
+        "import torch", *(shard if stage else replicate),
+        f"optimizer = torch.optim.AdamW(model.parameters(), lr={Settings.lr}, betas={OPTIMIZER['betas']}, "
+        f"weight_decay={OPTIMIZER['weight_decay']})", "",
+        f"for micro in range({accumulate}):",
+        *(f"    model.{line.format(f'micro == {accumulate - 1}')}" for line in for_the_last),
+        f"    ({loss} / {accumulate}).backward()", "optimizer.step()", "optimizer.zero_grad()", ""))
 
 
 # -------------------------------------------------------------------------------------------------------------- command
@@ -143,15 +119,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def readers(told: dict, stage: int, file: Path) -> list[str]:
     """Lines: who takes the file as it is, with the command that trains what was planned, and who does not."""
-    why = ["gradients here are kept and reduced in the dtype of the parameters"] if _wide(told) else []
-    why += ["no ranks share a sequence here"] if told["sequence_parallel"] > 1 else []
-    why += ["they cut no model (--mp)"] if told["model_parallel"] > 1 else []
-    if why:
+    if why := _said({"gradients here are kept and reduced in the dtype of the parameters": _wide(told),
+                     "no ranks share a sequence here": told["sequence_parallel"] > 1,
+                     "they cut no model (--mp)": told["model_parallel"] > 1}):
         return [paragraph(f"DeepSpeed reads it. The stage scripts refuse it: {', and '.join(why)}.")]
     names = ("model", "sequence") if "model" in told else ("layers", "hidden", "heads", "sequence")
     model = " ".join(f"--{name} {told[name]}" for name in names) + " --recompute" * told["recompute"]
-    but = ["its vocabulary is bytes, 256"] if "model" not in told and told["vocabulary"] != 256 else []
-    but += ["its attention is fused"] if told["attention"] != "fused" else []
+    but = _said({"its vocabulary is bytes, 256": "model" not in told and told["vocabulary"] != 256,
+                 "its attention is fused": told["attention"] != "fused"})
     apart = f" (but {', and '.join(but)})" if but else ""
     ranks, node = told["ranks"], told["node"]
     here = ranks if ranks <= node else math.gcd(ranks, node)
@@ -161,41 +136,45 @@ def readers(told: dict, stage: int, file: Path) -> list[str]:
             f"        zero_minimal/stage{stage}.py --deepspeed-config {file} \\", f"        {model}"]
 
 
+def _said(sentences: dict[str, bool]) -> list[str]:
+    """Those that are so."""
+    return [sentence for sentence, is_so in sentences.items() if is_so]
+
+
 def write(flags: argparse.Namespace, config: GPTConfig | None, told: dict) -> str:
     """Write the file that the flags ask for; words about it, and FSDP2's lines. "" if they ask for none.
 
     Raises: ValueError if no stage fits, or none was asked for to be written.
     """
-    if not flags.write_deepspeed_config:
-        if flags.stage is not None:
-            raise ValueError("--stage says which one --write-deepspeed-config writes: give that, too")
+    file, accumulate, disk = flags.write_deepspeed_config, flags.accumulate, flags.offload == "disk"
+    if not file and flags.stage is not None:
+        raise ValueError("--stage says which one --write-deepspeed-config writes: give that, too")
+    if not file:
         return ""
     if told["replicate"] > 1:
         raise ValueError("the file and FSDP2's lines cut states over all ranks: give --write-deepspeed-config without "
                          "--replicate")
-    accumulate = flags.accumulate
     offloaded = [row["stage"] for row in told.get("offload", {}).get("rows", []) if row["fits"]]
     fitting = (offloaded[0] if offloaded else None) if flags.offload else told["first_stage_that_fits"]
     stage = fitting if flags.stage is None else flags.stage
     if stage is None:
         raise ValueError("--write-deepspeed-config: no stage fits, so say which one with --stage")
-    file = flags.write_deepspeed_config
     report.write_json(deepspeed(config, told, stage, accumulate, flags.offload), file)
-    words = [f"stage {stage} is written to {file}, for {plural(told['ranks'], 'rank')}.",
-             "Learning rate, betas and weight decay are this project's: choose your own."]
-    if flags.offload == "disk":
-        words.append(f"nvme_path is {DISK}: put your folder there.")
-    if flags.offload == "disk" and stage < 3:
-        words.append(f"At stage {stage} DeepSpeed (0.19) keeps the state in memory all the same; the stage scripts do "
-                     "not.")
-    if told["model_parallel"] > 1:
-        words.append("It has nothing of --mp: the model itself is cut.")
-    if told["sequence_parallel"] > 1:
-        words.append("Attention itself is to send what --sequence-parallel says: FSDP2's lines do not.")
-    scale = "fp16 needs a loss scale besides: torch.amp.GradScaler." if told["dtype"] == "fp16" else ""
-    if "model" in told and told["recompute"]:
-        scale += " Blocks recompute if you say so: model.gradient_checkpointing_enable()."
-    lines = fsdp2(told, stage, accumulate, flags.offload)
+    words = _said({
+        f"stage {stage} is written to {file}, for {plural(told['ranks'], 'rank')}.": True,
+        "Learning rate, betas and weight decay are this project's: choose your own.": True,
+        f"nvme_path is {DISK}: put your folder there.": disk,
+        f"At stage {stage} DeepSpeed (0.19) keeps the state in memory all the same; the stage scripts do not.":
+            disk and stage < 3,
+        "It has nothing of --mp: the model itself is cut.": told["model_parallel"] > 1,
+        "Attention itself is to send what --sequence-parallel says: FSDP2's lines do not.":
+            told["sequence_parallel"] > 1,
+    })
+    besides = _said({
+        "fp16 needs a loss scale besides: torch.amp.GradScaler.": told["dtype"] == "fp16",
+        "Blocks recompute if you say so: model.gradient_checkpointing_enable().": "model" in told and told["recompute"],
+    })
+    lines = fsdp2(told, stage, accumulate, flags.offload).splitlines()
     return "\n".join(("", "", paragraph(*words), "", *readers(told, stage, file), "",
-                      paragraph(f"The same in FSDP2. {WHY[stage]}", scale), "",
-                      *(f"    {line}".rstrip() for line in lines.splitlines())))
+                      paragraph(f"The same in FSDP2. {FSDP2[stage][0]}", *besides), "",
+                      *(f"    {line}".rstrip() for line in lines)))
