@@ -194,7 +194,7 @@ def main(system_class: type) -> None:
     deepspeed.add_flag(parser)
     flags = parser.parse_args()
     refuse_model(parser, flags)
-    of_file = deepspeed.of_config(parser, flags)
+    of_file = deepspeed.read_flag(parser, flags, None)
     settings, checkpoints = of_file(read_settings(parser, flags)), read_flags(parser, flags)
     check(parser, settings, int(os.environ.get("WORLD_SIZE", 1)), flags.model_parallel)
     with ranks.start(flags.device, timeout=flags.timeout) as rank:

@@ -16,16 +16,15 @@ from dataclasses import asdict
 from typing import Any
 
 from zero_minimal.meters.observer import stage_in
-from zero_minimal.programs.deepspeed_keys import OFF, TABLE, OfMesh, Refused, Taken, kind_of, read
+from zero_minimal.programs.deepspeed_keys import AUTO, OFF, TABLE, OfMesh, Refused, Taken, read
 from zero_minimal.programs.offload_flags import OFFLOADED
 from zero_minimal.workload.deepspeed_settings import SCHEDULES, DeepSpeedScaler, FromDeepSpeed
 from zero_minimal.workload.settings import DTYPES, Parser, Settings
 from zero_minimal.zero_100b import CONFIGS
 
-AUTO = "auto"
-ZERO = "zero_optimization"
 BATCHES = TOTAL, MICRO, TIMES = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-KEPT = ("partition_activations", "cpu_checkpointing")  # of "activation_checkpointing": P_a and P_a+cpu
+BUCKETS = "zero_optimization.reduce_bucket_size", "zero_optimization.allgather_bucket_size"
+HOST = "zero_optimization.offload_optimizer"
 CLIP = 1.0  # DeepSpeed's default
 ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}  # its default, with a learning rate of 0.001
 
@@ -49,7 +48,7 @@ class Wanted:
         self.flags: dict[str, Any] = {}
         for name, value in found.items():
             self._look_up(name, value, mesh)
-        self.stage = self._value(f"{ZERO}.stage") or 0
+        self.stage = self._value("zero_optimization.stage") or 0
         self._batch()
         self.dtype = self._dtype()
         self._clipping()
@@ -57,13 +56,22 @@ class Wanted:
         self._offload()
         self.optimizer = self._optimizer()
         self.scheduler = self._scheduler()
-        self.fp16 = self._all("fp16", DeepSpeedScaler) if self.dtype == "fp16" and self._says("fp16") else {}
+        scaler = inspect.getfullargspec(DeepSpeedScaler).kwonlydefaults
+        self.fp16 = self._options("fp16", scaler) if self._value("fp16.enabled") in (True, "fp16") else {}
         if self.left_open:
             self.notes.append(f'"auto" is DeepSpeed\'s default for {", ".join(self.left_open)}: no flag says it')
 
     def settings(self, settings: Settings) -> FromDeepSpeed:
         """Those of the flags, with what the file has beside them."""
         return FromDeepSpeed(**asdict(settings), optimizer=self.optimizer, scheduler=self.scheduler, fp16=self.fp16)
+
+    def say(self, name: str, flag: str, value: Any) -> None:
+        """The flag has this value. Raises: ValueError if the command line says otherwise."""
+        if flag in self.given and self.given[flag] != value:
+            shown = "--" + flag.replace("_", "-")
+            raise ValueError(f"{name} makes {shown} {_shown(value)}, and the command line has {shown} "
+                             f"{_shown(self.given[flag])}: leave one of them out")
+        self.flags[flag] = value
 
     def _look_up(self, name: str, value: Any, mesh: bool) -> None:
         """A note for a key that is ignored. Raises: ValueError for one that is refused."""
@@ -77,29 +85,13 @@ class Wanted:
             self.notes.append(f"{name} is ignored: {row.why}")
 
     def _value(self, name: str) -> Any:
-        """That of the file; for "auto" that of the flag; None if the file leaves it open."""
-        value, row = self.found.get(name), TABLE[name]
-        if value == AUTO and row.flag:
-            return self._flag(row.flag)
-        if value == AUTO and name.partition(".")[0] in ("optimizer", "scheduler", "fp16"):
+        """That of the file; for "auto" that of the flag; None if neither says it."""
+        value, flag = self.found.get(name), TABLE[name].flag
+        if value == AUTO and not flag and name.startswith(("optimizer.", "scheduler.", "fp16.")):
             self.left_open.append(name)
-        if value in (None, AUTO):
-            return None
-        words, fits = row.kind
-        if not fits(value):
-            raise ValueError(f"{name} {words}, not {json.dumps(value)}")
-        return int(value) if "whole" in words else value
-
-    def _flag(self, flag: str) -> Any:
-        return (self.defaults | self.flags).get(flag)
-
-    def _say(self, name: str, flag: str, value: Any) -> None:
-        """The flag has this value. Raises: ValueError if the command line says otherwise."""
-        if flag in self.given and self.given[flag] != value:
-            shown = "--" + flag.replace("_", "-")
-            raise ValueError(f"{name} makes {shown} {_shown(value)}, and the command line has {shown} "
-                             f"{_shown(self.given[flag])}: leave one of them out")
-        self.flags[flag] = value
+        if value == AUTO:
+            value = (self.defaults | self.flags).get(flag)
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
     def _batch(self) -> None:
         """As DeepSpeed does: any of the three may be missing, and follows from the others."""
@@ -110,35 +102,25 @@ class Wanted:
             micro, times = micro or self.defaults["batch"], times or self.defaults["accumulate"]
         elif micro is None:
             times = times or 1
-            micro = self._share(total, times, f"{times} micro-batches")
+            micro = total // (times * self.ranks)
         elif times is None:
-            times = self._share(total, micro, f"{micro} sequences")
+            times = total // (micro * self.ranks)
         if total not in (None, micro * times * self.ranks):
-            raise ValueError(f"{TOTAL} is {total}, but {MICRO} {micro} × {TIMES} {times} × {self.ranks} data-parallel "
-                             f"ranks = {micro * times * self.ranks}: one of the three is wrong, or the number of ranks")
-        self._say(MICRO if MICRO in self.found else TOTAL, "batch", micro)
-        self._say(TIMES if TIMES in self.found else TOTAL, "accumulate", times)
-
-    def _share(self, total: int, other: int, words: str) -> int:
-        if total % (other * self.ranks):
-            raise ValueError(f"{TOTAL} {total} cannot be {words} × {self.ranks} data-parallel ranks × a whole number")
-        return total // (other * self.ranks)
-
-    def _says(self, dtype: str) -> bool | None:
-        """Whether a section of 16 bit is on; None if it leaves that open."""
-        name = f"{dtype}.enabled"
-        return self._flag("dtype") == dtype if self.found.get(name) == AUTO else self._value(name)
+            raise ValueError(f"{TOTAL} {total} is not {MICRO} × {TIMES} × {self.ranks} data-parallel ranks: {micro} × "
+                             f"{times} × {self.ranks} = {micro * times * self.ranks}; one of the three is wrong, or "
+                             "the number of ranks")
+        self.say(MICRO if MICRO in self.found else TOTAL, "batch", micro)
+        self.say(TIMES if TIMES in self.found else TOTAL, "accumulate", times)
 
     def _dtype(self) -> str:
-        on = {dtype: self._says(dtype) for dtype in ("fp16", "bf16")}
-        if all(on.values()):
+        on = {name: value in (True, name) for name in ("fp16", "bf16")
+              if (value := self._value(f"{name}.enabled")) is not None}
+        if sum(on.values()) == 2:
             raise ValueError("fp16 and bf16 are both enabled: parameters have one dtype")
-        says = [dtype for dtype, enabled in on.items() if enabled is not None]
-        dtype = next((dtype for dtype in says if on[dtype]), "fp32") if says else self._flag("dtype")
-        self._say(f"{says[0]}.enabled" if says else "the file", "dtype", dtype)
+        dtype = next((name for name in on if on[name]), "fp32") if on else self.defaults["dtype"]
+        self.say(f"{next(iter(on))}.enabled" if on else "the file", "dtype", dtype)
         for name in ("communication_data_type", "data_types.grad_accum_dtype", "data_types.param_dtype"):
-            other = self.found.get(name)
-            if other not in (None, AUTO, dtype):
+            if (other := self._value(name)) not in (None, dtype):
                 raise ValueError(f"{name} is {json.dumps(other)}, and parameters are {dtype}: gradients are kept and "
                                  "reduced in that, and no other")
         if self.stage == 0 and dtype != "fp32":  # a test copies what DeepSpeed does, and then makes its losses
@@ -154,71 +136,72 @@ class Wanted:
             self.notes.append(f"gradient_clipping is not there: clipped at {largest}, DeepSpeed's default (0.19; older "
                               "ones have 0); --clip 0 does not clip")
         if largest is not None:
-            self._say("gradient_clipping", "clip", float(largest))
+            self.say("gradient_clipping", "clip", float(largest))
 
     def _buckets(self) -> None:
         """Elements there, MiB here."""
-        sizes = {key: self._value(f"{ZERO}.{key}") for key in ("reduce_bucket_size", "allgather_bucket_size")}
-        sizes = {key: elements for key, elements in sizes.items() if elements is not None}
-        if sizes and self.stage == 3:
-            self.notes.append(f"{ZERO}.{' and '.join(sizes)} is ignored: at stage 3 a unit (a block) is a bucket")
-        elif sizes:
-            key, elements = next(iter(sizes.items()))
-            if len(set(sizes.values())) > 1:
-                self.notes.append(f"{ZERO}.allgather_bucket_size is ignored: a bucket here is reduced and gathered, so "
-                                  "reduce_bucket_size is for both")
-            self._say(f"{ZERO}.{key}", "bucket_mb", elements * DTYPES[self.dtype].itemsize / 2**20)
+        sizes = {name: size for name in BUCKETS if (size := self._value(name)) is not None}
+        for name, size in sizes.items():
+            if self.stage == 3:
+                self.notes.append(f"{name} is ignored: at stage 3 a unit (a block) is a bucket")
+            elif name == next(iter(sizes)):
+                self.say(name, "bucket_mb", size * DTYPES[self.dtype].itemsize / 2**20)
+            elif size != sizes[BUCKETS[0]]:
+                self.notes.append(f"{name} is ignored: a bucket here is reduced and gathered, so reduce_bucket_size is "
+                                  "for both")
 
     def _offload(self) -> None:
-        name = f"{ZERO}.offload_optimizer"
-        device, folder = self._value(f"{name}.device"), self.found.get(f"{name}.nvme_path")
-        if device == "nvme" and (not isinstance(folder, str) or folder == AUTO):
-            raise ValueError(f"{name}.device is nvme: nvme_path must name a folder")
-        if device is not None:
-            place = {"none": None, "cpu": "cpu", "nvme": f"disk:{folder}"}[device]
-            self._say(f"{name}.device", "offload", place)
+        device = self._value(f"{HOST}.device")
+        if device is None:
+            return
+        folder = self._needed(f"{HOST}.nvme_path", "nvme") if device == "nvme" else ""
+        self.say(f"{HOST}.device", "offload", {"none": None, "cpu": "cpu", "nvme": f"disk:{folder}"}[device])
         if device == "nvme" and self.stage in (1, 2):
-            self.notes.append(f"{name}.device is nvme, and at stage {self.stage} DeepSpeed (0.19) keeps the state in "
+            self.notes.append(f"{HOST}.device is nvme, and at stage {self.stage} DeepSpeed (0.19) keeps the state in "
                               "memory all the same: here it goes to disk")
 
     def _optimizer(self) -> dict:
         """Its type in torch, and its options; {} if the file has none."""
-        if not any(key.startswith("optimizer.") for key in self.found):
+        if not self._has("optimizer"):
             return {}
-        kind = kind_of("optimizer", self.found.get("optimizer.type"))
-        adam_w_mode, torch_adam, lr, *options = (self._value(f"optimizer.params.{key}") for key in (
-            "adam_w_mode", "torch_adam", "lr", *ADAM))
-        decoupled = kind == "AdamW" or adam_w_mode is not False
-        own = ADAM | ({"weight_decay": 0.01} if decoupled and torch_adam else {})  # torch's own
-        self._say("optimizer.params.lr", "lr", float(1e-3 if lr is None else lr))
-        given = {key: value for key, value in zip(ADAM, options, strict=True) if value is not None}
-        return {"type": "AdamW" if decoupled else "Adam"} | own | given
+        kind, lr = self._needed("optimizer.type", "an optimizer"), self._value("optimizer.params.lr")
+        decoupled = kind.lower() == "adamw" or self._value("optimizer.params.adam_w_mode") is not False
+        # torch_adam: torch's own decay
+        decay = {"weight_decay": 0.01} if decoupled and self._value("optimizer.params.torch_adam") else {}
+        self.say("optimizer.params.lr", "lr", float(1e-3 if lr is None else lr))
+        return {"type": "AdamW" if decoupled else "Adam"} | self._options("optimizer.params", ADAM | decay)
 
     def _scheduler(self) -> dict:
         """Its type, and all parameters; {} if the program's own goes on."""
-        kind = self.found.get("scheduler.type")
-        if kind is None:
+        if not self._has("scheduler"):
             if self.optimizer:
                 self.notes.append("no scheduler: the learning rate stays as it is, as in DeepSpeed")
             return {"type": "constant"} if self.optimizer else {}
-        return {"type": kind} | self._all("scheduler.params", SCHEDULES[kind], kind)
+        kind = self._needed("scheduler.type", "a scheduler")
+        spec = inspect.getfullargspec(SCHEDULES[kind])
+        for name in self.found:
+            key = name.removeprefix("scheduler.params.")
+            if key not in (name, *spec.kwonlyargs) and isinstance(TABLE[name], Taken):
+                raise ValueError(f"{kind} has no {name}: it has {', '.join(spec.kwonlyargs)}")
+        needed = {key: self._needed(f"scheduler.params.{key}", kind)
+                  for key in spec.kwonlyargs if key not in spec.kwonlydefaults}
+        return {"type": kind} | needed | self._options("scheduler.params", spec.kwonlydefaults)
 
-    def _all(self, section: str, function: Callable, kind: str = "") -> dict:
-        """The values of a section for what its keys become: a schedule or a scaler, which have DeepSpeed's defaults."""
-        known = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()
-                 if parameter.kind == parameter.KEYWORD_ONLY}
-        for key in sorted(name.removeprefix(f"{section}.") for name in self.found if name.startswith(f"{section}.")):
-            if kind and key not in known and key != "last_batch_iteration":
-                raise ValueError(f"{kind} has no {section}.{key}: it has {', '.join(known)}")
-        values = {}
-        for key, default in known.items():
-            value = self._value(f"{section}.{key}")
-            if value is None and default is inspect.Parameter.empty:
-                auto = ', or "auto" for --steps' if key == "total_num_steps" else ""
-                raise ValueError(f"{kind} needs {section}.{key}: a number{auto}")
-            own = self._flag("lr") if key == "warmup_max_lr" and default is None else default
-            values[key] = own if value is None else value
-        return values
+    def _has(self, section: str) -> bool:
+        return any(name.startswith(f"{section}.") for name in self.found)
+
+    def _needed(self, name: str, whose: str) -> Any:
+        """Its value. Raises: ValueError if neither the file nor a flag says it."""
+        value, row = self._value(name), TABLE[name]
+        if value is None:
+            auto = f', or be "auto", for --{row.flag}' if row.flag else ""
+            raise ValueError(f"{whose} needs {name}: it {row.kind[0]}{auto}")
+        return value
+
+    def _options(self, section: str, defaults: dict[str, Any]) -> dict[str, Any]:
+        """The values of these keys in the file, and where it has none their defaults."""
+        found = {key: self._value(f"{section}.{key}") for key in defaults}
+        return defaults | {key: value for key, value in found.items() if value is not None}
 
 
 def _shown(value: Any) -> str:
@@ -228,8 +211,8 @@ def _shown(value: Any) -> str:
 def words(wanted: Wanted) -> str:
     """What the file says, as flags; and what no flag says."""
     flags = [f"--{name.replace('_', '-')} {_shown(value)}" for name, value in wanted.flags.items() if value is not None]
-    more = [f"{name}: " + ", ".join(f"{key} {_shown(value)}" for key, value in part.items()) for name, part in (
-        ("optimizer", wanted.optimizer), ("scheduler", wanted.scheduler), ("fp16", wanted.fp16)) if part]
+    more = [f"{name}: " + ", ".join(f"{key} {_shown(value)}" for key, value in part.items() if value is not None)
+            for name in ("optimizer", "scheduler", "fp16") if (part := getattr(wanted, name))]
     return "; ".join(["it says " + " ".join(flags), *more])
 
 
@@ -242,55 +225,21 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
                         "has of all this; flags say the rest, and what both say must agree")
 
 
-def of_stage(parser: Parser, arguments: argparse.Namespace, stage_class: type) -> Callable[[Settings], Settings]:
-    """Fill in the flags of a stage's program from the file, if there is one; what then adds to its settings. Ends the
-    program, saying what is accepted, for a file that does not fit."""
-    name = stage_class.__name__
-
-    def fit(wanted: Wanted) -> None:
-        stage = stage_in(name)
-        if wanted.stage != stage:
-            raise ValueError(f"zero_optimization.stage is {wanted.stage}, and {name} is stage {stage}: start "
-                             f"zero_minimal/stage{wanted.stage}.py with this file")
-        if name in OFFLOADED and wanted.flags.get("offload", "") is None:
-            raise ValueError(f"offload_optimizer.device is none, and {name} offloads: start "
-                             f"zero_minimal/stage{stage}.py with this file")
-
-    return _read(parser, arguments, fit, model_parallel=1)
-
-
-def of_config(parser: Parser, arguments: argparse.Namespace) -> Callable[[Settings], Settings]:
-    """The same of zero_100b.py: stage and kept activations choose one of C1 to C5."""
-
-    def fit(wanted: Wanted) -> None:
-        if wanted.flags.pop("offload", None):
-            raise ValueError("zero_100b.py has no offload of optimizer state: start zero_minimal/stage"
-                             f"{wanted.stage}.py with this file")
-        kept = tuple(wanted.found.get(f"activation_checkpointing.{key}") is True for key in KEPT)
-        fitting = [each for each, config in CONFIGS.items() if stage_in(config.stage.__name__) == wanted.stage
-                   and (config.partition, config.to_host) == (kept[0] or kept[1], kept[1])]
-        if not fitting:
-            raise ValueError(f"none of {', '.join(CONFIGS)} is stage {wanted.stage}"
-                             f"{' with cpu_checkpointing' if kept[1] else ''}: C1 and C2 are stage 1 (C2 with "
-                             "partition_activations), C3 to C5 stage 2 (C4 with partition_activations, C5 with "
-                             "cpu_checkpointing, too)")
-        if "config" in wanted.given and wanted.given["config"] != fitting[0]:
-            raise ValueError(f"it asks for {fitting[0]}, and the command line has --config {wanted.given['config']}: "
-                             "leave one of them out")
-        wanted.flags["config"] = fitting[0]
-
-    return _read(parser, arguments, fit, arguments.model_parallel, mesh=True)
-
-
-def _read(parser: Parser, arguments: argparse.Namespace, fit: Callable[[Wanted], None], model_parallel: int,
-          mesh: bool = False) -> Callable[[Settings], Settings]:
+def read_flag(parser: Parser, arguments: argparse.Namespace,
+              stage_class: type | None) -> Callable[[Settings], Settings]:
+    """Fill in the flags of a program from the file, if there is one; what then adds to its settings. Ends the program,
+    saying what is accepted, for a file that does not fit. stage_class: that of a stage's program; None: zero_100b.py's.
+    """
     path = arguments.deepspeed_config
     if path is None:
         return lambda settings: settings
-    ranks = int(os.environ.get("WORLD_SIZE", 1)) // model_parallel
+    ranks = int(os.environ.get("WORLD_SIZE", 1)) // (1 if stage_class else arguments.model_parallel)
     try:
-        wanted = Wanted(read(path), parser.given_values(), vars(arguments), ranks, mesh)
-        fit(wanted)
+        wanted = Wanted(read(path), parser.given_values(), vars(arguments), ranks, mesh=not stage_class)
+        if stage_class:
+            _check_stage(wanted, stage_class.__name__)
+        else:
+            _choose_config(wanted)
     except ValueError as error:
         parser.error(f"--deepspeed-config {path}: {error}")
     vars(arguments).update(wanted.flags)
@@ -298,3 +247,27 @@ def _read(parser: Parser, arguments: argparse.Namespace, fit: Callable[[Wanted],
         for line in (words(wanted), *wanted.notes):
             print(f"{os.path.basename(path)}: {line}", file=sys.stderr)
     return wanted.settings
+
+
+def _check_stage(wanted: Wanted, name: str) -> None:
+    stage, stays = stage_in(name), name in OFFLOADED and wanted.flags.get("offload", "") is None
+    if stays or wanted.stage != stage:
+        there = "offload_optimizer.device is none" if stays else f"zero_optimization.stage is {wanted.stage}"
+        raise ValueError(f"{there}, and {name} {'offloads' if stays else f'is stage {stage}'}: start "
+                         f"zero_minimal/stage{wanted.stage}.py with this file")
+
+
+def _choose_config(wanted: Wanted) -> None:
+    """Stage and kept activations choose one of C1 to C5."""
+    if wanted.flags.pop("offload", None):
+        raise ValueError("zero_100b.py has no offload of optimizer state: start zero_minimal/stage"
+                         f"{wanted.stage}.py with this file")
+    cut, to_host = (wanted.found.get(f"activation_checkpointing.{key}") is True
+                    for key in ("partition_activations", "cpu_checkpointing"))
+    fitting = [each for each, config in CONFIGS.items() if stage_in(config.stage.__name__) == wanted.stage
+               and (config.partition, config.to_host) == (cut or to_host, to_host)]
+    if not fitting:
+        raise ValueError(f"none of {', '.join(CONFIGS)} is stage {wanted.stage}{' with cpu_checkpointing' * to_host}: "
+                         "C1 and C2 are stage 1 (C2 with partition_activations), C3 to C5 stage 2 (C4 with "
+                         "partition_activations, C5 with cpu_checkpointing, too)")
+    wanted.say("the file", "config", fitting[0])

@@ -99,7 +99,7 @@ def main(stage_class) -> None:
     offload_flags.add_flags(parser)
     deepspeed.add_flag(parser)
     arguments = parser.parse_args()
-    of_file = deepspeed.of_stage(parser, arguments, stage_class)
+    of_file = deepspeed.read_flag(parser, arguments, stage_class)
     settings, flags = of_file(read_settings(parser, arguments)), read_flags(parser, arguments)
     away = offload_flags.read_flags(parser, arguments, stage_class)
 
