@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from zero_minimal import one_page
+from zero_minimal.classroom.grader_client import grade
 from zero_minimal.classroom.grades import Grades
-from zero_minimal.classroom.judging import grade
 from zero_minimal.classroom.lessons import found as lessons
 from zero_minimal.meters.traffic import TrafficMeter
 from zero_minimal.one_page import Naive, Stage1, Stage2, Stage3
