@@ -200,6 +200,9 @@ WRONG = {
         1, "test_groups_stay_groups", r"zero.optimizer has foreach=None, and the user gave foreach=False",
         over_shards(end="return optimizer_class(shards, **{name: options[name] for name in options if name in KNOWN})",
                     begin="KNOWN = 'lr', 'betas', 'eps', 'weight_decay', 'momentum'")),
+    "padding to 4096 elements a rank": Wrong(
+        1, "test_each_rank_optimizes_its_part", r"together hold 16384 elements, and the model has 8654: .* are padding",
+        padded_size("return -(-elements // (4096 * world_size)) * 4096 * world_size"), 2),
     "the groups' shards are mixed up": Wrong(
         1, "test_groups_stay_groups", r"of all (3 )?ranks together (must )?hold .* group 0 \(matrices, which decay",
         over_shards(which="== len(groups) - 1 - index")),
@@ -448,6 +451,15 @@ WRONG |= {  # the same, where the kernel counts
     "nothing is sent, to the kernel": Wrong(
         2, "test_the_kernel_counts_a_backward", r"squares of all gradient shards add up to", bucket_complete(
             reduce=AT_ONCE)),
+    "all reductions are under way until backward ends, to the kernel": Wrong(
+        2, "test_the_kernel_counts_a_backward", r"as the kernel counts, .* many reductions are under way at a time",
+        bucket_complete(wait="", end="self.all = [*getattr(self, 'all', []), pending]") | {"Stage1.backward_ends": """
+            def backward_ends(self):
+                while self.all:
+                    self.all.pop(0).wait()
+                for param in self.model.parameters():
+                    param.grad = None
+            """}),
     "the whole optimizer state, to the kernel": Wrong(
         3, "test_the_kernel_counts_a_step", r"rank \d holds up to \d+.\d MB, as the kernel counts", IN_DISGUISE),
 }
