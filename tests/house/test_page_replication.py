@@ -1,6 +1,8 @@
 """The page of the replication: each figure on it is from the run whose JSON lies beside it, and its sentences say what
 that run found."""
 
+import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from zero_minimal.pictures.replication_chart import draw_replication
 from zero_minimal.programs import replicate
 from zero_minimal.programs import replicate_results as results
-from zero_minimal.programs.replicate_plan import FULL, NEW, OFFLOADED, PAIRS, PLAIN, SAME, STANDARD, ZERO, sessions
+from zero_minimal.programs.replicate_plan import FULL, NEW, OFFLOADED, PLAIN, SAME, STANDARD, ZERO, sessions
 
 FOLDER = Path(__file__).parents[2] / "lessons/11_reading_critically"
 PAGE = (FOLDER / "replication.md").read_text(encoding="utf-8")
@@ -19,10 +21,18 @@ PROSE = " ".join(PAGE.split())
 CONTENT = json.loads((FOLDER / "replication.json").read_text(encoding="utf-8"))
 SIZE = next(iter(results.tables(CONTENT, SAME)))
 PEAKS = results.peaks(CONTENT)
+# which first, which second: all four with ZeRO on and off, and offload on either side
+PAIRS = (*itertools.product((STANDARD, ZERO), repeat=2), (STANDARD, OFFLOADED), (OFFLOADED, STANDARD))
 
 
 def spread(values):
     return f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def of_cell(ranks, first, second, model, figure):
+    """[seed]: a figure of one cell of the factorial."""
+    found = results.passes(CONTENT, "factorial", ranks=ranks, before=first, kind=second, model=model)
+    return [each[figure] for each in found]
 
 
 def signed(values):
@@ -37,7 +47,7 @@ def assert_rows(*rows):
 
 
 def test_the_file_is_of_a_whole_run_of_the_plan_as_it_is():
-    assert CONTENT["plan"] == json.loads(json.dumps(FULL.settings()))
+    assert CONTENT["plan"] == json.loads(json.dumps(dataclasses.asdict(FULL)))
     assert set(CONTENT["sessions"]) == {session.name for session in sessions(FULL)}
     assert not replicate.missing(CONTENT, FULL)
     minutes = sum(session["wall_seconds"] for session in CONTENT["sessions"].values()) / 60
@@ -69,7 +79,7 @@ def test_what_the_page_says_of_the_reports_table():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_factorial(ranks):
-    assert_rows(*((words, first, second, *(spread(results.by_seed(CONTENT, ranks, first, second, model, figure))
+    assert_rows(*((words, first, second, *(spread(of_cell(ranks, first, second, model, figure))
                                            for figure in results.LOSSES))
                   for model, words in ((NEW, "new model"), (SAME, "same object")) for first, second in PAIRS))
     assert CONTENT["plan"]["factorial_steps"] * 8 == 1600 and "1,600 sentences each" in PROSE
@@ -79,9 +89,9 @@ def test_who_comes_second_wins_and_zero_changes_no_bit():
     for ranks in (1, 2):
         for figure in results.LOSSES:
             for first, second in PAIRS:
-                assert results.wins(CONTENT, ranks, first, second, figure) == (5, 5)
-            new = results.by_seed(CONTENT, ranks, STANDARD, STANDARD, NEW, figure)
-            assert results.by_seed(CONTENT, ranks, STANDARD, ZERO, NEW, figure) == new
+                pairs = results.in_order(CONTENT, ranks, first, second, figure)
+                assert len(pairs) == 5 and all(after < before for before, after in pairs)
+            assert of_cell(ranks, STANDARD, ZERO, NEW, figure) == of_cell(ranks, STANDARD, STANDARD, NEW, figure)
     pairs = results.twins(CONTENT)
     assert results.same_bits(pairs) == len(pairs) == 2 * 5 * (5 + 6)
     assert f"**Exactly 0.** {len(pairs)} pairs of passes here differ" in PROSE
@@ -98,14 +108,11 @@ def test_whose_the_gain_is():
 
 
 def test_the_faster_rate():
-    found = list(results.of_part(CONTENT, "rates"))
-    assert len(found) == 5 and {session["rate"] for session in found} == {0.002}
+    found = results.grouped(results.passes(CONTENT, "rates", rate=0.002), "number", "kind", "batch")
     assert CONTENT["sessions"]["position"]["rate"] * 4 == 0.002
-    lines, losses = [], {}
-    for number, each in enumerate(found[0]["passes"]):
-        losses[number] = [[session["passes"][number][figure] for session in found] for figure in results.LOSSES]
-        lines.append((f"{number + 1}. {each['kind']}", each["batch"], *map(spread, losses[number])))
-    assert_rows(*lines)
+    losses = [[[row[figure] for row in rows] for figure in results.LOSSES] for rows in found.values()]
+    assert [len(rows) for rows in found.values()] == [5] * 3
+    assert_rows(*((f"{number + 1}. {kind}", batch, *map(spread, losses[number])) for number, kind, batch in found))
     above = sum(third > first for first, third in zip(losses[0][1], losses[2][1], strict=True))
     assert f"In {above} of 5 seeds the third pass ends above the first, in validation loss." in PROSE and above > 0
 
@@ -123,8 +130,8 @@ def test_memory_and_time():
 
 def test_the_trap_and_the_bar():
     right, wrong = CONTENT["data"]["shuffled"], CONTENT["data"]["position"]
-    (session,) = results.of_part(CONTENT, "position")
-    assert f"reports an accuracy of {session['passes'][0]['accuracy']:.1%} on what is held out" in PROSE
+    (trapped,) = results.passes(CONTENT, "position")
+    assert f"reports an accuracy of {trapped['accuracy']:.1%} on what is held out" in PROSE
     assert (f"{wrong['held_out_positive']:.1%} of the last fifth are positive, and {wrong['training_positive']:.1%} of "
             "the rest") in PROSE
     assert f"is right in {1 - wrong['held_out_positive']:.1%}" in PROSE

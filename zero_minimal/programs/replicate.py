@@ -19,7 +19,7 @@ from zero_minimal.pictures import style
 from zero_minimal.pictures.replication_chart import draw_replication
 from zero_minimal.processes import ranks
 from zero_minimal.programs import download, progress, report
-from zero_minimal.programs.replicate_plan import FULL, QUICK, Plan, Session, batches, sessions
+from zero_minimal.programs.replicate_plan import FULL, QUICK, Plan, Session, sessions
 from zero_minimal.programs.replicate_results import describe, drawn
 from zero_minimal.programs.replicate_session import SEQUENCE, Data, run
 from zero_minimal.workload import reviews as texts
@@ -48,9 +48,7 @@ def main(arguments: list[str]) -> None:
     plan = QUICK if flags.quick else FULL
     try:
         ranks.choose(flags.device, None, 2)
-        content = kept(flags.json, plan)
-        if flags.again:
-            forget(content, flags.again)
+        content = kept(flags.json, plan, flags.again)
         if flags.reviews or flags.imdb or missing(content, plan):
             run_missing(content, plan, flags)
     except ValueError as error:
@@ -60,12 +58,10 @@ def main(arguments: list[str]) -> None:
         style.save(draw_replication(drawn(content)), flags.plot)
 
 
-# ------------------------------------------------------------------------------------------------------------ the file
-
-
-def kept(file: Path | None, plan: Plan) -> dict:
-    """What the file has, or the beginning of a new one. Raises: ValueError for a file of something else."""
-    fresh = {"plan": json.loads(json.dumps(plan.settings())), "torch": torch.__version__, "data": None, "sessions": {}}
+def kept(file: Path | None, plan: Plan, again: str | None = None) -> dict:
+    """What the file has, but for a part that is measured again, or the beginning of a new one. Raises: ValueError for a
+    file of something else."""
+    fresh = {"plan": json.loads(json.dumps(asdict(plan))), "torch": torch.__version__, "data": None, "sessions": {}}
     if file is None or not file.exists():
         return fresh
     try:
@@ -74,19 +70,17 @@ def kept(file: Path | None, plan: Plan) -> dict:
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{file} is there, and replicate did not write it: give --json another name") from None
     for name in ("plan", "torch"):
-        if known[name] != fresh[name]:
-            was, now = ((each[name]["name"] if name == "plan" else each[name]) for each in (known, fresh))
-            words = (f"{name} {was} there, {now} now" if was != now
-                     else f"the plan that is called {now} was another one then")
-            raise ValueError(f"{file} is of a run with other settings ({words}): give --json another name, or run it "
-                             "with those")
-    return known
+        check_same(file, name, known[name], fresh[name])
+    left = {name: session for name, session in known["sessions"].items() if session["part"] != again}
+    return known | {"sessions": left}
 
 
-def forget(content: dict, part: str) -> None:
-    """Leave a part's sessions out."""
-    for name in [name for name, session in content["sessions"].items() if session["part"] == part]:
-        del content["sessions"][name]
+def check_same(file: Path | None, name: str, there: dict | str, now: dict | str) -> None:
+    """Raises: ValueError if the plan, the torch or the data that the file was made with are others now."""
+    if there != now:
+        was, will = (each["name"] if isinstance(each, dict) else each for each in (there, now))
+        raise ValueError(f"{file} is of another run ({name} {was} there, {will} now"
+                         f"{', which has changed' * (was == will)}): give --json another name")
 
 
 def missing(content: dict, plan: Plan) -> list[Session]:
@@ -94,22 +88,16 @@ def missing(content: dict, plan: Plan) -> list[Session]:
     return [session for session in sessions(plan) if session.name not in content["sessions"]]
 
 
-# ------------------------------------------------------------------------------------------------------------ the data
-
-
 def read(flags: argparse.Namespace) -> tuple[dict, dict[str, Data]]:
     """What the data are, for the file; and {"shuffled", "position": the data split so}. Raises: ValueError."""
     if flags.imdb:
-        parts = texts.read_imdb(flags.imdb)
+        parts, name = texts.read_imdb(flags.imdb), "IMDB"
         splits = {"shuffled": parts, "position": texts.split_by_position([*parts[0], *parts[1]])}
-        name = "IMDB"
     else:
         file = flags.reviews or download.reviews()
-        reviews = texts.read(file)
+        reviews, name = texts.read(file), Path(file).name
         splits = {"shuffled": texts.split(reviews, SPLIT_SEED), "position": texts.split_by_position(reviews)}
-        name = Path(file).name
-    every = repr([splits["shuffled"]]).encode()
-    told = {"name": name, "sha256": hashlib.sha256(every).hexdigest()}
+    told = {"name": name, "sha256": hashlib.sha256(repr([splits["shuffled"]]).encode()).hexdigest()}
     encoded = {}
     for split, (training, held_out) in splits.items():
         vocabulary = texts.Vocabulary(training)
@@ -123,15 +111,10 @@ def read(flags: argparse.Namespace) -> tuple[dict, dict[str, Data]]:
     return told, encoded
 
 
-# ------------------------------------------------------------------------------------------------------------- the run
-
-
 def run_missing(content: dict, plan: Plan, flags: argparse.Namespace) -> None:
     """Run what is not there, and write the file after each session. Raises: ValueError for other data than before."""
     told, data = read(flags)
-    if content["data"] not in (None, told):
-        raise ValueError(f"{flags.json} is of a run with other data ({content['data']['name']} there, {told['name']} "
-                         "now, and not the same sentences): give --json another name")
+    check_same(flags.json, "data", content["data"] or told, told)
     content["data"] = told
     left = missing(content, plan)
     every = sum(len(session.passes) for session in sessions(plan))
@@ -139,16 +122,10 @@ def run_missing(content: dict, plan: Plan, flags: argparse.Namespace) -> None:
         bar.update(every - sum(len(session.passes) for session in left))
         for session in left:
             bar.set_description(session.name)
-            content["sessions"][session.name] = run_one(session, plan, data[session.split], flags.device)
+            began = time.perf_counter()
+            found = ranks.run(run, session.ranks, session, data[session.split], device=flags.device, timeout=7200)
+            content["sessions"][session.name] = asdict(session) | {
+                "size": str(session.size), "wall_seconds": time.perf_counter() - began, "passes": found[0]}
             if flags.json:
                 report.write_json(content, flags.json)
             bar.update(len(session.passes))
-
-
-def run_one(session: Session, plan: Plan, data: Data, device: str) -> dict:
-    """A session in ranks of its own: what the file keeps of it."""
-    steps = [batches(plan, session, each, len(data.labels)) for each in session.passes]
-    began = time.perf_counter()
-    found = ranks.run(run, session.ranks, session, data, steps, device=device, timeout=7200)
-    setting = asdict(session) | {"size": str(session.size)}
-    return setting | {"wall_seconds": time.perf_counter() - began, "passes": found[0]}

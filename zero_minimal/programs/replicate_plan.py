@@ -10,7 +10,7 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 STANDARD, ZERO, OFFLOADED = "standard", "ZeRO", "offloaded"
 PLAIN = "plain torch"  # for one rank
@@ -54,11 +54,6 @@ class Session:
     steps: int | None = None  # of a pass; None: all batches of the data
     bucket_mb: float = 4.0
 
-    @property
-    def watched(self) -> bool:
-        """Whether memory is counted: the ledger takes a second to open, so only where it is told."""
-        return self.part in ("table", "memory")
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -75,10 +70,6 @@ class Plan:
     rounds: int
     timed_steps: int
 
-    def settings(self) -> dict:
-        """As JSON: what a file was made with."""
-        return asdict(self)
-
 
 FULL = Plan("full", (Size(1, 64), Size(1, 32), Size(2, 32), Size(2, 64)), 5, None, 200, 7, 40)
 QUICK = Plan("quick", (Size(1, 64), Size(1, 32)), 2, 300, 200, 3, 30)
@@ -86,10 +77,9 @@ FASTER_RATE = 4 * Session.rate
 # the report's three passes, and last the one that it left out
 SCRIPT = (Pass(STANDARD), Pass(ZERO, model=SAME), Pass(ZERO, 16, SAME), Pass(STANDARD, 16, SAME))
 AFRESH = tuple(Pass(each.kind, each.batch) for each in SCRIPT)
-# which first, which second: all four with ZeRO on and off, and offload on either side
-PAIRS = (*itertools.product((STANDARD, ZERO), repeat=2), (STANDARD, OFFLOADED), (OFFLOADED, STANDARD))
-# One walk that takes each pair twice: from a pass with a new model to one with the same object, as in the 1st and 2nd,
-# and from such a one to a pass with a new model, as in the 2nd and 3rd
+# Pairs of a first and a second: all four with ZeRO on and off, and offload on either side. One walk takes each of them
+# twice: from a pass with a new model to one with the same object, as in the 1st and 2nd, and from such a one to a pass
+# with a new model, as in the 2nd and 3rd
 WALK = (STANDARD, STANDARD, ZERO, ZERO, STANDARD, ZERO, ZERO, STANDARD, OFFLOADED, STANDARD, STANDARD, OFFLOADED,
         STANDARD)
 FACTORIAL = tuple(Pass(kind, model=SAME if number % 2 else NEW) for number, kind in enumerate(WALK))
@@ -100,28 +90,20 @@ TIMED = (Pass(STANDARD), Pass(ZERO), Pass(OFFLOADED), Pass(STANDARD, 16))
 
 def sessions(plan: Plan) -> Iterator[Session]:
     """All of a plan, what tells most first."""
-    first, *others = plan.sizes
-    for size, seed in (*((first, seed) for seed in range(plan.seeds)), *((size, 0) for size in others)):
+    first, seeds = plan.sizes[0], range(plan.seeds)
+    for size, seed in (*((first, seed) for seed in seeds), *((size, 0) for size in plan.sizes[1:])):
         for words, passes in (("one object", SCRIPT), ("new models", AFRESH)):  # with its mistake, and without
             yield Session("table", f"table, {size}, {words}, seed {seed}", size, passes, seed=seed, steps=plan.steps)
-    for seed, world_size in itertools.product(range(plan.seeds), WORLDS):
-        yield Session("factorial", f"factorial, N = {world_size}, seed {seed}", first, FACTORIAL, world_size, seed,
+    for seed, ranks in itertools.product(seeds, WORLDS):
+        yield Session("factorial", f"factorial, N = {ranks}, seed {seed}", first, FACTORIAL, ranks, seed,
                       steps=plan.factorial_steps)
     yield Session("position", "position", first, SCRIPT[:1], split="position", steps=plan.steps)
-    for seed in range(plan.seeds):
+    for seed in seeds:
         yield Session("rates", f"rates, {FASTER_RATE:g}, seed {seed}", first, SCRIPT[:3], seed=seed, rate=FASTER_RATE,
                       steps=plan.steps)
-    for world_size in WORLDS:
-        kinds = (*([PLAIN] if world_size == 1 else []), STANDARD, ZERO, OFFLOADED)
-        passes = tuple(Pass(kind, batch) for batch in (8, 16) for kind in kinds)
-        yield Session("memory", f"memory, N = {world_size}", first, passes, world_size, steps=FEW,
-                      bucket_mb=SMALL_BUCKETS)
-    for world_size in WORLDS:
-        yield Session("times", f"times, N = {world_size}", first, TIMED * plan.rounds, world_size,
-                      steps=plan.timed_steps)
-
-
-def batches(plan: Plan, session: Session, each: Pass, reviews: int) -> int:
-    """Steps of a pass over so many reviews. Half as many with twice the batch, if plan or session say how many."""
-    every = reviews // each.batch
-    return every if session.steps is None else min(every, session.steps * 8 // each.batch)
+    for ranks in WORLDS:
+        kinds = (PLAIN, STANDARD, ZERO, OFFLOADED)[ranks > 1:]
+        yield Session("memory", f"memory, N = {ranks}", first, tuple(
+            Pass(kind, batch) for batch in (8, 16) for kind in kinds), ranks, steps=FEW, bucket_mb=SMALL_BUCKETS)
+    for ranks in WORLDS:
+        yield Session("times", f"times, N = {ranks}", first, TIMED * plan.rounds, ranks, steps=plan.timed_steps)

@@ -10,22 +10,18 @@ from zero_minimal.programs.words import paragraph
 
 LOSSES = {"training_loss": "training loss", "validation_loss": "validation loss"}
 BITS = ("losses", "weights")
-
-
-def of_part(content: dict, part: str) -> list[dict]:
-    """Its sessions."""
-    return [session for session in content["sessions"].values() if session["part"] == part]
+ORDERS = (STANDARD, ZERO), (ZERO, STANDARD)  # which first, which second
 
 
 def passes(content: dict, part: str, **wanted) -> list[dict]:
     """All passes of a part that are as wanted, each with what its session says, its number there, and the pass before
     it: "first" is that pass, and "before" its kind, None if there is none."""
     found = []
-    for session in of_part(content, part):
+    for session in content["sessions"].values():
         befores = ({"kind": None}, *session["passes"])
         for number, (first, each) in enumerate(zip(befores, session["passes"], strict=False)):
             row = session | each | {"number": number, "first": first, "before": first["kind"]}
-            if all(row[name] == value for name, value in wanted.items()):
+            if all(row[name] == value for name, value in ({"part": part} | wanted).items()):
                 found.append(row)
     return found
 
@@ -40,11 +36,11 @@ def grouped(rows: list[dict], *names: str) -> dict[tuple, list[dict]]:
 
 def tables(content: dict, model: str) -> dict[str, list[list[dict]]]:
     """{size: [seed][pass]} of the report's script, with the SAME object, or with NEW models."""
-    found = [session for session in of_part(content, "table") if session["passes"][-1]["model"] == model]
-    return {size: [session["passes"] for session in seeds] for (size,), seeds in grouped(found, "size").items()}
-
-
-# -------------------------------------------------------------------------------------------------------- the factorial
+    found: dict = {}
+    for (size, _), own in grouped(passes(content, "table"), "size", "name").items():
+        if own[-1]["model"] == model:
+            found.setdefault(size, []).append(own)
+    return found
 
 
 def twins(content: dict) -> list[tuple[dict, dict]]:
@@ -59,46 +55,33 @@ def same_bits(pairs: list[tuple[dict, dict]]) -> int:
     return sum(all(one[name] == other[name] for name in BITS) for one, other in pairs)
 
 
-def by_seed(content: dict, ranks: int, before: str | None, kind: str, model: str, figure: str) -> list[float]:
-    """[seed]: a figure of one cell of the factorial."""
-    found = passes(content, "factorial", ranks=ranks, before=before, kind=kind, model=model)
-    return [each[figure] for each in found]
-
-
 def in_order(content: dict, ranks: int, first: str, second: str, figure: str) -> list[tuple[float, float]]:
     """[seed]: a figure after the first pass, and after the second with the same object."""
     found = passes(content, "factorial", ranks=ranks, before=first, kind=second, model=SAME)
     return [(each["first"][figure], each[figure]) for each in found]
 
 
-def wins(content: dict, ranks: int, first: str, second: str, figure: str) -> tuple[int, int]:
-    """Seeds in which the second pass, with the same object, ends with a lower figure than the first; and all seeds."""
-    pairs = in_order(content, ranks, first, second, figure)
-    return sum(after < before for before, after in pairs), len(pairs)
-
-
-# ------------------------------------------------------------------------------------- the attribution, memory, times
-
-
 def attribution(content: dict, figure: str) -> dict[str, list[float]]:
     """{whose: [seed]}: by how much each lowers a figure, on the way from the report's first row to its last one, with
     ZeRO and twice the batch. Together they are "all"."""
+    found: dict = {"ZeRO": [], "twice the batch": [], "earlier training": [], "all": []}
     told, afresh = (next(iter(tables(content, model).values())) for model in (SAME, NEW))
-    ways = [[new[0][figure], new[1][figure], new[2][figure], same[2][figure]]
-            for same, new in zip(told, afresh, strict=True)]
-    found = {whose: [way[step] - way[step + 1] for way in ways]
-             for step, whose in enumerate(("ZeRO", "twice the batch", "earlier training"))}
-    return found | {"all": [same[0][figure] - same[2][figure] for same in told]}
+    for same, new in zip(told, afresh, strict=True):
+        way = [each[figure] for each in (new[0], new[1], new[2], same[2])]
+        steps = [one - other for one, other in zip(way, way[1:], strict=False)]
+        for values, lower in zip(found.values(), (*steps, same[0][figure] - same[2][figure]), strict=True):
+            values.append(lower)
+    return found
 
 
 def times(content: dict) -> dict[int, dict[str, dict[str, float]]]:
     """{ranks: {what: spread of its time over standard's at batch 8}}: of a step; of all data, for batch 16."""
-    names = {(ZERO, 8): ZERO, (OFFLOADED, 8): OFFLOADED, (STANDARD, 16): "batch 16"}
-    found = {}
+    found: dict = {}
     for (ranks,), rows in grouped(passes(content, "times"), "ranks").items():
         seconds = {what: [each["step_seconds"] * 8 / each["batch"] for each in own]
                    for what, own in grouped(rows, "kind", "batch").items()}
-        found[ranks] = {name: ratios(seconds[what], seconds[STANDARD, 8]) for what, name in names.items()}
+        names = {ZERO: (ZERO, 8), OFFLOADED: (OFFLOADED, 8), "batch 16": (STANDARD, 16)}
+        found[ranks] = {name: ratios(seconds[what], seconds[STANDARD, 8]) for name, what in names.items()}
     return found
 
 
@@ -107,22 +90,17 @@ def peaks(content: dict) -> dict[tuple[int, int, str], int]:
     return {(each["ranks"], each["batch"], each["kind"]): each["peak"] for each in passes(content, "memory")}
 
 
-# -------------------------------------------------------------------------------------------------------- for a picture
-
-
 def drawn(content: dict) -> dict:
     """What draw_replication() takes: the first size's tables, and the factorial at N = 1."""
-    size = next(iter(tables(content, SAME)))
-    runs = {words: tables(content, model)[size] for words, model in (("one object", SAME), ("new models", NEW))}
-    gain = {figure: attribution(content, figure) for figure in LOSSES}
+    runs = {words: next(iter(tables(content, model).values()))
+            for words, model in (("one object", SAME), ("new models", NEW))}
     return {
         "passes": [(each["kind"], each["batch"]) for each in runs["one object"][0]],
         "losses": {name: {words: [[each[figure] for each in passes] for passes in seeds]
                           for words, seeds in runs.items()} for figure, name in LOSSES.items()},
-        "orders": {name: [((first, second), in_order(content, 1, first, second, figure))
-                          for first, second in ((STANDARD, ZERO), (ZERO, STANDARD))]
+        "orders": {name: [(order, in_order(content, 1, *order, figure)) for order in ORDERS]
                    for figure, name in LOSSES.items()},
-        "gain": {name: {whose: values for whose, values in gain[figure].items() if whose != "all"}
+        "gain": {name: {whose: values for whose, values in attribution(content, figure).items() if whose != "all"}
                  for figure, name in LOSSES.items()},
     }
 
@@ -132,14 +110,13 @@ def drawn(content: dict) -> dict:
 
 def describe(content: dict) -> str:
     """All of it, for a terminal."""
-    size = next(iter(tables(content, SAME)))
     return "\n\n".join((
         "", about_data(content),
         "1. The report's table: one model object, one pass after the other; seed 0", report_table(content, SAME),
         "What would you conclude?",
         "2. The same passes, each with a new model; seed 0", report_table(content, NEW),
-        f"3. Two passes, {size}: mean of the seeds, and from the lowest to the highest", factorial_table(content),
-        about_twins(content),
+        f"3. Two passes, {next(iter(tables(content, SAME)))}: mean of the seeds, and from the lowest to the highest",
+        *factorial_tables(content), about_twins(content),
         "4. Whose is the gain from the table's first row to its third?", attribution_table(content),
         "5. At another learning rate", rates_table(content),
         "6. Memory of rank 0, and time", peaks_table(content), times_table(content),
@@ -150,31 +127,28 @@ def about_data(content: dict) -> str:
     """What was read, and the trap in it."""
     data = content["data"]
     right, wrong = data["shuffled"], data["position"]
-    (session,) = of_part(content, "position")
+    (trapped,) = passes(content, "position")
     return paragraph(
         f"{data['name']}: {right['training']:,} sentences to train with, {right['held_out']:,} held out,",
         f"{right['held_out_positive']:.0%} of them positive; naive Bayes on words finds {right['naive_bayes']:.1%}.",
         f"Split by position, without shuffling, {wrong['training_positive']:.1%} of the first part would be positive,",
         f"and {wrong['held_out_positive']:.1%} of what is held out: a model trained so finds the class of",
-        f"{session['passes'][0]['accuracy']:.1%}, and who says \"negative\" to all has",
-        f"{1 - wrong['held_out_positive']:.1%} right.")
+        f"{trapped['accuracy']:.1%}, and who says \"negative\" to all has {1 - wrong['held_out_positive']:.1%} right.")
 
 
 def report_table(content: dict, model: str) -> str:
     """The table that the report printed: a line for each pass, by size."""
-    lines = [["layers × width, system, batch", "training loss", "validation loss", "accuracy", "peak, MB", "seconds",
-              "parameters"]]
-    for size, seeds in tables(content, model).items():
-        for each in seeds[0]:
-            peak = each["peak_never_reset" if model == SAME else "peak"]
-            lines.append([f"{size}  {each['kind']}, {each['batch']}", f"{each['training_loss']:.4f}",
-                          f"{each['validation_loss']:.4f}", f"{each['accuracy']:.1%}", f"{peak / 1e6:.2f}",
-                          f"{each['seconds']:.1f}", f"{each['parameters']:,}"])
+    peak = "peak_never_reset" if model == SAME else "peak"
+    lines = [["layers × width, system, batch", *LOSSES.values(), "accuracy", "peak, MB", "seconds", "parameters"]]
+    for size, (seed_0, *_) in tables(content, model).items():
+        lines += [[f"{size}  {each['kind']}, {each['batch']}", *(f"{each[figure]:.4f}" for figure in LOSSES),
+                   f"{each['accuracy']:.1%}", f"{each[peak] / 1e6:.2f}", f"{each['seconds']:.1f}",
+                   f"{each['parameters']:,}"] for each in seed_0]
     return report.table(lines)
 
 
-def factorial_table(content: dict) -> str:
-    """Tables of all cells, with the mean of the seeds and their lowest and highest."""
+def factorial_tables(content: dict) -> list[str]:
+    """All cells, with the mean of the seeds and their lowest and highest."""
     parts: dict = {}
     cells = grouped(passes(content, "factorial"), "ranks", "model", "before", "kind")
     for (ranks, model, before, kind), rows in sorted(cells.items(), key=str):
@@ -182,7 +156,7 @@ def factorial_table(content: dict) -> str:
             [f"N = {ranks}, {model} {'model' if model == NEW else 'object'}", *LOSSES.values(), "accuracy"]])
         lines.append([f"{kind} after {before or 'nothing'}", *losses_text(rows),
                       f"{sum(row['accuracy'] for row in rows) / len(rows):.1%}"])
-    return "\n\n".join(map(report.table, parts.values()))
+    return [report.table(lines) for lines in parts.values()]
 
 
 def about_twins(content: dict) -> str:
@@ -193,47 +167,45 @@ def about_twins(content: dict) -> str:
         f"{len(pairs)} pairs of passes differ only in ZeRO, in offload or in what came first. In {same_bits(pairs)} "
         "all losses and all trained parameters are the same bits; the largest difference in training loss is "
         f"{training:g}, in validation loss {validation:g}.")]
-    for first, second in ((STANDARD, ZERO), (ZERO, STANDARD)):
-        (training, of), (validation, _) = (wins(content, 1, first, second, figure) for figure in LOSSES)
+    for first, second in ORDERS:
+        training, validation = ([after < before for before, after in in_order(content, 1, first, second, figure)]
+                                for figure in LOSSES)
         lines.append(paragraph(
             f"{first} first, then {second} with the same object, N = 1: {second} has the lower training loss in "
-            f"{training} of {of} seeds, the lower validation loss in {validation}."))
+            f"{sum(training)} of {len(training)} seeds, the lower validation loss in {sum(validation)}."))
     return "\n".join(lines)
 
 
 def attribution_table(content: dict) -> str:
     """By how much each lowers the losses."""
     told = [attribution(content, figure) for figure in LOSSES]
-    lines = [["lowers by", *LOSSES.values()]]
-    lines += [[whose, *(spread_text(each[whose], signed=True) for each in told)] for whose in told[0]]
-    return report.table(lines)
+    return report.table([["lowers by", *LOSSES.values()], *(
+        [whose, *(spread_text(each[whose], "+.3f") if any(each[whose]) else "exactly 0" for each in told)]
+        for whose in told[0])])
 
 
 def rates_table(content: dict) -> str:
     """The report's three passes with one object at the faster rate, over the seeds."""
     found = grouped(passes(content, "rates"), "rate", "number", "kind", "batch")
-    lines = [[f"rate {next(iter(found))[0]:g}", "batch", *LOSSES.values()]]
-    for (_, number, kind, batch), rows in found.items():
-        lines.append([f"{number + 1}. {kind}", str(batch), *losses_text(rows)])
-    return report.table(lines)
+    return report.table([[f"rate {next(iter(found))[0]:g}", "batch", *LOSSES.values()], *(
+        [f"{number + 1}. {kind}", str(batch), *losses_text(rows)] for (_, number, kind, batch), rows in found.items())])
 
 
 def peaks_table(content: dict) -> str:
     """Bytes of one rank."""
     found = peaks(content)
     kinds = list(dict.fromkeys(kind for *_, kind in found))
-    lines = [["peak, MB", *kinds]]
-    for ranks, batch in dict.fromkeys((ranks, batch) for ranks, batch, _ in found):
-        own = [found.get((ranks, batch, kind)) for kind in kinds]
-        lines.append([f"N = {ranks}, batch {batch}", *(f"{peak / 1e6:.2f}" if peak else "–" for peak in own)])
-    return report.table(lines)
+    return report.table([["peak, MB", *kinds], *(
+        [f"N = {ranks}, batch {batch}",
+         *(f"{found[ranks, batch, kind] / 1e6:.2f}" if (ranks, batch, kind) in found else "–" for kind in kinds)]
+        for ranks, batch in dict.fromkeys((ranks, batch) for ranks, batch, _ in found))])
 
 
 def times_table(content: dict) -> str:
     """Ratios, measured in turn."""
-    lines = [[f"N = {ranks}", what, *(f"{ratio[name]:.2f}" for name in ("median", "min", "max"))]
-             for ranks, rows in times(content).items() for what, ratio in rows.items()]
-    return report.table([["time × standard's, batch 8", "", "median", "min", "max"], *lines])
+    return report.table([["time × standard's, batch 8", "", "median", "min", "max"], *(
+        [f"N = {ranks}", what, *(f"{ratio[name]:.2f}" for name in ("median", "min", "max"))]
+        for ranks, rows in times(content).items() for what, ratio in rows.items())])
 
 
 def losses_text(rows: list[dict]) -> list[str]:
@@ -241,9 +213,6 @@ def losses_text(rows: list[dict]) -> list[str]:
     return [spread_text([row[name] for row in rows]) for name in LOSSES]
 
 
-def spread_text(values: list[float], signed: bool = False) -> str:
+def spread_text(values: list[float], form: str = ".3f") -> str:
     """ "0.510 (0.501 – 0.522)": the mean, the lowest and the highest."""
-    form = "+.3f" if signed else ".3f"
-    if signed and set(values) == {0}:
-        return "exactly 0"
     return f"{sum(values) / len(values):{form}} ({min(values):{form}} – {max(values):{form}})"

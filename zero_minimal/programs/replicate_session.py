@@ -7,7 +7,7 @@ an order of the data of its own, the same each time. So whatever differs between
 import hashlib
 import statistics
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ class Plain:
 
 CLASSES = {STANDARD: Stage0, ZERO: Stage2, OFFLOADED: Offloaded2, PLAIN: Plain}
 SEQUENCE = 32  # words; of longer sentences the rest is not read
+MEMORY_TOLD = ("table", "memory")  # parts; the ledger takes a second to open
 WATCHED = 2  # steps of a pass under the ledger, which slows them; the clock takes the others
 WARM = 10  # steps more that the median step leaves out, if there are so many
 
@@ -51,19 +52,19 @@ class Data(NamedTuple):
     vocabulary: int
 
 
-def run(session: Session, data: Data, steps: list[int]) -> list[dict]:
-    """In each rank: a report for each pass. steps: of each pass."""
+def run(session: Session, data: Data) -> list[dict]:
+    """In each rank: a report for each pass."""
     torch.set_num_threads(1)  # the same bits with any number of cores; and on a busy one threads wait for threads
     with ranks.start() as rank:
-        ledger = Ledger(rank.device.type) if session.watched else None
+        ledger = Ledger(rank.device.type) if session.part in MEMORY_TOLD else None
         held = sum(part.nbytes for part in data[:4]) if rank.device.type == "cpu" else 0  # the ledger sees them there
         model, found = None, []
-        for each, count in zip(session.passes, steps, strict=True):
+        for each in session.passes:
             if each.model == NEW:
                 model = None  # before the new one takes memory
                 model = make(session, data, rank)
             before = len(ledger.timeline) if ledger else 0
-            found.append(train(model, each, session, count, data, ledger, rank))
+            found.append(train(model, each, session, data, ledger, rank))
             if ledger:
                 highest = max(moment.total for moment in ledger.timeline[before:])
                 found[-1] |= {"peak": highest - held, "peak_never_reset": ledger.peak.total - held}
@@ -77,49 +78,40 @@ def make(session: Session, data: Data, rank: ranks.Rank) -> Encoder:
     return Encoder(EncoderConfig(size.layers, size.hidden, size.heads, data.vocabulary, SEQUENCE)).to(rank.device)
 
 
-def train(model: Encoder, each: Pass, session: Session, steps: int, data: Data, ledger: Ledger | None,
-          rank: ranks.Rank) -> dict:
+def steps_of(session: Session, each: Pass, reviews: int) -> int:
+    """Of a pass over so many reviews. Half as many with twice the batch, if the session says how many."""
+    every = reviews // each.batch
+    return every if session.steps is None else min(every, session.steps * 8 // each.batch)
+
+
+def train(model: Encoder, each: Pass, session: Session, data: Data, ledger: Ledger | None, rank: ranks.Rank) -> dict:
     """One pass: what it has learned at its end, what it took."""
-    settings = Settings(steps=steps, lr=session.rate, batch=each.batch // rank.world_size, seed=session.seed,
-                        bucket_mb=session.bucket_mb)
-    watch = Watch(ledger)
+    settings = Settings(steps=steps_of(session, each, len(data.labels)), lr=session.rate, seed=session.seed,
+                        batch=each.batch // rank.world_size, bucket_mb=session.bucket_mb)
     with ledger or nullcontext():
         zero = CLASSES[each.kind](model, torch.optim.AdamW, bucket_bytes=int(settings.bucket_mb * 2**20),
                                   **settings.optimizer_options())
         if ledger:
             ledger.watch(zero)
     loop.seed_dropout(settings, rank.rank)
-    batches = Batches(data.tokens, data.labels, each.batch, session.seed, rank.rank, rank.world_size)
-    losses = torch.stack([losses[0] for losses in loop.steps(zero, batches, settings, observers=[watch])])
-    (training_loss,) = loop.mean_over_ranks([losses.double().mean().item()], rank)
-    return {
-        "kind": each.kind, "batch": each.batch, "model": each.model, "steps": steps,
-        "training_loss": training_loss, "losses": digest([losses]), "weights": digest(model.parameters()),
-        **evaluate(model, data, rank),
-        "parameters": sum(param.numel() for param in model.parameters() if param.requires_grad),
-        **watch.seconds_of(steps),
-    }
-
-
-class Watch:
-    """An observer of the loop: memory in the first steps, if there is a ledger, and the clock in the others."""
-
-    def __init__(self, ledger: Ledger | None):
-        self.ledger, self.seconds = ledger, []
-
-    @contextmanager
-    def step(self):
-        """Around one optimizer step."""
-        with (len(self.seconds) < WATCHED and self.ledger) or nullcontext():
+    steps = loop.steps(zero, Batches(data.tokens, data.labels, each.batch, session.seed, rank.rank, rank.world_size),
+                       settings)
+    losses, seconds = [], []
+    for step in range(settings.steps):
+        with (step < WATCHED and ledger) or nullcontext():
             start = time.perf_counter()
-            yield
-            self.seconds.append(time.perf_counter() - start)
-
-    def seconds_of(self, steps: int) -> dict[str, float]:
-        """Of the median step, and of all steps if none had been watched."""
-        timed = self.seconds[WATCHED:] or self.seconds
-        return {"step_seconds": statistics.median(timed[WARM:] or timed),
-                "seconds": sum(timed) * steps / len(timed)}
+            losses += next(steps)
+            seconds.append(time.perf_counter() - start)
+    timed = seconds[WATCHED:] or seconds
+    losses = torch.stack(losses)
+    return {
+        "kind": each.kind, "batch": each.batch, "model": each.model, "steps": settings.steps,
+        "training_loss": loop.mean_over_ranks([losses.double().mean().item()], rank)[0],
+        "losses": digest([losses]), "weights": digest(model.parameters()), **evaluate(model, data, rank),
+        "parameters": sum(param.numel() for param in model.parameters() if param.requires_grad),
+        "step_seconds": statistics.median(timed[WARM:] or timed),
+        "seconds": sum(timed) * settings.steps / len(timed),  # of all steps, had none been watched
+    }
 
 
 @torch.no_grad()
