@@ -27,6 +27,17 @@ def words(told):
     return " ".join(describe(told).split())
 
 
+@pytest.fixture
+def command(tmp_path, capsys):
+    """A function that runs plan with these flags: what it prints, without its lines, and its JSON."""
+
+    def run(flags):
+        program.main(["plan", *flags.split(), f"--json={tmp_path / 'plan.json'}"])
+        return " ".join(capsys.readouterr().out.split()), json.loads((tmp_path / "plan.json").read_text())
+
+    return run
+
+
 FIGURE_1 = shape_for(7_500_000_000, 1024, recompute=True)
 BIG = GPTConfig(layers=125, hidden=8192, heads=64, sequence=1024, vocabulary=50257, dropout=0.0, recompute=True)
 
@@ -57,13 +68,11 @@ def test_another_optimizer_has_another_k():
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("parameters", [1e9, 7.5e9, 100e9, 1e12])
 def test_the_fewest_ranks_are_enough_and_one_less_is_not(stage, parameters):
+    def fit(ranks):
+        return sum(formulas.model_states(stage, int(parameters), ranks, "fp16").values()) <= 32e9
+
     fewest = formulas.fewest_ranks(stage, int(parameters), 32e9, "fp16")
-    if fewest is None:
-        assert sum(formulas.model_states(stage, int(parameters), 10**9, "fp16").values()) > 32e9
-        return
-    assert sum(formulas.model_states(stage, int(parameters), fewest, "fp16").values()) <= 32e9
-    if fewest > 1:
-        assert sum(formulas.model_states(stage, int(parameters), fewest - 1, "fp16").values()) > 32e9
+    assert not fit(10**9) if fewest is None else fit(fewest) and (fewest == 1 or not fit(fewest - 1))
 
 
 def test_the_bold_cells_of_table_1_are_the_first_that_fit():
@@ -114,6 +123,8 @@ def test_groups_that_keep_all_states_shard_within_and_all_reduce_between(stage, 
         assert row["sent_bytes"] == pytest.approx(whole["sent_bytes"])
     fewest = group["fewest_data_parallel_ranks"]
     assert row["fewest_data_parallel_ranks"] == (fewest and 2 * fewest)
+    two, one = (plan(FIGURE_1, 8 * groups, 32e9, replicate=groups, offload="cpu")["offload"] for groups in (2, 1))
+    assert two == one
     assert plan(FIGURE_1, 16, 32e9, replicate=1)["rows"][stage] == whole and whole["between_bytes"] == 0
 
 
@@ -129,31 +140,24 @@ def test_between_groups_gradients_go_at_the_networks_rate():
 # --------------------------------------------------------------------------------------------------------- quantities
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("7.5B", 7_500_000_000), ("1T", 10**12), ("1.5b", 1_500_000_000), ("125M", 125_000_000), ("3 K", 3000), ("42", 42),
-    ("1e9", 10**9), ("1_000", 1000), ("7.5E9", 7_500_000_000), ("1e+9", 10**9), ("1e18", 10**18),
+@pytest.mark.parametrize(("read", "values"), [
+    (count, {"7.5B": 7_500_000_000, "1T": 10**12, "1.5b": 1_500_000_000, "125M": 125_000_000, "3 K": 3000, "42": 42,
+             "1e9": 10**9, "1_000": 1000, "7.5E9": 7_500_000_000, "1e+9": 10**9, "1e18": 10**18}),
+    (size, {"32GB": 32 * 10**9, "32GiB": 32 * 2**30, "80 gb": 80 * 10**9, "512MiB": 2**29, "1TB": 10**12, "7B": 7}),
 ])
-def test_counts_as_people_write_them(text, value):
-    assert count(text) == value
+def test_counts_and_sizes_as_people_write_them(read, values):
+    """Decimal, unless they say otherwise."""
+    assert {text: read(text) for text in values} == values
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("32GB", 32 * 10**9), ("32GiB", 32 * 2**30), ("80 gb", 80 * 10**9), ("512MiB", 2**29), ("1TB", 10**12), ("7B", 7),
+@pytest.mark.parametrize(("read", "accepted", "wrong"), [
+    *((count, "K, M, B and T", wrong)
+      for wrong in ("", "B", "7.5Q", "-1B", "0", "seven", "1 2B", "32GB", "nan", "1e999", "1e19")),
+    *((size, "32GB", wrong) for wrong in ("32G", "-1GB", "0GB", "lots", "2e6TB")),
 ])
-def test_sizes_are_decimal_unless_they_say_otherwise(text, value):
-    assert size(text) == value
-
-
-@pytest.mark.parametrize("wrong", ["", "B", "7.5Q", "-1B", "0", "seven", "1 2B", "32GB", "nan", "1e999", "1e19"])
-def test_other_counts_are_answered_with_what_is_accepted(wrong):
-    with pytest.raises(argparse.ArgumentTypeError, match="K, M, B and T"):
-        count(wrong)
-
-
-@pytest.mark.parametrize("wrong", ["32G", "-1GB", "0GB", "lots", "2e6TB"])
-def test_other_sizes_are_answered_with_what_is_accepted(wrong):
-    with pytest.raises(argparse.ArgumentTypeError, match="32GB"):
-        size(wrong)
+def test_others_are_answered_with_what_is_accepted(read, accepted, wrong):
+    with pytest.raises(argparse.ArgumentTypeError, match=accepted):
+        read(wrong)
 
 
 def test_numbers_as_text():
@@ -270,21 +274,19 @@ def test_a_step_waits_for_model_parallelism_over_the_link_inside_a_node_or_the_n
     assert partitioned["model_parallel_seconds"] == pytest.approx(13 / 12 * waited, rel=1e-9)
 
 
-def test_a_device_is_slower_in_fp32(capsys):
+def test_a_device_is_slower_in_fp32(command):
     seconds = []
     for dtype, rate in (("fp16", "125 TFLOP/s"), ("fp32", "15.7 TFLOP/s")):
-        program.main(["plan", "--params=1.5B", f"--dtype={dtype}"])
-        text = capsys.readouterr().out
+        text, told = command(f"--params=1.5B --dtype={dtype}")
         assert f"40% of {rate}, the device's in {dtype}" in text and "at 12.5 GB/s, the network" in text
-        seconds.append(plan(BIG, 64, 32e9, dtype)["compute_seconds"])
+        seconds.append(told["compute_seconds"])
     assert seconds[1] / seconds[0] == pytest.approx(125 / 15.7)
     assert all(gpu.operations_fp32 < gpu.operations for gpu in GPUS.values())
 
 
-def test_heads_that_nobody_gave_are_such_that_model_parallel_ranks_can_share_them(capsys, tmp_path):
-    for parallel in (1, 16, 64):
-        program.main(["plan", "--layers=48", "--hidden=1600", f"--mp={parallel}", f"--json={tmp_path / 'plan.json'}"])
-        assert json.loads((tmp_path / "plan.json").read_text())["heads"] % parallel == 0
+@pytest.mark.parametrize("parallel", (1, 16, 64))
+def test_heads_that_nobody_gave_are_such_that_model_parallel_ranks_can_share_them(parallel, command):
+    assert command(f"--layers=48 --hidden=1600 --mp={parallel}")[1]["heads"] % parallel == 0
 
 
 def test_a_step_takes_as_long_as_arithmetic_says():
@@ -294,6 +296,8 @@ def test_a_step_takes_as_long_as_arithmetic_says():
     assert on_weights == pytest.approx(8 * parameter_count(BIG) * 2 * 1024, rel=0.01)  # 8Ψ a token: forward runs twice
     attention = operations.attention(*sizes, 2, 1024, recompute=True) / 2
     assert told["compute_seconds"] == pytest.approx((on_weights + attention) / 40e12, rel=1e-6)
+    once, thrice = (plan(BIG, 64, 32e9, accumulate=count)["compute_seconds"] for count in (1, 3))
+    assert thrice == pytest.approx(3 * once)
     assert told["rows"][3]["send_seconds"] == pytest.approx(3 * 2 * parameter_count(BIG) * 63 / 64 / 10e9, rel=1e-6)
 
 
@@ -306,13 +310,11 @@ def test_data_parallelism_goes_over_the_link_where_all_ranks_share_a_node(ranks,
     assert why in words(told) and f"{size_text(speed)}/s" in words(told)
 
 
-def test_speeds_can_be_given(tmp_path, capsys):
-    flags = ["plan", "--params=1B", "--ranks=4", "--node=2", "--link=10GB", "--network=1GB", "--mp=2"]
-    program.main([*flags, f"--json={tmp_path / 'plan.json'}"])
-    told = json.loads((tmp_path / "plan.json").read_text())
+def test_speeds_can_be_given(command):
+    text, told = command("--params=1B --ranks=4 --node=2 --link=10GB --network=1GB --mp=2")
     assert told["rows"][2]["send_seconds"] == told["rows"][2]["sent_bytes"] / 1e9
     assert told["model_parallel_seconds"] == told["model_parallel_bytes"] / 10e9
-    assert "a node has 2 devices" in " ".join(capsys.readouterr().out.split())
+    assert "a node has 2 devices" in text
 
 
 def test_a_link_has_one_speed_everywhere():
@@ -338,13 +340,6 @@ def test_it_says_that_attention_is_fused():
         words(told))
 
 
-LONG = ["--params=7.5B --ranks=64", "--params=1T --ranks=1024 --hardware=H200", "--params=3M --ranks=2",
-        "--params=100B --mp=16 --ranks=400 --batch=32 --recompute --checkpoints=P_a",
-        "--params=175B --mp=8 --ranks=1024 --sequence=131072 --batch=16 --no-recompute --hardware=A100-80GB",
-        "--params=14B --ranks=2000 --memory=30GB",
-        "--params=175B --mp=8 --ranks=1024 --replicate=16 --hardware=H100-80GB"]
-
-
 def test_it_says_on_how_many_ranks_it_would_fit():
     told = plan(FIGURE_1, 2, 32e9)
     fewest = min(row["fewest_data_parallel_ranks"] or 99 for row in told["rows"])
@@ -368,29 +363,32 @@ def test_what_is_not_asked_for_is_as_in_training(parser, flags):
         assert getattr(parser().parse_args(flags), name) == getattr(training.parse_args(flags), name), name
 
 
-@pytest.mark.parametrize("flags", LONG)
+@pytest.mark.parametrize("flags", [
+    "--params=7.5B --ranks=64", "--params=1T --ranks=1024 --hardware=H200", "--params=3M --ranks=2",
+    "--params=100B --mp=16 --ranks=400 --batch=32 --recompute --checkpoints=P_a",
+    "--params=175B --mp=8 --ranks=1024 --sequence=131072 --batch=16 --no-recompute --hardware=A100-80GB",
+    "--params=14B --ranks=2000 --memory=30GB", "--params=175B --mp=8 --ranks=1024 --replicate=16 --hardware=H100-80GB",
+])
 def test_it_fits_a_terminal(flags, capsys):
     program.main(["plan", *flags.split()])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
-def test_the_command(tmp_path, capsys):
-    program.main(["plan", "--params=7.5B", "--ranks=64", f"--json={tmp_path / 'plan.json'}",
-                  f"--plot={tmp_path / 'plan.png'}"])
-    text = capsys.readouterr().out
-    assert all(figure in text for figure in ("120.00", "31.41", "16.64", "1.88"))
-    assert "stage 2, P_os+g, is the first that fits" in text and "16·b·s·h a block" in " ".join(text.split())
-    assert "10⁹ bytes" in " ".join(text.split())
-    assert len(json.loads((tmp_path / "plan.json").read_text())["rows"]) == 4
+def test_the_command(tmp_path, command):
+    text, told = command(f"--params=7.5B --ranks=64 --plot={tmp_path / 'plan.png'}")
+    for said in ("120.00", "31.41", "16.64", "1.88", "stage 2, P_os+g, is the first that fits", "16·b·s·h a block",
+                 "10⁹ bytes"):
+        assert said in text
+    assert len(told["rows"]) == 4
     pixels = imread(tmp_path / "plan.png")
     assert pixels.shape[0] > 700 and pixels[..., :3].std() > 0.1
 
 
-def test_hardware_and_memory(capsys):
-    program.main(["plan", "--params=7.5B", "--ranks=2", "--hardware=H200"])
-    assert f"H200 counts as {GPUS['H200'].memory / 1e9:.0f} GB" in " ".join(capsys.readouterr().out.split())
-    program.main(["plan", "--params=7.5B", "--ranks=2", "--memory=10GiB"])
-    assert "10.7 GB" in capsys.readouterr().out
+@pytest.mark.parametrize(("flag", "said"), [
+    ("--hardware=H200", "H200 counts as 141 GB"), ("--memory=10GiB", "10.7 GB"),
+])
+def test_hardware_and_memory(flag, said, command):
+    assert said in command(f"--params=7.5B --ranks=2 {flag}")[0]
 
 
 REFUSED = {
@@ -412,17 +410,12 @@ REFUSED = {
     "plan --layers=48 --hidden=1600 --heads=25 --mp=16": "accepted: 1, 5, 25",
     "plan --layers=2 --hidden=100 --mp=64": "accepted: 1, 2, 4, 5",
     "plan --params=1B --plot=picture.txt": ".png, .svg",
-    "simulate --params=7.5Q": "K, M, B and T",
-    "simulate --params=-1B": "above 0",
     "simulate --params=1B --layers=2": "not both",
-    "simulate --layers=2": "--layers and --hidden",
-    "simulate --params=1B --ranks=6 --mp=4": "accepted: 1, 2, 3, 6",
     "simulate --layers=2 --hidden=100 --heads=3": "accepted with it: 1, 2, 4, 5",
     "simulate --params=100 --sequence=32": "ask for more parameters",
     "simulate --params=1B --stage=4": "4 is not a file: give 0, 1, 2 or 3",
     "simulate --params=1B --config=C4 --stage=0": "without --stage and --no-recompute",
     "simulate --params=1B --config=C4 --no-recompute": "without --stage and --no-recompute",
-    "simulate --params=1B --plot=picture.txt": ".png, .svg",
 }
 
 

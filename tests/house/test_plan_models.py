@@ -9,7 +9,6 @@ import pytest
 from house.test_foreign_models import LARGE, library, written  # noqa: F401  fixtures
 
 from zero_minimal.__main__ import main
-from zero_minimal.paper import formulas
 from zero_minimal.paper.quantities import size_text
 from zero_minimal.programs import deepspeed_keys, measured
 from zero_minimal.programs.cases import Case
@@ -55,30 +54,6 @@ def test_micro_batches_beside_running_code(stage, written):  # noqa: F811
     assert row["sent_bytes"] == run["traffic"]["theory_bytes"]
     once, thrice = (planned(model, batch=4, accumulate=count)["compute_seconds"] for count in (1, 3))
     assert thrice == pytest.approx(3 * once)
-
-
-def test_gradients_in_fp32_are_two_bytes_more_and_are_sent_so(written):  # noqa: F811
-    model = ForeignModel(written(**LARGE), 64)
-    plain, wide = planned(model), planned(model, gradient_bytes=4)
-    for stage in range(4):
-        more = 2 * plain["parameters"] / (4 if stage >= 2 else 1)
-        assert wide["rows"][stage]["gradients"] - plain["rows"][stage]["gradients"] == more
-        assert wide["rows"][stage]["sent_bytes"] == formulas.traffic(
-            stage, plain["parameters"], 4, "bf16", gradient_bytes=4)
-    assert planned(model, optimizer_bytes=6)["rows"][1]["optimizer"] == 6 * plain["parameters"] / 4
-    for wrong in ({"dtype": "fp32"}, {"offload": "cpu"}):
-        with pytest.raises(ValueError, match="for 16-bit parameters that are not offloaded"):
-            planned(model, gradient_bytes=4, **wrong)
-
-
-def test_groups_that_keep_all_states_need_what_one_group_does(written):  # noqa: F811
-    model = ForeignModel(written(**LARGE), 64)
-    told, group = (planned(model, ranks=count, offload="cpu", replicate=count // 4) for count in (8, 4))
-    for row, alone in zip(told["rows"], group["rows"], strict=True):
-        assert row["together"] == alone["together"]
-        assert row["sent_bytes"] - row["between_bytes"] == alone["sent_bytes"]
-        assert row["between_bytes"] == 2 * told["parameters"] / 4 * 2 / 2
-    assert told["offload"] == group["offload"]
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))

@@ -227,6 +227,9 @@ WRONG = {
     "dtype": (dict(dtype="fp8"), "fp32, bf16, fp16"),
     "stage": (dict(stage=4), "0, 1, 2 or 3"),
     "config": (dict(config="C6"), "C1, C2, C3, C4, C5"),
+    "attention": (dict(attention="flash"), "attention must be one of fused"),
+    "attention, cut": (dict(ranks=3, model_parallel=3, attention="unfused"), "--attention changes the GPT"),
+    "attention, C4": (dict(ranks=3, model_parallel=3, config="C4", attention="unfused"), "--attention changes"),
 }
 
 

@@ -3,7 +3,7 @@
 import argparse
 
 from zero_minimal.paper.kernels import ATTENTION
-from zero_minimal.paper.quantities import count
+from zero_minimal.paper.quantities import count, plural
 from zero_minimal.paper.shapes import VOCABULARY, usual_heads, usual_shape
 from zero_minimal.workload.foreign import ForeignModel
 from zero_minimal.workload.model import GPTConfig
@@ -55,3 +55,9 @@ def chosen(flags: argparse.Namespace) -> GPTConfig | ForeignModel:
     heads = flags.heads or usual_heads(flags.hidden, shares)
     return GPTConfig(layers=flags.layers, hidden=flags.hidden, heads=heads, sequence=flags.sequence, dropout=0.0,
                      vocabulary=flags.vocabulary or VOCABULARY, recompute=flags.recompute)
+
+
+def sizes_text(model: dict) -> str:
+    """"48 blocks of width 1600, 25 heads, vocabulary 50257"."""
+    return (f"{plural(model['layers'], 'block')} of width {model['hidden']}, {plural(model['heads'], 'head')}, "
+            f"vocabulary {model['vocabulary']}")

@@ -13,7 +13,8 @@ from zero_minimal.paper.quantities import count_text, plural, seconds_text, size
 from zero_minimal.pictures import style
 from zero_minimal.pictures.plan_chart import draw_plan
 from zero_minimal.programs import deepspeed_written, plan_markdown, report
-from zero_minimal.programs.models import add_flags, chosen
+from zero_minimal.programs.models import add_flags, chosen, sizes_text
+from zero_minimal.programs.plan_markdown import ranks_text, sent
 from zero_minimal.programs.planning import LINKS, NAMES, PLACES, Speeds, plan
 from zero_minimal.programs.words import paragraph
 from zero_minimal.workload.settings import Parser, positive
@@ -39,10 +40,8 @@ def heading(told: dict, hardware: str) -> str:
     groups = "" if shared == 1 else (
         f" = {ranks // shared:,} × {shared} that share a model: N in formulas is {told['shards']:,}, Ψ a rank's share,"
         f" {told['parameters_of_rank']:,}")
-    blocks = plural(told["layers"], "block")
-    shape = (f": {told['name']} of {told['model']}, {blocks}, vocabulary {told['vocabulary']:,}" if "model" in told else
-             f"{groups}. {blocks} of width {told['hidden']}, {plural(told['heads'], 'head')}, vocabulary "
-             f"{told['vocabulary']}")
+    shape = f"{groups}. {sizes_text(told)}" if "model" not in told else (
+        f": {told['name']} of {told['model']}, {plural(told['layers'], 'block')}, vocabulary {told['vocabulary']:,}")
     return paragraph(
         f"{'Ψ = ' if shared == 1 else ''}{told['parameters']:,} parameters in {told['dtype']} on "
         f"{plural(ranks, 'rank')}{shape};",
@@ -203,11 +202,6 @@ def sequence_text(told: dict) -> str:
     return str(own) if own == told["sequence"] else f"{own} of {told['sequence']}"
 
 
-def ranks_text(data_parallel: int | None, told: dict) -> str:
-    """A number of ranks, all of them."""
-    return "none" if data_parallel is None else f"{data_parallel * told['model_parallel']:,}"
-
-
 def offload_notes(away: dict) -> str:
     """What lies on device, host and disk, and what crosses the bus between them. away: the plan's "offload"."""
     words = "the host" if away["place"] == "cpu" else "a disk"
@@ -271,9 +265,9 @@ def wire_note(told: dict) -> str:
 
 def time_rows(told: dict) -> list[list[str]]:
     """What data-parallel ranks send, and the least and the most that a step takes."""
-    sent = "sent in a step" if told["replicate"] == 1 else "within + between"
-    return [["stage", sent, "takes", "a step, all overlaps", "a step, nothing does"]] + [
-        [f"  {row['stage']}", plan_markdown.sent(row),
+    ways = "sent in a step" if told["replicate"] == 1 else "within + between"
+    return [["stage", ways, "takes", "a step, all overlaps", "a step, nothing does"]] + [
+        [f"  {row['stage']}", sent(row),
          *(seconds_text(row[time]) for time in ("send_seconds", "least_seconds", "most_seconds"))]
         for row in told["rows"]]
 

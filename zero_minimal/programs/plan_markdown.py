@@ -12,6 +12,11 @@ def sent(row: dict) -> str:
     return size_text(row["sent_bytes"] - between) + (f" + {size_text(between)}" if between else "")
 
 
+def ranks_text(data_parallel: int | None, told: dict) -> str:
+    """A number of ranks, all of them."""
+    return "none" if data_parallel is None else f"{data_parallel * told['model_parallel']:,}"
+
+
 def of_plan(told: dict, hardware: str = "") -> str:
     """A row for each stage. told: what plan() gave."""
     sends = "sent a step" if told["replicate"] == 1 else "sent a step, within + between"
@@ -19,11 +24,10 @@ def of_plan(told: dict, hardware: str = "") -> str:
             sends, "step, at least", "step, at most"]
     rows = []
     for row in told["rows"]:
-        fewest = row["fewest_data_parallel_ranks"]
         rows.append([
             str(row["stage"]), row["name"], *(size_text(row[name]) for name in (*STATES, "activations", "passing")),
             f"{size_text(row['together'])} ({row['moment']})", "yes" if row["fits"] else "no",
-            "none" if fewest is None else f"{fewest * told['model_parallel']:,}", sent(row),
+            ranks_text(row["fewest_data_parallel_ranks"], told), sent(row),
             seconds_text(row["least_seconds"]), seconds_text(row["most_seconds"]),
         ])
     notes = [f"- {line}" for line in assumed(told, hardware)]

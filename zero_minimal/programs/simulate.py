@@ -20,7 +20,7 @@ from zero_minimal.pictures import style
 from zero_minimal.pictures.simulation_chart import draw_simulation
 from zero_minimal.programs import plan_markdown, progress, report
 from zero_minimal.programs.cases import BUCKETS, Budget, Case, phases
-from zero_minimal.programs.models import add_flags, chosen
+from zero_minimal.programs.models import add_flags, chosen, sizes_text
 from zero_minimal.programs.registry import CONFIGS
 from zero_minimal.programs.simulation import Living, Simulation, simulate
 from zero_minimal.programs.words import paragraph
@@ -52,19 +52,13 @@ def heading(result: dict) -> str:
         data_parallel = result["ranks"] // parallel
         of, whole = f"{result['ranks']:,} = {data_parallel:,} × {parallel} that share a model", "The model: "
         share = f"N in the formulas is {data_parallel:,}, Ψ this rank's share, {result['parameters_of_rank']:,}."
+    sizes = f"as {model['file']} says" if "file" in model else sizes_text(model)
     recomputed = ", recomputed block by block" if model["recompute"] or result["config"] else ""
     return paragraph(
         f"{result['name']}, rank {result['rank']} of {of}; simulated on fake tensors, {result['dtype']}.",
-        f"{whole}{result['parameters']:,} parameters: {_sizes(model)}; {case['batch']} × {model['sequence']} tokens "
+        f"{whole}{result['parameters']:,} parameters: {sizes}; {case['batch']} × {model['sequence']} tokens "
         f"a rank{recomputed}.", share, f"Sizes are decimal: GB are 10⁹ bytes. Attention is {case['attention']}.",
         f"A step is {case['accumulate']} micro-batches." if case["accumulate"] > 1 else "")
-
-
-def _sizes(model: dict) -> str:
-    if "file" in model:
-        return f"as {model['file']} says"
-    return (f"{plural(model['layers'], 'block')} of width {model['hidden']}, {plural(model['heads'], 'head')}, "
-            f"vocabulary {model['vocabulary']}")
 
 
 def bucket_note(result: dict) -> str:

@@ -80,8 +80,7 @@ def simulate(case: Case, tell: Callable[[str], None] = lambda phase: None, aroun
     dist.init_process_group("fake", rank=case.rank, world_size=case.ranks, store=FakeStore())
     try:
         run = _Run(case, tell, around)
-        peak = run.peak(f"forward {case.steps}")
-        return Simulation(run.report(), run.timeline, run.phases, run.living_at(peak), run.on_device())
+        return Simulation(run.report(), run.timeline, run.phases, run.living_at(run.peak()), run.on_device())
     finally:
         dist.destroy_process_group()
         gc.collect()
@@ -200,8 +199,7 @@ class _Run:
         } | self.away
 
     def _memory(self) -> dict:
-        last = self.since(f"forward {self.case.steps}")
-        peak = max(last, key=on_device)
+        last, peak = self.since(f"forward {self.case.steps}"), self.peak()
         return {state: self.states[state] for state in formulas.STATES} | {
             "activations": max(moment.bytes["activations"] for moment in last),
             "buffers": max(moment.bytes["buffers"] for moment in last),
@@ -238,9 +236,9 @@ class _Run:
         """The moments before a phase."""
         return [moment for moment in self.timeline if moment.seconds <= dict(self.phases)[phase]]
 
-    def peak(self, phase: str) -> Moment:
-        """The peak since a phase began, the first of them if there are several."""
-        return max(self.since(phase), key=on_device)
+    def peak(self) -> Moment:
+        """The peak of the last step, the first of them if there are several."""
+        return max(self.since(f"forward {self.case.steps}"), key=on_device)
 
     def phase_of(self, moment: Moment) -> str:
         return [name for name, start in self.phases if start < moment.seconds or start == 0.0][-1]
