@@ -1,6 +1,5 @@
 """Points of a step: what is unwritten in it, in a later one, and what its core leaves."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -56,10 +55,8 @@ def test_what_nobody_looked_at_is_lost_as_itself():
     lesson = SimpleNamespace(steps=(FIRST, SECOND), draw=0)
     grades = Grades(lesson)
     reported = Reported(lesson, grades, whole=True)
-    reported.take(json.dumps({"tests": [
-        {"test": "a", "step": 1, "points": 20, "check": "other"},
-        {"test": "b", "step": 1, "points": 0, "check": "core"},
-        {"test": "c", "step": 2, "points": 10, "check": "third"}]}).encode())
+    reported.announced({"a": {"step": 1, "points": 20, "check": "other"}, "b": {"step": 1, "points": 0, "check": "core"},
+                        "c": {"step": 2, "points": 10, "check": "third"}})
     reported.take(b'{"test": "a", "passed": true, "message": ""}')
     reported.fail_the_rest(USED_UP)
     assert grades.of(FIRST)[0] == 5 and grades.of(FIRST)[1].startswith(USED_UP)
