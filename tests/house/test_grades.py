@@ -14,7 +14,7 @@ FIRST = Step(1, "first", 20, {"Stage.begin": ""}, {"core": 5})
 SECOND = Step(2, "second", 10, {"Stage.end": ""}, {})
 STUCK = ("the ranks had not come to an end after 15 s.\n"
          "    ranks 0 and 1 stood at line 7 of my file.py ({}): while True:")
-LATER, OWN = f"rest{UNWRITTEN}step 2, line 9)", f"own{UNWRITTEN}step 1, line 3)"
+LATER, OWN = f"rest{UNWRITTEN}2, line 9)", f"own{UNWRITTEN}1, line 3)"
 
 
 @pytest.mark.parametrize("results, points, message", [
@@ -55,8 +55,7 @@ def test_what_nobody_looked_at_is_lost_as_itself():
     lesson = SimpleNamespace(steps=(FIRST, SECOND), draw=0)
     grades = Grades(lesson)
     reported = Reported(lesson, grades, whole=True)
-    reported.announced({"a": {"step": 1, "points": 20, "check": "other"},
-                        "b": {"step": 1, "points": 0, "check": "core"},
+    reported.announced({"a": {"step": 1, "points": 20, "check": "other"}, "b": {"step": 1, "points": 0, "check": "core"},
                         "c": {"step": 2, "points": 10, "check": "third"}})
     reported.take(b'{"test": "a", "passed": true, "message": ""}')
     reported.fail_the_rest(USED_UP)
