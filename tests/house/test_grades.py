@@ -55,7 +55,8 @@ def test_what_nobody_looked_at_is_lost_as_itself():
     lesson = SimpleNamespace(steps=(FIRST, SECOND), draw=0)
     grades = Grades(lesson)
     reported = Reported(lesson, grades, whole=True)
-    reported.announced({"a": {"step": 1, "points": 20, "check": "other"}, "b": {"step": 1, "points": 0, "check": "core"},
+    reported.announced({"a": {"step": 1, "points": 20, "check": "other"},
+                        "b": {"step": 1, "points": 0, "check": "core"},
                         "c": {"step": 2, "points": 10, "check": "third"}})
     reported.take(b'{"test": "a", "passed": true, "message": ""}')
     reported.fail_the_rest(USED_UP)
