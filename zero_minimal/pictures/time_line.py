@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 from zero_minimal.pictures.style import GRID, PAGE, Look, entries_of, figure, flat_bars, legend_outside
 
 COMPUTING = {"forward": ("#DDDDDD", ""), "backward": ("#AAAAAA", ""), "update": ("#777777", "")}
-UNDER_WAY = {"reduce_scatter": ("#CC79A7", ""), "all_gather": ("#CC79A7", "//"), "all_reduce": ("#CC79A7", "xx")}
+UNDER_WAY = {"reduce_scatter": ("#CC79A7", ""), "all_gather": ("#CC79A7", "//"), "all_reduce": ("#CC79A7", "xx"),
+             "broadcast": ("#CC79A7", "..")}  # of the order of the buckets, once
 WAITING = ("white", "")
 
 
