@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from zero_minimal.core.seams import tell
 from zero_minimal.core.sums import sum_in_rank_order
-from zero_minimal.core.work import Work, at_work, collective, other_ranks
+from zero_minimal.core.work import Work, at_work, collective, other_ranks, wait_for_half_done
 
 # torch 2.13 renamed both
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -99,8 +99,7 @@ def all_reduce(tensor: torch.Tensor, *, op: str = "avg", group=None) -> Work:
     if dist.get_backend(group) != "gloo":
         return Work([dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)])
     if op == "max":
-        # gloo's own may take a message of another collective
-        tell("messages", "read", at_work())
+        _meet()
         host = _on_host(tensor, group)
         work = dist.all_reduce(host, op=_OPS[op], group=group, async_op=True)
         return Work([work], lambda: tensor.copy_(host))
@@ -125,7 +124,7 @@ def broadcast(tensor: torch.Tensor, root: int = 0, *, group=None) -> Work:
     host = _on_host(tensor, group).contiguous()
     as_bytes = host.view(-1).view(torch.uint8)
     source = dist.get_global_rank(group, root)
-    tell("messages", "read", at_work())
+    _meet()
     work = dist.broadcast(as_bytes, source, group=group, async_op=True)
 
     def finish():
@@ -159,6 +158,13 @@ def _exchange(leaving: list, arriving: list, group) -> list:
     works += [group.send([leaving[other]], other, call.tag) for other in others]
     tell("messages", "sent", call)
     return works
+
+
+def _meet() -> None:
+    """Before one of gloo's own collectives, which may take a message of another one for its own."""
+    call = at_work()
+    wait_for_half_done(call.group)
+    tell("messages", "read", call)
 
 
 def _on_host(tensor, group):

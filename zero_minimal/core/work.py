@@ -8,6 +8,7 @@
 import contextlib
 import functools
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -66,7 +67,7 @@ class Work:
         if self.call is None:
             return self._finish()
         if _half_done:
-            self._wait_for_earlier_ones()
+            wait_for_half_done(self.call.group, self.number)
         seams.tell("collective", "wait", self.call)
         with _at_work_in(self.call):
             seams.tell("messages", "read", self.call)
@@ -88,13 +89,14 @@ class Work:
         if self.works and self.then is not None:
             _dropped.append((self.works, self.then))
 
-    def _wait_for_earlier_ones(self) -> None:
-        """An all_reduce on gloo sends its second half in wait(). Another rank may need it before it
-        starts the one that this rank waits for."""
-        earlier = [one for one in _half_done if one.number < self.number and one.call is not None]
-        for one in sorted(earlier, key=lambda one: one.number):
-            if one.call.group == self.call.group:
-                one.wait()
+
+def wait_for_half_done(group: dist.ProcessGroup, before: float = math.inf) -> None:
+    """An all_reduce on gloo sends its second half in wait(). Another rank may need it before it
+    starts the collective that this rank, `before`'s number, waits for."""
+    earlier = [one for one in _half_done if one.number < before and one.call is not None]
+    for one in sorted(earlier, key=lambda one: one.number):
+        if one.call.group == group:
+            one.wait()
 
 
 _numbers = itertools.count()
