@@ -28,7 +28,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from zero_minimal.core.blocks import Block, Pool
+from zero_minimal.core.block_pool import Block, Pool
 
 
 class Slab:

@@ -13,7 +13,7 @@ from cells import cells_of
 from house.lesson_pages import texts_of
 from thorough import sample
 
-from zero_minimal.core.blocks import Pool
+from zero_minimal.core.block_pool import Pool
 from zero_minimal.meters import traces
 from zero_minimal.meters.allocator import CachingAllocator, fails, find_capacity, replay, smallest_capacity
 from zero_minimal.programs.lesson08_program import Recording, record, varied_lengths

@@ -11,5 +11,5 @@ In the order of reading:
     units                        what stage 3 gathers and frees
     execution_order              and when. Now stage3
 and beside them: loss_scaler (fp16); and for the lessons after stage 3: ring, mesh, random_state,
-fused, blocks.
+fused, block_pool.
 """

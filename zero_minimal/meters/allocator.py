@@ -22,7 +22,7 @@ import bisect
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from zero_minimal.core.blocks import Block, Pool
+from zero_minimal.core.block_pool import Block, Pool
 from zero_minimal.meters.memory import Event
 from zero_minimal.paper.quantities import number
 

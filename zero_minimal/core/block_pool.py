@@ -1,4 +1,4 @@
-"""Blocks: who uses which part of a range of addresses. Sizes are in bytes, elements, or any unit.
+"""Block pool: who uses which part of a range of addresses. Sizes in bytes, elements, or any unit.
 
     pool = Pool()
     pool.add(0, 1000)           # the addresses 0 to 999, as one free block
