@@ -236,7 +236,8 @@ WRONG = {
         3, "test_later_passes_go_in_the_order_of_completion", r"rank 0 sent nothing before .* This is the second backw",
         gradient(count=COUNT.replace("self._completed.append(bucket)", "pass"))),
     "notes a bucket with each gradient": Wrong(
-        2, "test_a_missing_gradient_is_zero", r"(?s)it raised Mismatch: .* is in broadcast of order of the buckets, .* Give the tensor one",
+        2, "test_a_missing_gradient_is_zero",
+        r"(?s)it raised Mismatch: .* is in broadcast of order of the buckets, .* Give the tensor one",
         gradient(count=COUNT.replace("if not self.waits_for[bucket]:", "if True:"))),
     "counts a tied weight for each module": Wrong(
         3, "test_a_tied_weight_counts_once_and_a_frozen_one_never",
