@@ -5,6 +5,7 @@ imports are merged; `module.name` of what is taken in becomes `name`. Text is cu
 """
 
 import ast
+import functools
 import importlib.util
 import re
 import symtable
@@ -17,6 +18,7 @@ from zero_minimal.classroom.lessons import PACKAGE, Lesson
 WIDTH = 100  # of a file shown in class
 
 
+@functools.cache
 def reference(lesson: Lesson) -> str:
     """The lesson's reference as one text. Raises: FileNotFoundError if this copy comes without it."""
     main, taken = Module.named(lesson.reference, lesson), definitions(lesson)
