@@ -92,7 +92,7 @@ class Slab:
         return end
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in the slab's memory."""
+        """Whether the tensor is in the slab's memory."""
         return self.memory is not None and (
             tensor.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
         )
@@ -248,7 +248,7 @@ class Arena:
         """
         self.pool = self._empty_pool()
         for tensor, old in sorted(self.lent.values(), key=lambda entry: entry[1].address):
-            new = self.pool.take(old.size)  # right behind the one before: nothing else is used
+            new = self.pool.take(old.size)  # directly behind the one before
             self._move(old.address, new.address, old.size)
             self._lend(tensor, new, tensor.shape, tensor.stride())
 

@@ -157,7 +157,7 @@ class Slab:
         return end
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in the slab's memory."""
+        """Whether the tensor is in the slab's memory."""
         return self.memory is not None and (
             tensor.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
         )

@@ -196,7 +196,7 @@ class GatheredAfter:
 class Offloaded1(Offloaded, GatheredAfter, Stage1):
     __doc__ = RankSide.__doc__
     adds = False  # whole gradients add up on the rank
-    reduced = None  # the bucket whose reduction is under way, or over
+    reduced = None  # the bucket whose reduction is under way, or done
 
     def bucket_complete(self, bucket, done):
         super().bucket_complete(bucket, done)  # waits for the bucket before

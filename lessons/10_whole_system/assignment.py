@@ -216,7 +216,7 @@ class System:
         #   smaller one
         raise NotImplementedError("step 4: clip_grad_norm_")
 
-    # all else is the stage's
+    # everything else is the stage's
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -247,7 +247,7 @@ class System:
         self.zero.zero_grad()
 
     def holding(self) -> Holding:
-        """For a checkpoint (checkpoint/saved_state.py), from which any other mesh can go on."""
+        """For a checkpoint (checkpoint/saved_state.py), from which any other mesh can resume."""
         mesh, also = self.mesh, {"head.weight": "token_embedding.weight"}  # as GPT has it
         return Holding(self.zero, places(self.model), None, mesh.data_rank, mesh.model_rank, also,
                        "zero_100b")

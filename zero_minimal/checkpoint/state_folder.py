@@ -1,7 +1,7 @@
 """A folder of checkpoints: which are complete, and which is the newest.
 
     DIR/step-00000040/          a checkpoint
-        contents.json           what there is: names, shapes, where each chunk lies; checksums
+        contents.json           what there is: names, shapes, where each chunk is; checksums
         rank-0.bin              the bytes of the chunks that rank 0 had, one after the other
         rank-1.bin
     DIR/step-00000030.1/        a newer one, though of an earlier step: a run went back

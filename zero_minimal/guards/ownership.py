@@ -109,7 +109,7 @@ def check_trained(model: nn.Module) -> None:
 
 
 def check_place(param: nn.Parameter, parameters: torch.Tensor, at_stage_3: bool) -> None:
-    """Raise RuntimeError if a parameter no longer lies in `parameters`, which its stage updates."""
+    """Raise RuntimeError if a parameter is no longer in `parameters`, which its stage updates."""
     if not same_storage(param, parameters):
         or_else = (
             " Or this gradient comes from something that was computed inside gather_parameters(), "

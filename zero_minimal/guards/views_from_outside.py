@@ -23,9 +23,9 @@ from zero_minimal.core.layout import Bucket
 def warn_of_views(model: nn.Module, *_) -> None:
     """Warn if a tensor from outside the model shares memory with a parameter that is trained.
 
-    A storage counts its holders. Only if it has more than the model's own tensors, this looks at
-    all objects of the process, for some tenths of a second: what autograd saved in an earlier
-    forward is a holder, too, but no Python object.
+    A storage counts its holders. If they are more than the model's own tensors, this looks at all
+    objects of the process, for some tenths of a second: what autograd saved in an earlier forward
+    is a holder, too, but no Python object.
     """
     own = {*model.parameters(), *model.buffers()}
     # attributes: refused, or made anew before each forward, as torch.nn.utils.spectral_norm does

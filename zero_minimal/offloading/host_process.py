@@ -6,7 +6,7 @@ host share the buffers (host_link.py), and each sees when the other ends:
 
     the rank ends, in any way  its host process says so, and ends too
     the host process ends      the rank says so, and fails when it next uses the bus; if it does not
-                               come to that for some seconds, it ends
+                               use it for some seconds, it ends
 
 Their memory and their pipe have no name, in /dev/shm or elsewhere, so nothing can stay behind.
 """

@@ -65,7 +65,7 @@ class OffloadedState:
             return self.host.receive_all(torch.empty(numel, dtype=dtype))
 
     def put(self, master: Tensor, state: dict) -> None:
-        """Let the host go on with this master and this state."""
+        """Let the host continue with this master and this state."""
         large = {name: value for name, value in state.items()
                  if isinstance(value, Tensor) and value.shape == master.shape}
         small = {name: value for name, value in state.items() if name not in large}
@@ -157,7 +157,7 @@ def fingerprint(shard: Tensor) -> object:
 
 @dataclass(eq=False)
 class Shard:
-    """What the host keeps of a bucket, beside the optimizer's state."""
+    """What the host keeps of a bucket, besides the optimizer's state."""
 
     dtype: torch.dtype  # of the parameters and gradients
     group_index: int

@@ -124,7 +124,7 @@ def refuse(message: str) -> NoReturn:
     Raises: SystemExit, code 2.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _stopping.acquire(blocking=False)  # when torchrun goes, nothing else is said
+        _stopping.acquire(blocking=False)  # when torchrun ends, print nothing else
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:  # rank 0 prints, and ends torchrun
         until = time.monotonic() + 3
         while (_torchrun() or not LINUX) and time.monotonic() < until:
