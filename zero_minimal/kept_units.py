@@ -1,17 +1,16 @@
-"""Kept units: stage 3 whose last units stay whole from forward to their turn in backward, memory
-for traffic.
+"""Kept units: stage 3 whose last units stay whole from forward to their turn in backward. This
+trades memory for traffic.
 
     Stage3    forward  0 1 2 3 4 5    backward  5 4 3 2 1 0    gathered in backward: 4 3 2 1 0
     Kept3     forward  0 1 2 3 4 5    backward  5 4 3 2 1 0    gathered in backward: 2 1 0
 
-Backward begins where forward ends. So the last units are needed again soon, and the first ones
-late: a unit that is kept for a short time saves as much traffic as one that is kept for long.
+Backward begins where forward ends. So it needs the last units again soon, and the first ones late:
+a unit that is kept for a short time saves as much traffic as one that is kept for long.
 
-Memory: the parameters of the kept units at the end of forward, where Stage3 has those of one.
-Before and after, they make room for what comes with backward: of two units nothing shows in the
-peak.
-Traffic: Ψ(N−1)/N · 3, less (N−1)/N of each kept unit; the root is always kept, and the unit that
-forward comes to last, too: for that one Stage3 is enough.
+Memory: at the end of forward the parameters of all kept units, where Stage3 has those of one.
+Backward frees them one by one as it needs memory itself: two kept units do not show in the peak.
+Traffic: Ψ(N−1)/N · 3, less (N−1)/N of each kept unit. The root is always kept, and so is the unit
+that forward comes to last: Stage3 keeps these, too.
 """
 
 from zero_minimal.stage3 import Stage3
@@ -41,7 +40,7 @@ class Kept3(Stage3):
             super()._release(unit)
 
     def _release_all(self):
-        self.waiting = set()  # an update or the end of an evaluation: now they go, too
+        self.waiting = set()  # an update or the end of an evaluation: free them, too
         super()._release_all()
 
 

@@ -3,13 +3,13 @@
     stage 1     backward ▒▒▒▒▒▒▒▒  update  gather ▒▒▒▒▒▒▒▒  forward          backward ▒▒▒▒▒▒▒▒
     Late1       backward ▒▒▒▒▒▒▒▒  update  forward ▒▒▒▒▒▒▒▒  backward ▒▒▒▒▒▒▒▒
 
-A forward does not need all parameters at once: the embedding first, the head last. So step() starts
-the all-gathers, in the order of the forward, and returns. In its turn each module waits for its own
-parameters alone (extensions/lazy_all_gather.py), as at stage 3. Bytes, memory and losses are those
-of stages 1 and 2.
+A forward does not need all parameters at once: the embedding comes first, the head last. So step()
+starts the all-gathers, in the order of the forward, and returns. Each module then waits only for
+its own parameters (extensions/lazy_all_gather.py), as at stage 3. Bytes, memory and losses are
+those of stages 1 and 2.
 
-Who looks at a parameter meanwhile waits for it, too, and gets the whole, new one. What looks past
-PyTorch, C++ extensions and CUDA graphs say, needs `zero.gathering.wait()` before.
+Any other read of a parameter waits for it, too, and gets the whole, new one. Code that bypasses
+PyTorch, such as C++ extensions and CUDA graphs, needs `zero.gathering.wait()` before.
 """
 
 import torch
@@ -21,7 +21,7 @@ from zero_minimal.stage2 import Stage2
 
 
 class Late:
-    """What a stage changes. Take Late1 or Late2 in place of Stage1 or Stage2, with the same
+    """The changes to a stage. Take Late1 or Late2 in place of Stage1 or Stage2, with the same
     arguments."""
 
     def __init__(self, *args, **options):
@@ -30,9 +30,9 @@ class Late:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update this rank's shards, and start to gather everybody's: what forward needs first
-        leaves first."""
-        self.gathering.wait()  # what no forward has used since the last step
+        """Update this rank's shards, and start to gather all ranks' shards: first what forward
+        needs first."""
+        self.gathering.wait()  # for what no forward has used since the last step
         self.reduced_gradients()
         # before the parameters: messages to a rank arrive in the order in which they were sent
         replicas.broadcast_statistics(self.model, self.group)
@@ -41,7 +41,7 @@ class Late:
             self.gathering.start(bucket)
         self.reducer.spent = True
 
-    # whoever uses more than a module at a time waits for all
+    # code that uses more than one module at a time waits for all
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from what `state_dict` returned on this rank. ValueError if it does not fit."""

@@ -1,29 +1,29 @@
-"""Offload: masters, momentum, variance and the update live on the rank's host (ZeRO-Offload,
-arXiv:2101.06840, under the stages of ZeRO).
+"""Offload: master weights, momentum, variance and the update are on the rank's host (ZeRO-Offload,
+arXiv:2101.06840, at each stage of ZeRO).
 
 Memory a rank, for Ψ parameters on N ranks, in 16 bit:
 
     Offloaded1   2Ψ   parameters + 2Ψ gradients     the host: 4Ψ/N masters + 8Ψ/N state + 2Ψ/N
     Offloaded2   2Ψ   parameters + buckets                    gradients
     Offloaded3   2Ψ/N parameters + units, buckets
-and four buffers of one bucket's shard, through which all goes (offloading/host_link.py).
+and four buffers, each of one bucket's shard, through which all passes (offloading/host_link.py).
 
-Over the bus, a step and rank; what the ranks send each other stays as it is:
+Over the bus, a step and rank; the traffic between the ranks stays the same:
 
     backward     a bucket is reduced, its gradient shard leaves for the host     2Ψ/N bytes
     step         the host updates its fp32 masters with torch's own optimizer,
                  and sends the parameters back in 16 bit                         2Ψ/N bytes
-In fp32 4Ψ/N each way. Both overlap: a gradient shard is on its way while backward makes the next
-bucket; a parameter shard while the host updates the next and the ranks gather the one before. At
-stage 3 units are gathered when they work again: there all goes on beside the next forward.
+In fp32 4Ψ/N each way. Both overlap with work: a gradient shard crosses while backward makes the
+next bucket; a parameter shard while the host updates the next and the ranks gather the one before.
+Stage 3 gathers units when they work again, so there the shards cross during the next forward.
 
-With k micro-batches a step gradients cross once at stage 1, which adds them up where they are, and
-k times at stages 2 and 3, where the host adds them up. Crossing once would keep 2Ψ/N bytes of them
-on the rank: k times more on the bus is the price of none.
+With k micro-batches a step, gradients cross once at stage 1, which adds them up on the rank, and k
+times at stages 2 and 3, where the host adds them up. To cross once there would keep 2Ψ/N bytes of
+gradients on the rank: k times the traffic saves that memory.
 
-The host of a rank on a CPU is a process beside it (offloading/host_process.py), that of a rank with
-a GPU a thread and pinned memory. The bits are those of the stage by itself; with a GPU those of an
-update on the CPU.
+On a CPU the host is a process beside the rank (offloading/host_process.py); on a GPU it is a
+thread, with pinned memory. The results equal the plain stage's, bit for bit; with a GPU they equal
+those of an update on the CPU.
 """
 
 from collections.abc import Iterator
@@ -48,14 +48,14 @@ class HostState(Kept):
     """Masters, gradients and optimizer state of a rank's shards, and the update."""
 
     def keep(self, parcel: Parcel, number: int, group_index: int) -> None:
-        """Masters live here: a bucket's shard has come, at the start."""
+        """At the start a bucket's shard comes: keep its master here."""
         own = parcel.tensor.clone()
         master = precision.master_of(own) if own.element_size() < 4 else nn.Parameter(own)
         self.shards[number] = Shard(own.dtype, group_index, master, torch.zeros_like(own))
         self.bus.emptied(parcel)
 
     def gradient(self, parcel: Parcel, number: int, adds: bool) -> None:
-        """A gradient shard has come; adds: to that of earlier micro-batches."""
+        """A gradient shard has come; adds: it is added to that of earlier micro-batches."""
         shard = self.shards[number]
         if adds and shard.has_gradient:
             shard.gradient += parcel.tensor
@@ -88,24 +88,24 @@ class DiskState(OnDisk, HostState):
 
 
 class Offloaded(RankSide):
-    """What crosses the bus, alike for Offloaded1 to Offloaded3. RankSide says how to use them."""
+    """What crosses the bus, for Offloaded1 to Offloaded3. RankSide says how to use them."""
 
     kinds = HostState, DiskState
     adds = True  # whether gradients of several passes add up on the host
 
     def _hand_over(self, bucket):
-        """Masters live on the host: let it keep() this rank's shard, once, at the start."""
+        """Let the host keep() this rank's shard, and its master, once, at the start."""
         number = bucket.away.number
         self.host.send(("keep", number, bucket.group_index), bucket.parameter_shard)
         dtype = torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype
         bucket.master = nn.Parameter(stand_in(bucket.parameter_shard.numel(), dtype))
 
     def _leave(self, bucket, gradient_shard: Tensor) -> None:
-        """A gradient shard leaves."""
+        """Send a gradient shard to the host."""
         self.host.send(("gradient", bucket.away.number, self.adds), gradient_shard)
 
     def _returned(self) -> Iterator:
-        """Let the host update; yields each bucket when its parameters are back."""
+        """Let the host update, and yield each bucket when its parameters are back."""
         scale = self.gradient_scale
         scale = scale.cpu() if isinstance(scale, Tensor) else scale
         self.host.send(("update", options_of(self.optimizer), scale))
@@ -120,12 +120,12 @@ class Offloaded(RankSide):
 
 
 class GatheredAfter:
-    """The step of stages 1 and 2: parameters that are back are gathered."""
+    """The step of stages 1 and 2: gather parameters that are back."""
 
     @torch.no_grad()
     def step(self) -> None:
-        """Let the host update this rank's shards, and gather everybody's: a bucket travels between
-        the ranks while the next crosses the bus, and the one after that is updated."""
+        """Let the host update this rank's shards, and gather all ranks': the ranks gather a bucket
+        while the next crosses the bus and the host updates the one after that."""
         self.reducer.complete()
         for bucket in self.buckets:
             seams.tell("update_begins", bucket)
@@ -146,7 +146,7 @@ class GatheredAfter:
 class Offloaded1(Offloaded, GatheredAfter, Stage1):
     __doc__ = RankSide.__doc__
     adds = False  # whole gradients add up on the rank
-    reduced = None  # the bucket whose reduction is under way, or over
+    reduced = None  # the bucket whose reduction is under way, or done
 
     def bucket_complete(self, bucket, done):
         super().bucket_complete(bucket, done)  # waits for the bucket before
@@ -178,11 +178,11 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
     __doc__ = RankSide.__doc__
 
     def in_turn(self):
-        return self.buckets[::-1]  # forward needs those first for which backward came last
+        return self.buckets[::-1]  # forward first needs the ones that backward finished last
 
     @torch.no_grad()
     def step(self) -> None:
-        """Let the host update its shards. All but the first come beside the next forward."""
+        """Let the host update its shards. All but the first come back during the next forward."""
         self._release_all()
         self.reducer.complete()
         for bucket in self.buckets:

@@ -1,14 +1,14 @@
 """Tensor parallelism: Megatron's way to cut each layer over a group of M ranks (arXiv:1909.08053).
 
-ZeRO works together with it (sections 1 and 8), and P_a, of the next lesson, removes what it leaves
-behind. With f and g, the two ends of the parallel region, a block's MLP is
+ZeRO works together with it (sections 1 and 8), and P_a, in the next lesson, removes the copies that
+it leaves. With f and g, the two ends of the parallel region, a block's MLP is
 
     x ─ f ─ A's columns ─ GELU ─ B's rows ─ g ─ dropout
             [h, 4h / M]          [4h / M, h]
 
-A rank has some columns of A, so it has some of the hidden values, whole. GELU needs no others. It
-multiplies them with its rows of B, and the ranks' products add up to the result. Attention is the
-same with heads in the place of columns.
+A rank has some columns of A, so it has some of the hidden values, whole. GELU needs no others. The
+rank multiplies them by its rows of B, and the ranks' products add up to the result. Attention works
+the same way, with heads in place of columns.
 
 Memory a rank (b sequences of s tokens, width h, vocabulary V):
     model states    1/M of matrices and embedding; norms, row-parallel biases and positions whole
@@ -20,7 +20,7 @@ Communication plan, a block:
     backward     the same                                                 2 · b·s·h
 A ring sends 2(M−1)/M times that. With recomputation forward runs twice: the 12·b·s·h of section 8.
 The whole model adds an all-reduce of b·s·h after the embedding, one in backward before the head,
-and for the loss 3 numbers a token. Meanwhile nothing can be computed: all is on the critical path.
+and for the loss 3 numbers a token. No computation runs meanwhile: all is on the critical path.
 """
 
 import math
@@ -82,7 +82,7 @@ def g(x: Tensor, group: Group = None) -> Tensor:
 def shard(whole: Tensor, dim: int, group: Group = None, blocks: int = 1) -> Tensor:
     """This rank's part of a tensor, in memory of its own: `dim` shrinks from n to n / M.
 
-    blocks: the dimension is made of so many equal blocks, and a rank gets a part of each.
+    blocks: the dimension consists of this many equal blocks, and a rank gets a part of each.
     Raises: ValueError if it cannot be cut in equal parts.
     """
     ranks, size = dist.get_world_size(group), whole.shape[dim]
@@ -102,7 +102,7 @@ class ColumnParallelLinear(nn.Module):
     """x […, inputs], the same on all ranks → this rank's part of the outputs, […, outputs / M].
 
     The weight is [outputs / M, inputs].
-    blocks: the outputs are so many equal blocks (query, key, value), and a rank has a part of each.
+    blocks: how many equal blocks the outputs have (query, key, value); a rank has a part of each.
     """
 
     def __init__(self, inputs: int, outputs: int, group: Group = None, blocks: int = 1):
@@ -165,7 +165,7 @@ class VocabularyParallelEmbedding(nn.Module):
         return logits.masked_fill(padding, -math.inf)
 
     def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether this rank has a token, and its row of the weight (0 for those of others)."""
+        """Whether this rank has each token, and its row of the weight (0 for those of others)."""
         own = (tokens >= self.first) & (tokens < self.first + self.part)
         return own, torch.where(own, tokens - self.first, 0)
 
@@ -200,7 +200,7 @@ class Config(Protocol):
 
 
 def residual_std(config: Config) -> float:
-    """GPT-2's: a block adds to the stream twice; smaller steps keep the sum at the size of one."""
+    """GPT-2's: each block adds to the stream twice; smaller terms keep the sum as large as one."""
     return 0.02 / math.sqrt(2 * config.layers)
 
 
@@ -265,7 +265,7 @@ class ParallelBlock(nn.Module):
 class ParallelGPT(nn.Module):
     """The GPT of workload/model.py, cut over the ranks of `group`; parameters have the same names.
 
-    `model(tokens, targets)` is the mean cross-entropy, a 0-dim fp32 tensor; `model(tokens)` are the
+    `model(tokens, targets)` is the mean cross-entropy, a 0-dim fp32 tensor; `model(tokens)` is the
     whole logits, [batch, sequence, vocabulary]. tokens and targets are int64 [batch, sequence], the
     same on all ranks of the group. Set `run_block` to a function (block, x) to run the blocks in
     your own way, say with checkpoint(block.inside, x).
@@ -316,7 +316,7 @@ class ParallelGPT(nn.Module):
         return [param for param in self.parameters() if param not in cut]
 
     def shard_of(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's parts of a single-process GPT's state, or of other tensors of its names.
+        """This rank's parts of a single-process GPT's state, or of other tensors with its names.
 
         Raises: ValueError if a tensor is missing or has another size.
         """
@@ -334,7 +334,7 @@ class ParallelGPT(nn.Module):
         return parts
 
     def load_whole(self, whole: dict[str, Tensor]) -> None:
-        """Take over a single-process GPT's weights: its state_dict(), the same on every rank."""
+        """Load a single-process GPT's weights: its state_dict(), the same on every rank."""
         self.load_state_dict(self.shard_of(whole))
 
 

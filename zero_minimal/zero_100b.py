@@ -1,10 +1,10 @@
-"""ZeRO-100B: the system that the paper ran, P_os+g with all of ZeRO-R, beside model parallelism
-(section 10, Table 3).
+"""ZeRO-100B: the system that the paper ran, P_os+g with all of ZeRO-R, together with model
+parallelism (section 10, Table 3).
 
     torchrun --nproc-per-node 4 zero_minimal/zero_100b.py --config C4 --model-parallel 2
 
 The ranks are a mesh: M neighbours share one model (tensor parallelism), the D ranks at the same
-place in each model are data-parallel, and ZeRO-DP works among these.
+place in each model are data-parallel, and ZeRO-DP cuts over these.
 
     D × M = 2 × 2    rank 0 ─ rank 1     one model: activations are the same on both,
                        │        │                   P_a cuts their checkpoints
@@ -20,7 +20,7 @@ place in each model are data-parallel, and ZeRO-DP works among these.
     C4        P_os+g      C_B, M_D, P_a
     C5        P_os+g      C_B, M_D, P_a+cpu
 
-In all of them activations are checkpointed, a block each.
+All of them checkpoint activations, block by block.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class ConstantMemory(GradientMemory):
     """
 
     def __init__(self, buckets: list[Bucket], group=None):
-        """Makes `constant_buffers`, the two buffers, and `slab`, where all shards lie."""
+        """Makes `constant_buffers`, the two buffers, and `slab`, which holds all shards."""
         dtype, device = kind_of(buckets)
         largest = max(bucket.padded for bucket in buckets) * dtype.itemsize
         self.constant_buffers = ConstantBuffers(largest, dtype=dtype, device=device, group=group)
@@ -73,7 +73,7 @@ class ConstantMemory(GradientMemory):
     def shard(self, bucket: Bucket) -> torch.Tensor:
         """Memory for this rank's shard of the average, [padded / D]. It becomes
         bucket.gradient_shard, or is added to it where there is one already."""
-        # later micro-batches of a step are added to the first one's, which lies in the slab
+        # later micro-batches of a step are added to the first one's, which is in the slab
         is_first = bucket.gradient_shard is None
         return self.home_of[bucket] if is_first else torch.empty_like(self.home_of[bucket])
 
@@ -109,7 +109,7 @@ CONFIGS = {
 
 
 def places(model: ParallelGPT) -> dict[str, Place]:
-    """Where this rank's part of each parameter that is cut lies in the whole one."""
+    """For each parameter that is cut: where this rank's part is in the whole one."""
     ranks, rank = dist.get_world_size(model.group), dist.get_rank(model.group)
     found = {}
     for path, layer in model.named_modules():
@@ -151,12 +151,12 @@ class System:
         self.mesh = mesh
         self.groups = [mesh.data_group, mesh.model_group]  # whose ranks hold parts of the model
         self.model = ParallelGPT(sizes, mesh.model_group).to(device, dtype)
-        self.slab = None  # where checkpoints lie, if they stay on the device
+        self.slab = None  # where checkpoints are, if they stay on the device
         self.keep_checkpoints(config, batch)
         self.zero = self.over_replicas(config, optimizer_class, **options)
 
     def keep_checkpoints(self, config: Config, batch: int) -> None:
-        """Let each block keep its input alone, for `batch` sequences: as config.partition and
+        """Let each block keep only its input, for `batch` sequences: as config.partition and
         config.to_host say, in `slab` if it stays on the device."""
         sizes, group = self.model.config, self.mesh.model_group
         elements = batch * sizes.sequence * sizes.hidden  # of a block's input
@@ -187,11 +187,11 @@ class System:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Let step() scale the gradients down to this norm of the whole model's, if theirs is
-        larger. Returns theirs, a 0-dim tensor, alike on all ranks of the mesh. Only gradient_scale
-        changes."""
+        """If the norm of the whole model's gradients is above max_norm, let step() scale them down
+        to it. Returns the norm before, a 0-dim tensor, the same on all ranks of the mesh. Only
+        gradient_scale changes."""
         self.zero.reduced_gradients()
-        # squares of all parts add up; what every rank of a model holds whole counts on its first
+        # squares of all parts add up; what all ranks of a model hold whole counts on the first
         counted = [bucket.gradient_shard for bucket in self.zero.buckets
                    if bucket.group_index == 0 or self.mesh.model_rank == 0]
         norm = precision.global_norm(counted, self.gradient_scale, group=self.mesh.data_group)
@@ -201,7 +201,7 @@ class System:
         self.gradient_scale = precision.clip(self.gradient_scale, norm, max_norm)
         return norm
 
-    # all else is the stage's
+    # everything else is the stage's
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -232,7 +232,7 @@ class System:
         self.zero.zero_grad()
 
     def holding(self) -> Holding:
-        """For a checkpoint (checkpoint/saved_state.py), from which any other mesh can go on."""
+        """For a checkpoint (checkpoint/saved_state.py), from which any other mesh can resume."""
         mesh, also = self.mesh, {"head.weight": "token_embedding.weight"}  # as GPT has it
         return Holding(self.zero, places(self.model), None, mesh.data_rank, mesh.model_rank, also,
                        "zero_100b")

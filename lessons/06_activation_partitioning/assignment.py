@@ -1,9 +1,9 @@
-"""P_a: activation checkpoints cut over the model-parallel group, and P_a+cpu: kept in host memory
-(section 6.1).
+"""P_a: activation checkpoints are cut over the model-parallel group. P_a+cpu: they are kept in host
+memory (section 6.1).
 
-Checkpointing keeps the input of a block, and computes its inside again in backward. Model
-parallelism cuts the weights, not this input: each of its ranks computes with all of it, so each
-would keep the same copy.
+Checkpointing keeps the input of a block, and recomputes the block in backward. Model parallelism
+cuts the weights, not this input: each of its ranks computes with all of it, so each would keep the
+same copy.
 
 Memory a rank, for blocks of input [b, s, h] and model parallelism over M ranks:
     without checkpoints    (4 + 12/M)·b·s·h a block of our GPT
@@ -63,8 +63,8 @@ def autocast_as(states: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory [same shape and dtype], pinned if it comes from a GPU.
 
-    From a GPU the copy is under way when this returns: it runs beside the computation, after what
-    the current stream has been given before. Read it with back(), which waits for it.
+    From a GPU the copy is under way when this returns: it runs beside the computation, after the
+    work that is already queued on the current stream. Read it with back(), which waits for it.
     """
     # step 5: returns a copy of the tensor in host memory, of the same dtype, announced once. From a
     # GPU: the copy is pinned, and under way, inside of beside_computation(tensor).
@@ -78,26 +78,25 @@ def checkpoint(
     function: Callable, *args, group: Group = None, to_host: bool = False,
     place: Place | None = None, **kwargs
 ):
-    """function(*args, **kwargs), of which only the arguments are kept, to compute it again in
-    backward.
+    """Call function(*args, **kwargs), and keep only its arguments: backward calls it again.
 
     Args:
-        function: dropout inside is fine: the random state is put back for the second time.
+        function: dropout inside is fine: the random state is put back for the second call.
         args, kwargs: anything; tensors may be inside of tuples, lists and dicts, and so may those
-            that it returns. What wants a gradient must come in here, parameters aside, not through
-            a closure.
-        group: P_a. The model-parallel group, on each of whose ranks the floating-point tensors
-            among the arguments have the same values; they are cut over it. Integers, booleans and
-            parameters stay whole. In a module's first pass a checksum of them is compared.
-        to_host: keep the tensors in host memory, pinned where they come from a GPU. With a group
-            that is P_a+cpu.
+            that it returns. A tensor that needs a gradient must be an argument, unless it is a
+            parameter: a closure would lose the gradient.
+        group: for P_a, the model-parallel group. Floating-point tensors among the arguments must
+            have the same values on all its ranks, and are cut over it. Integers, booleans and
+            parameters stay whole. A module's first pass compares a checksum of what is cut.
+        to_host: keep the tensors in host memory, pinned if they come from a GPU. With a group, this
+            is P_a+cpu.
         place: where on the device to keep the floating-point tensors: a function that copies a
             tensor there and returns the copy (M_D).
-    A group of one rank saves nothing, and gets a warning that says so. The function runs twice:
-    what it counts (the statistics of batch-norm) it counts twice. Under stages 1 to 3 a weight may
-    be used by one checkpoint only.
+    A group of one rank saves nothing, and gets a warning that says so. The function runs twice, so
+    it counts twice what it counts (batch-norm's statistics). Under stages 1 to 3 a weight may be
+    used by one checkpoint only.
     Raises: RuntimeError if the function changes an argument in place, if ranks of the group have
-        other values, and in backward for what is not a plain backward(), such as autograd.grad or
+        other values, and in backward for anything but a plain backward(), such as autograd.grad or
         create_graph=True; TypeError for tensors hidden in other objects.
     """
     if not torch.is_grad_enabled():
@@ -107,8 +106,8 @@ def checkpoint(
     tensors = [leaf for leaf in leaves if _is_input(leaf)]
     checkpoints.check_group(function, tensors, group)
     call = _Call(function, leaves, structure)
-    # Autograd calls _Checkpoint.backward only if one of its arguments wants a gradient. The first
-    # block's input wants none, though the parameters inside do; so an empty argument wants one.
+    # Autograd calls _Checkpoint.backward only if one of its arguments needs a gradient. The first
+    # block's input needs none, though the parameters inside do. So an empty argument needs one.
     anchor = torch.empty(0, requires_grad=True)
     keeper = _Keeper(group, to_host, place)
     return call.result(_Checkpoint.apply(call.run, keeper, anchor, *tensors))
@@ -135,13 +134,13 @@ def checkpoint_blocks(
 
 
 def _is_input(leaf) -> bool:
-    """Whether an argument is kept, and may get a gradient here. Parameters live anyway."""
+    """Whether an argument is kept, and may get a gradient here. Parameters exist anyway."""
     return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
 
 
 class _Call:
     """A function and its arguments, for autograd, which does not look into lists and dicts: `run`
-    takes tensors, and returns a tuple. It holds none of these tensors itself: it lives as long as
+    takes tensors, and returns a tuple. It must not hold these tensors itself: it lives as long as
     the graph."""
 
     def __init__(self, function: Callable, leaves: list, structure):
@@ -151,7 +150,7 @@ class _Call:
         self._structure_of_result = None  # known once it has run
 
     def run(self, tensors: Sequence[Tensor]) -> tuple:
-        """Call the function with these in place of its tensors; what is in its result, in order.
+        """Call the function with these as its tensors; return the leaves of its result, in order.
 
         Raises: RuntimeError if it changes one of them, TypeError for tensors hidden in its result.
         """
@@ -166,13 +165,13 @@ class _Call:
         return tuple(flat)
 
     def result(self, flat: tuple):
-        """The result, as the function built it of what `run` returned."""
+        """The function's result, rebuilt from what `run` returned."""
         return pytree.tree_unflatten(flat, self._structure_of_result)
 
 
 class _Checkpoint(torch.autograd.Function):
-    """The whole call as one operator of autograd's: forward runs it without a graph, and backward
-    runs it again, with one."""
+    """The whole call as one autograd operator: forward runs it without a graph, and backward runs
+    it again, with one."""
 
     @staticmethod
     def forward(ctx, run, keeper, anchor, *tensors):
@@ -209,7 +208,7 @@ class _Checkpoint(torch.autograd.Function):
 
 
 class _Description(NamedTuple):
-    """What a tensor was like before only a part of it was kept, or a copy elsewhere."""
+    """What a tensor was like before only a part of it, or a copy elsewhere, was kept."""
 
     shape: torch.Size
     device: torch.device
@@ -228,7 +227,7 @@ class _Keeper:
         return _Description(tensor.shape, tensor.device, tensor.requires_grad, is_cut)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """What stays of it until backward, without its past."""
+        """What is kept of it until backward, without its graph."""
         kept = self.cut(tensor.detach()) if self.describe(tensor).is_cut else tensor.detach()
         if self.to_host:
             return to_host(kept)

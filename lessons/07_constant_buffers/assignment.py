@@ -3,20 +3,19 @@
 Collectives are fast on large vectors, so gradients are fused before they are sent: copied side by
 side into a buffer, in fp32 where sums must be precise. One buffer for all of them takes 4Ψ bytes:
 12 GB for a model of 3B parameters, on top of everything that ZeRO-DP has just saved. A constant
-size is enough: beyond some MB little gets faster.
+size is enough: beyond some MB a larger buffer is hardly faster.
 
     fused      | g₁ | g₂ ······· | g₃ | g₄ ·· |              one buffer, 4Ψ bytes, one collective
     constant   | g₁ | g₂ ·· |   →   | ·· g₂ | g₃ | g₄ |  →   two buffers that take turns,
                                                              2 × `size` bytes, whatever Ψ is
 
-A tensor larger than what is left of the buffer goes through in pieces. While one buffer is on its
-way, the other is filled. The price: a collective for each load, each with its fixed cost, and two
-buffers that stay, also where all gradients would have been smaller.
+A tensor that does not fit into the rest of the buffer is sent in pieces. While one buffer is on its
+way, the other is filled. The price: one collective for each load, with its fixed cost, and two
+buffers that stay, even if all gradients together are smaller.
 
 The buckets of stages 0 to 2 are the first half of this idea: their size does not depend on the
-model either. What they lack is that the memory stays: stage 2 takes new memory for each bucket and
-gives it back, between activations that come and go. There it leaves holes, which the next lesson is
-about.
+model either. But their memory does not stay: stage 2 takes new memory for each bucket and gives it
+back, between activations that come and go. This leaves holes, the subject of the next lesson.
 """
 
 import functools
@@ -69,12 +68,12 @@ class ConstantBuffers:
         raise NotImplementedError("step 1: send")
 
     def wait(self) -> None:
-        """Until both are back, and their results read."""
+        """Wait until both are back, and their results are read."""
         # step 1: both buffers are back, and each result was read, once.
         raise NotImplementedError("step 1: wait")
 
     def _finish(self, turn: int) -> None:
-        """Until buffer 0 or 1 is back, and its result read."""
+        """Wait until buffer 0 or 1 is back, and its result is read."""
         # step 1: buffer 0 or 1 is not on its way any more. If it was, its result was read, and what
         # it waited for is forgotten. (A helper: take() and wait() need it.)
         # - pending.wait(): returns when the collective has ended
@@ -109,7 +108,7 @@ def fill(buffer: Tensor, load: list[Tensor]) -> Tensor:
 
 
 def unpack(filled: Tensor, load: list[Tensor]) -> None:
-    """Copy what was filled back to where the pieces lie, each in its own dtype."""
+    """Copy what was filled back into the pieces, each in its own dtype."""
     # step 3: each piece holds its part of `filled`, in the memory in which it lies. (The calls are
     # those of fill.)
     raise NotImplementedError("step 3: unpack")
@@ -120,8 +119,8 @@ def all_reduce(tensors: Iterable[Tensor], buffers: ConstantBuffers, op: str = "a
     """Average (or sum) tensors of any shapes over the ranks, in place, through constant buffers.
 
     All ranks must give the same shapes in the same order.
-    Raises: what fused.flat_views raises, while all tensors are as they were: for dtypes that the
-        buffers would round, among others.
+    Raises: what fused.flat_views raises, before any tensor is changed: for dtypes that the buffers
+        would round, among others.
     """
     # step 4: each tensor holds the mean (or the sum) over the ranks, rounded once; nothing is on
     # its way. The buffers took turns: one was filled while the other travelled.

@@ -1,16 +1,16 @@
-"""M_D: what lives long is laid into memory that was allocated once, up front (section 6.3).
+"""M_D: long-lived tensors go into memory that was allocated once, up front (section 6.3).
 
 A step with activation checkpoints mixes two kinds of tensors. Forward keeps the checkpoints and
 drops all other activations; backward keeps the gradients of parameters and drops those of
-activations. Whatever is kept comes to lie between things that are dropped a moment later, and the
-holes around it are each too small for the next large tensor: an allocation fails though more than
-30% of the memory is free (section 3.2).
+activations. Kept tensors end up between tensors that are dropped a moment later, and each hole
+around them is too small for the next large tensor: an allocation fails though more than 30% of the
+memory is free (section 3.2).
 
 Memory a rank, for L blocks with an input of [b, s, h] and Ψ parameters:
     checkpoint slab    L·b·s·h elements, for the largest b and s that will come
     gradient slab      Ψ elements
-The tensors take as much without slabs; but these stay for good, and what is kept exists twice while
-it is copied.
+The tensors take as much without slabs. But slabs stay for good, and a tensor exists twice while it
+is copied there.
 
 Communication plan: none. The training step:
     start      slab = Slab(L·b·s·h);  gradient_slab = gradients_in_slab(model)
@@ -98,11 +98,11 @@ class Pool:
 
 
 class Slab:
-    """One allocation for long-lived tensors of one kind: laid side by side until reset().
+    """One allocation for long-lived tensors of one kind, which are put side by side until reset().
 
     Args:
-        elements: its size. By default the first round in which something is kept measures: until
-            its reset() tensors get memory of their own, and then the slab is allocated for as many
+        elements: its size. By default the first round in which something is kept measures it: until
+            reset() tensors get memory of their own, and then the slab is allocated for as many
             elements as were kept.
         dtype, device: those of the tensors.
     `memory` is the allocation, [elements] (None while it measures); `used` counts the elements kept
@@ -123,11 +123,11 @@ class Slab:
         if elements < 1:
             raise ValueError(f"a slab must hold at least one element, not {elements}")
         self.memory = torch.empty(elements, dtype=self.dtype, device=self.device)
-        self._kept = self.memory.data  # the same memory; autograd counts its changes apart
+        self._kept = self.memory.data  # the same memory; autograd counts its changes separately
 
     @torch.no_grad()
     def keep(self, tensor: Tensor) -> Tensor:
-        """A copy of the tensor that lies in the slab, of the same shape. It is valid until reset().
+        """A copy of the tensor in the slab, of the same shape. It is valid until reset().
 
         Raises: ValueError for another dtype or device than the slab's; MemoryError if the slab is
             full.
@@ -157,7 +157,7 @@ class Slab:
         return end
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in the slab's memory."""
+        """Whether the tensor is in the slab's memory."""
         return self.memory is not None and (
             tensor.untyped_storage().data_ptr() == self.memory.untyped_storage().data_ptr()
         )
@@ -174,14 +174,14 @@ class Slab:
 
 
 def gradients_in_slab(model: nn.Module) -> Slab:
-    """From now on each parameter's .grad lies in one slab, in the order in which backward completes
+    """From now on each parameter's .grad is in one slab, in the order in which backward completes
     them.
 
     Returns: the Slab, with room for one gradient of each parameter. Set the gradients to None, then
         reset() it.
-    Raises: ValueError if no parameter wants a gradient, or if those that want one differ in dtype
-        or device; in backward RuntimeError, where it adds to a gradient that was kept before the
-        last reset().
+    Raises: ValueError if no parameter needs a gradient, or if those that need one differ in dtype
+        or device; RuntimeError in backward, if it adds to a gradient that was kept before the last
+        reset().
     """
     # step 4: the slab has room for one gradient of each parameter that wants one. In backward, as
     # soon as a gradient is complete, it lies there, and nowhere else. A second backward adds to
@@ -206,18 +206,18 @@ def _kind_of(params: list[nn.Parameter]) -> tuple[torch.dtype, torch.device]:
     return kinds.pop()
 
 
-# A slab empties all at once. Where tensors come and go one by one, holes appear again, and can be
-# closed again:
+# A slab is emptied all at once. If tensors come and go one by one, holes appear again. An arena can
+# close them:
 
 
 class Arena:
-    """One allocation out of which tensors come and go one by one, and which can be compacted.
+    """One allocation in which tensors come and go one by one, and which can be compacted.
 
     Args:
         elements: its size.
         dtype, device: those of all tensors in it.
-    `memory` is the allocation, [elements]; `pool` knows which blocks of it are free, and `lent` who
-    has the others.
+    `memory` is the allocation, [elements]; `pool` knows which blocks of it are free, and `lent`
+    which tensors have the others.
     """
 
     def __init__(
@@ -250,8 +250,7 @@ class Arena:
     def allocate(self, shape: Sequence[int]) -> Tensor:
         """A tensor of this shape that is a view of the arena's memory, not initialised.
 
-        It stays valid until free(); compact() may move it, and it follows. Views that are taken of
-        it do not.
+        It stays valid until free(): if compact() moves it, it follows. Views of it do not follow.
         Raises: MemoryError if no free block is large enough; ValueError for a shape without
             elements.
         """
@@ -276,9 +275,9 @@ class Arena:
 
     @torch.no_grad()
     def _lend(self, tensor: Tensor, block: Block, shape: torch.Size, stride: Sequence[int] = ()):
-        """The tensor, of this shape, lies in this block from now on."""
-        # set_ counts as a change, unlike .data = …: where autograd saved the tensor for backward,
-        # backward says so
+        """Put the tensor, of this shape, into this block."""
+        # set_ counts as a change, unlike .data = …: if autograd saved the tensor for backward,
+        # backward raises an error
         tensor.set_(self.memory.untyped_storage(), block.address, shape, stride)
         self.lent[id(tensor)] = tensor, block
 
@@ -297,11 +296,11 @@ class Arena:
 
     @torch.no_grad()
     def compact(self) -> None:
-        """Move all tensors to the front, in place: what is free becomes one block. The tensors
+        """Move all tensors to the front, in place: the free memory becomes one block. The tensors
         follow.
 
         Call it between steps: backward cannot use a tensor that was saved in forward and moved
-        since, and says so.
+        since, and raises an error.
         """
         # step 5: all tensors lie at the front, in the order in which they lay, with the values that
         # they had: the same tensor objects, of the same shapes and strides. What is free is one
@@ -313,8 +312,8 @@ class Arena:
         raise NotImplementedError("step 5: compact")
 
     def _move(self, source: int, target: int, size: int, piece: int = 2**18) -> None:
-        """Elements from `source` on, to `target` further in front, of which no more than a `piece`
-        exists twice. They may overlap."""
+        """Move elements from `source` on to `target`, further in front. Both may overlap, and no
+        more than a `piece` of them exists twice."""
         # step 5: the `size` elements that were at `source` are at `target`, which is not behind it.
         # What else it needs is memory for `piece` elements at most.
         raise NotImplementedError("step 5: _move")

@@ -1,29 +1,29 @@
-"""Offload: masters, momentum, variance and the update live on the rank's host (ZeRO-Offload,
-arXiv:2101.06840, under the stages of ZeRO).
+"""Offload: master weights, momentum, variance and the update are on the rank's host (ZeRO-Offload,
+arXiv:2101.06840, at each stage of ZeRO).
 
 Memory a rank, for Ψ parameters on N ranks, in 16 bit:
 
     Offloaded1   2Ψ   parameters + 2Ψ gradients     the host: 4Ψ/N masters + 8Ψ/N state + 2Ψ/N
     Offloaded2   2Ψ   parameters + buckets                    gradients
     Offloaded3   2Ψ/N parameters + units, buckets
-and four buffers of one bucket's shard, through which all goes (offloading/host_link.py).
+and four buffers, each of one bucket's shard, through which all passes (offloading/host_link.py).
 
-Over the bus, a step and rank; what the ranks send each other stays as it is:
+Over the bus, a step and rank; the traffic between the ranks stays the same:
 
     backward     a bucket is reduced, its gradient shard leaves for the host     2Ψ/N bytes
     step         the host updates its fp32 masters with torch's own optimizer,
                  and sends the parameters back in 16 bit                         2Ψ/N bytes
-In fp32 4Ψ/N each way. Both overlap: a gradient shard is on its way while backward makes the next
-bucket; a parameter shard while the host updates the next and the ranks gather the one before. At
-stage 3 units are gathered when they work again: there all goes on beside the next forward.
+In fp32 4Ψ/N each way. Both overlap with work: a gradient shard crosses while backward makes the
+next bucket; a parameter shard while the host updates the next and the ranks gather the one before.
+Stage 3 gathers units when they work again, so there the shards cross during the next forward.
 
-With k micro-batches a step gradients cross once at stage 1, which adds them up where they are, and
-k times at stages 2 and 3, where the host adds them up. Crossing once would keep 2Ψ/N bytes of them
-on the rank: k times more on the bus is the price of none.
+With k micro-batches a step, gradients cross once at stage 1, which adds them up on the rank, and k
+times at stages 2 and 3, where the host adds them up. To cross once there would keep 2Ψ/N bytes of
+gradients on the rank: k times the traffic saves that memory.
 
-The host of a rank on a CPU is a process beside it (offloading/host_process.py), that of a rank with
-a GPU a thread and pinned memory. The bits are those of the stage by itself; with a GPU those of an
-update on the CPU.
+On a CPU the host is a process beside the rank (offloading/host_process.py); on a GPU it is a
+thread, with pinned memory. The results equal the plain stage's, bit for bit; with a GPU they equal
+those of an update on the CPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,8 +49,8 @@ class ReadAhead(Lanes):
     """Stretches of a file pass through the lanes, one after the other."""
 
     def through(self, stretches: Sequence[Stretch]) -> Iterator[Buffer]:
-        """Of each stretch in its turn the buffer that has it. What the caller changes in it is
-        written from stretch.changes on. Raises: what the file raises."""
+        """Yields the buffer of each stretch in turn. The caller's changes are written, from
+        stretch.changes on. Raises: what the file raises."""
         # step 5: yields, for each stretch in its turn, the buffer that has it. While the caller has
         # one, the next is being read (no more than that one), and the one before is being written.
         # After the last one nothing is left to begin: all changes are in the file, or on their way
@@ -60,7 +60,7 @@ class ReadAhead(Lanes):
         raise NotImplementedError("step 5: through")
 
     def _read(self, stretch: Stretch, buffer: Buffer) -> Buffer:
-        """In the reading thread: wait for what is still on its way to the file."""
+        """In the reading thread: wait for writes that are still under way, then read."""
         # step 5: buffer.memory begins with what the file has at the stretch, and the buffer is
         # returned. Nothing was read that is still on its way to the file, and nothing was
         # overwritten that is still on its way from this buffer.
@@ -73,7 +73,7 @@ class ReadAhead(Lanes):
         raise NotImplementedError("step 5: _read")
 
     def begin_to_write(self, stretch: Stretch, buffer: Buffer) -> None:
-        """A buffer's stretch, from its changes on."""
+        """Write a buffer's stretch, from its changes on."""
         # step 5: what buffer.memory has of the stretch, from stretch.changes on, is on its way to
         # where it belongs in the file: buffer.written and stretch.written are that Future.
         # self.written has counted its bytes. Nobody has waited.
@@ -87,7 +87,7 @@ class HostState(Kept):
     """Masters, gradients and optimizer state of a rank's shards, and the update."""
 
     def keep(self, parcel: Parcel, number: int, group_index: int) -> None:
-        """Masters live here: a bucket's shard has come, at the start."""
+        """At the start a bucket's shard comes: keep its master here."""
         # step 1: self.shards[number] is a Shard of what came: its dtype; group_index; the master,
         # an nn.Parameter, in fp32 if the shard is in 16 bit, else in the shard's own dtype; a
         # gradient of zeros in the shard's dtype. None of it lies in the parcel's buffer, and that
@@ -101,7 +101,7 @@ class HostState(Kept):
         raise NotImplementedError("step 1: keep")
 
     def gradient(self, parcel: Parcel, number: int, adds: bool) -> None:
-        """A gradient shard has come; adds: to that of earlier micro-batches."""
+        """A gradient shard has come; adds: it is added to that of earlier micro-batches."""
         # step 2: shard.gradient is what came; if `adds` and shard.has_gradient, the sum of what
         # came since the last forget(). shard.has_gradient is True. The parcel's buffer can be
         # filled again.
@@ -134,13 +134,13 @@ class DiskState(OnDisk, HostState):
 
 
 class Offloaded(RankSide):
-    """What crosses the bus, alike for Offloaded1 to Offloaded3. RankSide says how to use them."""
+    """What crosses the bus, for Offloaded1 to Offloaded3. RankSide says how to use them."""
 
     kinds = HostState, DiskState
     adds = True  # whether gradients of several passes add up on the host
 
     def _hand_over(self, bucket):
-        """Masters live on the host: let it keep() this rank's shard, once, at the start."""
+        """Let the host keep() this rank's shard, and its master, once, at the start."""
         # step 1: the host has been sent ("keep", bucket.away.number, bucket.group_index) with this
         # rank's shard. bucket.master, which you set, is an nn.Parameter of the master's shape and
         # dtype (as in keep) that has no memory of its own.
@@ -151,13 +151,13 @@ class Offloaded(RankSide):
         raise NotImplementedError("step 1: _hand_over")
 
     def _leave(self, bucket, gradient_shard: Tensor) -> None:
-        """A gradient shard leaves."""
+        """Send a gradient shard to the host."""
         # step 2: the host has been sent ("gradient", bucket.away.number, self.adds) with this
         # gradient shard. Nobody has waited until it is there.
         raise NotImplementedError("step 2: _leave")
 
     def _returned(self) -> Iterator:
-        """Let the host update; yields each bucket when its parameters are back."""
+        """Let the host update, and yield each bucket when its parameters are back."""
         # step 3: the host has been sent ("update", options_of(self.optimizer), scale), the scale as
         # a number, None, or a tensor on the CPU. Yields each bucket of self.in_turn(), in that
         # order, as soon as bucket.parameter_shard holds what came back for it, the buffer can be
@@ -173,12 +173,12 @@ class Offloaded(RankSide):
 
 
 class GatheredAfter:
-    """The step of stages 1 and 2: parameters that are back are gathered."""
+    """The step of stages 1 and 2: gather parameters that are back."""
 
     @torch.no_grad()
     def step(self) -> None:
-        """Let the host update this rank's shards, and gather everybody's: a bucket travels between
-        the ranks while the next crosses the bus, and the one after that is updated."""
+        """Let the host update this rank's shards, and gather all ranks': the ranks gather a bucket
+        while the next crosses the bus and the host updates the one after that."""
         # step 4: every rank has all updated parameters, and nothing is on its way. A bucket was
         # gathered while the next crossed the bus. Before the host was asked, backward was complete,
         # and a user's edits went along. Running statistics are rank 0's. Another backward before
@@ -196,7 +196,7 @@ class GatheredAfter:
 class Offloaded1(Offloaded, GatheredAfter, Stage1):
     __doc__ = RankSide.__doc__
     adds = False  # whole gradients add up on the rank
-    reduced = None  # the bucket whose reduction is under way, or over
+    reduced = None  # the bucket whose reduction is under way, or done
 
     def bucket_complete(self, bucket, done):
         super().bucket_complete(bucket, done)  # waits for the bucket before
@@ -229,11 +229,11 @@ class Offloaded3(Offloaded, LeavesAtOnce, Stage3):
     __doc__ = RankSide.__doc__
 
     def in_turn(self):
-        return self.buckets[::-1]  # forward needs those first for which backward came last
+        return self.buckets[::-1]  # forward first needs the ones that backward finished last
 
     @torch.no_grad()
     def step(self) -> None:
-        """Let the host update its shards. All but the first come beside the next forward."""
+        """Let the host update its shards. All but the first come back during the next forward."""
         self._release_all()
         self.reducer.complete()
         for bucket in self.buckets:

@@ -1,10 +1,10 @@
-"""ZeRO-100B: the system that the paper ran, P_os+g with all of ZeRO-R, beside model parallelism
-(section 10, Table 3).
+"""ZeRO-100B: the system that the paper ran, P_os+g with all of ZeRO-R, together with model
+parallelism (section 10, Table 3).
 
     torchrun --nproc-per-node 4 zero_minimal/zero_100b.py --config C4 --model-parallel 2
 
 The ranks are a mesh: M neighbours share one model (tensor parallelism), the D ranks at the same
-place in each model are data-parallel, and ZeRO-DP works among these.
+place in each model are data-parallel, and ZeRO-DP cuts over these.
 
     D × M = 2 × 2    rank 0 ─ rank 1     one model: activations are the same on both,
                        │        │                   P_a cuts their checkpoints
@@ -20,7 +20,7 @@ place in each model are data-parallel, and ZeRO-DP works among these.
     C4        P_os+g      C_B, M_D, P_a
     C5        P_os+g      C_B, M_D, P_a+cpu
 
-In all of them activations are checkpointed, a block each.
+All of them checkpoint activations, block by block.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class ConstantMemory(GradientMemory):
     """
 
     def __init__(self, buckets: list[Bucket], group=None):
-        """Makes `constant_buffers`, the two buffers, and `slab`, where all shards lie."""
+        """Makes `constant_buffers`, the two buffers, and `slab`, which holds all shards."""
         # step 1: `constant_buffers` are two buffers, each of which holds any of the buckets and no
         # more. `slab` is one allocation, of zeros, with a place for this rank's shard of each
         # bucket. All is made here, once. ValueError for buckets of several dtypes or devices.
@@ -115,7 +115,7 @@ CONFIGS = {
 
 
 def places(model: ParallelGPT) -> dict[str, Place]:
-    """Where this rank's part of each parameter that is cut lies in the whole one."""
+    """For each parameter that is cut: where this rank's part is in the whole one."""
     ranks, rank = dist.get_world_size(model.group), dist.get_rank(model.group)
     found = {}
     for path, layer in model.named_modules():
@@ -157,12 +157,12 @@ class System:
         self.mesh = mesh
         self.groups = [mesh.data_group, mesh.model_group]  # whose ranks hold parts of the model
         self.model = ParallelGPT(sizes, mesh.model_group).to(device, dtype)
-        self.slab = None  # where checkpoints lie, if they stay on the device
+        self.slab = None  # where checkpoints are, if they stay on the device
         self.keep_checkpoints(config, batch)
         self.zero = self.over_replicas(config, optimizer_class, **options)
 
     def keep_checkpoints(self, config: Config, batch: int) -> None:
-        """Let each block keep its input alone, for `batch` sequences: as config.partition and
+        """Let each block keep only its input, for `batch` sequences: as config.partition and
         config.to_host say, in `slab` if it stays on the device."""
         # step 2: in forward each block of the model keeps its input alone, [b, s, h]. With
         # config.partition each rank keeps its part, over the ranks that have copies. With
@@ -197,9 +197,9 @@ class System:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Let step() scale the gradients down to this norm of the whole model's, if theirs is
-        larger. Returns theirs, a 0-dim tensor, alike on all ranks of the mesh. Only gradient_scale
-        changes."""
+        """If the norm of the whole model's gradients is above max_norm, let step() scale them down
+        to it. Returns the norm before, a 0-dim tensor, the same on all ranks of the mesh. Only
+        gradient_scale changes."""
         # step 4: return the norm of the gradient of the model that all ranks of the mesh train,
         # times self.gradient_scale. Each of its elements counts once. self.gradient_scale, which
         # step() multiplies with, has become smaller where the norm is larger than max_norm. The
@@ -216,7 +216,7 @@ class System:
         #   smaller one
         raise NotImplementedError("step 4: clip_grad_norm_")
 
-    # all else is the stage's
+    # everything else is the stage's
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -247,7 +247,7 @@ class System:
         self.zero.zero_grad()
 
     def holding(self) -> Holding:
-        """For a checkpoint (checkpoint/saved_state.py), from which any other mesh can go on."""
+        """For a checkpoint (checkpoint/saved_state.py), from which any other mesh can resume."""
         mesh, also = self.mesh, {"head.weight": "token_embedding.weight"}  # as GPT has it
         return Holding(self.zero, places(self.model), None, mesh.data_rank, mesh.model_rank, also,
                        "zero_100b")

@@ -1,9 +1,9 @@
-"""As JSON: what a program keeps beside its tensors (a scheduler's numbers, a position in the data),
-as text that anybody can read, and that holds no code.
+"""As JSON: what a program keeps besides its tensors (a scheduler's numbers, a position in the
+data), as text that people can read, and that holds no code.
 
-pickle, in which torch.save() writes, may hold code, and runs it when the file is read. JSON knows
-numbers, words, lists and dicts with words as keys. What Python and torch have beyond that becomes a
-dict with "!" in it: a tuple {"!": "tuple", "items": […]}, a tensor {"!": "tensor", …}.
+torch.save() writes pickle, which may hold code, and runs it when the file is read. JSON has
+numbers, strings, lists, and dicts with strings as keys. Any other value becomes a dict with "!" in
+it: a tuple {"!": "tuple", "items": […]}, a tensor {"!": "tensor", …}.
 """
 
 import base64
@@ -13,10 +13,10 @@ import torch
 
 
 def encoded(value, place: str = "extra"):
-    """What json.dumps takes, for None, numbers, words, tensors (small ones: their bytes are written
-    as letters), dtypes, and lists, tuples, dicts and Counters of these.
+    """A value that json.dumps takes, for None, numbers, strings, tensors (small ones: their bytes
+    become letters), dtypes, and lists, tuples, dicts and Counters of these.
 
-    Raises: TypeError for anything else; it says where it is: `place`, and the way from there.
+    Raises: TypeError for anything else; the message says where it is, as a path from `place`.
     """
     try:
         return _encoded(value, place)
@@ -47,7 +47,7 @@ def _encoded(value, place: str):
 
 
 def decoded(value):
-    """The value again. Raises: ValueError for what encoded() never makes."""
+    """The value that was encoded. Raises: ValueError for what encoded() never makes."""
     if isinstance(value, list):
         return [decoded(one) for one in value]
     if not isinstance(value, dict):

@@ -1,16 +1,16 @@
-"""Chunks: a stretch of a tensor's elements, as blocks that begin somewhere and have a shape.
+"""Chunks: a stretch of a tensor's elements, as blocks with a start and a shape.
 
-A rank's shard is a stretch of a bucket, and may begin and end in the middle of a matrix's row. From
-element 3 to element 17 of a matrix [4, 5] three chunks reach:
+A rank's shard is a stretch of a bucket, and may begin and end in the middle of a matrix's row.
+Elements 3 to 16 of a matrix [4, 5] are three chunks:
 
     · · · a a      a   from row 0, column 3   [1, 2]
     b b b b b      b   from row 1, column 0   [2, 5]
     b b b b b
     c c · · ·      c   from row 3, column 0   [1, 2]
 
-So whatever is cut, and into how many shards, each rank has chunks of the same whole tensors. To go
-on with other ranks is to ask which of the saved chunks overlap with the new ones, and to copy what
-they share. Nothing has to know how the other side was cut.
+So however a run cuts its tensors, each rank has chunks of the same whole tensors. To resume with
+other ranks, find the saved chunks that overlap with the new ones, and copy what they share. Neither
+run has to know how the other one cuts.
 """
 
 import math
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a whole tensor: where it begins, and its shape. Both have a number a dimension."""
+    """A part of a whole tensor: where it begins, and its shape: a number for each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -31,8 +31,8 @@ class Chunk:
 
 
 def chunks(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Chunk]:
-    """The chunks, one after the other, of the elements begin to end (without it) of a tensor of
-    this shape. (One without dimensions counts as one of the shape [1].)"""
+    """The chunks, in order, of the elements from begin up to, but without, end of a tensor of this
+    shape. (A tensor without dimensions counts as one of shape [1].)"""
     if begin >= end:
         return
     if len(shape) < 2:
@@ -57,11 +57,11 @@ def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tensor of a model-parallel rank lies in the whole one, which was cut along `dim`.
+    """Where a model-parallel rank's tensor is in the whole one, which was cut along `dim`.
 
     shape: of the whole tensor.
-    stretches: (from row in this rank's tensor, from row in the whole one, how many rows); a query,
-        key and value matrix has three. Rows in none of them are padding, and are not saved.
+    stretches: (first row in this rank's tensor, first row in the whole one, number of rows); a
+        query, key and value matrix has three. Rows in none of them are padding, and are not saved.
     """
 
     shape: tuple[int, ...]
@@ -69,8 +69,8 @@ class Place:
     stretches: tuple[tuple[int, int, int], ...]
 
     def chunks(self, chunk: Chunk) -> Iterator[tuple[Chunk, Chunk]]:
-        """A chunk of this rank's tensor, cut at the stretches: each part of it, counted from the
-        beginning of the chunk, and the chunk of the whole tensor that it is."""
+        """Cut a chunk of this rank's tensor at the stretches. Yields each part, with offsets from
+        the chunk's beginning, and the same part as a chunk of the whole tensor."""
         begin, size = chunk.offsets[self.dim], chunk.sizes[self.dim]
         for here, there, rows in self.stretches:
             low, high = max(begin, here), min(begin + size, here + rows)

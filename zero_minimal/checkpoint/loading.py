@@ -1,4 +1,4 @@
-"""Loading: the newest checkpoint that is whole, into whatever stage and world there are now."""
+"""Loading: the newest undamaged checkpoint, into any stage on any number of ranks."""
 
 import warnings
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ SHOWN = 10  # names in a message
 
 def candidates(folder: Path, group: dist.ProcessGroup | None = None) -> list[Path]:
     """The checkpoints in a folder, the newest first, as rank 0 of the group sees them. Raises:
-    Damaged, on all ranks, if it cannot look into it."""
+    Damaged, on all ranks, if it cannot read the folder."""
     try:
         found = [state_folder.finished(folder)]
     except Damaged as error:
@@ -31,8 +31,8 @@ def candidates(folder: Path, group: dist.ProcessGroup | None = None) -> list[Pat
 
 
 def newest_good(folder: Path, group: dist.ProcessGroup | None = None) -> Contents:
-    """The newest checkpoint in a folder of which each byte is as it was written. The ranks of the
-    group share the reading. Rank 0 warns of the ones that it passes over.
+    """The newest undamaged checkpoint in a folder: each byte is as it was written. The ranks of the
+    group share the reading. Rank 0 warns of the checkpoints that are passed over.
 
     Raises: Damaged, on all ranks, if there is none.
     """
@@ -73,7 +73,7 @@ def read_alone(contents: Contents, wanted: list[LocalChunk]) -> None:
 
 
 def extra_of(contents: Contents):
-    """What the program had kept."""
+    """What the program gave as `extra`."""
     return as_json.decoded(contents.facts["extra"])
 
 
@@ -81,12 +81,12 @@ def extra_of(contents: Contents):
 
 
 def check(saved: dict, here: dict) -> None:
-    """Compare the facts of a checkpoint with those of the model, alike on all ranks.
+    """Compare the facts of a checkpoint with the model's, with the same result on all ranks.
 
-    Raises: ValueError, which says of which parameters and buffers names, shapes, dtypes or groups
-        differ; or in what the optimizers do.
+    Raises: ValueError, which lists the parameters and buffers whose names, shapes, dtypes or groups
+        differ, or how the optimizers do.
     """
-    if saved["optimizer"] is None:  # weights alone, which do not say what a buffer is
+    if saved["optimizer"] is None:  # weights alone do not show which tensors are buffers
         before = {name: one for name, one in saved["parameters"].items()
                   if here["also"].get(name) not in saved["parameters"]}
         found = _differences("weights", before, here["parameters"] | here["buffers"], {
@@ -113,14 +113,14 @@ def check(saved: dict, here: dict) -> None:
 
 
 def _untied(saved: dict, here: dict) -> Iterable[str]:
-    """Names of one weight of the model that have two values in a file."""
+    """Names that are one weight in the model, but have two values in a file."""
     given = saved["parameters"]
     return (f"{first} and {name}" for name, first in here["also"].items()
             if name in given and first in given and given[name] != given[first])
 
 
 def _differences(kind: str, before: dict, now: dict, facts: dict[str, str]) -> list[str]:
-    """In words. facts: which are compared, and what to call those that differ."""
+    """In words. facts: those to compare, and what to call each if it differs."""
     found = _listed(f"{kind} that it alone has", (name for name in before if name not in now))
     found += _listed(f"{kind} that the model alone has", (name for name in now
                                                           if name not in before))
@@ -181,12 +181,12 @@ def to_fill(holding: Holding, contents: Contents) -> tuple[dict, list[LocalChunk
 
 
 def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that can be written, of an expanded one, too."""
+    """A copy that can be written, even of an expanded tensor."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _kind(name: str, contents: Contents) -> str:
-    """Of what no optimizer updates."""
+    """The kind of a tensor that no optimizer updates."""
     return "buffer" if f"buffer/{name}" in contents.tensors else "model"
 
 
@@ -209,7 +209,7 @@ def _dtype(contents: Contents, name: str) -> torch.dtype:
 
 
 def once_for(names: list[str], contents: Contents) -> dict:
-    """What the optimizer keeps once for a shard in which these parameters lie.
+    """What the optimizer keeps once for a shard that holds these parameters.
 
     Raises: ValueError if it differs among them.
     """
@@ -224,8 +224,8 @@ def once_for(names: list[str], contents: Contents) -> dict:
 
 
 def optimizer_state(of_number: dict, contents: Contents, here: dict) -> dict:
-    """What torch's load_state_dict() takes: options come from the checkpoint, and if it has weights
-    alone from `here`; numbers of parameters are as here."""
+    """What torch's load_state_dict() takes. Options come from the checkpoint, or from `here` if
+    that has weights alone; the parameters' numbers come from `here`."""
     groups = here["param_groups"]
     if contents.facts["optimizer"] is not None:
         groups = [{**as_json.decoded(options), "params": group["params"]}
@@ -240,7 +240,7 @@ def plain_to_fill(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, contents: Contents
 ) -> tuple[dict | None, dict[str, torch.Tensor], list[LocalChunk]]:
     """For a model and an optimizer without a stage: what optimizer.load_state_dict() takes, new
-    buffers, and the chunks of both and of the parameters that are to be read."""
+    buffers, and the chunks to read for both and for the parameters."""
     named = dict(model.named_parameters())
     tensors = [("model", name, param.data) for name, param in named.items()]
     buffers = {name: in_own_memory(buffer)
@@ -272,7 +272,7 @@ def fill_extra_states(model: nn.Module, contents: Contents) -> None:
 
 
 def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved: dict) -> dict:
-    """As local_chunks.facts_of(), for check(). What only training needs is the checkpoint's."""
+    """Like local_chunks.facts_of(), for check(). What only training needs is the checkpoint's."""
     groups = {} if optimizer is None else {
         param: number for number, group in enumerate(optimizer.param_groups)
         for param in group["params"]}
@@ -297,8 +297,8 @@ def plain_facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, saved
 
 
 def restore_random_state(facts: dict, data_rank: int) -> None:
-    """This rank's random numbers go on where they were. If there are more ranks now than there
-    were, new ones begin at a seed of their own, made from what was saved."""
+    """This rank's random numbers continue. If there are more ranks now than before, each new one
+    begins at a seed of its own, made from what was saved."""
     states = {own["data_rank"]: own["random"] for own in facts["ranks_own"] if own}
     if data_rank in states:
         random_state.set_random_state(as_json.decoded(states[data_rank]))

@@ -1,12 +1,11 @@
-"""Local chunks: what a rank has of the training state, as parts of whole tensors, by parameter
-name.
+"""Local chunks: a rank's part of the training state, as chunks of whole tensors, by parameter name.
 
-    model/blocks.0.weight                the parameter; of one in 16 bit its fp32 master
+    model/blocks.0.weight                the parameter; for a 16-bit one its fp32 master
     optimizer/exp_avg/blocks.0.weight    what the optimizer keeps for each of its elements
     buffer/norm.running_mean             a buffer
 
-A bucket, its shards and its padding are not in these names: they are how this run cuts. What an
-optimizer keeps once for a shard (the number of steps) is a number of each parameter in it.
+These names have no bucket, shard or padding: those only belong to this run. What an optimizer keeps
+once for a shard (the number of steps) is saved for each parameter in it.
 """
 
 import functools
@@ -34,8 +33,8 @@ class LocalChunk:
 
 
 class FetchedChunk:
-    """A chunk that is on the rank's host (offloaded_state.py), and comes when it is to be written.
-    Used like a LocalChunk. `fetched`: the chunks of its bucket and kind, here()."""
+    """A chunk on the rank's host (offloaded_state.py), which is fetched when it is written. Used
+    like a LocalChunk. `fetched`: the chunks of its bucket and kind, by here()."""
 
     def __init__(self, local: LocalChunk, number: int, fetched: "Fetched"):
         self.name, self.shape, self.chunk, self.bucket = (
@@ -48,8 +47,8 @@ class FetchedChunk:
 
 
 class Fetched:
-    """What a bucket's host has of a kind, cut into chunks. `latest` are the ones that are here, two
-    at most: chunks are written one after the other, so no more of the state is ever on the rank."""
+    """A bucket's tensor of one kind on its host, cut into chunks. `latest` are those that are here,
+    two at most: chunks are written one by one, so the rank never holds more of the state."""
 
     def __init__(self, bucket: Bucket, name: str | None, cut: Callable, latest: deque["Fetched"]):
         self.bucket, self.name, self.cut, self.latest = bucket, name, cut, latest
@@ -66,12 +65,12 @@ class Fetched:
 
 @dataclass
 class Holding:
-    """Whose state is saved or loaded, and by which ranks together.
+    """What is saved or loaded, and which ranks do so together.
 
     places: of the parameters that are cut over a model-parallel group, by name. Its ranks hold all
-        others whole, and model_rank 0 saves these.
-    kind: what saves: its optimizer's groups are others than another kind's.
-    also: second names of weights, with the first, that the model of one process has.
+        others whole, and model_rank 0 saves those.
+    kind: what saves it; each kind has optimizer groups of its own.
+    also: second names of weights in the model of one process, with the first ones.
     """
 
     stage: object
@@ -94,7 +93,7 @@ class Holding:
 
 
 def holding_of(zero) -> Holding:
-    """Of a stage, or of a system around one, which says itself what it holds."""
+    """The Holding of a stage, or of a system around one, which makes its own."""
     if hasattr(zero, "holding"):
         return zero.holding()
     return Holding(zero, group=zero.group, data_rank=zero.rank)
@@ -153,8 +152,8 @@ def in_bucket(
 
 
 def to_save(holding: Holding) -> list[LocalChunk]:
-    """All that this rank writes, in the order in which step() updates it. Views of the state, so
-    nothing is copied; but buffers are, which a forward pass may change."""
+    """All that this rank writes, in the order in which step() updates it. These are views of the
+    state, not copies; only buffers are copied, since a forward pass may change them."""
     stage, found, latest = holding.stage, [], deque()
     for bucket in stage.all_buckets:
         own = bucket.master.data if bucket.trained else bucket.parameter_shard
@@ -210,7 +209,7 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _every_persistent_buffer(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """One that two modules have has two names."""
+    """With all names: a buffer of two modules has two."""
     left_out = {f"{path}.{name}".lstrip(".")
                 for path, module in model.named_modules(remove_duplicate=False)
                 for name in module._non_persistent_buffers_set}
@@ -222,7 +221,7 @@ def _every_persistent_buffer(model: nn.Module) -> list[tuple[str, torch.Tensor]]
 
 
 def facts_of(holding: Holding) -> dict:
-    """What must be alike where a state is loaded, and what is kept once for each parameter."""
+    """What must be the same where a state is loaded, and what is kept once for each parameter."""
     stage, groups = holding.stage, {}
     for bucket in stage.buckets:
         groups.update(dict.fromkeys(bucket.params, bucket.group_index))
@@ -247,7 +246,7 @@ def facts_of(holding: Holding) -> dict:
 
 
 def second_names(model: nn.Module) -> dict[str, str]:
-    """Of parameters and buffers that have two: the second, and the first."""
+    """For parameters and buffers with two names: {the second: the first}."""
     first = {held: name for name, held in [*model.named_parameters(), *persistent_buffers(model)]}
     every = [*model.named_parameters(remove_duplicate=False), *_every_persistent_buffer(model)]
     return {name: first[held] for name, held in every if name != first[held]}
@@ -259,7 +258,7 @@ def facts_of_buffers(model: nn.Module) -> dict[str, dict]:
 
 
 def extra_states(model: nn.Module) -> dict[str, object]:
-    """What modules give beside their tensors, by the name of the module: rank 0's is saved."""
+    """What modules return from get_extra_state(), by the module's name. Rank 0's is saved."""
     given = {path: module.get_extra_state() for path, module in model.named_modules()
              if type(module).get_extra_state is not nn.Module.get_extra_state}
     return {path: as_json.encoded(value, f"get_extra_state() of {path or 'the model'}")

@@ -1,16 +1,16 @@
 """Resharding: chunks go to files and come back, through torch.distributed.checkpoint (DCP).
 
-    to save     each rank says which chunks it has, rank 0 sees that together they are whole, each
-                rank writes its own, and rank 0 writes down where each of them lies
-    to load     each rank says which chunks it wants; those of the files that overlap with them are
-                read, and what both have in common is copied
+    to save     each rank says which chunks it has, rank 0 checks that they are complete, each
+                rank writes its own, and rank 0 records where each of them is
+    to load     each rank says which chunks it wants, reads those of the files that overlap with
+                them, and copies what both have in common
 
-DCP leads through these steps, finds the overlaps, tells all ranks if one of them fails, and runs
-the first of the two in a thread beside the training. What is planned (SavePlanner, LoadPlanner) and
-how it lies on the disk (StorageWriter, StorageReader) it leaves to whoever wants it otherwise.
+DCP runs these steps, finds the overlaps, tells all ranks if one of them fails, and saves in a
+thread beside training. A program may replace its planners (SavePlanner, LoadPlanner) and its format
+on the disk (StorageWriter, StorageReader).
 
-We want the latter otherwise. DCP's own files begin with a pickle, and pickle can run code. Ours are
-numbers and JSON, have checksums, and take their name when they are whole (state_folder.py).
+We replace both. DCP's own files begin with a pickle, and pickle can run code. Ours are numbers and
+JSON, have checksums, and get their name when they are complete (state_folder.py).
 
 This module is imported when a state is saved or loaded: DCP takes seconds to import.
 """
@@ -33,10 +33,10 @@ from zero_minimal.core.layout import same_storage
 
 
 class ChunkSaver(planner.SavePlanner):
-    """What of a rank's chunks to write: all of them.
+    """Plans what a rank writes: all of its chunks.
 
-    own: what of the facts differs from rank to rank; the facts of the checkpoint will have it in a
-        list, "ranks_own".
+    own: the facts that differ from rank to rank; the checkpoint's facts list all ranks' under
+        "ranks_own".
     """
 
     def __init__(self, chunks: list[LocalChunk], own: dict):
@@ -47,7 +47,7 @@ class ChunkSaver(planner.SavePlanner):
         pass
 
     def create_local_plan(self) -> planner.SavePlan:
-        # to rank 0 go a few numbers a chunk: DCP's own items take longer to send than to write
+        # rank 0 gets a few numbers a chunk: DCP's own items take longer to send than the writing
         sizes = [(local.name, local.shape, local.chunk.numel) for local in self.chunks]
         return planner.SavePlan([], planner_data=(sizes, self.own))
 
@@ -63,7 +63,7 @@ class ChunkSaver(planner.SavePlanner):
         return [planner.SavePlan([]) for _ in all_plans], metadata.Metadata({}, ranks_own)
 
     def finish_plan(self, new_plan):
-        """With an item for each chunk again: its number stands in the index."""
+        """Make an item for each chunk again; its index holds the chunk's number."""
         kind = planner.WriteItemType.SHARD
         items = [planner.WriteItem(metadata.MetadataIndex(local.name, index=number), kind)
                  for number, local in enumerate(self.chunks)]
@@ -73,7 +73,7 @@ class ChunkSaver(planner.SavePlanner):
         return self.chunks[write_item.index.index].tensor
 
     def written(self, write_item) -> LocalChunk:
-        """Its bytes have left. After the last chunk of a bucket step() may change the bucket."""
+        """Its bytes are written. After the last chunk of a bucket step() may change the bucket."""
         number = write_item.index.index
         local = self.chunks[number]
         if local.bucket is not None and self.last_of[local.bucket] == number:
@@ -82,16 +82,16 @@ class ChunkSaver(planner.SavePlanner):
 
 
 class Writer(storage.StorageWriter, AsyncStager):
-    """Writes chunks into a file of each rank, one after the other, and the contents on rank 0.
+    """Writes each rank's chunks into its file, one after the other; rank 0 the contents, too.
 
     Args:
-        folder: of all checkpoints. facts: for the contents; its step may be None, which is one
-            more than the newest's.
+        folder: of all checkpoints. facts: for the contents; a step of None is one more than the
+            newest's.
         keep: how many checkpoints the folder will have in the end.
     """
 
-    # DCP would copy the whole state before training goes on. Here each bucket waits in its update
-    # until its own bytes have left, and nothing is copied
+    # DCP would copy the whole state before training goes on. Here the update of each bucket waits
+    # until its bytes are written, and nothing is copied
     should_synchronize_after_execute = False
 
     def stage(self, state_dict):
@@ -121,7 +121,7 @@ class Writer(storage.StorageWriter, AsyncStager):
         with open(file, "wb") as stream:
             for items, stretch in _side_by_side(plan.items, planner):
                 held, place = as_json.bytes_of(stretch), stream.tell()
-                for start in range(0, len(held), state_folder.BLOCK):  # read twice: from the cache
+                for start in range(0, len(held), state_folder.BLOCK):  # the second read is cached
                     block = held[start : start + state_folder.BLOCK]
                     checksums.append((len(block), zlib.crc32(block)))
                     stream.write(block)
@@ -153,8 +153,8 @@ class Writer(storage.StorageWriter, AsyncStager):
 
 
 def _side_by_side(items: list, planner: ChunkSaver) -> Iterator[tuple[list, torch.Tensor]]:
-    """Items that follow each other in memory, too, and all they hold, flat: to write them at once
-    takes less of the time that training needs."""
+    """Items that are adjacent in memory, too, with all their elements, flat: to write them at once
+    takes less time from training."""
     together, first, elements = [], None, 0
     for item in items:
         tensor = planner.resolve_data(item).cpu().contiguous()
@@ -170,7 +170,7 @@ def _side_by_side(items: list, planner: ChunkSaver) -> Iterator[tuple[list, torc
 
 
 def _follows(tensor: torch.Tensor, first: torch.Tensor, elements: int) -> bool:
-    """Whether a tensor begins so many elements after the beginning of `first`, in its memory."""
+    """Whether a tensor begins `elements` elements after the beginning of `first`, in its memory."""
     is_next = tensor.storage_offset() == first.storage_offset() + elements
     return is_next and tensor.dtype == first.dtype and same_storage(tensor, first)
 
@@ -220,7 +220,7 @@ class ChunkLoader(planner.LoadPlanner):
 
 
 class Reader(storage.StorageReader):
-    """Reads chunks: of each as many rows as are wanted."""
+    """Reads the wanted rows of each chunk."""
 
     def __init__(self, contents: Contents):
         self.contents, self.chunks = contents, {}
@@ -266,7 +266,7 @@ class Reader(storage.StorageReader):
 
 
 def _read(file: Path, offset: int, sizes: list, dtype: torch.dtype, item) -> torch.Tensor:
-    """What is wanted of a chunk that lies in a file: of its rows only those are read."""
+    """The wanted part of a chunk in a file; only the wanted rows are read."""
     first, rows = item.storage_offsets[0], item.lengths[0]
     row = dtype.itemsize * torch.Size(sizes[1:]).numel()
     held = bytearray(rows * row)

@@ -1,26 +1,26 @@
-"""Saved state: a checkpoint of a run, which goes on under any stage and any number of ranks.
+"""Saved state: a checkpoint from which a run resumes at any stage and on any number of ranks.
 
     saved_state.save(zero, "runs/a", extra={"epoch": 3})     on all ranks, at stage 2 on 4 of them
     extra = saved_state.load(zero, "runs/a")                 on all ranks, at stage 3 on 3 of them
 
-Each rank of stages 1 to 3 has a shard of every bucket. How could a run with other shards read them?
-Cut the shards of 4 ranks again into 3, and think of the padding, of other buckets, of units? No:
-what is saved has nothing of shards in it. On the way to the disk a rank says of each of its
-elements what it is, by the name of the parameter and the place in it:
+At stages 1 to 3 each rank has a shard of every bucket, but a later run may have other shards. To
+cut the shards of 4 ranks into 3 again would involve padding, other buckets and units. So a
+checkpoint has no shards in it. To save, a rank names each of its elements by the parameter and the
+place in it:
 
     bucket            | b₂ | w₂ ··············|············ | padding |
     shards            |rank 0 |rank 1 |rank 2 |rank 3 |
     rank 1 writes     w₂, from row 1, column 3 to row 4, column 2
-    in the checkpoint      w₂ [rows, columns], and where in which file each part of it lies
+    in the checkpoint      w₂ [rows, columns], and the file and position of each part
 
-On the way back each rank looks for the elements that it owns now, wherever they lie. It reads these
-and no others, so that no rank ever holds the whole model. Parts of matrices are chunks
-(chunks.py), local_chunks.py has those of a rank, torch.distributed.checkpoint finds which of them
-overlap (resharding.py), and state_folder.py says why a kill does no harm.
+To load, each rank looks for the elements that it owns now, in any file. It reads only these, so no
+rank ever holds the whole model. Parts of matrices are chunks (chunks.py), local_chunks.py has those
+of a rank, torch.distributed.checkpoint finds which of them overlap (resharding.py), and
+state_folder.py says why a kill does no harm.
 
-A checkpoint has parameters (of those in 16 bit the fp32 masters, from which they come by rounding),
-optimizer state and options, buffers, what modules give in get_extra_state(), the state of each
-rank's random numbers (torch's), and `extra`. It holds no code.
+A checkpoint has parameters (for 16-bit ones the fp32 masters, which round to them), optimizer state
+and options, buffers, what modules return from get_extra_state(), each rank's random state
+(torch's), and `extra`. It holds no code.
 """
 
 from pathlib import Path
@@ -39,18 +39,18 @@ __all__ = [
 
 def save(zero, folder: str | Path, extra=None, *, step: int | None = None, keep: int = 3) -> Path:
     """Write a checkpoint, folder/step-…; all ranks must call this, after step(). Returns its path.
-    It is the newest one there then, whatever its step: load() goes on from it.
+    It is the folder's newest then, whatever its step: load() resumes from it.
 
     Args:
         zero: a stage, or a zero_100b.System.
         folder: of all checkpoints of a run, on a disk that all ranks see.
-        extra: what the program needs to go on, alike on all ranks: state_dict() of a scheduler and
-            a LossScaler, a position in the data; of numbers, words, tensors, lists, tuples, dicts.
+        extra: what the program needs to resume, alike on all ranks: state_dict() of a scheduler and
+            a LossScaler, a position in the data; numbers, strings, tensors, lists, tuples, dicts.
         step: the number in its name; by default one more than the newest's.
-        keep: how many checkpoints stay, without those that load() found damaged; those that were
-            written earlier are deleted when this one is on the disk.
-    Raises: TypeError for what cannot be in `extra`; ValueError if that differs among the ranks;
-        RuntimeError inside gather_parameters(), or where gradients wait for step(); NotSaved, on
+        keep: how many checkpoints stay, not counting those that load() found damaged; older ones
+            are deleted when this one is on the disk.
+    Raises: TypeError for what cannot be in `extra`; ValueError if `extra` differs among the ranks;
+        RuntimeError inside gather_parameters(), or while gradients wait for step(); NotSaved, on
         all ranks, if one could not write.
     """
     return saving.start(zero, Path(folder), extra, step, keep, meanwhile=False).wait()
@@ -59,25 +59,25 @@ def save(zero, folder: str | Path, extra=None, *, step: int | None = None, keep:
 def async_save(
     zero, folder: str | Path, extra=None, *, step: int | None = None, keep: int = 3
 ) -> Saving:
-    """As save(), but it is written while training goes on. Returns at once; .wait() waits, and
-    raises what save() raises. Until the next step() change no weight by hand.
+    """Like save(), but it writes while training goes on. Returns at once; .wait() waits, and raises
+    what save() raises. Do not edit weights before the next step().
 
-    The state that is saved is that of this moment: step() waits for the bucket it is about to
-    update, if that has not been written yet. The next checkpoint, and the end of the ranks, wait
-    for the whole. An offloaded stage writes all of it before this returns.
+    It saves the state of this moment: before step() updates a bucket, it waits until that is
+    written. The next checkpoint, and the end of the ranks, wait for all of it. An offloaded stage
+    writes all of it before this returns.
     """
     return saving.start(zero, Path(folder), extra, step, keep, meanwhile=True)
 
 
 def load(zero, folder: str | Path):
-    """Go on from the newest checkpoint in a folder, or from the one that it is; all ranks must call
-    this. Returns `extra`. Random numbers of a rank go on, too; those of ranks that are new have a
-    seed of their own.
+    """Resume from the newest checkpoint in a folder, or from `folder` if it is one; all ranks must
+    call this. Returns `extra`. Each rank's random numbers continue, too; new ranks get seeds of
+    their own.
 
-    A checkpoint that is damaged, or not the same on all ranks, is passed over, with a warning, for
-    the one before it.
-    Raises: Damaged if none is whole; ValueError, with all names that differ, if it is not of this
-        model and optimizer. Both on all ranks, and then nothing has been changed.
+    If a checkpoint is damaged, or not the same on all ranks, this warns, and takes the one before
+    it.
+    Raises: Damaged if there is no undamaged one; ValueError, with all names that differ, if it is
+        not of this model and optimizer. Both come on all ranks, before anything is changed.
     """
     from torch.distributed import checkpoint as dcp
 
@@ -103,8 +103,8 @@ def load(zero, folder: str | Path):
 
 
 def any_in(zero, folder: str | Path) -> bool:
-    """Whether there is a checkpoint in a folder, good or not, as rank 0 sees it; all ranks must
-    ask."""
+    """Whether there is a checkpoint in a folder, damaged or not, as rank 0 sees it; all ranks must
+    call this."""
     holding = local_chunks.holding_of(zero)
     saving.meet("look for", holding.group)
     return bool(loading.candidates(Path(folder), saving.group_to_save(holding.group)))
@@ -114,8 +114,8 @@ def any_in(zero, folder: str | Path) -> bool:
 def load_plain(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path
 ):
-    """The same for plain torch, in one process without ranks: the whole model, and an optimizer
-    over its parameters, or None. Random numbers go on as rank 0's."""
+    """load() for plain torch, in one process without ranks: the whole model, and an optimizer over
+    its parameters, or None. Random numbers continue as rank 0's."""
     contents = loading.newest_good(Path(folder))
     loading.check(contents.facts, loading.plain_facts(model, optimizer, contents.facts))
     state, buffers, wanted = loading.plain_to_fill(model, optimizer, contents)

@@ -1,8 +1,8 @@
-"""Saving: a checkpoint leaves while training goes on.
+"""Saving: a checkpoint is written while training goes on.
 
-What is to be saved changes in step() alone. So a thread writes it during the next forward and
-backward, in the order in which step() updates it, and step() waits before each bucket until that
-one's bytes have been handed to the system. Nothing is copied: memory does not grow.
+Only step() changes the state to save. So a thread writes it during the next forward and backward,
+in the order in which step() updates it. Before each bucket step() waits until the bucket's bytes
+are handed to the system. Nothing is copied: memory does not grow.
 """
 
 import json
@@ -22,12 +22,12 @@ from zero_minimal.guards.collective_fingerprint import CHECKPOINT
 from zero_minimal.guards.same_on_all_ranks import numbers_of_all_ranks
 from zero_minimal.processes import joining
 
-_groups = weakref.WeakKeyDictionary()  # of ranks that train → a group of the same, to save with
+_groups = weakref.WeakKeyDictionary()  # group that trains → a group of the same ranks, which saves
 _under_way: list["Saving"] = []
 
 
 class NotSaved(RuntimeError):
-    """A checkpoint could not be written, on any rank. Those before it are as they were."""
+    """A checkpoint was not written, since a rank failed. The ones before it are unchanged."""
 
 
 class Saving:
@@ -42,7 +42,7 @@ class Saving:
         return self.future.done()
 
     def wait(self) -> Path:
-        """Where it is, when it is whole and on the disk. All ranks must wait for it.
+        """Wait until all of it is on the disk; return its path. All ranks must call this.
 
         Raises: NotSaved, on all ranks, if it could not be written on one of them.
         """
@@ -63,14 +63,14 @@ class Saving:
 
 
 def first_of(error: BaseException) -> tuple[int, BaseException]:
-    """A rank that failed, and why, of what DCP raises on all ranks."""
+    """A rank that failed, and its error, from what DCP raises on all ranks."""
     rank, (reason, _) = next(iter(error.failures.items()))
     return rank, reason
 
 
 def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: bool) -> Saving:
-    """Begin to write a checkpoint; all ranks must call it. Unless `meanwhile`, it is done when this
-    returns, or has failed. One that is still being written is waited for first."""
+    """Begin to write a checkpoint; all ranks must call it. Unless `meanwhile`, it is written, or
+    has failed, when this returns. This first waits for one that is still being written."""
     from zero_minimal.checkpoint.resharding import ChunkSaver, Writer
 
     _check_numbers(step, keep)
@@ -81,7 +81,7 @@ def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: boo
     _check_alike(encoded, holding.group)
     buckets = holding.stage.buckets
     if any(bucket.away is not None for bucket in buckets):
-        meanwhile = False  # the bus is training's: it carries the state before that goes on
+        meanwhile = False  # the bus must carry the state before training uses it again
     for bucket in buckets:
         precision.keep_changes(bucket)
     facts = {"step": step, "extra": encoded, **local_chunks.facts_of(holding)}
@@ -91,15 +91,15 @@ def start(zero, folder: Path, extra, step: int | None, keep: int, meanwhile: boo
     writer = Writer(folder.absolute(), facts, keep)  # the current directory may change
     asked = dict(storage_writer=writer, planner=ChunkSaver(to_save, own),
                  process_group=group_to_save(holding.group))
-    leaving = {local.bucket for local in to_save}  # of others nothing but padding lies here
+    leaving = {local.bucket for local in to_save}  # of others only padding is here
     future = _begin(asked, [bucket for bucket in buckets if bucket in leaving], meanwhile)
     _under_way.append(saving := Saving(future, writer))
     return saving
 
 
 def _begin(asked: dict, buckets: list, meanwhile: bool) -> Future:
-    """Let DCP write, and step() wait for each of the buckets until that is written. The result: the
-    metadata, or the failures that DCP tells all ranks of."""
+    """Let DCP write, and let step() wait for each of the buckets until it is written. The result:
+    the metadata, or the failures that DCP reports to all ranks."""
     from torch.distributed import checkpoint as dcp
 
     def let_go(_=None):
@@ -132,7 +132,7 @@ def _check_numbers(step: int | None, keep: int) -> None:
 
 
 def _check_alike(encoded_extra, group) -> None:
-    """Raises: ValueError, on all ranks, if `extra` is not alike on all of them."""
+    """Raises: ValueError, on all ranks, if `extra` is not the same on all of them."""
     own = zlib.crc32(json.dumps(encoded_extra, sort_keys=True).encode())
     every = meet("save", group, own)
     odd = [str(rank) for rank, one in enumerate(every) if one != every[0]]
@@ -144,8 +144,8 @@ def _check_alike(encoded_extra, group) -> None:
 
 
 def meet(to_do: str, group: dist.ProcessGroup | None, number: int = 0) -> list[int]:
-    """Every rank's number, when all ranks have come to save or to load. A rank that is somewhere
-    else is named at once, since they meet where training does."""
+    """Every rank's number, once all ranks have come to save or to load. This is a collective of
+    training's, so a rank that is elsewhere is named at once."""
     every = numbers_of_all_ranks([number], group, of=CHECKPOINT + to_do)
     return [number for [number] in every]
 
@@ -174,8 +174,8 @@ def finish() -> None:
 
 
 def finish_earlier() -> None:
-    """The same, before another call that can be done all the same: rank 0 warns of what it could
-    not write."""
+    """Like finish(), before a call that can go on after a failure: rank 0 warns of a checkpoint
+    that was not written."""
     try:
         finish()
     except NotSaved as error:
@@ -187,13 +187,13 @@ joining.before_the_end(finish)
 
 
 def group_to_save(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The same ranks once more, on gloo: what the thread sends is not mixed with what training
-    sends meanwhile. All of them must ask for it."""
+    """A second group of the same ranks, on gloo: so the thread's messages do not mix with
+    training's. All of them must call this."""
     own = group or dist.group.WORLD
     if own not in _groups:
         ranks = dist.get_process_group_ranks(own)
-        # torch names the new group after its ranks, and after how many groups this one is in: let
-        # all be in as many, or they wait for each other under different names
+        # torch names the new group after its ranks, and after how many groups this process is in:
+        # let all ranks be in as many, or they wait for each other under different names
         names = dist.distributed_c10d._world.pg_names
         most = max(number for [number] in numbers_of_all_ranks([len(names)], own))
         while len(names) < most:

@@ -1,5 +1,5 @@
-"""Sharded state: this rank's part of what a stage trains, which fits the same run alone: the same
-stage, rank, number of ranks, model and optimizer. saved_state.py fits any.
+"""Sharded state: this rank's part of what a stage trains. It fits only the same stage, rank, number
+of ranks, model and optimizer; saved_state.py fits any stage and number of ranks.
 
 Seams: the base class of the stages, which gets both methods; wrapped, update_begins.
 """
@@ -17,11 +17,11 @@ from zero_minimal.guards.used_gradients import accumulated
 
 def state_dict(stage) -> dict:
     """What a rank must save: its shards (the fp32 masters where there are any), optimizer state,
-    frozen parameters and buffers, but no random state, and not a LossScaler's.
+    frozen parameters and buffers, but not random state or a LossScaler's.
 
-    As in torch, tensors are not copied; but a shard that is a view of a whole bucket is, since
-    torch.save would write all of that.
-    Raises: RuntimeError where gradients wait for a step: they are in no state.
+    As in torch, tensors are not copied, except a shard that is a view of a whole bucket: torch.save
+    would write the whole bucket.
+    Raises: RuntimeError while gradients wait for a step: a state holds no gradients.
     """
     check_moment(stage)
     for bucket in stage.buckets:
@@ -36,13 +36,13 @@ def state_dict(stage) -> dict:
 
 @torch.no_grad()
 def load_state_dict(stage, state: dict) -> None:
-    """Put back what `state_dict` returned on this rank; the stage then gathers what it holds whole.
+    """Put back what `state_dict` returned on this rank; then the stage gathers what it holds whole.
 
     Raises: ValueError, before anything is changed, if it was saved by another stage, rank, world
         size, optimizer or model.
     """
     if hasattr(stage, "evaluation_done"):
-        stage.evaluation_done()  # stage 3 has nothing whole then
+        stage.evaluation_done()  # then stage 3 holds nothing whole
     expected = _facts(stage)
     for key in ("stage", "world_size", "rank", "optimizer_class"):
         if state.get(key) != expected[key]:
@@ -65,7 +65,7 @@ def load_state_dict(stage, state: dict) -> None:
     fill_buffers(stage.model, state["buffers"])
     for name, param in expected["frozen"].items():
         param.copy_(state["frozen"][name])
-    stage.reducer.loads += 1  # by which ranks that have not loaded are told
+    stage.reducer.loads += 1  # so that ranks which have not loaded get an error
     for bucket in stage.buckets:
         held = bucket.parameters.untyped_storage().nbytes() and bucket.parameters.numel()
         if held > bucket.parameter_shard.numel():
@@ -79,7 +79,7 @@ Hooks.state_dict, Hooks.load_state_dict = state_dict, load_state_dict
 
 @seams.at("wrapped")
 def give_methods(stage) -> None:
-    """To a stage that has another base class: an assignment's."""
+    """Give both to a stage that has another base class: an assignment's."""
     for method in (state_dict, load_state_dict):
         if not hasattr(stage, method.__name__):
             setattr(type(stage), method.__name__, method)
@@ -87,7 +87,7 @@ def give_methods(stage) -> None:
 
 @seams.at("update_begins")
 def wait_until_left(bucket) -> None:
-    """Before a bucket changes, wait until the checkpoint that is being written, if any, has it."""
+    """Before a bucket changes, wait until a checkpoint under way, if any, has written it."""
     leaving = getattr(bucket, "leaving", None)  # a threading.Event
     if leaving is not None:
         leaving.wait()
@@ -115,9 +115,9 @@ def check_moment(stage) -> None:
 
 @seams.at("wrapped")
 def refuse_other_shards(stage) -> None:
-    """Let stage.optimizer.state_dict() say whose it is, and load_state_dict() refuse another
-    rank's: it would fit, and momentum would go on with what belongs to other elements. It refuses
-    that of an optimizer of whole parameters, too."""
+    """Let stage.optimizer.state_dict() name its rank, and load_state_dict() refuse another rank's
+    state: that would fit, but its momentum belongs to other elements. It refuses the state of an
+    optimizer of whole parameters, too."""
     own = f"rank {stage.rank} of {stage.world_size}"
 
     def say(optimizer, state):
@@ -138,12 +138,12 @@ def refuse_other_shards(stage) -> None:
                              "give it to zero.load_state_dict() there")
 
     if any(bucket.parameter_shard is not bucket.parameters for bucket in stage.buckets):
-        stage.optimizer.register_state_dict_post_hook(say)  # at stage 0 all ranks have it alike
+        stage.optimizer.register_state_dict_post_hook(say)  # at stage 0 all ranks have the same
     stage.optimizer.register_load_state_dict_pre_hook(look)
 
 
 def _facts(stage) -> dict:
-    """What must be alike where a state is saved and where it is loaded, and what no shard holds."""
+    """What must be the same at saving and at loading, and what no shard holds."""
     return {
         "stage": type(stage).__name__,
         "rank": dist.get_rank(stage.group),
@@ -193,8 +193,8 @@ def _compare(key: str, saved: list[tuple], here: list[tuple]) -> None:
 
 
 def _compare_optimizers(saved: dict, optimizer: torch.optim.Optimizer) -> None:
-    """torch checks the number of groups and of their parameters; a moment of another shape it
-    would take over, and fail in the next step."""
+    """torch checks only the numbers of groups and of their parameters: it would accept a moment of
+    another shape, and fail in the next step."""
     groups = saved.get("param_groups", ()), optimizer.param_groups
     sizes = [[len(group["params"]) for group in its_groups] for its_groups in groups]
     if sizes[0] != sizes[1]:

@@ -1,19 +1,19 @@
-"""A folder of checkpoints: which are whole, and which is the newest.
+"""A folder of checkpoints: which are complete, and which is the newest.
 
     DIR/step-00000040/          a checkpoint
-        contents.json           what there is: names, shapes, where each chunk lies; checksums
+        contents.json           what there is: names, shapes, where each chunk is; checksums
         rank-0.bin              the bytes of the chunks that rank 0 had, one after the other
         rank-1.bin
-    DIR/step-00000030.1/        one of an earlier step, and yet a newer one: a run went back
+    DIR/step-00000030.1/        a newer one, though of an earlier step: a run went back
     DIR/.writing-…              one that is not finished, or never will be
 
-A checkpoint is written under a name of the last kind, and takes its own when every byte is on the
-disk. The system changes a name at once: so whoever looks finds all of a checkpoint or none of it,
-at whatever instant the ranks were killed. The older ones go only after that.
+A checkpoint is written under a name of the last kind, and renamed when every byte is on the disk. A
+rename is atomic: so a reader finds all of a checkpoint or none of it, whenever the ranks were
+killed. Older ones are deleted only after that.
 
-The newest is the one that was written last, whatever its step. Names say so: whoever saves a step
-that is not beyond the newest one's counts the number behind the point up by one. First comes the
-higher number, then the higher step.
+The newest is the one that was written last, whatever its step. Its name shows that: to save a step
+that is not above the newest one's raises the number after the point by one. A higher number is
+newer; among equal numbers a higher step is.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ CONTENTS, WRITING, LEAVING = "contents.json", ".writing-", ".deleting-"
 BLOCK = 2**19  # bytes read or written at once
 NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
-_passed_over: set[Path] = set()  # damaged ones: they are not among those that are kept
-_writing: dict[Path, int] = {}  # what this process writes in: the lock on it
+_passed_over: set[Path] = set()  # damaged ones: `keep` does not count them
+_writing: dict[Path, int] = {}  # folder that this process writes: its lock
 
 
 class Damaged(ValueError):
@@ -68,7 +68,7 @@ class Contents:
 
 def finished(folder: Path) -> list[Path]:
     """The checkpoints in a folder, the newest first; the folder itself if it is one. Raises:
-    Damaged if it cannot be looked into."""
+    Damaged if it cannot be read."""
     try:
         if (folder / CONTENTS).is_file():
             return [folder]
@@ -81,7 +81,7 @@ def finished(folder: Path) -> list[Path]:
 
 
 def _order(path: Path) -> tuple[int, int]:
-    """What grows from each checkpoint to the next: how often a run went back; the step."""
+    """A key that grows with each checkpoint: how often the run went back; then the step."""
     step, number = NAME.fullmatch(path.name).groups()
     return int(number or 0), int(step)
 
@@ -93,7 +93,7 @@ def next_step(folder: Path) -> int:
 
 
 def pass_over(damaged: Path) -> None:
-    """Remember that it is no good: it is not counted among those that are kept."""
+    """Remember a damaged checkpoint: it is not counted among those to keep."""
     _passed_over.add(damaged)
 
 
@@ -153,9 +153,9 @@ def _checksum(stream, left: int) -> int:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A new folder inside to write in, until publish() or give_up(). What the dead have left
-    unfinished goes; what another process writes stays. Raises: ValueError for what is no folder of
-    checkpoints, but one of them."""
+    """A new folder inside `folder` to write to, until publish() or give_up(). This deletes what
+    ended processes left unfinished; what another process writes stays. Raises: ValueError if
+    `folder` is itself a checkpoint."""
     if (folder / CONTENTS).is_file():
         raise ValueError(f"{folder} is itself a checkpoint: save to the folder that it is in")
     folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +191,7 @@ def _locked(path: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         return None
-    except OSError:  # some file systems have no locks: whoever begins deletes what is there
+    except OSError:  # some file systems have no locks: begin() deletes what is there
         pass
     return descriptor
 
@@ -220,14 +220,14 @@ def _head(crc32: int, version: int) -> bytes:
 
 
 def publish(written: Path, step: int, keep: int) -> Path:
-    """Give a checkpoint whose files are all on the disk its name, by which it is the newest, and
-    delete all but the `keep` newest."""
+    """Give a checkpoint the newest name, once all its files are on the disk, and delete all but the
+    `keep` newest."""
     folder = written.parent
     _sync_folder(written)
     number, newest = max(map(_order, finished(folder)), default=(0, -1))
     number += step <= newest
     final = folder / (f"step-{step:08}" + (f".{number}" if number else ""))
-    os.rename(written, final)  # no other file of this name is lost: there is none
+    os.rename(written, final)  # overwrites nothing: the name is new
     _unlock(written)
     _sync_folder(folder)
     for old in [path for path in finished(folder) if path not in _passed_over][keep:]:
@@ -245,7 +245,7 @@ def sync(stream) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The names in it, too."""
+    """The same for the names in a folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

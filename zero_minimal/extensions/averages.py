@@ -1,4 +1,4 @@
-"""Averages: an exponential moving average of the weights (EMA), cut into shards as they are.
+"""Averages: an exponential moving average of the weights (EMA), cut into shards like the weights.
 
     average = Average(zero, decay=0.999)
     for x, y in batches:
@@ -10,10 +10,10 @@
         saved_state.save(zero, "runs/averages")
     saved_state.save(zero, "runs/a")
 
-A rank averages what it updates: 4Ψ/N bytes at stages 1 to 3, and sends nothing. For weights in 16
-bit the averages are in fp32: a small part of a change would be rounded away.
+A rank averages the weights that it updates: 4Ψ/N bytes at stages 1 to 3. It sends nothing. For
+16-bit weights the averages are in fp32: 16 bits would round small changes away.
 
-A run that goes on, under any stage and any number of ranks, loads both, the averages first:
+A run that resumes, at any stage and on any number of ranks, loads both, the averages first:
 
     saved_state.load(zero, "runs/averages")
     average = Average(zero, decay=0.999)    # begins at the weights that are there
@@ -33,8 +33,8 @@ class Average:
     """The average of the weights that a stage trains: mean ← decay · mean + (1 − decay) · weights,
     at each update().
 
-    `shards` are this rank's, one of each of zero.buckets; so they cannot be `extra` of a
-    checkpoint, which has one for all ranks.
+    `shards` has this rank's shard of each of zero.buckets. It cannot be a checkpoint's `extra`,
+    which must be the same on all ranks.
     """
 
     def __init__(self, zero, decay: float = 0.999):
@@ -46,17 +46,17 @@ class Average:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After zero.step()."""
+        """Call it after zero.step()."""
         for mean, bucket in zip(self.shards, self.zero.buckets, strict=True):
             mean.lerp_(bucket.master, 1 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the averages stand in place of the weights. All ranks must enter it.
-        Raises: RuntimeError if step() was called inside, since that is undone."""
+        """Context in which the averages take the place of the weights. All ranks must enter it.
+        Raises: RuntimeError if step() was called inside, since the end of the context undoes it."""
         state, steps = self.zero.state_dict(), self._steps()
         params = tuple(param for bucket in self.zero.all_buckets for param in bucket.params)
-        # at the end they are as before, and a graph from before may be used
+        # at the end they are as before, so a graph from before stays valid
         kept = torch.autograd._unsafe_preserve_version_counter(params)
         weights = [shard.clone() for shard in state["shards"]]
         means = dict(zip(self.zero.buckets, self.shards, strict=True))

@@ -1,13 +1,12 @@
-"""External parameters: what is computed at stage 3 from a parameter that is whole while its unit's
-forward does not run: in the forward of the model after a block's turn, in a forward hook of the
-block, or in the training loop. (DeepSpeed's name. "Lent" below: from then until it is freed.)
+"""External parameters (DeepSpeed's name): at stage 3 a program uses a parameter that is whole while
+its unit's forward does not run: in the model's forward after a block's turn, in the block's forward
+hook, or in the training loop. From then until it is freed it is "lent".
 
-A unit's own operations are followed by execution_order.py: backward meets the unit's output first,
-and gathers it. A penalty on a weight (its L1 norm, say) lies outside, and its operations save the
-parameter itself, which in backward may be gone. So whatever is computed from a lent parameter, or
-from a view of it, is watched: each such operation is a small call of the unit, with a turn in
-backward. And a view that is kept says so when it is read after the parameter is released; its
-memory is gone then.
+execution_order.py follows a unit's own operations: backward meets the unit's output first, and
+gathers the unit. A penalty on a weight (its L1 norm, say) is outside the unit, and saves the
+parameter itself, which may be freed in backward. So each operation on a lent parameter, or on a
+view of it, counts as a small call of the unit, with a turn in backward. To read a kept view after
+the parameter is released is an error: its memory is gone.
 
 Seam: parameter_restored.
 """
@@ -44,7 +43,7 @@ class _Followed:
                         "a view of a parameter is read after the parameter was released: its "
                         "memory is gone. Keep a .clone() of it"
                     )
-            if function in TO_NUMPY:  # an array could not say that its memory is gone
+            if function in TO_NUMPY:  # an array cannot raise an error when its memory is gone
                 return function(args[0].clone(), *args[1:], **kwargs)
             before = torch.autograd._get_sequence_nr()
             result = function(*args, **kwargs)
@@ -67,11 +66,11 @@ class Lent(_Followed, nn.Parameter):
 
 
 class View(_Followed, torch.Tensor):
-    """A view of a lent parameter: it lies in the parameter's memory."""
+    """A view of a lent parameter: it shares the parameter's memory."""
 
 
 def lend(params: list[nn.Parameter], used: WeakHook) -> None:
-    """From now on used(node, number) is told of what autograd records of these parameters."""
+    """From now on used(node, number) is called for each operation on them that autograd records."""
     for param in params:
         if type(param) is nn.Parameter:
             param.__class__, param._zero_used = Lent, used
@@ -83,7 +82,7 @@ def becomes_plain(param: nn.Parameter) -> None:
 
 
 def take_back(params: list[nn.Parameter]) -> None:
-    """Their unit works: its operations need not be followed one by one."""
+    """Their unit begins to work: its operations need not be followed one by one."""
     for param in params:
         if type(param) is Lent:
             param.__class__ = nn.Parameter
@@ -91,7 +90,7 @@ def take_back(params: list[nn.Parameter]) -> None:
 
 @contextmanager
 def _plain(values: list[torch.Tensor]) -> Iterator[None]:
-    """Context in which they are what torch knows."""
+    """Context in which the values have torch's own classes."""
     kinds = [type(value) for value in values]
     for value, kind in zip(values, kinds, strict=True):
         value.__class__ = nn.Parameter if kind is Lent else torch.Tensor
@@ -111,7 +110,7 @@ def _arguments(args: tuple, kwargs: dict):
 
 
 def _follow(used: list, results: list[torch.Tensor], before: int) -> None:
-    """Tell of the nodes that an operation has made since number `before`; follow views, too."""
+    """Report the nodes that an operation has made since number `before`; follow its views, too."""
     ties = {vars(value).get("_zero_used") for value in used} - {None}
     for tensor in results:
         if type(tensor) is torch.Tensor and any(same_storage(tensor, each) for each in used):

@@ -1,10 +1,10 @@
-"""Graph entries: the ways on which backward comes to a unit of stage 3 besides what the unit
-returned.
+"""Graph entries: the ways by which backward comes to a unit of stage 3 other than the unit's
+output.
 
     modules inside a unit     they may be called by themselves: an encoder, the head
     attributes                an auxiliary loss that a module keeps, or a list of them
     external parameters       a penalty on a weight (external_parameters.py)
-    saved tensors             whatever way nobody can follow (saved_tensors.py)
+    saved tensors             any way that cannot be followed (saved_tensors.py)
 
 What stage 3 cannot serve is refused: create_graph=True, torch.func around a forward, a forward in
 another thread, one backward through two forward passes with a backward between them.
@@ -58,7 +58,7 @@ def follow_more(order: ExecutionOrder) -> None:
 
 
 def inner_owners(unit: Unit) -> list[nn.Module]:
-    """Modules inside a unit's that have parameters of it."""
+    """Modules inside the unit's module that hold parameters of the unit."""
     params = set(unit.params)
     return [module for module in unit.module.modules() if module is not unit.module
             and not params.isdisjoint(module.parameters(recurse=False))]
@@ -66,7 +66,7 @@ def inner_owners(unit: Unit) -> list[nn.Module]:
 
 @seams.at("unit_called")
 def refuse_elsewhere(order: ExecutionOrder, unit: Unit) -> None:
-    """Where the order of autograd's nodes, by which units are followed, does not hold."""
+    """Refuse calls in which the order of autograd's nodes, by which units are followed, is lost."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(UNDER_FUNC)
     if torch.is_grad_enabled() and not in_backward():
@@ -79,7 +79,7 @@ def refuse_elsewhere(order: ExecutionOrder, unit: Unit) -> None:
 def save_through_us(order: ExecutionOrder, unit: Unit) -> None:
     if not in_backward():  # one pair of hooks serves all units of the call
         if len(order.under_way) == 1:
-            order.saved.end()  # of a forward that was cut off
+            order.saved.end()  # the hooks of a forward that failed
         order.saved.begin(len(order.under_way))
 
 
@@ -144,22 +144,22 @@ def refuse_graphs(order: ExecutionOrder, unit: Unit, number: int) -> None:
 
 
 def saved_is_read(order: ExecutionOrder, unit: Unit) -> None:
-    """Backward, or whoever looks into the graph, reads a parameter of the unit."""
+    """Backward, or code that inspects the graph, reads a saved parameter of the unit."""
     if not in_backward():
         raise RuntimeError(f"a saved parameter of unit {unit.name or 'root'!r} is read outside "
                            "of backward(): at stage 3 it is there in its unit's turn alone")
     if torch.is_grad_enabled():
         raise RuntimeError(NO_SECOND)
     if not unit.whole:
-        order.stage.reducer.begin()  # of a loss that is not computed from the model's output
-        # no turn: what is whole stays whole, since the same node may read of two units
+        order.stage.reducer.begin()  # for a loss that is not computed from the model's output
+        # not a turn: other units stay whole, since one node may read from two units
         order.stage._gather(unit)
         order.stage._arrive(unit)
 
 
 @seams.at("left_behind")
 def refuse_alone(*what) -> None:
-    """A module is called whose stage is gone, or backward comes to a graph of that."""
+    """The stage is gone, but a module of its model is called, or backward comes to its graph."""
     if isinstance(what[0], nn.Module):
         refuse_left_behind(what[0])
     else:
@@ -180,7 +180,7 @@ def lend(order: ExecutionOrder, unit: Unit) -> None:
 
 
 def used(order: ExecutionOrder, unit: Unit, node, began: int) -> None:
-    """Autograd has recorded an operation on a lent parameter: a small call of its unit."""
+    """Autograd has recorded an operation on a lent parameter: it counts as a call of its unit."""
     if "watched" not in node.metadata:
         # in a penalty, backward comes here before the model's output
         node.register_prehook(WeakHook(lambda order, *_: order.stage.reducer.begin(), order))

@@ -1,10 +1,10 @@
-"""Hooks of users: one that was registered on a parameter after wrapping
-(register_post_accumulate_grad_hook) runs before the stage's own, as one from before wrapping does.
+"""Hooks of users: a hook that was registered on a parameter after wrapping
+(register_post_accumulate_grad_hook) runs before the stage's own, like one from before wrapping.
 
-Torch calls such hooks in the order in which they were registered, and the stage's own hands the
-gradient over: what a later hook changed in .grad would travel or not, by chance. A hook that takes
-.grad away is refused; and, at stages 2 and 3, one that changes it in a second pass, where it finds
-the gradient of that pass alone, and in plain torch the sum.
+Torch calls such hooks in the order of registration, and the stage's own hands the gradient over: a
+later hook's change of .grad would be sent or not, by chance. A hook that sets .grad to None is
+refused. At stages 2 and 3 a hook that changes .grad in a second pass is refused, too: it finds that
+pass's gradient alone there, and the sum in plain torch.
 
 Seams: followed, backward_begins.
 """
@@ -33,7 +33,7 @@ def come_last(reducer) -> None:
         newest = next(reversed(hooks), own)
         if newest == own or own not in hooks:
             continue
-        if not is_ours(hooks[newest]):  # our instruments look on, after the stage
+        if not is_ours(hooks[newest]):  # our instruments only observe, after the stage
             hooks[own] = hooks.pop(own)  # not move_to_end(), which torch's C++ does not see
             watch(reducer, hooks)
 
@@ -43,14 +43,14 @@ def is_ours(hook) -> bool:
 
 
 def watch(reducer, hooks: dict) -> None:
-    """Look at what each hook of the user's does to .grad."""
+    """Check what each of the user's hooks does to .grad."""
     for key, hook in hooks.items():
         if not is_ours(hook):
             hooks[key] = WeakHook(partial(call, hook), reducer, left=hook)
 
 
 def call(hook, reducer, param: torch.nn.Parameter) -> None:
-    """Raises: RuntimeError for what the stage could not go on with."""
+    """Raises: RuntimeError for a change that the stage cannot handle."""
     name = getattr(param, "_zero_name", "")
     flat, before = reducer.buckets_of[param][0].flat, param.grad
     own_pass_alone = reducer.passes and getattr(flat, "gradients", None) is None
@@ -66,7 +66,7 @@ def call(hook, reducer, param: torch.nn.Parameter) -> None:
             "leave it there. zero.step() updates after backward, and zero.zero_grad() drops "
             "gradients, so an optimizer that steps in backward has no place here"
         )
-    # what .data changes has no version
+    # a change through .data has no version
     if own_pass_alone and not (
             param.grad is before and before._version == version and torch.allclose(
                 before.to_dense(), values.to_dense(), rtol=0, atol=0, equal_nan=True)):

@@ -1,12 +1,12 @@
-"""Join (torch's name for it): ranks whose batches do not come out even stop together.
+"""Join (torch's name for it): ranks with different numbers of batches stop together.
 
     for x, y in together(batches):
         loss = model(x, y)
         ...
 
 Every rank must take part in every collective, so a rank that has no batch left would hold up the
-others. Here all ranks ask each other before each batch, with one number; when one has none, all
-stop. A few batches of the longer ranks stay unread, and those ranks say where they stopped.
+others. So all ranks exchange one number before each batch; when one rank has no batch, all stop.
+Ranks with more batches leave a few unread, and warn where they stopped.
 """
 
 import itertools
@@ -29,7 +29,7 @@ def together(batches: Iterable, group=None) -> Iterator:
         collectives.all_reduce(ended, op="max", group=group, of="who has a batch left")
         if ended:
             if batch is not nothing:
-                # how many there are is not counted: there may be no end of them
+                # the unread batches are not counted: they may be endless
                 warnings.warn(f"rank {dist.get_rank(group)} stops after {number} batches with "
                               "others unread, since another rank has none left", stacklevel=2)
             return

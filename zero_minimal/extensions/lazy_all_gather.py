@@ -4,23 +4,23 @@
     step()      update, start ─► bucket 3, 2, 1, 0
     forward     a module uses its parameters: are they here? Wait for their buckets, then compute
 
-Whoever reads a parameter before its bucket is here would get some ranks' new values and others' old
-ones. So until then the parameter is of a class of its own, Awaited, and points to a NaN. Every
-operation of torch on it waits first, and then finds a plain parameter, whole: a forward, copy,
-print, checkpoint, an edit in place. Shape, dtype and .grad can be asked meanwhile.
+A read of a parameter before its bucket is here would find some ranks' new values and others' old
+ones. So until then the parameter has a class of its own, Awaited, and points to a NaN. Every torch
+operation on it (in a forward, copy, print, checkpoint or edit in place) waits first, and then finds
+a plain, whole parameter. Shape, dtype and .grad can be read meanwhile.
 
     here?      its neighbours?     what the parameter is
     no         no                  Awaited, a NaN: an operation waits for it
     yes        no                  Awaited, its values: what could move the memory waits for all
     yes        yes                 a plain parameter
 
-Neighbours lie in the same memory. Messages are still being written there, so it must not move.
+Neighbours share one memory. Messages are still being written there, so it must not move.
 
-A view of a parameter that somebody has kept (`weight.data`, say) has no class that could wait, and
-TorchScript does not ask. If there is one, the gathering is waited for at once, as at stages 1
-and 2. What looks past the class finds the NaN: C++ extensions, TorchScript made of a part and kept
-outside of the model, torch.func.vmap over a parameter itself, and CUDA graphs, which find anything.
-Write `zero.gathering.wait()` before those.
+A view that the program keeps (`weight.data`, say) has no class that could wait, and TorchScript
+ignores the class. If there is either, step() waits for the all-gathers at once, as at stages 1 and
+2. Code that bypasses the class finds the NaN: C++ extensions, TorchScript made of a part and kept
+outside of the model, and torch.func.vmap over a parameter itself. CUDA graphs find any values. Call
+`zero.gathering.wait()` before these.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ from zero_minimal.core.weak_hooks import WeakHook
 from zero_minimal.guards import reads_of_freed_parameters
 from zero_minimal.processes import joining
 
-# what would tell where a parameter's memory is, and how it lies there
+# what tells where a parameter's memory is, and its layout there
 PLACES = ("stride", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr", "is_shared")
 MAY_ASK = reads_of_freed_parameters.ALLOWED - {getattr(torch.Tensor, name) for name in PLACES}
-# what moves that memory or shows it to somebody who can, with all that lies there
+# what moves that memory, or exposes it to code that can, with all that is in it
 MOVE = ("untyped_storage", "storage", "_typed_storage", "data_ptr", "share_memory_", "detach",
-        "detach_", "numpy", "__array__", "__dlpack__", "_use_count")  # swap_tensors asks the last
+        "detach_", "numpy", "__array__", "__dlpack__", "_use_count")  # swap_tensors reads the last
 MOVABLE = {getattr(torch.Tensor, name) for name in MOVE if hasattr(torch.Tensor, name)}
 MOVABLE |= {torch.Tensor.data.__get__, torch.Tensor.data.__set__}
 
@@ -63,7 +63,7 @@ COMPILED = "a parameter is on its way: call zero.gathering.wait() before what is
 
 try:
     not_compiled = torch.compiler.disable(reason=COMPILED)
-except TypeError:  # older ones, 2.6 among them, ask for no reason
+except TypeError:  # older versions, 2.6 among them, take no reason
     not_compiled = torch.compiler.disable
 
 
@@ -80,7 +80,7 @@ class Awaited(nn.Parameter):
         late = [each for each in _pytree.tree_leaves((args, kwargs)) if isinstance(each, Awaited)]
         for param in late:
             Awaited.arrive(param, and_neighbours=function in MOVABLE)  # it may be plain by now
-        if not late:  # it lies where one cannot look
+        if not late:  # it is inside an object of another kind
             wait_for_all()
         with _as_plain(late):
             return function(*args, **kwargs)
@@ -92,7 +92,7 @@ class Awaited(nn.Parameter):
 
     def __deepcopy__(self, memo):
         Awaited.arrive(self, and_neighbours=True)
-        return self.__deepcopy__(memo)  # now of nn.Parameter
+        return self.__deepcopy__(memo)  # now nn.Parameter's
 
     def __reduce_ex__(self, protocol):
         Awaited.arrive(self, and_neighbours=True)
@@ -106,18 +106,18 @@ def becomes_plain(param: nn.Parameter) -> None:
 
 
 class LazyAllGather:
-    """What a stage's step() has sent, and nobody has needed yet."""
+    """The all-gathers that a stage's step() has started, and that nothing has waited for yet."""
 
     def __init__(self, stage):
         self._model, self._group = stage.model, stage.group
         self._pending: dict = {}  # bucket: its all-gather, in the order in which they were sent
-        self._params: dict[nn.Parameter, torch.Tensor] = {}  # each that is late: its own memory
-        # Awaited all the same, since a neighbour is late (in a list they would be compared)
+        self._params: dict[nn.Parameter, torch.Tensor] = {}  # each late one: its own memory
+        # here, but still Awaited: a neighbour is late (not a list, which would compare them)
         self._here: dict[nn.Parameter, None] = {}
         self._buckets_of: dict[nn.Parameter, list[Bucket]] = stage.reducer.buckets_of
-        self._seen: set = set()  # flats of which somebody has a view
-        self._traced = False  # TorchScript has been made of the model, and somebody may keep it
-        self._lost: BaseException | None = None  # what went wrong while it was waited for
+        self._seen: set = set()  # flats of which the program holds a view
+        self._traced = False  # TorchScript was made of the model, and the program may keep it
+        self._lost: BaseException | None = None  # the error that ended a wait
         self._process = os.getpid()
         self._lock = threading.RLock()  # an evaluation may run on a thread of its own
         self._flats = {bucket.flat: bucket.parameters for bucket in stage.buckets}
@@ -128,7 +128,7 @@ class LazyAllGather:
 
     def start(self, bucket: Bucket) -> None:
         """Start to gather the bucket; from here on its parameters are late."""
-        if not self._pending:  # what is being sent would be counted, too
+        if not self._pending:  # all-gathers under way would be counted, too
             self._seen = {flat for flat, vector in self._flats.items()
                           if _holders(vector) > self._holders[flat]}
             if self._traced or _is_scripted(self._model):
@@ -144,11 +144,11 @@ class LazyAllGather:
             bucket.parameters, bucket.parameter_shard, group=self._group, of=bucket, async_op=True
         )
         _under_way.add(self)
-        if not hidden:  # somebody has a view, or a parameter a class of the user's
+        if not hidden:  # there is a view, or a parameter with a class of the user's
             self._arrive([bucket])
 
     def wait(self, param: nn.Parameter | None = None) -> None:
-        """Until this parameter is here; None, or one that was swapped for another: until all is."""
+        """Wait until this parameter is here. None, or one that was swapped: until all are."""
         self._arrive(self._buckets_of.get(param, list(self._pending)))
 
     def _arrive(self, buckets: list[Bucket]) -> None:
@@ -168,7 +168,7 @@ class LazyAllGather:
                 _under_way.discard(self)
 
     def _wait(self, bucket: Bucket) -> None:
-        """Until a bucket is here. Raises: RuntimeError if it never will be."""
+        """Wait until a bucket is here. Raises: RuntimeError if it never will be."""
         words = bucket.name
         if os.getpid() != self._process:
             raise RuntimeError(FORKED.format(words))
@@ -183,8 +183,8 @@ class LazyAllGather:
         del self._pending[bucket]
 
     def _put_back(self, param: nn.Parameter) -> None:
-        """It is here: let it point to its values. If the user has meanwhile put something else in
-        their place (param.set_ does not ask), that stays, and the next backward says so."""
+        """It is here: let it point to its values. If the user has replaced them meanwhile
+        (param.set_ does not wait), the new ones stay, and the next backward raises an error."""
         memory = self._params.pop(param)
         with torch._C.DisableTorchFunctionSubclass():
             if same_storage(param, self._flat(param).placeholder(param)):
@@ -196,7 +196,7 @@ class LazyAllGather:
 
     @contextlib.contextmanager
     def as_plain(self, param: nn.Parameter) -> Iterator[None]:
-        """Context in which a parameter that is here is of no special class."""
+        """Context in which a parameter that is here has no special class."""
         with self._lock:
             param.__class__ = nn.Parameter
         try:
@@ -210,9 +210,9 @@ class LazyAllGather:
         self.wait()
 
     def _before_model(self, model: nn.Module, *given) -> None:
-        """What looks at parameters without using them needs all: compiled code, and in evaluations
-        torch's encoder, which takes its fast path with plain ones alone. Tensors of a class of the
-        user's answer for the parameters that they meet, too."""
+        """Wait for all if code inspects parameters without using them: compiled code, and in
+        evaluations torch's encoder, whose fast path needs plain ones. A tensor with a class of the
+        user's overrides operations on parameters, too."""
         if torch.jit.is_tracing():
             if self._pending:
                 raise RuntimeError(TRACED)
@@ -235,12 +235,12 @@ class _Before:
             self.plain(model, args, kwargs)
 
 
-# so a model that is dropped does not end a gathering half-way
+# so that dropping a model does not end an all-gather half-way
 _under_way: set[LazyAllGather] = set()
 
 
 def wait_for_all() -> None:
-    """Until all that this rank gathers is here."""
+    """Wait until all that this rank gathers is here."""
     for each in list(_under_way):
         each.wait()
 
@@ -250,7 +250,7 @@ joining.before_the_end(wait_for_all)  # the other ranks still need what this one
 
 @contextlib.contextmanager
 def _as_plain(params: list[nn.Parameter]) -> Iterator[None]:
-    """Context in which they are of no special class, so that torch does not ask again."""
+    """Context in which they have no special class, so that torch does not call it again."""
     with contextlib.ExitStack() as stack:
         for param in params:
             late = vars(param).get("_zero_late")
@@ -271,10 +271,10 @@ def _is_scripted(model: nn.Module) -> bool:
 
 
 def _answers(value) -> bool:
-    """Whether torch asks the class of a value what to do."""
+    """Whether a value's class may override torch's operations."""
     return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """How many tensors lie in its memory."""
+    """How many tensors share its memory."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -24,12 +24,12 @@ from zero_minimal.core.units import Unit, restore
 @seams.at("unit_to_flatten")
 @torch.no_grad()
 def materialise(unit: Unit, model: nn.Module) -> None:
-    """Give what a unit has on the meta device memory on torch's default device, and values.
+    """Give a unit's tensors on the meta device memory on torch's default device, and values.
 
-    If the model has a method initialise(module), that draws them, children first. Else each module
-    does so in its reset_parameters(), and after it the innermost module around it that has an
-    _init_weights(module), as the models of Hugging Face's transformers have. What a constructor
-    changes by itself is not repeated.
+    If the model has a method initialise(module), it draws the values, children first. Else each
+    module's reset_parameters() does, and after it _init_weights(module) of the innermost module
+    around it that has one, as in Hugging Face's transformers. What a constructor itself changes is
+    not repeated.
     Raises: ValueError if something is left without a value.
     """
     coming = {param for param in unit.params if param.is_meta}
@@ -43,7 +43,7 @@ def materialise(unit: Unit, model: nn.Module) -> None:
         _become(param, _nothing_like(param))
     drawn = [(name, param) for name, param in unit.module.named_parameters() if param in coming]
     draw = drawers(model)
-    with in_the_void(settled):  # a module would draw these again, with its others
+    with in_the_void(settled):  # a module would draw these again with its others
         for module in reversed(modules):
             drawn += _give_memory_to_buffers(module)
             for drawer in draw[module]:
@@ -61,8 +61,8 @@ ADVICE = ("give it one that draws all it has, or the model a method initialise(m
 
 @seams.at("model_given")
 def check(model: nn.Module, group, units: list[Unit] | None, *_) -> None:
-    """Raise ValueError for a model on the meta device if no stage 3 gathers it by units, or if one
-    of its modules has values that nobody draws."""
+    """Raise ValueError for a model on the meta device if the stage is not stage 3, or if nothing
+    draws the values of one of its modules."""
     draw = drawers(model)
     for path, module in model.named_modules():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -76,7 +76,7 @@ def check(model: nn.Module, group, units: list[Unit] | None, *_) -> None:
 
 
 def drawers(model: nn.Module) -> dict[nn.Module, list[Callable[[], object]]]:
-    """module → what draws its values, one after the other."""
+    """module → the functions that draw its values, in order."""
     if hasattr(model, "initialise"):
         return {module: [functools.partial(model.initialise, module)] for module in model.modules()}
     draw = {module: [module.reset_parameters] if hasattr(module, "reset_parameters") else []
@@ -108,8 +108,8 @@ def _nothing(dtype: torch.dtype) -> float | int:
 
 
 def _nothing_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory, filled with what nobody draws, so that it can be told from a value. A bool has no
-    room for that: whether it was written torch counts."""
+    """Memory filled with a number that is never drawn, so that it differs from any value. A bool
+    has no such number: torch counts whether it was written."""
     real = torch.empty_like(tensor, device=torch.get_default_device())
     return real if real.dtype == torch.bool else real.fill_(_nothing(real.dtype))
 
@@ -118,7 +118,7 @@ UNTOUCHED = 0  # the version of a tensor that was not written since it was made
 
 
 def _give_memory_to_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """To those on the meta device; returns them with their names."""
+    """Give memory to those on the meta device; return them with their names."""
     given = []
     for name, buffer in list(module.named_buffers(recurse=False)):
         if buffer.is_meta:
@@ -129,7 +129,7 @@ def _give_memory_to_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]
 
 
 def _become(param: nn.Parameter, tensor: torch.Tensor) -> None:
-    """Let it be this tensor, on another device. It stays the same object: others refer to it."""
+    """Turn it into this tensor, on another device. It stays the same object: others refer to it."""
     other = nn.Parameter(tensor, param.requires_grad)
     attributes = {name: value for name, value in vars(param).items() if name not in vars(other)}
     torch.utils.swap_tensors(param, other)
@@ -138,8 +138,8 @@ def _become(param: nn.Parameter, tensor: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def in_the_void(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Context in which each has memory that is thrown away afterwards: whoever draws values for all
-    that a module has changes none of these."""
+    """Context in which each has memory that is dropped afterwards: code that draws values for all
+    of a module then changes none of these."""
     before = {}
     for param in params:
         with torch._C.DisableTorchFunctionSubclass():
@@ -152,7 +152,7 @@ def in_the_void(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @seams.at("buckets_planned")
 def remember(stage, *_) -> None:
-    """What is on the meta device now, as long as the wrapping may fail."""
+    """Remember what is on the meta device now, as long as wrapping may fail."""
     stage._on_meta = (
         [param for param in stage.model.parameters() if param.is_meta],
         [(module, name) for module in stage.model.modules()
@@ -167,7 +167,7 @@ def forget(stage) -> None:
 
 @seams.at("wrap_failed")
 def put_back(stage) -> None:
-    """On the meta device is again what was there before."""
+    """Put back on the meta device what was there before."""
     params, buffers = stage._on_meta
     for param in params:
         nowhere = torch.empty(param.shape, dtype=param.dtype, device="meta")

@@ -1,6 +1,6 @@
-"""Moved data: inside gather_parameters() a user lets a parameter point to other memory, by
-`param.data = …` or torch.nn.utils.vector_to_parameters(). Its values are taken over
-(stage 3 does so anyway).
+"""Moved data: a user may let a parameter point to other memory inside gather_parameters(), by
+`param.data = …` or torch.nn.utils.vector_to_parameters(). The stage copies the values into its own
+memory (stage 3 does so anyway).
 
 Seam: parameters_edited.
 """

@@ -1,5 +1,5 @@
-"""Odd outputs: what a model returns that is no tensor, list, tuple or dict: a dataclass, or an
-object of the user's. A backward pass begins at the tensors inside, too.
+"""Odd outputs: a model may return a dataclass or an object of the user's, not a tensor, list, tuple
+or dict. A backward pass begins at the tensors inside, too.
 
 Seam: followed.
 """

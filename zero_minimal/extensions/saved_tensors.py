@@ -1,13 +1,13 @@
-"""Saved tensors: what autograd keeps of a unit's parameters from forward to backward. They find
-their values there, whatever way backward comes.
+"""Saved tensors: what autograd keeps of a unit's parameters from forward to backward. They hold
+their values when backward reads them, whatever way it comes.
 
 Seam: torch.autograd.graph.saved_tensors_hooks, around each call of the model at stage 3.
 
-Backward comes to a unit through what the unit returned, and execution_order.py gathers it first.
-But a tensor may leave a unit on ways that nobody can follow: an auxiliary loss in a dict, in a
-closure, in a global variable. Then backward would read parameters that are freed, or still on their
-way. So each saved tensor that lies in the memory of a unit asks for the unit when it is read. (Not
-what a unit saves in its own forward under hooks of the user's, with no module's call between.)
+Backward comes to a unit through the unit's output, and execution_order.py gathers the unit first.
+But a tensor may leave a unit in ways that cannot be followed: an auxiliary loss in a dict, a
+closure or a global variable. Then backward would read parameters that are freed, or still on their
+way. So a saved tensor in a unit's memory asks for the unit when it is read. (Except what a unit
+saves in its own forward under the user's hooks, with no module call in between.)
 """
 
 import functools
@@ -23,25 +23,25 @@ CHECKPOINT = "torch.utils.checkpoint"
 
 
 class SavedTensors:
-    """Calls needed(unit) before a saved tensor is read that lies in the memory of this unit, which
-    must hold the values then.
+    """Calls needed(unit) before a saved tensor in that unit's memory is read. After the call the
+    memory must hold the values.
 
     units: with their buckets, whose memory stays the same during a forward, whatever its size is.
     """
 
     def __init__(self, units: list, needed: Callable):
-        self._units = [weakref.ref(unit) for unit in units]  # a graph keeps no stage alive
-        self._unit_at: dict[int, weakref.ref] = {}  # by the place of the storage
+        self._units = [weakref.ref(unit) for unit in units]  # weakly: a graph keeps no stage alive
+        self._unit_at: dict[int, weakref.ref] = {}  # by the storage's address
         self._needed = needed
         self._begun: list[tuple] = []  # (depth of the call, the hooks that it runs under)
 
     def begin(self, depth: int) -> None:
-        """From here on autograd saves through this object, in a call inside so many others. Hooks
-        of the user's (save_on_cpu) get what is no parameter. A checkpoint's get all: they count
-        what is saved, and compute it again."""
+        """From here on autograd saves through this object, in a call at this depth. The user's
+        hooks (save_on_cpu) get all but parameters. A checkpoint's hooks get all: they count what is
+        saved, and compute it again."""
         theirs = _top_hooks()
         if theirs and getattr(theirs[0], "func", None) == self._pack:
-            return  # it does already
+            return  # autograd does so already
         if not self._begun:
             self._unit_at = {bucket.parameters.untyped_storage()._cdata: unit
                              for unit in self._units for bucket in unit().buckets
@@ -51,17 +51,17 @@ class SavedTensors:
         self._begun.append((depth, context))
 
     def end(self, depth: int = 0) -> None:
-        """What begin() has begun, if anything, in calls inside so many others or more."""
+        """End what begin() has begun, if anything, in calls at this depth or deeper."""
         while self._begun and self._begun[-1][0] >= depth:
             self._begun.pop()[1].__exit__()
 
     def _pack(self, theirs: tuple | None, tensor: torch.Tensor) -> tuple:
-        """(the tensor, its unit or None, how often it was changed in place, None). Or what other
-        hooks made of it, its unit or None, None, and theirs to unpack it."""
+        """(the tensor, its unit or None, its version, None). If other hooks take it: (their result,
+        its unit or None, None, their hook to unpack it)."""
         unit = None
         if tensor.layout == torch.strided:
             unit = self._unit_at.get(tensor.untyped_storage()._cdata)
-        if unit and unit() is None:  # its stage is gone, and the memory is somebody else's
+        if unit and unit() is None:  # its stage is gone, and the memory has another owner
             unit = None
         if theirs and (unit is None or theirs[0].__module__ == CHECKPOINT):
             return theirs[0](tensor), unit, None, theirs[1]

@@ -1,6 +1,6 @@
-"""Guards: misuse is refused at once, with the line to write instead. A file each, which opens with
-the seams that it uses and the mistakes that it refuses. The algorithm knows none of them
-(core/seams.py), and runs without."""
+"""Guards: each file refuses some misuse at once, and says what to write instead. It opens with the
+seams that it uses and the mistakes that it refuses. The algorithm does not know the guards
+(core/seams.py), and runs without them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from zero_minimal.core import seams
 
-IN_ORDER = (  # in which they are asked
+IN_ORDER = (  # the order in which they are called
     "group_members", "refused_collectives", "bucket_names", "ownership", "refused_models",
     "views_from_outside", "refused_optimizers", "calls_as_in_torch", "same_on_all_ranks", "failed_wrap",
     "reads_of_freed_parameters", "used_gradients", "grad_placeholder",
@@ -23,7 +23,7 @@ for name in IN_ORDER if HAS_COLLECTIVES else ():
 
 @contextlib.contextmanager
 def off(package: str = __name__) -> Iterator[None]:
-    """Context in which nobody of this package listens: the algorithm without its guards."""
+    """Context in which no listener of this package is called: the algorithm without its guards."""
     seams.attach()
     kept = {moment: list(listeners) for moment, listeners in seams.listeners.items()}
     for listeners in seams.listeners.values():

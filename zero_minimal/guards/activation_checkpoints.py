@@ -1,4 +1,4 @@
-"""Checkpoints: what activation_partitioning.checkpoint refuses, as it would go wrong silently."""
+"""Checkpoints: activation_partitioning.checkpoint refuses what would go wrong without an error."""
 
 import functools
 import warnings
@@ -15,14 +15,14 @@ from zero_minimal.core.mesh import Group
 from zero_minimal.guards import same_on_all_ranks
 from zero_minimal.guards.outputs import tensors_in
 
-# which functions had their arguments compared, over which groups
+# function → the groups over which its arguments were compared
 _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def plain_backward_only(backward: Callable) -> Callable:
-    """A decorator for the backward of a checkpoint. It goes back through its inside in a pass of
-    its own, which adds to .grad of every parameter there, and whose gradients have no past of their
-    own. If the pass around it asks for something else, that is a RuntimeError."""
+    """A decorator for the backward of a checkpoint. That backward runs a pass of its own through
+    the inside, which adds to .grad of every parameter there, and its gradients have no graph.
+    Raises: RuntimeError if the pass around it asks for anything else."""
 
     @functools.wraps(backward)
     def checked(ctx, *gradients):
@@ -46,8 +46,8 @@ def _check_pass() -> None:
 
 
 def check_group(function: Callable, leaves: list, group: Group) -> None:
-    """P_a cuts what all ranks of the group hold a copy of: compare a checksum of the floating-point
-    tensors among the leaves over the group. Each module is compared once, in its first pass.
+    """P_a cuts tensors of which every rank of the group holds a copy. So compare a checksum of the
+    floating-point leaves over the group, once for each module, in its first pass.
 
     A group of one rank has no copies, and gets a warning.
     Raises: RuntimeError on every rank of the group if they differ.
@@ -74,7 +74,7 @@ def check_group(function: Callable, leaves: list, group: Group) -> None:
 
 
 def checksum(leaves: list) -> int:
-    """Of the floating-point tensors that are not parameters: shapes, dtypes and every bit."""
+    """A checksum of all floating-point tensors but parameters: of shapes, dtypes and every bit."""
     total = 0
     for tensor in leaves:
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
@@ -86,8 +86,8 @@ def checksum(leaves: list) -> int:
 
 @contextmanager
 def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Context around the function that is checkpointed. Raises: RuntimeError if its arguments,
-    these tensors, were changed in place."""
+    """Context around the checkpointed function. Raises: RuntimeError if the function changed its
+    arguments, these tensors, in place."""
     versions = [tensor._version for tensor in tensors]
     yield
     if versions != [tensor._version for tensor in tensors]:
@@ -96,7 +96,7 @@ def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def refuse_hidden(leaves: list) -> None:
-    """Of a tensor inside some other object autograd would know nothing: its gradient would be lost.
+    """Autograd would not see a tensor inside any other object: its gradient would be lost.
 
     Raises: TypeError if there is one.
     """
@@ -109,12 +109,12 @@ def refuse_hidden(leaves: list) -> None:
 
 
 def _is_first(function: Callable, group: Group) -> bool:
-    """Whether the function is seen with this group for the first time. A method is known by its
-    object, and a function by its code: a lambda is made anew in each pass."""
+    """Whether this is the function's first call with this group. A method is recognised by its
+    object, and a function by its code, since a lambda is a new object in each pass."""
     owner = getattr(function, "__self__", getattr(function, "__code__", function))
     try:
         groups = _compared.setdefault(owner, weakref.WeakSet())
-    except TypeError:  # one that cannot be remembered is compared in each pass
+    except TypeError:  # not hashable, or takes no weak reference: compare in each pass
         return True
     is_first = group not in groups
     groups.add(group)

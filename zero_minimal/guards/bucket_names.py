@@ -1,4 +1,4 @@
-"""Bucket names: how messages call a bucket, "bucket 3 of model 2 in backward 1 of step 5".
+"""Bucket names: what messages call a bucket: "bucket 3 of model 2 in backward 1 of step 5".
 
 Seam: buckets_planned.
 """
@@ -14,8 +14,8 @@ _models = weakref.WeakKeyDictionary()  # process group → how many models were 
 
 @seams.at("buckets_planned")
 def name_buckets(stage, parts: list, *_) -> None:
-    """A unit's bucket has the unit's name, the others have numbers. The model's number tells the
-    buckets of several models apart: a batch may go through two of them."""
+    """A unit's bucket gets the unit's name, any other bucket a number. The model's number tells the
+    buckets of several models apart: one batch may go through two models."""
     group = stage.group or dist.group.WORLD
     _models[group] = number = _models.get(group, 0) + 1
     unit_of = {bucket: part.name for part in parts for bucket in part.buckets}
@@ -23,11 +23,11 @@ def name_buckets(stage, parts: list, *_) -> None:
     for place, bucket in enumerate(stage.all_buckets):
         bucket.name = unit_of[bucket] or nameless.format(place)
         bucket.model = f" of model {number}" if number > 1 else ""
-        bucket.moment = ""  # of training, in which it is on its way: "backward 1 of step 3"
+        bucket.moment = ""  # when in training it is sent: "backward 1 of step 3"
 
 
 def in_words(sent: object) -> str:
-    """What a collective sends."""
+    """What a collective sends, in words."""
     if not hasattr(sent, "moment"):
         return str(sent)
     return f"{sent.name}{sent.model}" + (f" in {sent.moment}" if sent.moment else "")

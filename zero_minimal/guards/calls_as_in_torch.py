@@ -1,5 +1,5 @@
-"""Calls as in torch: what torch.optim and torch.nn.utils take, and a stage does not. What would
-change nothing is left out; to the rest the answer is what to write instead.
+"""Calls as in torch: arguments that torch.optim and torch.nn.utils take, and a stage does not.
+Those that change nothing are dropped; for the others an error says what to write instead.
 
 Seam: wrapped.
 Mistakes: zero.step(closure), zero.clip_grad_norm_(zero.model.parameters(), 1.0), …
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from zero_minimal.core import seams
 
-CHANGES_NOTHING = {  # without a gradient, as with one of zeros, a parameter goes on by its momentum
+CHANGES_NOTHING = {  # a missing gradient counts as zero: momentum still moves the parameter
     "set_to_none": (True, False), "foreach": (None, True, False), "closure": (None,),
     "norm_type": (2,), "error_if_nonfinite": (False,),
 }
@@ -28,8 +28,8 @@ INSTEAD = {
 
 @seams.at("wrapped")
 def answer(stage) -> None:
-    """What is written in a class of ours: a learner's or a user's own takes what it takes. Not in
-    the class itself, which stays as it is."""
+    """Wrap the methods that our classes define; a learner's or a user's own stay as they are. The
+    wrappers go on the stage, so its class stays unchanged."""
     for name in INSTEAD:
         method = getattr(type(stage), name, None)
         if method is not None and method.__module__.startswith("zero_minimal."):
@@ -37,7 +37,7 @@ def answer(stage) -> None:
 
 
 def answering(method: Callable, owner: weakref.ref) -> Callable:
-    """Raises: TypeError if the method does not take what it is given."""
+    """The method, wrapped. It raises TypeError, with advice, for arguments it does not take."""
     takes = inspect.signature(method)
 
     @functools.wraps(method)

@@ -1,9 +1,9 @@
-"""Changed in forward: a forward pass may change parameters in place, if all ranks do so alike.
+"""Changed in forward: forward may change parameters in place, if all ranks make the same change.
 
-A layer that sets its parameters by the first batch (ActNorm), or F.embedding(max_norm=1), changes
-them by what a rank sees. Shards would then be put together from different values, and at stage 0
-each rank would train a model of its own. So what a forward has changed is summed up, and travels in
-the fingerprint of the bucket: ranks that differ are told before step().
+A layer that sets its parameters from the first batch (ActNorm), or F.embedding(max_norm=1), changes
+them by the rank's own data. Gathered parameters would then mix different values, and at stage 0
+each rank would train a model of its own. So a sum of the changed parameters travels in the bucket's
+fingerprint: ranks that differ get an error before step().
 
 Seams: wrapped, followed, backward_begins, gradients_asked, gradients_dropped, update_ends,
 parameters_edited.
@@ -20,26 +20,26 @@ from zero_minimal.guards.collective_fingerprint import CHANGED, EDITED, VALUES
 
 
 class Frozen:
-    """Parameters of a module that are not trained: they stand in no bucket that backward sends."""
+    """A module's parameters that are not trained: they are in no bucket that backward sends."""
 
     def __init__(self, params: list):
         self.params = params
 
 
 class ChangedInForward:
-    """Looks at the parameters of `buckets` around each forward of `module`, and says in
-    bucket.changed what became of those that it has changed.
+    """Compares the parameters of `buckets` before and after each forward of `module`. If forward
+    has changed some, bucket.changed says so, with their sum.
 
-    In the first forward the values are looked at, since edits of .data leave no other trace; then
-    only autograd's count of changes.
+    The first forward compares values, too, since edits of .data leave no other trace; later ones
+    compare only autograd's count of changes.
     """
 
     def __init__(self, module: torch.nn.Module, buckets: list[Bucket | Frozen]):
         self.buckets = buckets
-        self.is_first = True  # forward
-        self.before = []  # what was seen of each bucket when it began
+        self.is_first = True  # no forward has run yet
+        self.before = []  # what _seen() returned for each bucket when forward began
         for bucket in buckets:
-            bucket.changed = bucket.edited = ""  # in words; the second of what was edited by hand
+            bucket.changed = bucket.edited = ""  # in words; `edited` is for edits by hand
         module.register_forward_pre_hook(WeakHook(ChangedInForward._begin, self))
         module.register_forward_hook(WeakHook(ChangedInForward._end, self))
 
@@ -58,8 +58,8 @@ class ChangedInForward:
 
 
 def edited_by_hand(bucket: Bucket | Frozen) -> str:
-    """In words, what became of its parameters, if somebody has edited them in place since the last
-    note, and not under gather_parameters(), which compares them itself."""
+    """In words, an edit in place of its parameters since the last all_alike(), or "". Edits under
+    gather_parameters() do not count: it compares them itself."""
     if not any(map(_edits, bucket.params)):
         return ""
     all_alike(bucket.params)
@@ -67,7 +67,7 @@ def edited_by_hand(bucket: Bucket | Frozen) -> str:
 
 
 def all_alike(params: Iterable[torch.nn.Parameter]) -> None:
-    """From here on edits are counted."""
+    """Count edits from here on."""
     for param in params:
         param._zero_edits = param._version
 
@@ -109,7 +109,7 @@ def look_for_edits(reducer) -> None:
 
 
 def changes_of(reducer, bucket: Bucket) -> str:
-    """In words, what forward or somebody's hand has changed."""
+    """In words, what forward or a user's edit has changed."""
     changed = bucket.changed or "".join(frozen.changed for frozen in reducer.frozen)
     edited = bucket.edited or "".join(frozen.edited for frozen in reducer.frozen)
     for each in (bucket, *reducer.frozen):
@@ -118,22 +118,22 @@ def changes_of(reducer, bucket: Bucket) -> str:
 
 
 def values_of(reducer) -> str:
-    """In words, a checksum of the parameters' bits: of all where they are few, else of samples,
-    also where each parameter begins. They are the same on all ranks where these gather each other's
-    shards. (Not at stage 0: two machines may round differently.) Nothing for an assignment, nor on
-    a GPU, for which it would wait."""
+    """In words, a checksum of the parameters' bits: of all if they are few, else of samples and of
+    where each parameter begins. Ranks that gather each other's shards have the same bits. (Not at
+    stage 0: two machines may round differently.) It leaves out assignments, and GPUs, for which the
+    CPU would wait."""
     stage, total = reducer.stage, 0
     first = stage.buckets[0]
     ours = stage.step.__module__.startswith("zero_minimal.") and not reducer.by_turns
     if not ours or first.parameter_shard is first.parameters or stage.world_size == 1:
         return ""
     for flat, bucket in {bucket.flat: bucket for bucket in stage.buckets}.items():
-        next(iter(flat.offsets)).detach()  # with late_gather.py it waits until all are here
+        next(iter(flat.offsets)).detach()  # with late_gather.py this waits until all are here
         if bucket.parameters.is_cpu and flat.size * flat.dtype.itemsize % 8 == 0:
             bits = bucket.parameters.as_strided((flat.size,), (1,), 0).view(torch.int64)
             begins = [offset * flat.dtype.itemsize // 8
                       for param, offset in flat.offsets.items() if param.numel()]
-            samples = bits[:: 1 + len(bits) // 8192]  # 0.2% of a step of 11M parameters
+            samples = bits[:: 1 + len(bits) // 8192]  # takes 0.2% of a step of 11M parameters
             total += samples.sum().item() + bits[begins].sum().item()
     return f"{VALUES}{total % 2**64}"
 

@@ -1,17 +1,16 @@
-"""Fingerprints: every collective says what it is, so that ranks that are not in the same one find
-out.
+"""Fingerprints: every collective says what it is, so ranks in different collectives get an error.
 
 Seams: collective, whose Call gets a tag and a note; messages; rank_ends.
 
-Messages between two ranks arrive in the order in which they were sent, whatever they mean. If one
-rank ran a batch more than the other, gradients would arrive as parameters, and training would go on
-with them. So with its data each rank sends the others a note:
+Messages between two ranks arrive in the order in which they were sent, whatever they hold. If one
+rank ran one batch more than another, it would take gradients for parameters, and train on. So each
+rank sends the others a note with its data:
 
     all_gather of blocks.1, in forward of step 3, 1,048,576 bytes of float32
 
-`wait()` reads the notes of the others before it reads data, and data bears a number made from the
-note (gloo's tag): a message of another collective is never taken for one's own. A rank that comes
-to its end sends a last note, so that nobody waits for it.
+`wait()` reads the others' notes before it reads data. Data carries a number made from the note
+(gloo's tag), so a rank never takes another collective's message for its own. A rank that ends sends
+a last note, so that no rank waits for it.
 
 NCCL has its own check: set TORCH_DISTRIBUTED_DEBUG=DETAIL before the ranks start.
 """
@@ -28,20 +27,20 @@ from zero_minimal.core.work import Call, other_ranks
 from zero_minimal.guards.bucket_names import in_words
 
 LENGTH = 256  # bytes of a note
-TAG = 2**30  # of notes; those of data are below it
+TAG = 2**30  # of notes; the tags of data are smaller
 FINISHED = "finished"
 CHECKPOINT = "a checkpoint to "  # save, load, …: saving.meet
 LOADED = ", states loaded: "
 CHANGED = ", changed in forward"
 EDITED = ", edited by hand"
 VALUES = ", parameters "  # and their checksum: a note ends with it, and no message shows it
-SCALED = ", after a clipped or unscaled one"  # of a step: at stage 0 clipping alone sends nothing
+SCALED = ", after a clipped or unscaled one"  # a step; clipping itself sends nothing at stage 0
 SCALE = SCALED + r"( \([^)]*\))?"  # with its number
 SIZE = r", [\d,]+ bytes of \w+$"
 RATE = r" with (lr [^ ,]+)?( ?\w+=\S+?)*(?=, |$)"  # and other options
 
 _groups: dict = {}  # the groups in which notes were sent
-_open = weakref.WeakKeyDictionary()  # group: those that nobody has checked, the oldest first
+_open = weakref.WeakKeyDictionary()  # group: its notes that are not yet compared, the oldest first
 _last_notes: list = []  # kept until the process ends: they may never be read
 
 
@@ -51,7 +50,7 @@ class Mismatch(RuntimeError):
 
 @seams.at("collective")
 def give_notes(moment: str, call: Call) -> None:
-    """To a collective of several ranks, on gloo."""
+    """Give the call a note and a tag, if it has several ranks and runs on gloo."""
     sends = moment == "start" and call.travels and call.group.size() > 1
     if sends and dist.get_backend(call.group) == "gloo":
         what = f"{call.name} of {in_words(call.of)}" if call.of else call.name
@@ -63,22 +62,22 @@ def give_notes(moment: str, call: Call) -> None:
 
 @seams.at("messages")
 def go_along(moment: str, call: Call) -> None:
-    """With the data of a collective its note opens, is sent, and is read."""
+    """Open, send and read a collective's note together with its data."""
     if call.note is not None:
         getattr(call.note, moment)()
 
 
 class Fingerprint:
-    """The notes of one collective: this rank's, and those of the others, which are awaited.
+    """The notes of one collective: this rank's own, and the other ranks', for which it waits.
 
-    They go out with the first data, not before: a collective that is refused for its arguments has
-    sent nothing, and the next one finds everybody as if it had not been.
+    A note leaves with the first data, not before: a collective that is refused for its arguments
+    has sent nothing, so it does not disturb the next one.
     """
 
     def __init__(self, words: str, group: dist.ProcessGroup):
         self.written = words.encode()[:LENGTH]
         self.words, self.group = _read(self.written), group
-        self.tag = zlib.crc32(self.written) % TAG  # of the data; not hash(): salted in each process
+        self.tag = zlib.crc32(self.written) % TAG  # of the data; hash() differs by process
         self.own: torch.Tensor | None = None  # [LENGTH], from open() on
         self.arriving, self.leaving, self.has_left = {}, [], False
 
@@ -100,11 +99,11 @@ class Fingerprint:
                             for other in other_ranks(self.group)]
 
     def read(self) -> None:
-        """Wait for the others' notes. Raises: Mismatch if one says something else. A second call
-        does nothing.
+        """Wait for the others' notes. Raises: Mismatch if one differs from this rank's. A second
+        call does nothing.
 
-        Those of earlier collectives come first, waited for or not: a rank that disagreed in one of
-        them has left, and never comes to this one.
+        Notes of earlier collectives are read first, waited for or not: a rank that disagreed in one
+        of them has left, and never comes to this one.
         """
         self.open()
         self.sent()
@@ -116,11 +115,11 @@ class Fingerprint:
         for other, (note, work) in self.arriving.items():
             try:
                 work.wait()
-            except RuntimeError as error:  # it is gone, or never comes: failures.py asks where
+            except RuntimeError as error:  # that rank is gone or late; failures.py reads this
                 error.add_note(self.words)
                 raise
             if not torch.equal(note, self.own):
-                _last_notes.append(self)  # gloo sends none whose work is gone
+                _last_notes.append(self)  # gloo sends no note whose work is freed
                 raise Mismatch(self._explained(other, _read(bytes(note.tolist()))))
         for work in self.leaving:
             work.wait()
@@ -150,9 +149,9 @@ class Fingerprint:
                    "nn.ModuleList([one, other])" if " of model " in self.words + words else ""))
 
     def _of_one_collective(self, here: str, there: str, words: str, both: str) -> str:
-        """The same for ranks that are in the same one, where what the notes compare besides (rates,
-        checksums, scales) differs; "" if they are not."""
-        alike = words == self.words  # but for the checksum
+        """Why the notes of ranks in one collective differ: in their rates, checksums or scales. ""
+        if the ranks are in different collectives."""
+        alike = words == self.words  # except for the checksum
         if not alike and _but(RATE, words) == _but(RATE, self.words):
             return ("the learning rates differ, or other options of the optimizer: "
                     f"{both}. Set the same on all ranks: a scheduler that looks at the loss needs "
@@ -186,8 +185,8 @@ class Fingerprint:
 
 @seams.at("rank_ends")
 def say_goodbye() -> None:
-    """This rank comes to its end: whoever still waits for it, or ever will, gets an error."""
-    for group in _groups if dist.is_initialized() else ():  # the user may have parted them already
+    """This rank ends: every rank that waits for it, now or later, gets an error."""
+    for group in _groups if dist.is_initialized() else ():  # the user may have destroyed them
         group = group or dist.group.WORLD
         _last_notes.extend(group.send([_as_tensor(FINISHED.encode())], other, TAG)
                            for other in other_ranks(group))

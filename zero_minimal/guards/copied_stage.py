@@ -1,4 +1,4 @@
-"""A stage cannot be copied or pickled, nor its hooks be made TorchScript.
+"""A stage cannot be copied or pickled, and its hooks cannot become TorchScript.
 
 Seams: the base class of the stages, and their hooks' class.
 """
@@ -14,7 +14,7 @@ def refuse_copies(stage):
 
 
 def refuse_script(hook, attribute: str):
-    """Called for what a hook does not have. torch.jit.script asks for its name."""
+    """Called for an attribute that a hook lacks. torch.jit.script asks for __name__."""
     if attribute != "__name__":
         raise AttributeError(attribute)
     raise AttributeError("torch.jit.script cannot compile the hooks that tie a model to its "

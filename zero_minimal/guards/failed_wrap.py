@@ -13,5 +13,5 @@ from zero_minimal.core.units import gather_anew, is_released
 @seams.at("wrap_failed")
 def make_whole(stage) -> None:
     lost = [bucket for bucket in stage.all_buckets if any(map(is_released, bucket.params))]
-    with contextlib.suppress(RuntimeError):  # the others may be elsewhere, or gone
+    with contextlib.suppress(RuntimeError):  # other ranks may be elsewhere, or gone
         gather_anew(lost, stage.group)

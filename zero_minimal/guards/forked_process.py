@@ -1,8 +1,8 @@
-"""A process that was forked from a rank starts no collective. It has the connections of that rank,
-and what it writes there would come in between.
+"""A process that was forked from a rank may start no collective. It shares the rank's connections,
+and its messages would mix with the rank's.
 
-Seam: collective. Mistake: a DataLoader's worker, or a fork of the user's, that calls the model at
-stage 3.
+Seam: collective. Mistake: at stage 3 a DataLoader's worker, or a process that the user forked,
+calls the model.
 """
 
 import os

@@ -3,11 +3,11 @@ error.
 
 Seams: followed, backward_begins, gradients_reduced, gradients_asked, gradients_dropped.
 
-At stages 1 to 3 no rank holds the averaged gradient of a whole parameter. If .grad were None then,
-torch's clip_grad_norm_ would find no gradient and clip nothing; if it were what this rank alone has
-computed, it would clip by another norm on each rank. Both go on without a word. So between a
-backward pass and zero_grad(), .grad is of a class of its own: whether it is there, and its shape,
-can be asked; what it holds cannot.
+At stages 1 to 3 no rank holds the averaged gradient of a whole parameter. If .grad were None,
+torch's clip_grad_norm_ would find no gradient and clip nothing. If it were this rank's own
+gradient, each rank would clip by another norm. Neither raises an error. So between a backward pass
+and zero_grad(), .grad has a class of its own: a program may ask whether it is there, and for its
+shape, but not for its values.
 """
 
 import weakref
@@ -55,22 +55,22 @@ def has_gradient(param: nn.Parameter) -> bool:
 
 class Left:
     """What the last backward pass left in .grad of a stage's parameters: what the stage put there,
-    or a GradPlaceholder where it put nothing. What the user does to it is looked for when gradients
-    are asked for, and when the next pass begins.
+    or a GradPlaceholder where it put nothing. It looks for changes by the user when gradients are
+    asked for, and when the next pass begins.
 
-    flats: where each parameter lies; None for an assignment's own kind of bucket.
+    flats: the Flat of each parameter; None for an assignment's own kind of bucket.
     """
 
     def __init__(self, stage, flats: dict[nn.Parameter, Flat | None]):
         self.stage, self._flats = stage, flats
         self._grads: dict[nn.Parameter, torch.Tensor] = {}
         self._stand_ins: dict[nn.Parameter, GradPlaceholder] = {}  # made once
-        self._aside = False  # taken away for the time of a forward
-        # the model may live longer, and then its gradients are its own
+        self._aside = False  # whether .grad is None during a forward
+        # the model may outlive the stage, and must not keep placeholders
         weakref.finalize(self, _take_away, self._grads).atexit = False
 
     def leave(self) -> None:
-        """The pass is over, and the stage has done with .grad what it does."""
+        """The pass is over, and the stage has set .grad: put placeholders where it is None."""
         for param, flat in self._flats.items():
             if flat is not None and param.grad is None:
                 if param not in self._stand_ins:
@@ -80,8 +80,8 @@ class Left:
                 self._grads[param] = param.grad
 
     def look(self) -> None:
-        """See what has become of it. All gone: the user called model.zero_grad(), and means
-        zero.zero_grad(). Raises: RuntimeError if something else is in the place of one."""
+        """Check what .grad is now. If all are None, the user called model.zero_grad(), and means
+        zero.zero_grad(). Raises: RuntimeError if one was replaced."""
         self.come_back()
         if self._grads and all(param.grad is None for param in self._grads):
             self.stage.zero_grad()
@@ -98,21 +98,21 @@ class Left:
                 )
 
     def before_forward(self, *_) -> None:
-        """Put it aside: torch.compile looks at .grad of all that it meets."""
+        """Put placeholders aside: torch.compile reads .grad of every parameter that it meets."""
         self.look()
         for param in self._grads:
             if not has_gradient(param):
                 param.grad, self._aside = None, True
 
     def come_back(self) -> None:
-        """After that forward."""
+        """Put them back after that forward."""
         if self._aside:
             for param, left in self._grads.items():
                 param.grad = left
             self._aside = False
 
     def take_away(self) -> None:
-        """The next pass begins: gradients that are there stay, and it adds to them."""
+        """The next pass begins: remove placeholders. The pass adds to gradients that are there."""
         _take_away(self._grads)
         self.forget()
 

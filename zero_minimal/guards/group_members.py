@@ -1,4 +1,4 @@
-"""Who is not in a group starts no collective of it.
+"""A rank that is not in a group may start no collective of it.
 
 Seam: collective.
 """

@@ -1,4 +1,4 @@
-"""Outputs: the tensors in what a module returns, wherever in it they are."""
+"""Outputs: the tensors in what a module returns, however deeply they are nested."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from torch import nn
 
 
 def tensors_in(value, seen: set | None = None) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output: itself, or inside tuples, lists, dicts, dataclasses and
-    other plain objects. (Not what a generator will yield: that would start it.)"""
+    """The tensors in a module's output: the output itself, or those in tuples, lists, dicts,
+    dataclasses and other plain objects. (Not in a generator: that would start it.)"""
     seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value

@@ -18,8 +18,8 @@ from zero_minimal.guards.trained_by import LEFT_BEHIND, Mark, trained_by
 @seams.at("model_given")
 def refuse_taken(model: nn.Module, group, *_) -> None:
     """Raises: TypeError if it is not a module; RuntimeError if there are no ranks, or this rank is
-    none of the group's; ValueError for a model that has a stage already, or had one that took its
-    parameters along."""
+    not in the group; ValueError for a model that has a stage already, or lost its parameters with
+    an earlier stage."""
     refuse_no_module(model)
     if not dist.is_initialized():
         raise RuntimeError("there are no ranks yet: put the program under `with ranks.start():` "
@@ -56,7 +56,7 @@ def name_parameters(stage, *_) -> None:
 
 @seams.at("wrapped")
 def mark(stage) -> None:
-    """From now on the model belongs to the stage, as long as that lives."""
+    """From now on the model belongs to the stage, as long as the stage exists."""
     for param in stage.model.parameters():
         param._zero_stage = Mark(stage)
 
@@ -83,7 +83,7 @@ def check_all(reducer) -> None:
 @seams.at("pass_ends")
 def check_owned(reducer) -> None:
     """Raise RuntimeError if the model has a parameter that its stage does not know, or has lost one
-    that it does."""
+    that the stage knows."""
     there = dict(reducer.stage.model.named_parameters())
     for name, param in there.items():
         if trained_by(param) is None:
@@ -109,7 +109,7 @@ def check_trained(model: nn.Module) -> None:
 
 
 def check_place(param: nn.Parameter, parameters: torch.Tensor, at_stage_3: bool) -> None:
-    """Raise RuntimeError if a parameter no longer lies in `parameters`, which its stage updates."""
+    """Raise RuntimeError if a parameter is no longer in `parameters`, which its stage updates."""
     if not same_storage(param, parameters):
         or_else = (
             " Or this gradient comes from something that was computed inside gather_parameters(), "

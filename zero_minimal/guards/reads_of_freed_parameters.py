@@ -1,11 +1,11 @@
-"""Reads of freed parameters: at stage 3, between its unit's turns, to read one is an error.
+"""Reads of freed parameters: at stage 3 it is an error to read one between its unit's turns.
 
 Seams: parameter_released, parameter_restored.
 
-Its values are gone, and a number in their place would go on into losses and weights. So as long as
-it is released a parameter is of a class of its own: what it is can be asked (shape, dtype, …), what
-it holds cannot. At the earliest a unit is released when the turn of another begins; the root in
-step(), or when an evaluation ends.
+Its values are gone, and any number in their place would spread to losses and weights. So a released
+parameter has a class of its own: a program may ask for its shape, dtype, …, but not for its values.
+A unit is released when the turn of another begins, or later; the root in step(), or when an
+evaluation ends.
 """
 
 import torch
@@ -64,7 +64,7 @@ class FreedParameter(nn.Parameter):
 
 @seams.at("parameter_released")
 def becomes_released(param: nn.Parameter) -> None:
-    """A class of parameters of somebody else's stays as it is; then the placeholder can be read."""
+    """A parameter of another class keeps it: then its placeholder can be read."""
     if type(param) is nn.Parameter:
         param.__class__ = FreedParameter
 

@@ -1,5 +1,5 @@
-"""A collective is refused for an op that it has not got, and for sizes that do not fit, before
-anything is sent.
+"""A collective with an unknown op, or with sizes that do not fit, is refused before it sends
+anything.
 
 Seam: collective.
 """

@@ -1,4 +1,4 @@
-"""Models that cannot be trained are refused before anything of them is changed.
+"""Models that cannot be trained are refused before anything in them is changed.
 
 Seams: model_given, groups_given, units_given, wrapped.
 Mistakes: two parameters over the same memory, a parameter that has no shape yet, one of another
@@ -21,8 +21,8 @@ from zero_minimal.guards.ownership import refuse_no_module
 
 @seams.at("model_given")
 def refuse_model(model: nn.Module, *_) -> None:
-    """Raises: ValueError for one that has a wrapper around it or inside, two parameters over the
-    same memory, one that cannot lie in a flat tensor, or a forward that changes parameters."""
+    """Raises: ValueError for a model with a wrapper around or inside it, two parameters over the
+    same memory, one that cannot be in a flat tensor, or a forward that changes parameters."""
     refuse_wrapped(model)
     for name, param in model.named_parameters():
         _refuse_odd("parameter", name, param)
@@ -46,7 +46,7 @@ def refuse_bucket_bytes(model: nn.Module, group, units, bucket_bytes: int | None
 @seams.at("groups_given")
 def refuse_groups(model: nn.Module, groups: list[dict]) -> None:
     """Raises: ValueError if there is nothing to train, for a parameter of another model, or one
-    that stands in two groups."""
+    that is in two groups."""
     own, seen = set(model.parameters()), set()
     for param in [param for group in groups for param in group["params"]]:
         if param not in own:
@@ -60,7 +60,7 @@ def refuse_groups(model: nn.Module, groups: list[dict]) -> None:
 
 
 def _refuse_odd(kind: str, name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError for what cannot lie in a flat tensor or travel."""
+    """Raise ValueError for a tensor that cannot be in a flat tensor, or cannot be sent."""
     if is_lazy(tensor):
         raise ValueError(f"{kind} {name!r} has no shape yet: run a batch through the model, then "
                          "wrap it")
@@ -73,8 +73,8 @@ def _refuse_odd(kind: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Raise ValueError if a parameter that is trained lies in the same memory as another tensor of
-    the model: each would get memory of its own, and from then on other values."""
+    """Raise ValueError if a trained parameter shares memory with another tensor of the model: each
+    would get memory of its own, and their values would differ from then on."""
     named = [("parameter", *each) for each in model.named_parameters()]
     named += [("buffer", *each) for each in model.named_buffers()]
     known = {tensor for _, _, tensor in named}
@@ -104,8 +104,8 @@ def _made_anew(module: nn.Module) -> set[str]:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of two tensors over the same storage, transposed or strided in any way: whether an element of
-    one is an element of the other."""
+    """Whether two tensors over the same storage, transposed or strided in any way, have an element
+    in common."""
     begins = [tensor.storage_offset() * tensor.itemsize for tensor in (one, other)]
     ends = [begin + tensor.itemsize * (1 + sum(
                 (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())))
@@ -121,8 +121,8 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _refuse_max_norm(model: nn.Module) -> None:
-    """Raise ValueError if the model's forward changes its parameters: on each rank by its own
-    batch, so that ranks would drift apart."""
+    """Raise ValueError if the model's forward changes its parameters: each rank by its own batch,
+    so the ranks would drift apart."""
     for name, module in model.named_modules():
         embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if embeds and module.max_norm is not None:

@@ -25,12 +25,12 @@ _passed: set[tuple] = set()  # (class, its options): one trial of each is enough
 def check_element_wise(
     optimizer_class: type[Optimizer], options: dict, group: dict | None = None
 ) -> None:
-    """Try the optimizer on a small matrix, whole and in two halves that step by themselves: both
-    must agree. `group`: options of a single group of parameters.
+    """Try the optimizer on a small matrix, whole and in two halves that step separately: both must
+    agree. `group`: options of a single group of parameters.
 
     Raises: TypeError for an optimizer that is not a class, or options it does not take; ValueError
-        if the halves go another way than the whole, or if it counts its steps in itself, or cannot
-        step without a closure or on a flat tensor.
+        if the halves and the whole end differently, or if it counts its steps outside its state, or
+        cannot step without a closure or on a flat tensor.
     """
     if not isinstance(optimizer_class, type):
         raise TypeError("give the optimizer's class and its options: "
@@ -46,7 +46,7 @@ def check_element_wise(
         optimizer_class([group | {"params": [nn.Parameter(torch.ones(4, 8))]}], **options)
     except TypeError as error:
         raise TypeError(f"{name} does not take these options: {error}") from None
-    # tiny steps would hide it
+    # with tiny steps no difference would show
     options, group = ({**each, "lr": 0.1} if "lr" in each else each for each in (options, group))
     try:
         moved, in_halves, counted = _tried(optimizer_class, options, group)
@@ -66,8 +66,8 @@ def check_element_wise(
 def _tried(
     optimizer_class: type[Optimizer], options: dict, group: dict
 ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """How far a matrix [4, 8] moves in STEPS steps, whole and in two halves; and the names of what
-    the optimizer keeps by itself that began alike in both trials, and ended differently."""
+    """How far a matrix [4, 8] moves in STEPS steps, whole and in two halves; and the names of the
+    optimizer's attributes and options that were equal before both trials, and differ after them."""
     generator = torch.Generator().manual_seed(0)
     kind = dict(generator=generator, dtype=torch.float32)  # whatever the user's default is
     start = torch.randn(4, 8, **kind)
@@ -91,7 +91,7 @@ def _tried(
 
 
 def _kept(optimizer: Optimizer) -> dict[str, list]:
-    """The numbers and words in what an optimizer has as attributes, and as options of its group."""
+    """The numbers and words in an optimizer's attributes, and in the options of its group."""
     kept = vars(optimizer) | optimizer.param_groups[0]
     return {name: [leaf for leaf in map(in_numbers, tree_leaves(value)) if leaf is not None]
             for name, value in kept.items() if name not in ("state", "param_groups", "params")}
@@ -107,11 +107,11 @@ def check_optimizer(
 
 def check_groups(optimizer_class: type[Optimizer], options: dict, groups: list[dict]) -> None:
     """Make the optimizer with the user's groups, over a few elements of each dtype and device. It
-    raises what it will raise over the shards, but now the model is still as it was. Try the options
-    of each group, too: one of them may make it look at whole matrices."""
+    raises what it would raise over the shards, but here the model is still unchanged. Try each
+    group's options, too: one may make the optimizer look at whole matrices."""
     samples = []
     for group in groups:
-        # another rate needs no other trial, which has one of its own
+        # another rate needs no other trial: a trial uses a rate of its own
         own = {name: value for name, value in group.items() if name not in ("params", "lr")}
         check_element_wise(optimizer_class, options, own)
         kinds = {(torch.float32 if param.element_size() < 4 else param.dtype,

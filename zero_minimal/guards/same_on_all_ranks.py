@@ -2,7 +2,7 @@
 parameters at the end of gather_parameters().
 
 Seams: buckets_planned, parameters_edited.
-Mistakes: a model that is built by the number of the rank; weights that one rank alone has loaded.
+Mistakes: a model that depends on the rank's number; weights that only one rank has loaded.
 """
 
 import zlib
@@ -16,10 +16,10 @@ from zero_minimal.core import collectives, seams
 
 @seams.at("buckets_planned")
 def compare_plans(stage, parts: list, optimizer_class: type, options: list[dict]) -> None:
-    """All ranks agree on names, shapes, dtypes and buckets of the model, and on the optimizer and
-    its options. (Values need not agree: set_up broadcasts rank 0's.)
+    """Check that all ranks agree on names, shapes, dtypes and buckets of the model, and on the
+    optimizer and its options. (Values need not agree: set_up broadcasts rank 0's.)
 
-    Raises: RuntimeError on every rank if it is not.
+    Raises: RuntimeError on every rank if they do not.
     """
     model = stage.model
     facts = [(name, tuple(param.shape), param.dtype, param.requires_grad)
@@ -45,8 +45,8 @@ def compare_plans(stage, parts: list, optimizer_class: type, options: list[dict]
 
 
 def in_numbers(option):
-    """An optimizer's option, a tensor in it as a number. None for what has none, or only after a
-    wait for a GPU."""
+    """An optimizer's option, with tensors as numbers. None if it has another type, or if the CPU
+    would have to wait for a GPU."""
     if isinstance(option, torch.Tensor):
         return option.item() if option.is_cpu and option.numel() == 1 else None
     if isinstance(option, (tuple, list)):
@@ -57,8 +57,8 @@ def in_numbers(option):
 
 @seams.at("parameters_edited")
 def check_alike(model: nn.Module, group=None) -> None:
-    """Raise RuntimeError, on every rank, if a parameter has other values on a rank than on rank 0:
-    one rank alone has loaded weights, say."""
+    """Raise RuntimeError, on every rank, if a rank's values of a parameter differ from rank 0's:
+    only one rank has loaded weights, say."""
     names, params = zip(*model.named_parameters(), strict=True)
     sums = numbers_of_all_ranks([checksum(param) for param in params], group,
                                 of="checksums at the end of gather_parameters()")
@@ -75,8 +75,8 @@ def check_alike(model: nn.Module, group=None) -> None:
 
 
 def numbers_of_all_ranks(numbers: list[int], group=None, of: str = "") -> list[list[int]]:
-    """Every rank's list of whole numbers, rank 0's first. The lists are of one length. `of` is for
-    the error of a rank that is elsewhere."""
+    """Every rank's list of whole numbers, rank 0's first. All lists have the same length. `of`
+    names this collective in the error if a rank is elsewhere."""
     own = torch.tensor(numbers, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
     everybody = own.new_empty(dist.get_world_size(group) * len(numbers))
     collectives.all_gather(everybody, own, group=group, of=of)
@@ -84,7 +84,7 @@ def numbers_of_all_ranks(numbers: list[int], group=None, of: str = "") -> list[l
 
 
 def checksum(tensor: torch.Tensor, before: int = 0) -> int:
-    """Of every bit of a tensor's values, and of what came `before` them."""
+    """A checksum of every bit of a tensor, continued from the checksum `before`."""
     # a clone: memory that NumPy has seen cannot be resized any more
     whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     return zlib.crc32(whole.view(-1).view(torch.uint8).numpy(), before)

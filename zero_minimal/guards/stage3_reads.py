@@ -1,5 +1,5 @@
-"""At stage 3 a state dict of placeholders would be a checkpoint of NaN, and an encoder that
-looks at its first layer's parameters would take another way: both are refused outside
+"""At stage 3 a state dict of placeholders would be a checkpoint of NaN, and an encoder that reads
+its first layer's parameters would return other results: both are refused outside
 gather_parameters().
 
 Seam: wrapped.
@@ -19,7 +19,7 @@ def refuse_state_dict(stage) -> None:
     error that says what to do, unless stage.shown: a state dict of placeholders would be a
     checkpoint of NaN."""
 
-    if not hasattr(stage, "units"):  # no stage 3
+    if not hasattr(stage, "units"):  # not stage 3
         return
 
     def refuse(stage, module, *_):
@@ -36,9 +36,9 @@ def refuse_state_dict(stage) -> None:
 
 @seams.at("wrapped")
 def refuse_nested_tensors(stage) -> None:
-    """Let each nn.TransformerEncoder of stage.model refuse what it would answer differently here.
-    In evaluation it looks at its first layer's parameters: released, they turn off a fast path that
-    leaves zeros where the padding is."""
+    """Let each nn.TransformerEncoder of stage.model refuse a call with another result here. In
+    evaluation it reads its first layer's parameters: released ones turn off a fast path that leaves
+    zeros where the padding is."""
 
     if not hasattr(stage, "units"):
         return

@@ -1,6 +1,6 @@
 """Trained by: which stage trains a parameter.
 
-At stage 3 the parameters go with the stage, and a model that was left behind says so when used.
+At stage 3 the parameters are lost with the stage: to use the model after that is an error.
 """
 
 import weakref

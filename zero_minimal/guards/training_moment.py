@@ -1,5 +1,5 @@
-"""Training moment: what a bucket's fingerprint says of training, so that ranks that differ are
-told: which backward of which step, what the last step() did, with which learning rate, which edits.
+"""Training moment: what a bucket's fingerprint says about training, so that ranks that differ get
+an error: the backward and step, what the last step() did, the learning rate, and edits.
 
 Seams: wrapped, followed, bucket_complete, unit_turn, gradients_reduced, gradients_dropped.
 Mistakes: a scheduler, clip_grad_norm_() or a load_state_dict() on one rank alone.
@@ -57,16 +57,16 @@ def date_units(stage, *units) -> None:
 
 
 def _scale_in_words(scale) -> str:
-    """Nothing, if step() did not scale; without the number where it lies on a GPU: to read it
-    would take a wait."""
+    """Empty if step() did not scale. It leaves out a number on a GPU: the CPU would have to wait
+    for it."""
     if scale is None:
         return ""
     return f"{SCALED} ({float(scale):.6g})" if torch.as_tensor(scale).is_cpu else SCALED
 
 
 def rate_of(stage, bucket) -> str:
-    """In words, with which learning rate a bucket will be updated, and with which other options, if
-    they were changed after wrapping."""
+    """In words, the learning rate with which a bucket will be updated, and the options that were
+    changed after wrapping."""
     options = _simple(stage.optimizer.param_groups[bucket.group_index])
     rate, given = options.pop("lr", None), getattr(stage.optimizer, "_zero_given", ())
     words = [f"lr {rate}"] if isinstance(rate, (int, float)) else []

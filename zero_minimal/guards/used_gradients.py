@@ -1,7 +1,7 @@
-"""Gradients that step() has used, or that were clipped, take no further backward pass before
-zero_grad(). A pass does not begin inside another one, nor does a gradient come twice.
+"""After step() or clipping, no backward pass may add to the gradients before zero_grad(). No pass
+may begin inside another one, and no gradient may come twice.
 
-Seams: followed, gradient_arrives, gradients_dropped. grad_placeholder.py calls the rest as a pass
+Seams: followed, gradient_arrives, gradients_dropped. grad_placeholder.py calls the rest when a pass
 begins.
 """
 
@@ -16,7 +16,7 @@ from zero_minimal.guards.outputs import tensors_in
 @seams.at("followed")
 def follow(reducer) -> None:
     reducer.begun = False  # a pass has begun since the last zero_grad()
-    reducer.skipped = False  # the loss scaler has left these gradients out
+    reducer.skipped = False  # the loss scaler has skipped the step of these gradients
     reducer.task = None  # autograd's number for the pass under way
     reducer.stage.model.register_forward_hook(WeakHook(watch_output, reducer))
 
@@ -49,7 +49,7 @@ def refuse_second(reducer, *_) -> None:
 
 
 def refuse_used(reducer) -> None:
-    """Raises: RuntimeError if gradients are there to which no pass may add."""
+    """Raises: RuntimeError if there are gradients to which no pass may add."""
     if reducer.spent:
         which = getattr(reducer.stage.buckets[0], "model", "") or " of model 1"
         raise RuntimeError(f"call zero.zero_grad() after zero.step(){which}, a "
@@ -81,7 +81,7 @@ def refuse_graph(reducer, param: nn.Parameter, buckets: list) -> None:
 @seams.at("gradient_arrives")
 def refuse_late(reducer, param: nn.Parameter, buckets: list) -> None:
     """Raises: RuntimeError if a bucket of this parameter was handed over, or counted it already."""
-    waits_for = getattr(reducer, "waits_for", None)  # an assignment may count otherwise
+    waits_for = getattr(reducer, "waits_for", None)  # an assignment may count differently
     counts = waits_for is None or all(param in waits_for.get(bucket, ()) for bucket in buckets)
     if not reducer.accumulating and not counts:
         raise RuntimeError(

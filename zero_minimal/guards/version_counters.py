@@ -1,6 +1,5 @@
-"""Version counters: autograd is told of updates, which it does not see. A backward pass
-through an older graph is an error then, as in plain torch; and autocast does not go on with copies
-that it has kept.
+"""Version counters: tell autograd of updates, which it does not see. Then a backward pass through
+an older graph is an error, as in plain torch, and autocast does not reuse its cached copies.
 
 Seams: wrapped, update_ends.
 """
@@ -20,5 +19,5 @@ def tell_autograd(bucket) -> None:
 
 @seams.at("wrapped")
 def forget_casts(stage) -> None:
-    """Before a forward: a cast that was kept would lead backward into an older graph."""
+    """Before a forward: a cached cast would lead backward into an older graph."""
     stage.model.register_forward_pre_hook(WeakHook(lambda *_: torch.clear_autocast_cache(), stage))

@@ -1,9 +1,9 @@
-"""Views from outside: who looks into a parameter's memory when its model is wrapped, and is no part
-of the model.
+"""Views from outside: tensors that share a parameter's memory when its model is wrapped, and are
+not part of the model.
 
-The parameter moves to its flat then. A view from before (`ref = weight.detach()` in a closure, say)
-stays behind, with the old values. Attributes of the model refused_models.py refuses; of the rest,
-as of a state_dict() that somebody has taken, the rank that holds it is warned.
+Wrapping moves the parameter to its flat. A view from before (`ref = weight.detach()` in a closure,
+say) stays behind, with the old values. refused_models.py refuses views in attributes of the model.
+For others, such as an earlier state_dict(), the rank that holds one gets a warning.
 
 Seam: model_given.
 """
@@ -21,29 +21,29 @@ from zero_minimal.core.layout import Bucket
 
 @seams.at("model_given")
 def warn_of_views(model: nn.Module, *_) -> None:
-    """Warn if a tensor that is not the model's lies in the memory of a parameter that is trained.
+    """Warn if a tensor from outside the model shares memory with a parameter that is trained.
 
-    Storage counts who holds it. Only if these are more than tensors of the model are all objects of
-    this process looked at, for some tenths of a second: what autograd saved in an earlier forward
-    holds it, too, and is no object.
+    A storage counts its holders. If they are more than the model's own tensors, this looks at all
+    objects of the process, for some tenths of a second: what autograd saved in an earlier forward
+    is a holder, too, but no Python object.
     """
     own = {*model.parameters(), *model.buffers()}
     # attributes: refused, or made anew before each forward, as torch.nn.utils.spectral_norm does
     own |= {value for module in model.modules() for value in vars(module).values()
             if isinstance(value, torch.Tensor)}
     places = [_place(tensor) for tensor in own if tensor.layout == torch.strided]
-    one = torch.empty(1)  # whose memory it holds alone
+    one = torch.empty(1)  # the only holder of its memory
     more = torch._C._storage_Use_Count(_place(one)) - 1
     held = {place for place, count in Counter(places).items()
             if torch._C._storage_Use_Count(place) > count + more}
     if not held:
         return
-    gc.collect()  # a view that nobody can reach any more is none
+    gc.collect()  # a view that nothing refers to does not count
     tensors = []
     for each in gc.get_objects():
         if type(each) in (torch.Tensor, nn.Parameter) and each.layout == torch.strided:
             tensors.append(each)
-        elif type(each) is Bucket:  # of a wrap that has failed, whose traceback is held
+        elif type(each) is Bucket:  # of a failed wrap, whose traceback is still held
             its = [value for value in vars(each).values() if isinstance(value, torch.Tensor)]
             own.update(its, [tensor._base for tensor in its])
     looking = {_place(tensor) for tensor in tensors if tensor not in own}

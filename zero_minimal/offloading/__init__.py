@@ -1,1 +1,1 @@
-"""Offloading: what offload.py stands on, the rank's host, its disk, and the way there."""
+"""Offloading: the parts of offload.py: the rank's host, its disk, and the bus between them."""

@@ -1,13 +1,13 @@
-"""Async fetch: parameters that go on coming from the host when step() has returned.
+"""Async fetch: parameters that still arrive from the host after step() has returned.
 
-Stage 3 needs a unit's parameters when the unit works again (offload.py). So step() waits for the
-first bucket alone, and each of the others is taken when its unit is gathered:
+Stage 3 needs a unit's parameters when the unit works again (offload.py). So step() waits only for
+the first bucket, and each other one is received when its unit is gathered:
 
     step()      update ──► bucket 5 is back
     forward     root: 5    block 0: 4    block 1: 3    …     while the host updates those after them
 
-Who uses the bus for something else, lets all of them arrive first (Host.settle). Otherwise each
-side could wait for the other to give a buffer back.
+Any other use of the bus waits for all of them first (Host.settle). Otherwise each side could wait
+for the other to give a buffer back.
 """
 
 import weakref
@@ -24,31 +24,31 @@ class AsyncFetch:
 
     def __init__(self, host: Host):
         self.host = host
-        self.buckets: Iterator[Bucket] = iter(())  # each is back when it is given out
+        self.buckets: Iterator[Bucket] = iter(())  # a bucket is back when this yields it
         self.taking = False
         host.takes_all = weakref.WeakMethod(self.take_all)
 
     def begin(self, returned: Iterable[Bucket], buckets: list[Bucket]) -> None:
-        """Of these buckets, which `returned` yields when they are back, wait for the first."""
+        """`returned` yields each of these buckets when it is back: wait for the first one."""
         for bucket in buckets:
             bucket.away.is_back = False
         self.buckets = iter(returned)
         self.take()
 
     def take_until_back(self, buckets: list[Bucket]) -> None:
-        """Let them come until these are here."""
+        """Receive buckets until these are here."""
         while not all(bucket.away is None or bucket.away.is_back for bucket in buckets):
             if not self.take():
                 break
 
     def take_all(self) -> None:
-        """Let all of them come."""
+        """Receive all that are left."""
         while self.take():
             pass
 
     def take(self) -> bool:
-        """Let the next come. Returns whether there was one. HostError if they are lost."""
-        if self.taking:  # what comes back uses the bus itself
+        """Receive the next bucket. Returns whether there was one. HostError if they are lost."""
+        if self.taking:  # to receive one uses the bus, which calls this again
             return False
         self.taking = True
         try:

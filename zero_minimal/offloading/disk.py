@@ -1,11 +1,11 @@
-"""Disk: a host that keeps its shards in a file, and of them in memory no more than three (the NVMe
+"""Disk: a host that keeps its shards in a file, and no more than three of them in memory (the NVMe
 tier of ZeRO-Infinity, arXiv:2104.07857).
 
-In the file lies all that a rank's shards have: gradient, master, and each tensor of the optimizer's
-state. They pass through buffers of one shard each (read_ahead.py): while the host updates a shard,
-the next is read and the one before is written. disk_set_up.py makes file and buffers.
+The file holds all of a rank's shards: gradient, master, and each tensor of the optimizer's state.
+They pass through buffers of one shard each (read_ahead.py): while the host updates a shard, the
+next is read and the one before is written. disk_set_up.py makes the file and the buffers.
 
-    bytes a step, for each parameter whose state is here, in 16 bit with Adam:
+    bytes a step, for each 16-bit parameter whose state is here, with Adam:
     2 are written when its gradient comes; at the update 14 are read and 12 written
 """
 
@@ -26,16 +26,16 @@ from zero_minimal.offloading.offloaded_state import Kept, Shard, resident_bytes,
 
 @dataclass(eq=False)
 class Small:
-    """In the place of a shard, as an optimizer is made."""
+    """Takes the place of a shard while an optimizer is made."""
 
     master: nn.Parameter  # [1]
     group_index: int
 
 
 class OnDisk(Kept):
-    """What the class after it keeps in memory is in a file.
+    """Keeps in a file what the next class (HostState) keeps in memory.
 
-    It has, from disk_set_up.prepare(): .files, a ReadAhead, by .lanes; .places, a Stretch for each
+    disk_set_up.prepare() sets .files, a ReadAhead, made by .lanes; .places, a Stretch for each
     shard, by number; .budget.
     """
 
@@ -43,10 +43,10 @@ class OnDisk(Kept):
     lent: dict[str, Tensor] = {}  # the state of the shard that is in memory, by name
 
     def in_turn(self, numbers: list[int] | None = None) -> Iterator[Shard]:
-        """The shards. Each is in memory until the next is asked for; changes of it are kept."""
+        """The shards. Each is in memory until the next is asked for; changes to it are kept."""
         shards = [self.shards[number] for number in numbers or self.shards]
         buffers = self.files.through([shard.place for shard in shards])
-        for buffer, shard in zip(buffers, shards, strict=True):  # buffers first, to the very end
+        for buffer, shard in zip(buffers, shards, strict=True):  # buffers first, to run to its end
             self._lend(shard, buffer)
             yield shard
             self._take_back(shard)
@@ -54,7 +54,7 @@ class OnDisk(Kept):
     # between a buffer, and the host's optimizer
 
     def _lend(self, shard: Shard, buffer: Buffer) -> None:
-        """Let master, gradient and state be what the buffer has."""
+        """Let master, gradient and state be views of the buffer."""
         views = {name: shard.place.view(buffer.memory, name) for name in shard.place.parts}
         shard.gradient, shard.master.data = views.pop("gradient"), views.pop("master")
         state = self._state(shard)
@@ -62,7 +62,7 @@ class OnDisk(Kept):
         self.lent = views
 
     def _take_back(self, shard: Shard) -> None:
-        """Let stand-ins be in their place. State that the optimizer has made anew goes along."""
+        """Put stand-ins in their place. State that the optimizer has made goes to the buffer."""
         state, views = self._state(shard), self.lent
         for name, value in state.items():
             if not isinstance(value, Tensor) or value.shape != shard.master.shape:
@@ -91,8 +91,8 @@ class OnDisk(Kept):
         self.files.begin_to_write(shard.place, buffer)
 
     def make_optimizer(self, parcel: Parcel, pickled: bytes) -> None:
-        """Some optimizers make state of each element at once. It shall not be there for all shards
-        together: so one is made over parameters of one element, and its state shard by shard."""
+        """Some optimizers make state for each element at once. That of all shards must not be in
+        memory at once: so make one over parameters of one element, and its state shard by shard."""
         kind, options, groups = cloudpickle.loads(pickled)
         self.shards = dict(sorted(self.shards.items()))
         small = {number: Small(nn.Parameter(torch.zeros(1)), shard.group_index)
@@ -108,7 +108,7 @@ class OnDisk(Kept):
             self.optimizer.state[shard.master].update(own.state.get(shard.master, {}))
 
     def gradient(self, parcel: Parcel, number: int, adds: bool) -> None:
-        """A gradient shard has come, and goes to the file; adds: to what is there."""
+        """A gradient shard has come, and goes to the file; adds: it is added to the one there."""
         shard, gradient = self.shards[number], parcel.tensor
         if adds and shard.has_gradient:
             gradient = self.stored(number, "gradient").add_(gradient)
@@ -142,13 +142,13 @@ class OnDisk(Kept):
         self.bus.send((prepare(self, asked),))
 
     def memory(self, parcel: Parcel) -> None:
-        """Bytes of the buffers, and of the process, resident."""
+        """Send the bytes of the buffers, and the resident bytes of the process."""
         buffers = sum(buffer.memory.nbytes for buffer in self.files.buffers)
         self.bus.send(((buffers, resident_bytes()),))
 
     def moved(self, parcel: Parcel) -> None:
-        """Bytes of the file: kept, read and written so far; of memory: what the program takes, the
-        budget, and the most that was used of it."""
+        """Send bytes of the file: kept, read and written so far; and of memory: what the program
+        takes, the budget, and the most that was used of it."""
         kept = sum(place.size for place in self.places.values())
         self.bus.send(({"kept": kept, "read": self.files.read, "written": self.files.written,
                         "program": self.budget.program, "budget": self.budget.limit,

@@ -1,9 +1,9 @@
-"""Disk, set up: space for all that will be kept, memory for three shards, and whether that is
-within the budget (disk.py).
+"""Set-up of the disk: take space for all that will be kept, and memory for three shards, and check
+that this is within the budget (disk.py).
 
-All of it is done before a model trains, and said on all ranks. How much memory an update takes for
-a moment depends on the optimizer; so the host rehearses: with zeros in the place of the largest
-shards it does what it will do in each step, and looks at how far its memory has grown.
+This happens before training, and all ranks get its errors. How much memory an update takes for a
+moment depends on the optimizer. So the host rehearses a step, with zeros in place of the largest
+shards, and measures how far its memory has grown.
 """
 
 import errno
@@ -31,7 +31,7 @@ TRIED = 16  # elements of the shard that an optimizer is tried on
 class Asked:
     """What a rank asks of its host.
 
-    folder: where the file shall be. budget: bytes of memory, None for any.
+    folder: for the file. budget: bytes of memory, None for no limit.
     optimizer: its class, its options and those of each group, pickled.
     shards: by number: elements, dtype of the parameters, index of the optimizer's group.
     """
@@ -44,8 +44,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """Bytes of the disk that are needed, and were free; an errno, or 0; and the smallest budget
-    that would do."""
+    """Bytes of the disk that are needed, and that are free; an errno, or 0; and the smallest budget
+    that is enough."""
 
     needed: int
     free: int
@@ -60,10 +60,10 @@ def asked(
     folder: str | Path | None, budget: int | None, model: nn.Module, optimizer_class: type,
     optimizer_options: dict, options: dict,
 ) -> Asked | None:
-    """What the arguments of a stage say; None: no disk. Raises: ValueError if they make no sense.
+    """A stage's arguments as an Asked; None: no disk. Raises: ValueError if they are invalid.
 
-    options: the stage's others. Their param_groups may be there for one look alone: then what was
-        seen takes their place.
+    options: the stage's others. Their param_groups may be readable only once: so the list that was
+        read takes their place.
     """
     if folder is None:
         if budget is not None:
@@ -86,7 +86,7 @@ def asked(
 def set_up(stage, asked: Asked, buckets: list) -> None:
     """Let a stage's host keep its shards on the disk. buckets: in the order of their numbers.
 
-    Raises, on all ranks alike: OSError if the folder is none, cannot be written to, or has no room
+    Raises, on all ranks: OSError if the folder does not exist, cannot be written to, or has no room
         for the state of one of them; ValueError for a budget that is too small.
     """
     if asked.budget is not None and stage.host.process is None:
@@ -144,7 +144,7 @@ def prepare(state: Kept, asked: Asked) -> Answer:
     kind, options, groups = cloudpickle.loads(asked.optimizer)
     tensors = {(dtype, group): _tensors(kind, options, groups[group], dtype)
                for _, dtype, group in dict.fromkeys(asked.shards.values())}
-    state.budget = Budget(None)  # until all is there
+    state.budget = Budget(None)  # no limit until all is set up
     laid_out = files.laid_out((numel, tensors[dtype, group])
                               for numel, dtype, group in asked.shards.values())
     state.places = dict(zip(asked.shards, laid_out, strict=True))
@@ -162,7 +162,7 @@ def prepare(state: Kept, asked: Asked) -> Answer:
 
 
 def _tensors(kind: type, options: dict, group: dict, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What there is of a shard, the gradient first: tried out with a small one."""
+    """The tensors of a shard, the gradient first, with their dtypes: found with a small one."""
     wide = torch.float32 if dtype.itemsize < 4 else dtype
     param = nn.Parameter(torch.zeros(TRIED, dtype=wide))
     optimizer = kind([group | {"params": [param]}], **options)
@@ -184,11 +184,11 @@ class Nobody:
 
 
 def _rehearse(state: Kept, asked: Asked) -> None:
-    """Do what is done in a step, with zeros, for the largest shard of each group."""
+    """Do what a step does, with zeros, for the largest shard of each group."""
     by_size = sorted(asked.shards, key=lambda number: asked.shards[number][0])
     largest = {asked.shards[number][2]: number for number in by_size}
     bus, state.bus = state.bus, Nobody()
-    bus.outgoing.zero_()  # this process has not touched them yet
+    bus.outgoing.zero_()  # so that they are resident
     bus.incoming.zero_()
     for number in largest.values():
         numel, dtype, group = asked.shards[number]

@@ -1,8 +1,8 @@
 """Files: tensors on a disk, and the buffers through which they pass (disk.py).
 
-A file has no name from the beginning: when the process ends, however it ends, the system gives its
-space back. All of that space is reserved at the start: so a full disk is an error there, and not in
-the middle of a run. Nothing is mapped into memory: mapped pages count as the process's own.
+A file never has a name: when the process ends, in any way, the system frees its space. All of that
+space is reserved at the start, so a full disk is an error then, and not in the middle of a run.
+Nothing is mapped into memory, since mapped pages count as the process's own.
 """
 
 import os
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BORDER = 64  # bytes: each tensor begins at a multiple, that of a cache line
+BORDER = 64  # bytes, a cache line: each tensor begins at a multiple
 
 
-NOTHING = Future()  # that is under way
+NOTHING = Future()  # no write is under way
 NOTHING.set_result(None)
 
 
 @dataclass(eq=False)
 class Stretch:
-    """Where the tensors of a shard lie, one after the other: in the file from byte `start` on, and
-    alike in a buffer. `written`: their last way to the file."""
+    """Where the tensors of a shard are, one after the other: in the file from byte `start` on, and
+    alike in a buffer. `written`: their last write to the file."""
 
     start: int
     numel: int  # elements of each
@@ -35,7 +35,7 @@ class Stretch:
 
     @classmethod
     def of(cls, start: int, numel: int, dtypes: dict[str, torch.dtype]) -> "Stretch":
-        """The gradient first, the only one that an update reads and leaves as it is."""
+        """The gradient comes first: it is the only one that an update reads but does not change."""
         parts, size = {}, 0
         for name, dtype in dtypes.items():
             parts[name] = size, dtype
@@ -49,17 +49,17 @@ class Stretch:
 
 
 class Buffer:
-    """Memory for one shard, whichever it is. `written`: the last way from it to the file."""
+    """Memory for any one shard. `written`: the last write from it to the file."""
 
     def __init__(self, size: int):
-        self.memory = torch.empty(size, dtype=torch.uint8).fill_(0)  # so that it is there now
+        self.memory = torch.empty(size, dtype=torch.uint8).fill_(0)  # so it is resident now
         self.written = NOTHING
 
 
 class File:
-    """Space for so many bytes in a folder.
+    """Space for `size` bytes in a folder.
 
-    Raises: OSError if the folder is none, cannot be written to, or has no room.
+    Raises: OSError if the folder does not exist, cannot be written to, or has no room.
     """
 
     def __init__(self, folder: str, size: int):
@@ -74,7 +74,7 @@ class File:
         self._move(os.pwritev, "write to", begin, tensor)
 
     def _move(self, call, words: str, begin: int, tensor: Tensor) -> None:
-        """All of it: the system may do a part at a time. Raises: RuntimeError."""
+        """Move all of it: the system may do a part at a time. Raises: RuntimeError."""
         left = memoryview(tensor.view(torch.uint8).numpy())
         try:
             while left:
@@ -89,8 +89,8 @@ class File:
 
 
 def _reserve(number: int, size: int) -> None:
-    """The space, full of zeros. A file that is merely long would have holes, and the disk might be
-    full when they are filled."""
+    """Reserve the space with zeros. A file that is merely long would have holes, and the disk might
+    be full when they are filled."""
     if hasattr(os, "posix_fallocate"):
         return os.posix_fallocate(number, 0, max(size, 1))
     zeros = bytes(2**20)
@@ -99,7 +99,7 @@ def _reserve(number: int, size: int) -> None:
 
 
 def free_bytes(folder: str) -> int:
-    """Of the disk on which a folder is; 0 if there is no such folder."""
+    """Free bytes of the disk on which a folder is; 0 if there is no such folder."""
     try:
         disk = os.statvfs(folder)
     except OSError:

@@ -1,20 +1,18 @@
-"""Host link: the bus between a rank and its host. It has a speed, it counts, and its memory is
-constant.
+"""Host link: the bus between a rank and its host. It has a speed, counts what crosses, and takes
+constant memory.
 
     rank   ── gradient shards ──►  two buffers  ──►  host
            ◄──  two buffers  ◄── parameter shards ──
 
-Each direction has two buffers, of one bucket's shard each, that take turns: one is read while the
-other is filled (constant_buffers.py has the idea). Who finds both in use waits. So however much
-crosses, neither side holds more than that of the other's.
+Each direction has two buffers that take turns, each of one bucket's shard: one is read while the
+other is filled (as in constant_buffers.py). A side that finds both in use waits. So however much
+crosses, neither side holds more than two shards of the other's.
 
-What is put on the bus arrives when `bandwidth` lets it: a byte after the other, each direction by
-itself. Nobody sleeps for that but the side that wants to read it, so a transfer goes on while both
-sides compute.
+Data on the bus arrives at the pace of `bandwidth`: one byte after the other, each direction by
+itself. Only the side that wants to read it waits, so a transfer goes on while both sides compute.
 
-With a CPU the two sides are processes, and the buffers are memory that both of them see. With a GPU
-the host is a thread of the rank, the buffers are pinned, and a stream of its own copies:
-pinned_link.py.
+On a CPU the two sides are processes, and the buffers are shared memory. On a GPU the host is a
+thread of the rank, the buffers are pinned, and a separate stream copies: pinned_link.py.
 """
 
 import contextlib
@@ -38,7 +36,7 @@ BUFFERS = 2  # in each direction
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
-    """What has arrived: words, and a tensor, or None. The tensor lies in a buffer of the bus: call
+    """What has arrived: words, and a tensor, or None. The tensor is in a buffer of the bus: call
     bus.emptied(parcel) as soon as it has been read, or the other side waits for ever."""
 
     words: tuple
@@ -48,8 +46,8 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor that was sent (`leaves`) or received here. On the bus from start to end; who asked
-    for that stood at the bus from asked to had. Seconds of time.monotonic()."""
+    """A tensor that was sent (`leaves`) or received here. It was on the bus from `start` to `end`;
+    the call that moved it took from `asked` to `had`. Seconds of time.monotonic()."""
 
     leaves: bool
     bytes: int
@@ -64,11 +62,11 @@ class OtherSideGone(Exception):
 
 
 class NotSent(ValueError):
-    """What cannot be put on the bus; nothing of it was."""
+    """It cannot be put on the bus, and no part of it was."""
 
 
 def speed(bandwidth: float | None) -> float | None:
-    """A stage's bus=, looked at. Raises: ValueError for what is no number of bytes a second."""
+    """A stage's bus=, checked. Raises: ValueError if it is not a number of bytes a second."""
     is_number = isinstance(bandwidth, (int, float)) and not isinstance(bandwidth, bool)
     if bandwidth is not None and not (is_number and bandwidth > 0):
         raise ValueError(f"bus is {bandwidth!r}: give bytes a second, 12e9 say, or None")
@@ -76,16 +74,16 @@ def speed(bandwidth: float | None) -> float | None:
 
 
 class Bus:
-    """One end of it; both have the same methods.
+    """One end of the bus; both ends have the same methods.
 
     Args:
         pipe: for words, Words or Queues.
-        memory: uint8 [2, BUFFERS, bytes], the same memory for both ends: first what the rank sends.
+        memory: uint8 [2, BUFFERS, bytes], shared by both ends; memory[0] is what the rank sends.
         side: 0 for the rank's end, 1 for the host's.
-        bandwidth: bytes a second in each direction; None: as fast as it goes.
+        bandwidth: bytes a second in each direction; None: no limit.
     Counts what has crossed: .sent and .received, in bytes; and .waited, the seconds in which this
-    end could do nothing but wait for the other, or for the bus. Who wants to know of each tensor,
-    sets .hear, a function of a Crossing.
+    end only waited for the other, or for the bus. Set .hear, a function of a Crossing, to be told
+    of each tensor.
     """
 
     hear: Callable | None = None
@@ -96,7 +94,7 @@ class Bus:
         self.sent = self.received = 0
         self.waited = 0.0
         self._unused = deque(range(BUFFERS))  # of the outgoing ones
-        self._arrived: deque[Parcel] = deque()  # not looked at yet
+        self._arrived: deque[Parcel] = deque()  # not received yet
         self._busy_until = 0.0  # when all that was sent has crossed
 
     def send(self, words: tuple, tensor: torch.Tensor | None = None) -> None:
@@ -118,7 +116,7 @@ class Bus:
         self._put((words, (buffer, tensor.dtype, tensor.numel(), done)))
 
     def receive(self) -> Parcel:
-        """The next that was sent, once all of it is here."""
+        """The next parcel, once all of it is here."""
         asked = time.monotonic()
         while not self._arrived:
             self._look()
@@ -139,7 +137,7 @@ class Bus:
         self._put(parcel.buffer)
 
     def close(self) -> None:
-        """For both sides: who uses the bus after this gets OtherSideGone."""
+        """Close the bus for both sides: a later use raises OtherSideGone."""
         self.pipe.close()
 
     def drop(self) -> None:
@@ -151,7 +149,7 @@ class Bus:
             self._put(load[0])
 
     def last_words(self) -> list[tuple]:
-        """After OtherSideGone: what it had sent, and nobody has looked at."""
+        """After OtherSideGone: what that side had sent, and this side has not received."""
         with contextlib.suppress(OtherSideGone):
             while True:
                 self._look()
@@ -160,7 +158,7 @@ class Bus:
     # what is larger than a buffer goes in pieces
 
     def send_all(self, tensor: torch.Tensor) -> None:
-        """A tensor of any size."""
+        """Send a tensor of any size."""
         for piece in tensor.detach().view(-1).split(self._elements(tensor)):
             self.send((), piece)
 
@@ -212,7 +210,7 @@ class Bus:
             self._unused.append(self._is_unused(message))
 
     def _is_unused(self, message: int) -> int:
-        """The number of a buffer that may be filled, of the message that says so."""
+        """The number of a buffer that may be filled, from the message that says so."""
         return message
 
 
@@ -255,19 +253,19 @@ class Words:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # it was closed before
             number = os.dup(self.connection.fileno())
-            with socket.socket(fileno=number) as both:  # of forked children, too
+            with socket.socket(fileno=number) as both:  # in forked children, too
                 both.shutdown(socket.SHUT_RDWR)
         self.connection.close()
 
 
 def buffer_bytes(largest: int) -> int:
-    """The size of a buffer for so many bytes: on a cache line's border lies the next."""
+    """The size of a buffer for `largest` bytes, rounded up: the next one begins on a cache line."""
     return -(-max(largest, 1) // 64) * 64
 
 
 def shared_file(size: int) -> int:
-    """A file descriptor of memory that has no name: when the last process that has it ends, it is
-    gone, whatever ended it."""
+    """A file descriptor of memory that has no name: it is freed when the last process that has it
+    ends, in any way."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("bus")
     else:
@@ -278,7 +276,7 @@ def shared_file(size: int) -> int:
 
 
 def memory_of(number: int, size: int) -> torch.Tensor:
-    """The same as a tensor, uint8 [2, BUFFERS, size]. Closes the descriptor."""
+    """That memory as a tensor, uint8 [2, BUFFERS, size]. Closes the descriptor."""
     mapped = mmap.mmap(number, 2 * BUFFERS * size)
     os.close(number)
     return torch.frombuffer(mapped, dtype=torch.uint8).view(2, BUFFERS, size)

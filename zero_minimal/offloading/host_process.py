@@ -1,14 +1,14 @@
-"""Host process: one beside each rank, that keeps what the rank has no room for.
+"""Host process: a process beside each rank, which keeps what the rank has no room for.
 
-It is forked by the server that has forked the rank (ranks.py), which has one thread and no locks;
-a rank of torchrun has no such server, and starts a new Python; one of a notebook starts a server.
-The two see the same buffers (host_link.py), and each sees when the other ends:
+The server that forked the rank (ranks.py), with one thread and no locks, forks it, too. A rank of
+torchrun has no such server, and starts a new Python; a rank in a notebook starts a server. Rank and
+host share the buffers (host_link.py), and each sees when the other ends:
 
-    the rank ends, however     its host process says so, and ends too
+    the rank ends, in any way  its host process says so, and ends too
     the host process ends      the rank says so, and fails when it next uses the bus; if it does not
-                               come to that for some seconds, it ends
+                               use it for some seconds, it ends
 
-Nothing of them has a name, in /dev/shm or elsewhere; so nothing can stay behind.
+Their memory and their pipe have no name, in /dev/shm or elsewhere, so nothing can stay behind.
 """
 
 import contextlib
@@ -36,23 +36,23 @@ from zero_minimal.offloading.host_link import Bus, NotSent, OtherSideGone, Parce
 from zero_minimal.offloading.pinned_link import PinnedBus
 from zero_minimal.processes import interrupts, joining, ranks
 
-GRACE = 0.2  # seconds in which the host may still read that this is the end
-PATIENCE = 5  # seconds in which a rank may come to fail by itself
-# what the rank does with these is the rank's: before it ends it may want to save, which needs us
+GRACE = 0.2  # seconds in which the host may still read "end"
+PATIENCE = 5  # seconds in which a rank may fail by itself
+# the host ignores these: the rank may want to save before it ends, and needs the host for that
 THE_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 WATCH = "watches the host"  # the name of a rank's thread, while a host runs
 
 _open: weakref.WeakSet["Host"] = weakref.WeakSet()
 
-# of a rank that may start no process itself: (size, setup, serve) → process, connection, descriptor
+# set if a rank may start no process itself: (size, setup, serve) → process, connection, descriptor
 # of the bus's memory, as _new_process() returns them
 lend: Callable | None = None
 
-# of a rank whose tensors have no values: (size of a buffer) → its end of a bus to a host in this
+# set if a rank's tensors have no values: (size of a buffer) → its end of a bus to a host in this
 # process (simulated_host.py)
 here: Callable | None = None
 
-many = False  # whether this process starts hosts again and again: then from a server of its own
+many = False  # whether this process starts hosts again and again: then it uses its own server
 
 
 class HostError(RuntimeError):
@@ -64,7 +64,7 @@ INTERRUPTED = ("zero.step(), or something else that used the bus, was interrupte
 
 
 class Host:
-    """The rank's view of its host: a bus, and who is at its other end.
+    """The rank's view of its host: a bus, and the process or thread at its other end.
 
     Args:
         serve: function(bus), what the host does; it returns when it is told "end".
@@ -77,14 +77,14 @@ class Host:
     ):
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ended = False  # on purpose
-        self.told = False  # the rank, that its host is gone
+        self.told = False  # whether the rank knows that its host is gone
         self.parted: str | None = None  # why rank and host no longer agree
-        self.shards = 0  # so many parcels come back from an update
+        self.shards = 0  # how many parcels come back from an update
         self.pid = os.getpid()  # a forked child has the object, too, but no host
         self.words = f"the host process of rank {self.rank} is gone"
         self.gone = threading.Event()
-        # of them, those that are not emptied yet; and of whom they are waited for, the method
-        # that takes them all (weakly: a host does not keep its stage alive)
+        # owed: those parcels that are not emptied yet. takes_all: the method that receives them all
+        # (a weak reference: a host does not keep its stage alive)
         self.owed, self.takes_all = 0, None
         start = self._start_thread if device.type == "cuda" else self._start_process
         start = self._start_here if here else start
@@ -107,8 +107,8 @@ class Host:
         return parcel
 
     def settle(self) -> None:
-        """Let what is on its way to the rank arrive: then the bus is free for something else. If
-        nobody takes it any more, what took it was interrupted."""
+        """Receive what is on its way to the rank: then the bus is free for something else. If
+        parcels are left, the code that received them was interrupted."""
         take_all = self.takes_all and self.takes_all()
         if take_all:
             take_all()
@@ -139,19 +139,19 @@ class Host:
         return into
 
     def part(self, words: str) -> None:
-        """Rank and host no longer agree. Each later use says so, and the host goes."""
+        """Rank and host no longer agree: end the host. Each later use raises these words."""
         self.parted = self.parted or words
         self.end()
 
     def end(self) -> None:
-        """Let it end, if it has not."""
+        """End the host, if it has not ended."""
         if os.getpid() != self.pid:
-            return  # the parent's
+            return  # it is the parent's host
         self.ended = True
         with contextlib.suppress(OtherSideGone):
             if not self.parted:
                 self.bus.send(("end",))
-                while self.owed > 0:  # nobody wants them, and it can only end without them
+                while self.owed > 0:  # the host can only end once these have crossed
                     self.owed -= 1
                     self.bus.drop()
         self.bus.close()
@@ -159,9 +159,9 @@ class Host:
 
     @contextlib.contextmanager
     def together(self):
-        """Context of something that both sides must have done, or neither. If it does not come to
-        its end they no longer agree: half a message may have been sent, or an answer is on its way
-        that nobody takes. Raises: HostError then, and in each later one at once."""
+        """Context of an exchange that both sides must complete. If it is interrupted they no longer
+        agree: half a message may have been sent, or an answer may be on its way that nobody takes.
+        Raises: HostError if the host is gone, and in each exchange after an interrupted one."""
         if os.getpid() != self.pid:
             raise HostError(f"the host of rank {self.rank} is that of process {self.pid}: a forked "
                             "child has none. Use the stage in the process that has made it")
@@ -172,14 +172,14 @@ class Host:
         except OtherSideGone:
             for words in self.bus.last_words():
                 self._hear(words)
-            self.gone.wait(1)  # for what _watch knows
+            self.gone.wait(1)  # for the words of _watch
             self.told = True
             raise HostError(f"{self.words}, and with it the optimizer state that it kept: go on "
                             "from the newest checkpoint") from None
         except HostError:
             raise
         except NotSent:
-            raise  # nor has anything else changed
+            raise  # and nothing else has changed
         except BaseException:
             self.part(INTERRUPTED)
             raise
@@ -196,7 +196,7 @@ class Host:
             return
         if process.exitcode < 0:
             self.words += f" (killed by {signal.Signals(-process.exitcode).name})"
-        if process.exitcode != 0:  # else an error there was first, which it has sent
+        if process.exitcode != 0:  # 0: the host has sent the error that ended it
             print(self.words, file=sys.stderr, flush=True)
         self.gone.set()
         time.sleep(PATIENCE)
@@ -231,24 +231,24 @@ class Host:
 
 
 def end_all() -> None:
-    """The rank has done its work."""
+    """End all hosts: the rank has done its work."""
     for host in list(_open):
         host.end()
 
 
 joining.before_the_end(end_all)
-_will_end: set[int] = set()  # processes, by their ids: a forked one has none of its parent's hooks
+_will_end: set[int] = set()  # ids of processes: a forked one has none of its parent's hooks
 
 
 def _end_with_process() -> None:
-    """Before multiprocessing ends this process's children by a signal, and Python its threads."""
+    """End hosts before multiprocessing kills this process's children, and Python its threads."""
     if os.getpid() not in _will_end:
         _will_end.add(os.getpid())
         multiprocessing.util.Finalize(None, _end_and_wait, exitpriority=100)
 
 
 def _leave_to_parent() -> None:
-    """In a forked child, at whose end multiprocessing would end the parent's hosts."""
+    """In a forked child: otherwise multiprocessing would end the parent's hosts when it ends."""
     for host in list(_open):
         multiprocessing.process._children.discard(host.process)
 
@@ -272,7 +272,7 @@ def _new_process(size: int, setup: dict, serve: Callable) -> tuple:
     process = _context().Process(
         target=_main, args=(theirs, setup, cloudpickle.dumps(serve)), daemon=True
     )
-    with ranks.main_hidden(), interrupts.held_off(THE_RANKS):  # until it ignores them
+    with ranks.main_hidden(), interrupts.held_off(THE_RANKS):  # until the host ignores them
         process.start()
     theirs.close()
     number = host_link.shared_file(size)
@@ -281,13 +281,13 @@ def _new_process(size: int, setup: dict, serve: Callable) -> tuple:
 
 
 def _context():
-    """By which a process is started that has no lock of this one's threads."""
+    """A context that starts a process without the locks of this one's threads."""
     server = forkserver._forkserver
     if server._forkserver_address is None:
         return multiprocessing.get_context("forkserver" if many else "spawn")
     if server._forkserver_pid is None:
-        # it was inherited: that of the process that asked for the ranks. Python's own
-        # ensure_running() would start another one, although it says otherwise
+        # it was inherited from the process that asked for the ranks. Python's own ensure_running()
+        # would start another server, although it says otherwise
         server.ensure_running = lambda: None
     return multiprocessing.get_context("forkserver")
 
@@ -313,7 +313,7 @@ def _serve(serve: Callable, there: Bus) -> None:
     try:
         serve(there)
     except OtherSideGone:
-        time.sleep(1)  # _end_with_rank speaks
+        time.sleep(1)  # _end_with_rank prints the reason
     except BaseException:
         with contextlib.suppress(OtherSideGone):
             there.send(("failed", traceback.format_exc()))
@@ -327,7 +327,7 @@ def _end_with_rank(rank: int) -> None:
 
     def watch():
         multiprocessing.connection.wait([parent.sentinel])
-        time.sleep(GRACE)  # it may have said "end" before
+        time.sleep(GRACE)  # the rank may have said "end" before
         print(f"rank {rank} is gone: its host process ends, too", file=sys.stderr, flush=True)
         os._exit(1)
 

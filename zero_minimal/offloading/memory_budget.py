@@ -1,10 +1,10 @@
 """Memory budget: how much memory a host process may have, and whether it keeps to it.
 
-What counts is all that the process has resident (away.resident_bytes) beyond what it had when it
-had imported Python and torch, and tried the optimizer on a few numbers: that is the program, about
-220 MB whatever it does. So everything counts that comes with a model: buffers, the process's side
-of the bus, what an update needs for a moment. Not counted are the pages of files that the system
-keeps in its own cache: it gives them back when somebody needs memory.
+The budget counts the process's resident bytes (offloaded_state.py) beyond those of the program:
+what it had after it imported Python and torch, and tried the optimizer on a few numbers, about 220
+MB. So it counts all that comes with a model: buffers, the process's side of the bus, and what an
+update needs for a moment. It does not count pages of files in the system's own cache: the system
+frees these when memory is needed.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ import os
 
 from zero_minimal.offloading.offloaded_state import in_status, resident_bytes
 
-SPARE = 4 * 10**6  # bytes that Python and torch may want beside what the rehearsal saw
-AT_ONCE = 2**20  # memory of so many bytes goes back to the system when it is freed
+SPARE = 4 * 10**6  # bytes that Python and torch may need beyond what the rehearsal measured
+AT_ONCE = 2**20  # blocks of this many bytes go back to the system when they are freed
 
 
 class Budget:
-    """Of this process, from now on. `limit`: bytes, None for no limit."""
+    """The budget of this process, from now on. `limit`: bytes, None for no limit."""
 
     def __init__(self, limit: int | None):
         self.limit = limit
@@ -27,20 +27,20 @@ class Budget:
         self.program = resident_bytes() or 0
 
     def used(self) -> int:
-        """Bytes, now."""
+        """Bytes in use now."""
         return (resident_bytes() or 0) - self.program
 
     def highest(self) -> int:
-        """Bytes, at most so far."""
+        """The most bytes in use so far."""
         known = in_status("VmHWM", "RssFile")
         return known["VmHWM"] - known["RssFile"] - self.program if known else 0
 
     def smallest(self) -> int:
-        """That would do, by what was seen so far; whole MB."""
+        """The smallest limit that is enough for what was used so far, in whole MB."""
         return -(-(self.highest() + SPARE) // 10**6) * 10**6
 
     def check(self) -> None:
-        """Raises: RuntimeError if there was more than the limit."""
+        """Raises: RuntimeError if more than the limit was in use."""
         if self.limit is not None and self.highest() > self.limit:
             raise RuntimeError(f"the host process had {self.highest() / 1e6:.1f} MB at once, and "
                                f"its budget is {self.limit / 1e6:.1f} MB: the optimizer takes more "
@@ -49,8 +49,8 @@ class Budget:
 
 
 def _give_back_at_once() -> None:
-    """The C library keeps some of what is freed, in case it is asked for again: for buckets of
-    4 MiB 150 MB, and more than was ever used at once."""
+    """The C library keeps some freed memory for reuse: with buckets of 4 MiB 150 MB, more than was
+    ever used at once. Make large blocks go back at once."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(-3, AT_ONCE)  # M_MMAP_THRESHOLD
 

@@ -1,11 +1,11 @@
-"""Offloaded state: what of a bucket is on its rank's host (offload.py), and how it is asked for
-there.
+"""Offloaded state: the part of a bucket that is on its rank's host (offload.py), and how the rank
+asks for it.
 
     on the rank     bucket.away, an OffloadedState: edits go to the host, state comes back
     on the host     Kept: the shards, and the answers
 
-A rank that is asked for its norm, or whether a gradient has overflowed, lets the host look: the
-gradients have left.
+A rank asks its host for the norm of its gradients, and whether one has overflowed: it has sent them
+there.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from zero_minimal.guards.same_on_all_ranks import checksum
 from zero_minimal.offloading.host_link import Bus, Parcel
 from zero_minimal.offloading.host_process import Host
 
-AT_ONCE = 2**20  # words of a fingerprint on a GPU: of more, a shard would take 16 times its memory
+AT_ONCE = 2**20  # words of a fingerprint on a GPU at once; a shard would take 16 times its memory
 
 # ------------------------------------------------------------------------------------- on the rank
 
@@ -36,8 +36,8 @@ class OffloadedState:
 
     host: Host
     number: int
-    seen: object = None  # what the parameters were when the host knew them last
-    is_back: bool = True  # what the host has made of them last
+    seen: object = None  # fingerprint of the parameters that the host has
+    is_back: bool = True  # whether the host's last update of them is here
 
     def __post_init__(self):
         self.host.shards += 1
@@ -54,7 +54,7 @@ class OffloadedState:
 
     def state(self) -> dict:
         """The optimizer's state of this bucket: numbers, and for each tensor of the shard's size a
-        stand-in that has shape and dtype, and no memory."""
+        stand-in with its shape and dtype, but no memory."""
         numbers, dtypes = self.host.ask("describe", self.number)
         return numbers | {name: stand_in(numel, dtype) for name, (numel, dtype) in dtypes.items()}
 
@@ -65,7 +65,7 @@ class OffloadedState:
             return self.host.receive_all(torch.empty(numel, dtype=dtype))
 
     def put(self, master: Tensor, state: dict) -> None:
-        """Let the host go on with this master and this state."""
+        """Let the host continue with this master and this state."""
         large = {name: value for name, value in state.items()
                  if isinstance(value, Tensor) and value.shape == master.shape}
         small = {name: value for name, value in state.items() if name not in large}
@@ -77,13 +77,13 @@ class OffloadedState:
 
 
 def stand_in(numel: int, dtype: torch.dtype) -> Tensor:
-    """A tensor [numel] in the memory of one element, a NaN: nobody shall compute with it."""
+    """A tensor [numel] in the memory of one element: a NaN, not to compute with."""
     return torch.full((), float("nan"), dtype=dtype).expand(numel)
 
 
 @contextlib.contextmanager
 def all_here(stage) -> Iterator[None]:
-    """Context in which a stage has its masters and optimizer state as any other has, for a moment.
+    """Context in which a stage holds its masters and optimizer state, like a stage without a host.
     Its memory grows by all of them."""
     for bucket in stage.buckets:
         bucket.away.keep_changes(bucket)
@@ -99,7 +99,7 @@ def all_here(stage) -> Iterator[None]:
         stage.optimizer.state, stage.optimizer.state_is_here = state, True
         yield
     finally:
-        # load_state_dict() has made one more, with a whole state in it
+        # load_state_dict() has put another dict there, with the whole state
         stage.optimizer.state, stage.optimizer.state_is_here = on_host, False
         for bucket in stage.buckets:
             bucket.master.data = placeholders[bucket]
@@ -113,7 +113,7 @@ def put_all(stage) -> None:
 
 
 def refuse_alone(optimizer: torch.optim.Optimizer) -> None:
-    """Of an optimizer whose state is on the host: its state_dict() would be empty."""
+    """Let the optimizer refuse state_dict(), which would be empty: its state is on the host."""
     optimizer.state, optimizer.state_is_here = StateOnHost(), False
 
     def look(optimizer, *_):
@@ -131,8 +131,8 @@ def refuse_state(*_, **__):
 
 
 class StateOnHost(defaultdict):
-    """optimizer.state of a rank whose host has it: it is empty. Whoever reads an entry or changes
-    one is told, since neither would have to do with what the host updates."""
+    """optimizer.state of a rank whose host has the state: empty. To read or change an entry is an
+    error, since the host would not use it."""
 
     __missing__ = __setitem__ = __delitem__ = refuse_state
     clear = pop = popitem = setdefault = update = refuse_state
@@ -140,8 +140,8 @@ class StateOnHost(defaultdict):
 
 
 def fingerprint(shard: Tensor) -> object:
-    """Another number if any bit is another. On a GPU a tensor []: the
-    CPU waits for it only when it is compared, in the next step."""
+    """A number that changes with any bit. On a GPU a tensor []: the CPU waits for it only when it
+    is compared, in the next step."""
     if not shard.is_cuda:
         return checksum(shard)
     words = shard.detach().contiguous().view(-1).view(torch.int16)
@@ -157,7 +157,7 @@ def fingerprint(shard: Tensor) -> object:
 
 @dataclass(eq=False)
 class Shard:
-    """What the host keeps of a bucket, beside the optimizer's state."""
+    """What the host keeps of a bucket, besides the optimizer's state."""
 
     dtype: torch.dtype  # of the parameters and gradients
     group_index: int
@@ -168,27 +168,27 @@ class Shard:
 
 
 class Kept:
-    """What a host has, and what it answers. Each method is called with the parcel whose first word
-    is its name, and with the parcel's other words."""
+    """What a host keeps, and how it answers. A parcel's first word names the method; that is called
+    with the parcel and its other words."""
 
     def __init__(self, bus: Bus):
         self.bus = bus
         self.shards: dict[int, Shard] = {}  # by the number of its bucket
         self.optimizer: torch.optim.Optimizer | None = None
 
-    # where it is: here in memory, all of it (disk.py has another place)
+    # where the state is: all of it in memory here (disk.py keeps it in a file)
 
     def in_turn(self) -> Iterator[Shard]:
-        """The shards. Each is in memory until the next is asked for; changes of it are kept."""
+        """The shards. Each is in memory until the next is asked for; changes to it are kept."""
         yield from self.shards.values()
 
     @contextlib.contextmanager
     def at_hand(self, number: int) -> Iterator[Shard]:
-        """Context in which one of them is in memory; changes of it are kept."""
+        """Context in which one of them is in memory; changes to it are kept."""
         yield self.shards[number]
 
     def gradients(self) -> Iterator[Tensor]:
-        """Each shard's, in memory until the next is asked for."""
+        """Each shard's gradient, in memory until the next is asked for."""
         for shard in self.shards.values():
             yield shard.gradient
 
@@ -197,7 +197,7 @@ class Kept:
         return self.shards[number].master if name is None else self._large(number)[name]
 
     def room(self, number: int, name: str, dtype: torch.dtype) -> Tensor:
-        """For such a tensor."""
+        """Memory for such a tensor."""
         return torch.empty(self.shards[number].master.shape, dtype=dtype)
 
     # what the rank asks for
@@ -225,7 +225,7 @@ class Kept:
 
     @torch.no_grad()
     def norms(self, parcel: Parcel) -> None:
-        """Of each shard's gradient, in fp32 at least (as precision.global_norm computes them)."""
+        """Send the norm of each shard's gradient, in fp32 at least, as in precision.global_norm."""
         dtypes = {shard.dtype for shard in self.shards.values()}
         wide = torch.float64 if dtypes & {torch.float64, torch.complex128} else torch.float32
         real = (torch.view_as_real(each) if each.is_complex() else each
@@ -238,7 +238,7 @@ class Kept:
         self.bus.send((all(finite),))
 
     def describe(self, parcel: Parcel, number: int) -> None:
-        """Of the optimizer's state: numbers as they are; of a tensor numel and dtype."""
+        """Send the optimizer's state: numbers as they are, but of a tensor its numel and dtype."""
         large = self._large(number)
         state = self.optimizer.state.get(self.shards[number].master, {})
         numbers = {name: value for name, value in state.items() if name not in large}
@@ -261,11 +261,11 @@ class Kept:
             self.optimizer.state[shard.master] = state
 
     def memory(self, parcel: Parcel) -> None:
-        """Bytes of what is kept here, and of the process, resident."""
+        """Send the bytes of what is kept here, and the resident bytes of the process."""
         self.bus.send(((self.kept_bytes(), resident_bytes()),))
 
     def kept_bytes(self) -> int:
-        """Of masters, gradients, and the optimizer's tensors."""
+        """Bytes of masters, gradients, and the optimizer's tensors."""
         kept = [each for shard in self.shards.values() for each in (shard.master, shard.gradient)]
         states = (self.optimizer.state.get(shard.master, {}) for shard in self.shards.values())
         kept += [value for state in states for value in state.values()
@@ -280,8 +280,8 @@ class Kept:
 
 
 def resident_bytes() -> int | None:
-    """Memory of this process that no file stands for: its own, and of what it shares the pages that
-    it has touched. None where there is no /proc."""
+    """Resident memory of this process that no file backs: its own, and shared pages that it has
+    touched. None where there is no /proc."""
     known = in_status("RssAnon", "RssShmem")
     return sum(known.values()) if known else None
 

@@ -6,13 +6,13 @@ process.
     rank's thread    queues a copy, and goes on     pinned buffer → GPU, on that stream
     GPU              computes meanwhile, on the current stream
 
-A copy is under way when its function returns. Three promises keep that safe:
+A copy is still under way when its function returns. Three promises keep that safe:
 
-    who sends a tensor may change it at once      what travels is a clone, made in the order of the
-                                                  current stream
-    who reads a parcel on the GPU finds it whole  the current stream waits for the copy's event, the
+    a sender may change its tensor at once        a clone is sent, made in the order of the current
+                                                  stream
+    a parcel that is read on the GPU is whole     the current stream waits for the copy's event, the
                                                   CPU does not
-    no buffer is filled while it is read          with it goes the event of the copy that reads it
+    no buffer is filled while it is read          it comes with the event of the copy that reads it
 """
 
 import copy
@@ -25,7 +25,7 @@ from zero_minimal.offloading.host_link import Bus, Parcel
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """One between GPU and pinned memory. It ran from the event `start` to the event `end`."""
+    """A copy between GPU and pinned memory. It ran from the event `start` to the event `end`."""
 
     leaves: bool
     bytes: int
@@ -42,10 +42,10 @@ class Emptied:
 
 
 class PinnedBus(Bus):
-    """One end of it, and its stream. The real bus sets the speed.
+    """One end of the bus, and its stream. The real bus sets the speed.
 
     Args: memory is pinned; the others are those of Bus.
-    Who wants to know when each copy ran, sets .copies to a list: a Copy for each is put into it.
+    To learn when each copy ran, set .copies to a list: a Copy for each is put into it.
     """
 
     copies: list[Copy] | None = None
@@ -61,7 +61,7 @@ class PinnedBus(Bus):
         super().send(copy.deepcopy(words), tensor)
 
     def receive(self) -> Parcel:
-        """As Bus says. The rank's tensor is on the GPU, for its current stream."""
+        """As in Bus. The rank's tensor is on the GPU, ready for its current stream."""
         parcel = super().receive()
         if parcel.tensor is None or not self.is_ranks:
             return parcel
@@ -77,8 +77,8 @@ class PinnedBus(Bus):
         return replace(parcel, tensor=here)
 
     def receive_all(self, into: torch.Tensor) -> None:
-        """From the buffers to `into`, which need not be on the GPU: when this returns it is
-        there."""
+        """Fill `into` from the buffers. It may be on the CPU or the GPU; when this returns it is
+        full."""
         for piece in into.view(-1).split(self._elements(into)):
             parcel = super().receive()
             piece.copy_(parcel.tensor)
@@ -98,12 +98,12 @@ class PinnedBus(Bus):
         if not tensor.is_cuda:
             return super()._fill(place, tensor, start)
         leaving = tensor.clone()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which makes the clone
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # where the clone is made
         with torch.cuda.stream(self.stream):
             begin = self._now()
             place.copy_(leaving, non_blocking=True)
             done = self._now()
-        leaving.record_stream(self.stream)  # its memory is not for others before
+        leaving.record_stream(self.stream)  # its memory is not reused before
         self._note(True, leaving, begin, done)
         return done
 
@@ -112,7 +112,7 @@ class PinnedBus(Bus):
             done.synchronize()
 
     def _now(self) -> torch.cuda.Event:
-        """An event of the bus's stream. Who waits for it sleeps, and leaves the processor alone."""
+        """An event of the bus's stream. A thread that waits for it sleeps: the CPU is free."""
         timed = self.copies is not None
         return self.stream.record_event(torch.cuda.Event(enable_timing=timed, blocking=True))
 

@@ -1,9 +1,9 @@
-"""Rank side: a stage whose masters, optimizer state and update are on its host, but for what
-offload.py is about: what crosses the bus, and when.
+"""Rank side: a stage whose masters, optimizer state and update are on its host. offload.py has the
+rest: what crosses the bus, and when.
 
-A stage's backward, step and parameters stay as they are. Here the host is started, the optimizer is
-handed over to it, and whatever else needs gradients or state asks the host: clipping, a loss
-scaler, saved state.
+A stage's backward, step and parameters stay as they are. This class starts the host, hands the
+optimizer over to it, and asks it for what else needs gradients or state: clipping, a loss scaler,
+saved state.
 """
 
 import functools
@@ -30,7 +30,7 @@ STAGE_OPTIONS = ("group", "bucket_bytes", "param_groups", "memory", "units")
 
 
 def serve(bus: Bus, kind: type) -> None:
-    """What a host does: what it is told, one parcel after the other."""
+    """What a host does: it obeys one parcel after the other."""
     state = kind(bus)
     while (parcel := bus.receive()).words[0] != "end":
         order, *words = parcel.words
@@ -38,7 +38,7 @@ def serve(bus: Bus, kind: type) -> None:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """Of each of its groups."""
+    """The options of each of its groups."""
     return [{name: value for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups]
 
@@ -47,13 +47,13 @@ class RankSide:
     """A stage with offload, used like the stage.
 
     Args:
-        bus: bytes a second in each direction; None: as fast as it goes.
+        bus: bytes a second in each direction; None: no limit.
         disk: a folder, for a host that keeps all in a file there (offloading/disk.py).
         host_budget: bytes of memory that its process may then have (offloading/memory_budget.py).
         The others are the stage's.
-    zero.optimizer holds the options (lr, …), which go along with each update, so that a scheduler
-    attaches to it; its state is on the host. Refused are its step hooks, and reduced_gradients().
-    Raises: what the stage raises. On all ranks OSError if the disk has no room, and ValueError for
+    zero.optimizer holds the options (lr, …), which are sent with each update, so a scheduler can
+    attach to it; its state is on the host. Its step hooks and reduced_gradients() are refused.
+    Raises: what the stage raises. On all ranks, OSError if the disk has no room, and ValueError for
         a budget that is too small. RuntimeError, at the next use of the bus, if the host is gone.
     """
 
@@ -73,7 +73,7 @@ class RankSide:
         refuse_alone(self.optimizer)
 
     def _start_host(self, device: torch.device) -> None:
-        """It ends with the stage."""
+        """Start the host. It ends with the stage."""
         largest = max(bucket.padded // self.world_size * bucket.dtype.itemsize
                       for bucket in self.buckets)
         in_memory, on_disk = self.kinds
@@ -85,7 +85,7 @@ class RankSide:
             disk_set_up.set_up(self, self.disk, self.in_turn())
 
     def own(self, bucket):
-        """What the stage keeps of a bucket, but its master."""
+        """Keep what the stage keeps of a bucket, except its master."""
         super().own(bucket)
         if bucket.trained:
             if self.host is None:
@@ -107,10 +107,10 @@ class RankSide:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As at the stage. The host computes the norms of this rank's shards."""
+        """As in the stage. The host computes the norms of this rank's shards."""
         self.reducer.complete()
         norms, dtype = self.host.ask("norms")
-        norms = [norms[bucket.away.number] for bucket in self.buckets]  # sums have an order
+        norms = [norms[bucket.away.number] for bucket in self.buckets]  # a sum's order counts
         squares = torch.tensor(norms, dtype=dtype, device=self.buckets[0].device).square().sum()
         collectives.all_reduce(squares, op="sum", group=self.group)
         norm = squares.sqrt()
@@ -119,7 +119,7 @@ class RankSide:
         return norm
 
     def gradients_are_finite(self) -> Tensor:
-        """Whether none of this rank's is infinite or NaN, []: what LossScaler asks."""
+        """Whether none of this rank's is infinite or NaN, []: LossScaler asks this."""
         self.reducer.complete()
         return torch.tensor(self.host.ask("finite"), device=self.buckets[0].device)
 
@@ -129,8 +129,8 @@ class RankSide:
         self.host.send(("forget",))
 
     def state_dict(self) -> dict:
-        """This rank's training state, for a restart with the same number of ranks. It is fetched,
-        and the rank grows by all of it while it is kept."""
+        """This rank's training state, for a restart with the same number of ranks. It is fetched
+        from the host, and takes memory of the rank while it is kept."""
         with all_here(self):
             return super().state_dict()
 

@@ -6,8 +6,8 @@ While the caller works on a stretch, one thread reads the next, and another writ
     buffer 1             read 1    │ work on 1 │ write 1
     buffer 2                         read 2    │ work on 2
 
-What must not happen: a stretch is read again before it has been written, or a buffer is filled
-before it has been written. With few stretches both would happen, if nobody waited.
+A stretch must not be read again, nor a buffer filled again, before it has been written. With few
+stretches both would happen without a wait.
 """
 
 import itertools
@@ -45,13 +45,13 @@ class Lanes:
     # without a thread
 
     def free_buffer(self) -> Buffer:
-        """The next in turn, when nothing in it is needed any more."""
+        """The next in turn, once its last write is done."""
         buffer = next(self._turns)
         buffer.written.result()
         return buffer
 
     def read_now(self, stretch: Stretch, name: str) -> Tensor:
-        """One tensor of a stretch, [numel], in a buffer: until two others were asked for."""
+        """One tensor of a stretch, [numel], in a buffer; valid until two others were asked for."""
         stretch.written.result()
         view = stretch.view(self.free_buffer().memory, name)
         self.read += view.nbytes
@@ -59,7 +59,7 @@ class Lanes:
         return view
 
     def write_now(self, stretch: Stretch, name: str, tensor: Tensor) -> None:
-        """One tensor of a stretch."""
+        """Write one tensor of a stretch."""
         self.written += tensor.nbytes
         self.file.write(stretch.start + stretch.parts[name][0], tensor)
 
@@ -68,8 +68,8 @@ class ReadAhead(Lanes):
     """Stretches of a file pass through the lanes, one after the other."""
 
     def through(self, stretches: Sequence[Stretch]) -> Iterator[Buffer]:
-        """Of each stretch in its turn the buffer that has it. What the caller changes in it is
-        written from stretch.changes on. Raises: what the file raises."""
+        """Yields the buffer of each stretch in turn. The caller's changes are written, from
+        stretch.changes on. Raises: what the file raises."""
         reading = self._begin_to_read(stretches[0])
         for stretch, following in zip(stretches, [*stretches[1:], None], strict=True):
             buffer = reading.result()
@@ -79,14 +79,14 @@ class ReadAhead(Lanes):
             self.begin_to_write(stretch, buffer)
 
     def _read(self, stretch: Stretch, buffer: Buffer) -> Buffer:
-        """In the reading thread: wait for what is still on its way to the file."""
+        """In the reading thread: wait for writes that are still under way, then read."""
         buffer.written.result()
         stretch.written.result()
         self.file.read(stretch.start, buffer.memory[: stretch.size])
         return buffer
 
     def begin_to_write(self, stretch: Stretch, buffer: Buffer) -> None:
-        """A buffer's stretch, from its changes on."""
+        """Write a buffer's stretch, from its changes on."""
         changed = buffer.memory[stretch.changes : stretch.size]
         self.written += changed.nbytes
         buffer.written = stretch.written = self.writer.submit(

@@ -1,10 +1,10 @@
 """Simulated host: a rank's host in the rank's own process, where tensors have no values.
 
-A simulation runs one rank of many, on tensors that no other process could be sent. So rank and host
-take turns: the host does what it was told when the rank has to wait for it, and until there is an
-answer. The bus between them is that of host_link.py, with its buffers and its counts.
+A simulation runs one rank of many, on tensors that cannot be sent to another process. So rank and
+host take turns: when the rank has to wait, the host obeys its orders until there is an answer. The
+bus between them is that of host_link.py, with its buffers and its counts.
 
-    with host_here.instead_of_processes(HostState):
+    with simulated_host.instead_of_processes(HostState):
         zero = Offloaded2(model, AdamW)
 """
 
@@ -17,11 +17,11 @@ import torch
 from zero_minimal.offloading import host_process
 from zero_minimal.offloading.host_link import BUFFERS, Bus, Parcel
 
-_working = 0  # hosts that are at work: one in another, at most
+_working = 0  # hosts at work, one inside another
 
 
 def at_work() -> bool:
-    """Whether what runs now is a host's, and not the rank's: who counts a rank's memory asks."""
+    """Whether a host runs now, and not the rank. Code that counts a rank's memory asks this."""
     return _working > 0
 
 
@@ -30,7 +30,7 @@ def instead_of_processes(kind: Callable) -> Iterator[list["HostEnd"]]:
     """Context in which a rank's host starts no process. Gives the hosts that it has made.
 
     Args:
-        kind: function(bus) that returns what has a method for each order, as offload.HostState.
+        kind: function(bus); its result has a method for each order, like offload.HostState.
     """
     hosts: list[HostEnd] = []
 
@@ -55,10 +55,10 @@ def bus_to_host(kind: Callable, size: int) -> Bus:
 
 
 class HostEnd(Bus):
-    """The host's end, and the host. What it is told waits in .told until the rank waits.
+    """The host's end of the bus, and the host. Orders stay in .told until the rank waits.
 
-    It cannot wait itself, since the rank would not go on: what it sends while both buffers are in
-    use stays in its memory, and follows as they are emptied.
+    It cannot wait itself, since the rank would not go on. What it sends while both buffers are in
+    use stays in its memory, and follows when they are emptied.
     """
 
     def __init__(self, kind: Callable, to_rank: deque, memory: torch.Tensor):
@@ -91,7 +91,7 @@ class HostEnd(Bus):
             _working -= 1
 
     def kept_bytes(self) -> int:
-        """Of masters, gradients and optimizer state, when all is done that it was told."""
+        """Bytes of masters, gradients and optimizer state, once all orders are done."""
         while self.told:
             self.go_on()
         return self.state.kept_bytes()
@@ -107,7 +107,7 @@ class HostEnd(Bus):
 
 
 class HostPipe:
-    """The host's side of the pipe: it is only looked at for what is there."""
+    """The host's side of the pipe: it can put, but not wait."""
 
     def __init__(self, to_rank: deque):
         self.put = to_rank.append

@@ -1,8 +1,8 @@
-"""Failing together: when one rank fails all end, and are told which one was first and why.
+"""Failing together: when one rank fails, all end, and learn which one failed first and why.
 
-A rank that fails leaves the others in collectives that can never end. They notice, some of them at
-once, that a peer is gone; that is a consequence, not a reason. So who only lost a peer keeps quiet,
-and the failure that counts is the first of the others.
+A rank that fails leaves the others in collectives that can never end. Some of them notice at once
+that a peer is gone, but that is a consequence, not the reason. So a rank that only lost a peer
+keeps quiet, and the first other failure counts.
 
     under torchrun       each rank ends itself: the reason travels through the store (end_together)
     under `ranks.run`    each rank sends its Failure, and the process that asked for them raises it
@@ -48,8 +48,8 @@ def lost_a_peer(error: BaseException) -> bool:
 def end_together(notes: dist.Store, rank: int, error: BaseException) -> NoReturn:
     """Say which rank failed first, then exit with code 1; or 130, if it was stopped by Ctrl-C.
 
-    A rank that only lost its peer waits a moment for the peer's word.
-    Args: notes is a store that all ranks share, for this alone.
+    A rank that only lost its peer waits a moment for the peer's message.
+    Args: notes is a store that all ranks share, used only for this.
     """
     words = f"rank {rank} failed: {type(error).__name__}: {error}"
     if isinstance(error, KeyboardInterrupt):
@@ -63,7 +63,7 @@ def end_together(notes: dist.Store, rank: int, error: BaseException) -> NoReturn
     else:
         interrupts.end_if_torchrun_is_gone()
         leave_word(notes, rank, f"waited in {_waited_in(error)}")
-        first = _within(GRACE, lambda: notes.get("first").decode())  # it waits until it is there
+        first = _within(GRACE, lambda: notes.get("first").decode())  # get() waits until it is set
         if not first:
             traceback.print_exc()
             reason, where = str(error).strip().splitlines()[0], _who_stands_where(notes) or ""
@@ -73,12 +73,12 @@ def end_together(notes: dist.Store, rank: int, error: BaseException) -> NoReturn
 
 
 def leave_word(notes: dist.Store, rank: int, words: str) -> None:
-    """For ranks that lose this one, or wait for it as this one does for them."""
+    """Leave words for ranks that lose this one, or that wait for it while it waits for them."""
     _within(GRACE, lambda: notes.set(f"word of {rank}", f"rank {rank} {words}"))
 
 
 def _waited_in(error: BaseException) -> str:
-    """Which collective that was, or the last line of the user's own."""
+    """The collective in which this rank waited, and the last line of the user's code."""
     package, theirs = os.path.dirname(os.path.dirname(__file__)), ("site-packages", "<")
     own = [frame for frame in traceback.extract_tb(error.__traceback__)
            if not frame.filename.startswith(package)
@@ -101,7 +101,7 @@ def _who_stands_where(notes: dist.Store) -> str | None:
 
 
 def end_alone(words: str, error: BaseException) -> NoReturn:
-    """Say what this rank could not do, with nobody there whom it could tell; exit with code 1."""
+    """Print what this rank could not do, with no other rank there to tell; exit with code 1."""
     reason = str(error).strip().partition("\n")[0]
     print(f"rank {os.environ.get('RANK', 0)} stops: {words} ({reason})", file=sys.stderr)
     _exit()
@@ -115,8 +115,8 @@ def _exit() -> NoReturn:
 
 
 def _within(seconds: float, ask: Callable[[], object]):
-    """What ask() returns of the store; None if it fails or does not return so soon. The store may
-    be gone, and where a link is dead that is not even noticed: it would wait for ever."""
+    """What ask() returns from the store; None if it fails, or takes longer. The store may be gone,
+    and over a dead link a call does not even notice that: it would wait for ever."""
     found = []
 
     def run():
@@ -133,8 +133,8 @@ def _within(seconds: float, ask: Callable[[], object]):
 class Failure:
     """How a rank failed, in a form that can be sent."""
 
-    seconds: float  # the time at which it did
-    lost_a_peer: bool  # then it is a consequence of another one
+    seconds: float  # the time at which it failed
+    lost_a_peer: bool  # then it is a consequence of another failure
     words: str  # the traceback
     pickled: bytes | None = None  # the exception, if it can be pickled
 

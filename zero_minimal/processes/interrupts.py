@@ -1,16 +1,16 @@
 """Ctrl-C and refusals: a program ends at once, on every rank, and its last line says why.
 
 SIGINT becomes a KeyboardInterrupt in the main thread, as always in Python. But a rank that waits in
-a collective hears nothing: so a second thread ends the process if it has not ended by itself.
+a collective does not notice it: so a second thread ends the process if it has not ended by itself.
 
-And torchrun: when a rank ends with an exit code, it prints a traceback of its own and a table of
-exit codes, forty lines. After a crash that is useful. After Ctrl-C or a mistyped flag it buries the
-line that says what to do, and no exit code but 0 keeps it quiet. So the rank that it reports of
-first ends it before that, by SIGKILL, since it reports whatever else it gets: its own exit code is
-137 then, for a shell that looks. (Its other endings are 0, when all ranks say 0, and 1, always with
-the traceback: after SIGTERM, SIGINT, SIGHUP and SIGQUIT, too.)
+When a rank ends with an exit code, torchrun prints a traceback of its own and a table of exit
+codes, forty lines. After a crash that is useful. After Ctrl-C or a mistyped flag it hides the line
+that says what to do, and only exit code 0 keeps torchrun quiet. So the rank that torchrun would
+report first ends torchrun before that, by SIGKILL: it reports any other signal. Its exit code is
+137 then. (Otherwise it is 0, if all ranks end with 0, or 1, always with the traceback: after
+SIGTERM, SIGINT, SIGHUP and SIGQUIT, too.)
 
-Where somebody else kills torchrun nobody is left who would end the ranks: they look for themselves.
+If something else kills torchrun, nothing is left to end the ranks: they check for that themselves.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ LINUX = Path("/proc/self").exists()
 PATIENCE = 0.6  # seconds in which the main thread may end by itself
 GONE = "the torchrun that started it is gone"
 
-_stopping = threading.Lock()  # held by the thread that says the last words
+_stopping = threading.Lock()  # held by the thread that prints the last line
 _in_program = False  # whether this process runs one of our programs, not a user's
 _launcher = 0  # the process of the torchrun that started this rank
 
 
 def program(main: Callable) -> Callable:
-    """Decorator of what the last line of a file starts: Ctrl-C ends it within a second."""
+    """Decorator for the function that starts a program: Ctrl-C ends it within a second."""
 
     @functools.wraps(main)
     def guarded(*args, **kwargs):
@@ -50,8 +50,8 @@ def program(main: Callable) -> Callable:
 
 @contextlib.contextmanager
 def held_off(signals: Iterable[int] = (signal.SIGINT,)) -> Iterator[None]:
-    """Context in which processes are started that Ctrl-C does not reach: who started them ends
-    them. (They may call `let_in()` when they are ready for it.)"""
+    """Context for starting processes that Ctrl-C does not reach: their parent ends them. (They may
+    call `let_in()` when they are ready for it.)"""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -60,7 +60,7 @@ def held_off(signals: Iterable[int] = (signal.SIGINT,)) -> Iterator[None]:
 
 
 def let_in() -> None:
-    """Hear Ctrl-C, in a process that was started while it was held off."""
+    """Let Ctrl-C reach this process again, which was started under held_off()."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
@@ -68,7 +68,7 @@ def let_in() -> None:
 def _heeded() -> Iterator[None]:
     global _in_program
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # somebody else heeds it, or it is to be ignored
+        yield  # other code handles it, or it is to be ignored
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -86,7 +86,7 @@ def _heeded() -> Iterator[None]:
 
 
 def _watch(reader: int) -> None:
-    """End this process when a SIGINT has come that the main thread does not hear."""
+    """End this process if a SIGINT has come and the main thread does not react."""
     while signals := os.read(reader, 64):
         if signal.SIGINT in signals:
             time.sleep(PATIENCE)
@@ -95,22 +95,22 @@ def _watch(reader: int) -> None:
 
 
 def stop(stack: traceback.StackSummary) -> NoReturn:
-    """Say that this process was told to stop, and where it stood; then end it."""
+    """Print that this process was told to stop, and where it was; then end it."""
     _stopping.acquire()
     rank = os.environ.get("RANK")
     words = "stopped by Ctrl-C" if rank is None else f"rank {rank} stopped by Ctrl-C{_place(stack)}"
-    start = "\n" if sys.stderr.isatty() and rank in (None, "0") else ""  # its bar may stand there
+    start = "\n" if sys.stderr.isatty() and rank in (None, "0") else ""  # after a progress bar
     print(f"{start}{words}", file=sys.stderr, flush=True)
     if _in_program and os.environ.get("LOCAL_RANK") == "0":
         end_torchrun()
     sys.stdout.flush()
-    for child in multiprocessing.active_children():  # a pool's would wait for work for ever
+    for child in multiprocessing.active_children():  # a pool's workers would wait for ever
         child.kill()
     os._exit(STOPPED)
 
 
 def _place(stack: traceback.StackSummary) -> str:
-    """Where in the project, or in the user's own files, a stack has come to."""
+    """The last place of a stack that is in the project or in the user's own files."""
     theirs = (os.path.dirname(os.__file__), "site-packages", "<")
     own = [frame for frame in stack if not any(name in frame.filename for name in theirs)]
     if not own:
@@ -119,13 +119,13 @@ def _place(stack: traceback.StackSummary) -> str:
 
 
 def refuse(message: str) -> NoReturn:
-    """End all ranks before they have met, or after they have parted. Local rank 0 says why, last.
+    """End all ranks before they join or after they part. Local rank 0 prints why, as the last line.
 
     Raises: SystemExit, code 2.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _stopping.acquire(blocking=False)  # when torchrun goes, nothing else is said
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0:  # rank 0 speaks, and ends torchrun
+        _stopping.acquire(blocking=False)  # when torchrun ends, print nothing else
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:  # rank 0 prints, and ends torchrun
         until = time.monotonic() + 3
         while (_torchrun() or not LINUX) and time.monotonic() < until:
             time.sleep(0.05)
@@ -140,7 +140,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def take_back() -> None:
-    """Clear the line of a terminal: a word of what is being done may stand there."""
+    """Clear the line of a terminal: a progress message may be there."""
     if sys.stderr.isatty():
         blank = " " * (shutil.get_terminal_size().columns - 1)
         print(f"\r{blank}\r", end="", file=sys.stderr, flush=True)
@@ -161,10 +161,10 @@ def _watch_torchrun() -> None:
 
 
 def end_if_torchrun_is_gone() -> None:
-    """Say so, and exit with code 1. Whoever has lost a rank asks this first: that rank may have
-    ended by it, and the store in which ranks leave their words was torchrun's."""
+    """Print so, and exit with code 1. A rank that has lost another calls this first: that one may
+    have ended here, and the store in which ranks leave their words was torchrun's."""
     if _launcher and os.getppid() != _launcher:
-        _stopping.acquire()  # who ended torchrun has said why
+        _stopping.acquire()  # the rank that ended torchrun has printed why
         sys.stdout.flush()
         print(f"rank {os.environ['RANK']} stops: {GONE}", file=sys.stderr, flush=True)
         os._exit(1)
@@ -173,7 +173,7 @@ def end_if_torchrun_is_gone() -> None:
 def end_torchrun() -> None:
     """End the torchrun that started this rank, once its other ranks have ended.
 
-    If they do not, it is left alone: it has to end them.
+    If they do not end, leave torchrun alone: it has to end them.
     """
     until = time.monotonic() + 2 * PATIENCE
     with contextlib.suppress(OSError):

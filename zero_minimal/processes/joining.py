@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# imported while a group is up, this one's default arguments would keep the group alive
+# if imported while a group is up, this module's default arguments would keep that alive
 import torch.distributed.nn  # noqa: F401
 
 from zero_minimal.core import seams
@@ -75,7 +75,7 @@ def start(
 ) -> Iterator[Rank]:
     """Join the ranks that torchrun started, or make a world of one; yield this process's `Rank`.
 
-    On the way out the process group is destroyed. If the body raises, this rank tells the others
+    At the end the process group is destroyed. If the body raises, this rank tells the others
     through the store, and every rank ends with exit code 1 and a line that names the rank that
     failed first. Inside `ranks.run` the group is up already, and is used as it is.
     """
@@ -121,7 +121,7 @@ def _part() -> None:
         return
     try:
         dist.barrier()
-    except RuntimeError as error:  # another one has left it: at its end, or its own error says why
+    except RuntimeError as error:  # another rank has left: at its end, or with an error of its own
         if "connection" not in str(error).lower():
             raise
     # gloo's threads drop their last tensors; torch 2.6 may lock up if the group goes meanwhile
@@ -130,8 +130,8 @@ def _part() -> None:
 
 
 def _meet(timeout: float) -> tuple[dist.Store, int, int]:
-    """The store in which torchrun's ranks look for each other, rank and world_size; alone, one of
-    this process's own."""
+    """The store in which torchrun's ranks find each other, rank and world_size. Without torchrun, a
+    store of this process's own."""
     if "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
     _find_the_store(timeout)
@@ -142,15 +142,15 @@ def _meet(timeout: float) -> tuple[dist.Store, int, int]:
 
 
 def _find_the_store(seconds: float) -> None:
-    """Wait until somebody listens where the ranks meet. torch's own client would wait twice as
-    long, and print what C++ functions it stood in.
+    """Wait until a process listens where the ranks meet. torch's own client would wait twice as
+    long, and print the C++ functions that it was in.
 
-    Raises: OSError if nobody does in so many seconds, or nobody will.
+    Raises: OSError if none does within `seconds`, or none ever will.
     """
     environment, until = os.environ, time.monotonic() + seconds
     where = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if environment["RANK"] == "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return  # it is this rank that will listen
+        return  # this rank itself will listen
     while all(where):
         try:
             return socket.create_connection(where, timeout=seconds).close()
@@ -166,12 +166,12 @@ _before_the_end: list[Callable[[], object]] = []
 
 
 def before_the_end(function: Callable[[], object]) -> None:
-    """Let it be called, on each rank, when that has done its work and before the ranks part."""
+    """Call the function on each rank when the rank has done its work, before the ranks part."""
     _before_the_end.append(function)
 
 
 def say_goodbye() -> None:
-    """This rank comes to its end: whoever still waits for it, or ever will, gets an error."""
+    """This rank ends: every rank that waits for it, now or later, gets an error."""
     if not seams.attached:  # else it has sent nothing
         seams.tell("rank_ends")
 
@@ -191,10 +191,10 @@ def join(
     *, timeout: float = COLLECTIVE_TIMEOUT, local_rank: int | None = None,
     local_world_size: int | None = None,
 ) -> Rank:
-    """Make this process rank `rank` of a process group, once all of them are there.
+    """Make this process rank `rank` of a process group, once all ranks are there.
 
     Args:
-        store: the one in which all ranks look for each other.
+        store: the one in which all ranks find each other.
         device, backend: as `choose` takes them.
         timeout: seconds a collective waits for the other ranks before it fails.
         local_rank, local_world_size: among the ranks of this machine; by default all are here.
@@ -233,17 +233,17 @@ def _describe() -> Rank:
 
 
 def _speak_over_the_loopback() -> None:
-    """All ranks are on this machine: so they find each other whatever it calls itself."""
+    """All ranks are on this machine: let them connect over the loopback, whatever its name is."""
     here = {name for _, name in socket.if_nameindex()}
-    for loopback in ("lo", "lo0"):  # Linux's; that of macOS, whose own name may lead nowhere
+    for loopback in ("lo", "lo0"):  # Linux's; that of macOS, whose host name may not resolve
         if loopback in here:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _speak_over_the_network() -> None:
-    """Several machines: gloo takes the network on which this one reaches the first, where ranks
-    meet. By itself it takes what the machine's own name leads to: often the loopback, where no
-    other machine can be reached."""
+    """Several machines: let gloo use the interface through which this one reaches the first, where
+    ranks meet. By default gloo uses the one of this machine's host name: often the loopback, which
+    reaches no other machine."""
     import fcntl  # not on Windows
 
     names = [name for _, name in socket.if_nameindex()]
@@ -259,11 +259,11 @@ def _speak_over_the_network() -> None:
 
 
 def _do_not_preempt() -> None:
-    """As a batch process a rank finishes its turn first.
+    """Make the rank a batch process, which a waking thread does not interrupt.
 
-    A message that arrives wakes a thread of gloo's; Linux then often stops the thread that
-    computes, of this rank or another's. With more ranks than cores most time went there.
+    A message that arrives wakes a thread of gloo's; Linux then often stops a thread that computes,
+    of this rank or another. With more ranks than cores most of the time was lost there.
     """
     if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):  # a sandbox may forbid it: slower, and else the same
+        with contextlib.suppress(OSError):  # a sandbox may forbid it: that is only slower
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""Ranks: N processes that run the same program and speak through collectives.
+"""Ranks: N processes that run the same program and communicate through collectives.
 
 A program becomes a rank in one of three ways, and its code is the same in all of them:
 
@@ -7,8 +7,8 @@ A program becomes a rank in one of three ways, and its code is the same in all o
     ranks.run(function, 4)                      four new ranks run `function`, and this Python
                                                 process or notebook gets their results
 
-This file is about the third. How a process joins the others is in joining.py, how they end
-together when one of them fails in failures.py; what a program needs of both is here by name, too.
+This file is about the third. joining.py has how a process joins the others, failures.py how they
+end together when one of them fails; the names that a program needs from both are here, too.
 """
 
 import contextlib
@@ -62,10 +62,10 @@ def run(
         (programs/two_nodes.py) and returns further options of joining.join.
 
     Raises:
-        RankError: a rank raised, or died; the message names the rank that was first and shows its
-            traceback.
+        RankError: a rank raised, or died; the message names the rank that failed first and shows
+            its traceback.
         TimeoutError: not all ranks were done after `timeout` seconds; the message says where each
-            one stands.
+            one is.
     Either way all ranks have ended when this returns.
     """
     if world_size < 1:
@@ -96,8 +96,8 @@ def run(
 
 
 def begin(context: BaseContext, function: Callable, *args) -> BaseProcess:
-    """A new process that calls function(*args): forked from the server, or a fresh Python, as the
-    context has it."""
+    """A new process that calls function(*args): forked from the server, or a fresh Python,
+    depending on the context."""
     process = context.Process(target=function, args=args)
     with main_hidden():
         with interrupts.held_off():  # until they are ranks
@@ -108,8 +108,8 @@ def begin(context: BaseContext, function: Callable, *args) -> BaseProcess:
 
 @contextlib.contextmanager
 def main_hidden() -> Iterator[None]:
-    """multiprocessing would run the caller's script again in every rank; cloudpickle carries what
-    is needed of it."""
+    """Context that hides the caller's script, which multiprocessing would run again in every rank;
+    cloudpickle carries what is needed of it."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -120,7 +120,7 @@ def main_hidden() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hash_seed(rank: int) -> Iterator[None]:
-    """Another one for each rank. A Python takes it when it starts."""
+    """Context in which a Python that starts gets a hash seed of the rank's own."""
     before = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = str(rank + 1)
     try:
@@ -141,7 +141,7 @@ def _rank_main(pipe: Connection, setup: dict, work: bytes) -> None:
     os.environ.update(setup["environment"])
     sys.path[:] = setup["path"]
     _end_with_parent()
-    # our server is not for what a rank starts: data loaders
+    # what a rank starts (data loaders) must not use our server
     multiprocessing.set_start_method(None, force=True)
     rank, world_size, folder = setup["rank"], setup["world_size"], setup["folder"]
     # _where_they_stand asks with this signal
@@ -149,8 +149,8 @@ def _rank_main(pipe: Connection, setup: dict, work: bytes) -> None:
     try:
         interrupts.let_in()
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-        store = dist.FileStore(f"{folder}/store", world_size)  # they meet here: no port to fix
-        # the parent keeps the time limit; a collective that gives up first would only blur which
+        store = dist.FileStore(f"{folder}/store", world_size)  # no port to choose
+        # the parent enforces the time limit; a collective that gives up first would only hide which
         # rank is missing
         patience = 2 * setup["timeout"] + 10
         place = pickle.loads(setup["before_join"])
@@ -165,7 +165,7 @@ def _rank_main(pipe: Connection, setup: dict, work: bytes) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send(answer)
-    if not isinstance(answer, Failure):  # after one the others shall see at once that we are gone
+    if not isinstance(answer, Failure):  # after one, the others must see at once that we are gone
         with contextlib.suppress(EOFError):
             pipe.recv()  # leaving earlier would close connections that the others still use
     os._exit(0)
@@ -186,7 +186,7 @@ def _end_with_parent() -> None:
 
 
 def _gather_results(pipes: list[Connection], processes: list, timeout: float, folder: str) -> list:
-    """One answer a rank, or the failure that came first."""
+    """The results of all ranks. Raises: RankError for the failure that came first."""
     deadline = time.monotonic() + timeout
     results, failures = {}, {}
     while len(results) + len(failures) < len(pipes):
