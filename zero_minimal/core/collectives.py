@@ -25,7 +25,6 @@ The decorator `collective` adds two arguments to each function. With async_op=Tr
 `Work` (work.py) at once; else None, when the result is in place. `of=` names what is sent:
 an error shows it if ranks call different collectives. A `group` of None is all ranks; the
 functions below are given the process group itself.
-Other code can hear what a rank sends, and when (work.Call); stages need no line for it.
 """
 
 import time
@@ -162,9 +161,8 @@ def _exchange(leaving: list, arriving: list, group) -> list:
 
 def _meet() -> None:
     """Before one of gloo's own collectives, which may take a message of another one for its own."""
-    call = at_work()
-    wait_for_half_done(call.group)
-    tell("messages", "read", call)
+    wait_for_half_done(at_work().group)
+    tell("messages", "read", at_work())
 
 
 def _on_host(tensor, group):

@@ -8,7 +8,6 @@
 import contextlib
 import functools
 import itertools
-import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -66,8 +65,7 @@ class Work:
     def wait(self) -> None:
         if self.call is None:
             return self._finish()
-        if _half_done:
-            wait_for_half_done(self.call.group, self.number)
+        wait_for_half_done(self.call.group, self.number)
         seams.tell("collective", "wait", self.call)
         with _at_work_in(self.call):
             seams.tell("messages", "read", self.call)
@@ -90,12 +88,11 @@ class Work:
             _dropped.append((self.works, self.then))
 
 
-def wait_for_half_done(group: dist.ProcessGroup, before: float = math.inf) -> None:
+def wait_for_half_done(group: dist.ProcessGroup, before: float = float("inf")) -> None:
     """An all_reduce on gloo sends its second half in wait(). Another rank may need it before it
     starts the collective that this rank, `before`'s number, waits for."""
-    earlier = [one for one in _half_done if one.number < before and one.call is not None]
-    for one in sorted(earlier, key=lambda one: one.number):
-        if one.call.group == group:
+    for one in sorted(_half_done, key=lambda one: one.number):
+        if one.number < before and one.call is not None and one.call.group == group:
             one.wait()
 
 
