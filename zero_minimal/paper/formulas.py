@@ -146,7 +146,7 @@ def checkpoints(layers: int, hidden: int, batch: int, sequence: int, dtype: str,
     return _whole(layers * batch * sequence * hidden * BYTES[dtype][0] / cut)
 
 
-# ------------------------------------------------------------------------------------------- traffic beside ZeRO's (§8)
+# ------------------------------------------------------------------------------------------ model-parallel traffic (§8)
 
 
 def model_parallel_traffic(layers: int, hidden: int, batch: int, sequence: int, dtype: str, ranks: int,

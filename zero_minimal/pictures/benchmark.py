@@ -65,7 +65,7 @@ def run_look(name: str) -> dict:
     return look | {"marker": style.MARKERS[stage], "markersize": 6}
 
 
-# --------------------------------------------------------------------------------------------------- a line a contender
+# -------------------------------------------------------------------------------------------- a line for each contender
 
 
 def draw_models(rows: list[dict]) -> Figure:

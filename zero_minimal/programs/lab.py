@@ -254,7 +254,7 @@ class Lab:
             step_seconds=found["step_seconds"], model=model,
         )
 
-    # ------------------------------------------------------------------------------------------- what is not here
+    # ----------------------------------------------------------------------------------- simulated and other runs
 
     def simulate(self, stage: int = 3, *, ranks: int | None = None, **options) -> Run:
         """Run a stage's own code as one rank of many, on tensors without values: bytes are exact, times unknown.

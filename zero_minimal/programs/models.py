@@ -30,7 +30,7 @@ def add_flags(parser: Parser, picture: str) -> None:
     add("--hidden", type=positive, help="width")
     add("--heads", type=positive, help="attention heads (default: of size 128, 64 or less, so that --mp divides them)")
     add("--vocabulary", type=positive, help=f"tokens (default: {VOCABULARY}, GPT-2's)")
-    add("--model", metavar="config.json", help="a configuration of the transformers library, in the place of our GPT "
+    add("--model", metavar="config.json", help="a configuration of the transformers library, instead of our GPT "
         "(needs that library); its sizes are measured")
     add("--sequence", type=positive, default=1024, help="tokens in a sequence (default: 1024)")
     add("--batch", type=positive, default=1, help="sequences per rank and micro-batch (default: 1)")

@@ -56,7 +56,8 @@ def plan(model: GPTConfig | ForeignModel, ranks: int, device_bytes: float, dtype
         offloaded: at stages 1 to 3 the ranks' hosts keep and update the optimizer's state.
         offload: one of PLACES: adds "offload" to the result.
         how: the other fields of Work.
-    Raises: ValueError, saying what is accepted, if this cannot be planned. """
+    Raises: ValueError, saying what is accepted, if this cannot be planned.
+    """
     kind = MeasuredWork if isinstance(model, ForeignModel) else Work
     work = kind(model, batch, dtype, model_parallel, **how)
     check(work, ranks, offloaded or bool(offload))

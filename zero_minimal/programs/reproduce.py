@@ -286,7 +286,7 @@ def main(arguments: list[str]) -> None:
     """The command: run, print, write JSON and pictures."""
     parser = Parser(
         prog="python -m zero_minimal reproduce",
-        description="The paper's tables and figures beside its formulas and the running code, cell by cell.",
+        description="The paper's tables and figures, its formulas and the running code, cell by cell.",
     )
     parser.add_argument("what", choices=(*MAKERS, "all"), help="which one")
     parser.add_argument("--processes", type=positive, default=min(2, os.cpu_count() or 1), metavar="P",

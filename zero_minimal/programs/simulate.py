@@ -122,7 +122,7 @@ def _living_lines(groups: list[Living], most: int = 6) -> list[str]:
     return lines + ([f"  {size_text(rest, 4):>9}  in smaller ones"] if rest else [])
 
 
-# ------------------------------------------------------------------------------------------- a stage of somebody's own
+# ----------------------------------------------------------------------------------------------- a learner's own stage
 
 
 def read_system(path: str) -> tuple[str, Callable]:

@@ -173,7 +173,7 @@ def twin_model(mesh, meta: bool) -> nn.Module:
     return model
 
 
-# ------------------------------------------------------------------------------------------------------ who judges it
+# ---------------------------------------------------------------------------------------------------------- the judge
 
 
 def fault(track: Track, simulated_ones: dict, real_ones: list[dict]) -> str:

@@ -171,7 +171,7 @@ def watch_checkpoints(settings: Settings) -> list[dict]:
     return rows
 
 
-# ---------------------------------------------------------------------------------------------- messages beside kernels
+# ------------------------------------------------------------------------------------------------- messages and kernels
 
 
 def overlap(place: Place) -> dict:
